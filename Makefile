@@ -1,0 +1,48 @@
+# Every target sets up what it needs. Requirements: Python >= 3.11, make, a network.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+COMPAT_VERSIONS = 5.8.1 5.17.0
+PYTEST_ARGS ?=
+
+.PHONY: demo test test-full test-compat lint format bench clean
+
+demo: $(READY)            ## the main job: three set-ups of the stock Trainer on real text, side by side
+	$(BIN)/python -m hf_memopt demo
+
+test: $(READY)            ## the test suite
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-full: $(READY)       ## the test suite with the slow tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-compat: test $(COMPAT_VERSIONS:%=test-compat-%)   ## the suite on every supported transformers
+
+lint: $(READY)            ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict hf_memopt
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)           ## the benchmarks behind the figures; appends to benchmarks/results
+	$(BIN)/python benchmarks/memory_report.py
+	$(BIN)/python benchmarks/accuracy.py
+
+clean:
+	rm -rf $(VENV) .venv-[0-9]* build *.egg-info
+
+$(READY): setup.cfg pyproject.toml constraints.txt Makefile
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf-memopt needs Python >= 3.11, this is " + sys.version.split()[0] + ". Call: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+test-compat-%: constraints.txt setup.cfg
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	sed 's/^transformers==.*/transformers==$*/' constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install --quiet --constraint .venv-$*/constraints.txt --editable ".[test,plot]"
+	.venv-$*/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)

@@ -1,0 +1,67 @@
+"""Append one row of a benchmark to ``benchmarks/results/<machine>.jsonl``: case, figures, versions, commit, date."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("hf-memopt", "torch", "transformers", "accelerate", "bitsandbytes", "datasets")
+
+
+def machine() -> str:
+    """Return the card's name as a file name, or ``cpu-<physical cores>core`` without an accelerator."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    elif torch.xpu.is_available():
+        name = torch.xpu.get_device_name()
+    elif torch.backends.mps.is_available():
+        name = f"apple-{platform.machine()}-mps"
+    else:
+        name = f"cpu-{psutil.cpu_count(logical=False) or psutil.cpu_count()}core"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def append(case: str, figures: dict[str, Any], *, path: Path | str | None = None) -> Path:
+    """Append a row and return the file; ``path`` is another file than that of this machine.
+
+    Raises:
+        ValueError: a figure is NaN, infinite or no JSON value; nothing is written then.
+    """
+    target = RESULTS / f"{machine()}.jsonl" if path is None else Path(path)
+    row = {
+        "case": case,
+        "figures": figures,
+        "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    try:
+        line = json.dumps(row, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"figures={figures!r} cannot be written ({error}); expected finite numbers and text. "
+            "Write None for a figure that is missing."
+        ) from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+    return target
+
+
+def _commit() -> str | None:
+    """Return the commit that was measured, with ``-dirty`` if the tree differs from it; None outside a repository."""
+    command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

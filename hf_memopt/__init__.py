@@ -1,0 +1,79 @@
+"""Train transformers on the card you have, with the stock Hugging Face ``Trainer``.
+
+The public names are loaded when they are first used: importing the package imports neither torch nor transformers and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from hf_memopt.batching.buckets import LengthBuckets
+    from hf_memopt.batching.collators import BucketedCollator, DynamicPaddingCollator
+    from hf_memopt.batching.lengths import token_lengths
+    from hf_memopt.batching.views import bucketed
+    from hf_memopt.binding import attach
+    from hf_memopt.changes import BudgetError, Change, MissingExtraError
+    from hf_memopt.memory.report import MemoryReportCallback, print_gpu_utilization, print_summary
+    from hf_memopt.reading import MemoryReading, read_memory
+    from hf_memopt.recipes.presets import PRESETS, preset, recipe
+    from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.techniques.embedding_bits import EmbeddingBitsCallback, override_embedding_bits
+    from hf_memopt.techniques.freezing import FreezeCallback, freeze
+
+_MODULES = {
+    "hf_memopt.batching.buckets": ("LengthBuckets",),
+    "hf_memopt.batching.collators": ("BucketedCollator", "DynamicPaddingCollator"),
+    "hf_memopt.batching.lengths": ("token_lengths",),
+    "hf_memopt.batching.views": ("bucketed",),
+    "hf_memopt.binding": ("attach",),
+    "hf_memopt.changes": ("BudgetError", "Change", "MissingExtraError"),
+    "hf_memopt.memory.report": ("MemoryReportCallback", "print_gpu_utilization", "print_summary"),
+    "hf_memopt.reading": ("MemoryReading", "read_memory"),
+    "hf_memopt.recipes.presets": ("PRESETS", "preset", "recipe"),
+    "hf_memopt.recipes.recipe": ("Recipe",),
+    "hf_memopt.techniques.embedding_bits": ("EmbeddingBitsCallback", "override_embedding_bits"),
+    "hf_memopt.techniques.freezing": ("FreezeCallback", "freeze"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "PRESETS",
+    "BucketedCollator",
+    "BudgetError",
+    "Change",
+    "DynamicPaddingCollator",
+    "EmbeddingBitsCallback",
+    "FreezeCallback",
+    "LengthBuckets",
+    "MemoryReading",
+    "MemoryReportCallback",
+    "MissingExtraError",
+    "Recipe",
+    "attach",
+    "bucketed",
+    "freeze",
+    "override_embedding_bits",
+    "preset",
+    "print_gpu_utilization",
+    "print_summary",
+    "read_memory",
+    "recipe",
+    "token_lengths",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

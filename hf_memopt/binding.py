@@ -1,0 +1,264 @@
+"""Bind what needs the ``Trainer`` itself, check that its pieces fit each other, and repair stock's gradient scale.
+
+Stock transformers 5.x multiplies the gradients of a head that ignores ``num_items_in_batch`` (BERT classification, T5,
+...) by accumulation steps times processes: it leaves the division to a head that never does it. ``attach`` asks the
+head itself, with two forward passes of a few examples, and switches the stock division back on where it is needed, only
+there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.changes import Change
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import Trainer, TrainerCallback
+
+__all__ = ["attach", "refuse_data_parallel", "unbound_error"]
+
+logger = logging.getLogger(__name__)
+
+PROBE_EXAMPLES = 4
+CHANGES = "memopt_changes"  # the attribute of the trainer that tells what attach changed
+
+
+def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
+    """Add and bind callbacks, check that data, collator and arguments fit, repair the gradient scale; return the
+    trainer.
+
+    Call it once the Trainer is built and before ``trainer.train()``, in every process of the run; calling it again is
+    harmless. What it changed stands in ``trainer.memopt_changes``, a tuple of ``Change``; a stream is probed with its
+    first batch, so there it is complete after the first step. A repaired scale weighs the micro-batches of a step
+    equally, however many labels each has.
+
+    Raises:
+        RuntimeError: several GPUs in one process (``torch.nn.DataParallel``).
+        ValueError: data view, collator and arguments do not fit each other, or fp16 training of float16 weights.
+    """
+    refuse_data_parallel(trainer.args.n_gpu)
+    check = getattr(trainer.train_dataset, "check_trainer", None)
+    if check is not None:
+        check(trainer)
+    _check_master_weights(trainer)
+    adapt = getattr(trainer.data_collator, "adapt", None)
+    _record(trainer, () if adapt is None else adapt(trainer.model))
+    for callback in callbacks:
+        if callback not in trainer.callback_handler.callbacks:
+            trainer.add_callback(callback)
+    _repair_gradient_scale(trainer)  # before any callback is bound: a memory report begins to measure there
+    for callback in list(trainer.callback_handler.callbacks):
+        bind = getattr(callback, "bind", None)
+        if bind is not None:
+            bind(trainer)
+    return trainer
+
+
+def unbound_error(callback: object) -> RuntimeError:
+    """Return the error of a callback that needs the trainer and was only passed in ``callbacks=``."""
+    name = type(callback).__name__
+    return RuntimeError(
+        f"{name} was passed in callbacks= but never bound to its trainer; expected a bound callback. "
+        "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
+    )
+
+
+def refuse_data_parallel(n_gpu: int) -> None:
+    """Raise RuntimeError where the Trainer would put one process on several GPUs (``torch.nn.DataParallel``)."""
+    if n_gpu > 1:
+        raise RuntimeError(
+            f"n_gpu={n_gpu} GPUs are visible to this one process, so the Trainer would use torch.nn.DataParallel; "
+            f"expected one process per GPU. Launch: torchrun --nproc_per_node={n_gpu} your_script.py (or show it one "
+            "GPU only: CUDA_VISIBLE_DEVICES=0 python your_script.py)"
+        )
+
+
+def _check_master_weights(trainer: Any) -> None:
+    import torch
+
+    if not trainer.args.fp16 or trainer.is_deepspeed_enabled:  # DeepSpeed keeps float32 masters of its own
+        return
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            raise ValueError(
+                f"fp16=True cannot train {name}, whose weights are float16 already (no gradient could be unscaled); "
+                "expected float32 weights. Load with: from_pretrained(..., dtype=torch.float32)"
+            )
+
+
+def _record(trainer: Any, changes: Iterable[Change]) -> None:
+    """Append changes to those that ``attach`` already made on this trainer."""
+    known = getattr(trainer, CHANGES, ())
+    setattr(trainer, CHANGES, (*known, *(change for change in changes if change not in known)))
+
+
+# ---- Gradient scale -------------------------------------------------------------------------------------------------
+
+
+def _repair_gradient_scale(trainer: Any) -> None:
+    """Switch stock's own division by accumulation steps back on where the head ignores ``num_items_in_batch``."""
+    if not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
+        return  # stock divides already, or the user's own loss counts
+    parameters = inspect.signature(trainer.compute_loss).parameters.values()
+    if not any(p.name == "num_items_in_batch" or p.kind is p.VAR_KEYWORD for p in parameters):
+        return  # a subclass that calls its own compute_loss its own way
+    dataset = trainer.train_dataset
+    if dataset is None:
+        return
+    if _is_stream(dataset) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        _probe_at_first_step(trainer)
+    elif len(dataset) > 0:
+        _probe(trainer, trainer.model, lambda: _first_batch(trainer), stacklevel=4)
+
+
+def _is_stream(dataset: Any) -> bool:
+    from torch.utils.data import IterableDataset
+
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def _probe_at_first_step(trainer: Any) -> None:
+    """Probe with the first real batch: reading a stream beforehand could lose examples, and FSDP and DeepSpeed give
+    the model its weights only when training begins.
+    """
+    before = trainer.training_step
+    if getattr(before, "probes_gradient_scale", False):
+        return
+    is_own = "training_step" in vars(trainer)
+    has_probed = False
+
+    def probing_step(model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal has_probed
+        if vars(trainer).get("training_step") is probing_step:  # else another wrapper stands around this one
+            if is_own:
+                trainer.training_step = before
+            else:
+                del trainer.training_step
+        if not has_probed:
+            has_probed = True
+            _probe(trainer, model, lambda: inputs, stacklevel=3)
+        loss: torch.Tensor = before(model, inputs, *args, **kwargs)
+        return loss
+
+    probing_step.probes_gradient_scale = True  # type: ignore[attr-defined]
+    trainer.training_step = probing_step
+
+
+def _probe(trainer: Any, model: nn.Module, read_batch: Callable[[], Any], *, stacklevel: int) -> None:
+    """Repair the scale if a few rows of the batch show that the head ignores the count; warn if they do not tell."""
+    ignores, finding = False, ""
+    with _undisturbed(trainer, model):
+        try:
+            ignores, finding = _head_ignores_item_count(trainer, model, _first_rows(read_batch(), _most_rows(trainer)))
+        except Exception as error:  # whatever the user's data, collator, model or compute_loss raise
+            finding = f"{type(error).__name__}: {error}"
+    if _any_process(trainer, ignores):
+        # A public attribute, named in stock's docstring and read live at every step (5.8.1, 5.17.0, 5.23.0; pinned by
+        # a test).
+        trainer.model_accepts_loss_kwargs = False
+        reason = (
+            f"the loss of {type(trainer.model).__name__} ignores num_items_in_batch, so stock would multiply its "
+            "gradients by accumulation steps x processes"
+        )
+        change = Change("model_accepts_loss_kwargs", True, False, reason)
+        logger.info("%s", change)
+        _record(trainer, (change,))
+    elif finding:
+        warnings.warn(
+            f"attach could not find out whether the loss of {type(trainer.model).__name__} is normalised by "
+            f"num_items_in_batch ({finding}); its gradients may be multiplied by the accumulation steps. If the loss "
+            "is a mean over the batch, set: trainer.model_accepts_loss_kwargs = False",
+            stacklevel=stacklevel,
+        )
+
+
+def _any_process(trainer: Any, ignores: bool) -> bool:
+    """Give all processes one answer: those that count items wait for each other, so two answers would hang."""
+    import torch
+
+    if trainer.args.world_size == 1:
+        return ignores
+    votes = trainer.accelerator.gather(torch.tensor([int(ignores)], device=trainer.args.device))
+    return bool(votes.any())
+
+
+def _head_ignores_item_count(trainer: Any, model: nn.Module, batch: Mapping[str, Any]) -> tuple[bool, str]:
+    """Tell whether the loss stays the same when twice as many items are announced, and what was found if unclear."""
+    import torch
+    from accelerate.utils import send_to_device
+
+    if not torch.is_tensor(batch.get("labels")):
+        return False, ""  # stock counts no items then, and divides by itself
+    losses = []
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        for items in (8, 16):
+            inputs = send_to_device(dict(batch), trainer.args.device)
+            count = torch.tensor(items, device=trainer.args.device)
+            losses.append(float(trainer.compute_loss(model, inputs, num_items_in_batch=count)))
+    one, half = losses
+    if one != 0 and math.isclose(one, half, rel_tol=1e-3):
+        return True, ""
+    if one != 0 and math.isclose(one, 2 * half, rel_tol=1e-2):  # bfloat16 has 8 bits
+        return False, ""
+    return False, f"it was {one:.4g} for 8 items and {half:.4g} for 16"
+
+
+def _most_rows(trainer: Any) -> int:
+    """Return how many rows to probe: never more than a training step holds, so the probe needs no more memory."""
+    return min(PROBE_EXAMPLES, trainer.args.per_device_train_batch_size)
+
+
+@contextmanager
+def _undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
+    """Run in evaluation mode; leave modes and random numbers as they were."""
+    import numpy as np
+    import torch
+
+    modes = {module: module.training for module in model.modules()}
+    device = trainer.args.device
+    states = random.getstate(), np.random.get_state()
+    # This process's own card: forking the generators of all visible ones would start CUDA on each.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for module in modes:
+            module.training = False  # not eval(), which a user's module may use to rewrite its weights
+        try:
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def _first_batch(trainer: Any) -> Any:
+    """Collate the first examples as the Trainer will, without the columns that it removes."""
+    dataset = trainer.train_dataset
+    rows = [dataset[0]]
+    if isinstance(rows[0], Mapping):  # else it is a whole batch
+        rows += [dataset[i] for i in range(1, min(_most_rows(trainer), len(dataset)))]
+    if trainer.args.remove_unused_columns:
+        model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+        known = {*inspect.signature(model.forward).parameters, *trainer.label_names, "label", "label_ids"}
+        rows = [{k: v for k, v in row.items() if k in known} if isinstance(row, Mapping) else row for row in rows]
+    return trainer.data_collator(rows)
+
+
+def _first_rows(inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return copies of the first rows of all tensors that have as many rows as the labels, and the rest as it is."""
+    import torch
+
+    labels = inputs.get("labels")
+    batch = labels.shape[0] if torch.is_tensor(labels) and labels.dim() > 0 else None
+    return {
+        key: value[:rows].clone() if torch.is_tensor(value) and value.shape[:1] == (batch,) else value
+        for key, value in inputs.items()
+    }

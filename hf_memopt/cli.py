@@ -1,0 +1,107 @@
+"""The command line: ``hf-memopt demo | presets | doctor``, or ``python -m hf_memopt ...``.
+
+torch and transformers are imported by the command that needs them, so ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Train transformers on the card you have, with the stock Hugging Face Trainer.",
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False,
+) -> None:
+    if version:
+        from hf_memopt import __version__
+
+        typer.echo(f"hf-memopt {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for the trained model.")] = Path("hf-memopt-demo"),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training texts.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and data order.")] = 0,
+    max_train: Annotated[int | None, typer.Option(min=1, help="Train on the first N texts only.")] = None,
+) -> None:
+    """Train one small BERT three times on the standard library's docstrings: naive, stock at its best, hf_memopt."""
+    from hf_memopt.demo import run_demo
+
+    raise typer.Exit(run_demo(output, json_file=json_file, epochs=epochs, seed=seed, max_train=max_train))
+
+
+@app.command()
+def presets(
+    name: Annotated[str | None, typer.Argument(help="One preset, with every choice and its reason.")] = None,
+    json_output: AsJson = False,
+) -> None:
+    """List the presets, or explain one."""
+    from hf_memopt.recipes.presets import PRESETS, recipe
+
+    if name is None:
+        if json_output:
+            import json
+
+            typer.echo(json.dumps({key: json.loads(value.to_json()) for key, value in PRESETS.items()}, indent=2))
+        else:
+            _print_presets()
+        return
+    try:
+        chosen = recipe(name)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    typer.echo(chosen.to_json() if json_output else str(chosen))
+
+
+def _print_presets() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hf_memopt.recipes.presets import PRESETS, preset_rows
+
+    rows = preset_rows(PRESETS)
+    table = Table(title="hf-memopt presets (batch: examples x accumulation; explain one: hf-memopt presets 4gb-gpu)")
+    for heading in rows[0]:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*row.values())
+    Console().print(table)
+
+
+@app.command()
+def doctor(json_output: AsJson = False) -> None:
+    """Look for what would break a run on this machine; exit code 0 if nothing would, 1 otherwise."""
+    from hf_memopt.doctor import examine, findings_table
+
+    findings = examine()
+    if json_output:
+        import json
+
+        typer.echo(json.dumps([finding.as_dict() for finding in findings], indent=2))
+    else:
+        from rich.console import Console
+
+        Console().print(findings_table(findings))
+    raise typer.Exit(int(any(finding.level == "error" for finding in findings)))
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="hf-memopt")

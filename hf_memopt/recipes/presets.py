@@ -1,0 +1,226 @@
+"""The presets: a literal ``Recipe`` for every common size of card, and the functions that hand them out.
+
+They are sized for a model of about 340 million parameters (BERT-large) on texts of about 128 tokens. None of their
+memory figures has been measured on a card yet; each purpose line says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.changes import nearest
+from hf_memopt.reading import read_memory
+from hf_memopt.recipes.recipe import Recipe
+from hf_memopt.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+__all__ = ["PRESETS", "preset", "recipe"]
+
+NOT_MEASURED = "for BERT-large and about 128 tokens; memory not yet measured on a card"
+
+EIGHT_BIT = "about a quarter of AdamW's state: 2 bytes per parameter instead of 8, embeddings apart"
+PAGED = EIGHT_BIT + "; paged: what does not fit moves to the host instead of running out of memory"
+STREAMED = "evaluation outputs move to the host after every few batches, so they never pile up on the card"
+FITS_WHOLE = "the whole effective batch fits into one pass"
+FULL_STATE = "the full 32-bit state fits, and one fused kernel is fastest"
+
+PRESETS: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "4gb-gpu": Recipe(
+            name="4gb-gpu",
+            purpose=f"GTX 1650, RTX 3050 Laptop ... ({NOT_MEASURED})",
+            per_device_train_batch_size=8,
+            per_device_eval_batch_size=8,
+            optim="paged_adamw_8bit",
+            checkpointing=True,
+            eval_accumulation_steps=4,
+            reasons={
+                "per_device_train_batch_size": "activations of 8 examples at a time, 4 times per step",
+                "per_device_eval_batch_size": "logits and scores of few examples at a time",
+                "optim": PAGED,
+                "checkpointing": "weights, gradients and state leave too little room for activations",
+                "eval_accumulation_steps": STREAMED,
+            },
+        ),
+        "6gb-gpu": Recipe(
+            name="6gb-gpu",
+            purpose=f"GTX 1660, RTX 2060, RTX 3050 6GB ... ({NOT_MEASURED})",
+            per_device_train_batch_size=8,
+            per_device_eval_batch_size=16,
+            optim="paged_adamw_8bit",
+            eval_accumulation_steps=8,
+            reasons={
+                "per_device_train_batch_size": "activations of 8 examples fit without recomputing, 4 times per step",
+                "optim": PAGED,
+                "eval_accumulation_steps": STREAMED,
+            },
+        ),
+        "8gb-gpu": Recipe(
+            name="8gb-gpu",
+            purpose=f"RTX 3060 Ti, RTX 4060, P4 ... ({NOT_MEASURED})",
+            per_device_train_batch_size=16,
+            per_device_eval_batch_size=16,
+            optim="adamw_8bit",
+            eval_accumulation_steps=16,
+            reasons={
+                "per_device_train_batch_size": "activations of 16 examples fit without recomputing, twice per step",
+                "optim": EIGHT_BIT,
+                "eval_accumulation_steps": STREAMED,
+            },
+        ),
+        "12gb-gpu": Recipe(
+            name="12gb-gpu",
+            purpose=f"RTX 3060, RTX 4070, Titan Xp ... ({NOT_MEASURED})",
+            optim="adamw_8bit",
+            eval_accumulation_steps=16,
+            reasons={
+                "per_device_train_batch_size": FITS_WHOLE,
+                "optim": EIGHT_BIT,
+                "eval_accumulation_steps": STREAMED,
+            },
+        ),
+        "16gb-gpu": Recipe(
+            name="16gb-gpu",
+            purpose=f"T4, P100, V100 16GB, RTX 4080 ... ({NOT_MEASURED})",
+            eval_accumulation_steps=16,
+            reasons={
+                "per_device_train_batch_size": FITS_WHOLE,
+                "optim": FULL_STATE,
+                "eval_accumulation_steps": STREAMED,
+            },
+        ),
+        "24gb-gpu": Recipe(
+            name="24gb-gpu",
+            purpose=f"RTX 3090, RTX 4090, A10, L4 ... ({NOT_MEASURED})",
+            per_device_eval_batch_size=64,
+            eval_accumulation_steps=32,
+            reasons={
+                "per_device_train_batch_size": FITS_WHOLE,
+                "optim": FULL_STATE,
+                "eval_accumulation_steps": STREAMED,
+            },
+        ),
+        "40gb-gpu": Recipe(
+            name="40gb-gpu",
+            purpose=f"A100 40GB, L40S ... ({NOT_MEASURED})",
+            per_device_eval_batch_size=128,
+            dataloader_num_workers=2,
+            reasons={
+                "per_device_train_batch_size": FITS_WHOLE,
+                "optim": FULL_STATE,
+                "dataloader_num_workers": "a fast card would wait for the next batch",
+            },
+        ),
+        "80gb-gpu": Recipe(
+            name="80gb-gpu",
+            purpose=f"A100 80GB, H100 ... ({NOT_MEASURED})",
+            per_device_eval_batch_size=256,
+            dataloader_num_workers=4,
+            reasons={
+                "per_device_train_batch_size": FITS_WHOLE,
+                "optim": FULL_STATE,
+                "dataloader_num_workers": "a fast card would wait for the next batch",
+            },
+        ),
+        "cpu": Recipe(
+            name="cpu",
+            purpose="no accelerator (what saves time on a CPU is padding less)",
+            reasons={
+                "per_device_train_batch_size": "host memory is rarely short; larger passes use the cores better",
+                "optim": "bitsandbytes' 8-bit step is slower than this one on a CPU (see the demo's table)",
+            },
+        ),
+        "auto": Recipe(
+            name="auto",
+            purpose='what recipe("auto") starts from: it returns the largest preset that the card at hand covers',
+            per_device_train_batch_size=8,
+            optim="adamw_8bit",
+            reasons={
+                "per_device_train_batch_size": "replaced by the preset of the card at hand",
+                "optim": "replaced by the preset of the card at hand",
+            },
+        ),
+    }
+)
+"""Every preset by its name."""
+
+# A "12 GB" card reports a little less than 12 GiB, and a driver keeps some of that: 8 % below the name still counts.
+COVERED_FRACTION = 0.92
+
+
+def recipe(name: str) -> Recipe:
+    """Return a preset as a ``Recipe``; ``"auto"`` looks at the machine and returns the one that suits it.
+
+    Raises:
+        ValueError: no such preset; the message names the nearest and all of them.
+
+    Example:
+        >>> recipe("4gb-gpu").checkpointing
+        True
+    """
+    if name not in PRESETS:
+        raise ValueError(
+            f"name={name!r} is not a preset; expected one of {', '.join(PRESETS)}.{nearest(str(name), PRESETS)} "
+            "See them: hf-memopt presets"
+        )
+    return _for_this_machine() if name == "auto" else PRESETS[name]
+
+
+def _for_this_machine() -> Recipe:
+    reading = read_memory()
+    if reading.device_total_bytes is None:
+        return PRESETS["cpu"].replace(purpose=f"chosen by recipe('auto'): {PRESETS['cpu'].purpose}")
+    by_size = {parse_bytes(name.removesuffix("-gpu").replace("gb", "GiB")): name for name in PRESETS if name.endswith("-gpu")}
+    covered = [size for size in by_size if reading.device_total_bytes >= COVERED_FRACTION * size]
+    name = by_size[max(covered)] if covered else by_size[min(by_size)]
+    card = f"{reading.device_name} with {format_bytes(reading.device_total_bytes)}"
+    return PRESETS[name].replace(purpose=f"chosen by recipe('auto') for {card}: {PRESETS[name].purpose}")
+
+
+def preset_rows(recipes: Mapping[str, Recipe]) -> list[dict[str, str]]:
+    """Return the choices that differ between presets as rows of text, for the terminal and the README."""
+    return [
+        {
+            "preset": name,
+            "batch": f"{r.per_device_train_batch_size} x "
+            f"{r.effective_batch_size // r.per_device_train_batch_size}",
+            "eval batch": str(r.per_device_eval_batch_size),
+            "optimizer": r.optim,
+            "checkpointing": "yes" if r.checkpointing else "no",
+            "meant for": r.purpose.split(" (")[0],
+        }
+        for name, r in recipes.items()
+        if name != "auto"
+    ]
+
+
+def preset(
+    name: str, output_dir: str | None = None, *, effective_batch_size: int | None = None, **training_arguments: Any
+) -> TrainingArguments:
+    """Return plain ``transformers.TrainingArguments`` of a preset, ready for ``Trainer(args=...)``.
+
+    Arguments alone cannot do everything a preset stands for. The rest is done by ``attach(trainer)`` (gradient scale
+    under accumulation), ``Recipe.model_kwargs()`` (float32 weights under 16-bit autocast), and the callbacks, collator
+    and bucketed data that ``Recipe.trainer`` wires by itself.
+
+    Args:
+        name: ``"4gb-gpu"`` ... ``"80gb-gpu"``, ``"cpu"`` or ``"auto"``.
+        output_dir: as in TrainingArguments.
+        effective_batch_size: examples per optimizer step; the recipe's unless given.
+        training_arguments: any field of TrainingArguments; ``per_device_train_batch_size`` re-derives the accumulation
+            so that the effective batch stays, and the other way round.
+
+    Raises:
+        ValueError: unknown preset, a batch that does not divide the effective batch, a precision this machine lacks.
+        TypeError: a field that TrainingArguments does not have.
+
+    Example:
+        >>> args = preset("4gb-gpu", "out", per_device_train_batch_size=4, use_cpu=True)
+        >>> args.per_device_train_batch_size, args.gradient_accumulation_steps
+        (4, 8)
+    """
+    return recipe(name).training_arguments(output_dir, effective_batch_size=effective_batch_size, **training_arguments)

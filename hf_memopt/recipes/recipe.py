@@ -1,0 +1,412 @@
+"""A Recipe: the values that name a set-up of the stock ``Trainer``, each with its reason, and what is built from
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt import compat
+from hf_memopt.batching.collators import BucketedCollator
+from hf_memopt.batching.views import BucketedBatches, BucketedExamples, bucketed
+from hf_memopt.binding import attach
+from hf_memopt.changes import Change, nearest
+from hf_memopt.memory.report import MemoryReportCallback
+from hf_memopt.techniques.embedding_bits import EmbeddingBitsCallback
+from hf_memopt.techniques.freezing import FreezeCallback
+from hf_memopt.techniques.precision import accelerator_type, check_precision, choose_precision
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+__all__ = ["Recipe"]
+
+logger = logging.getLogger(__name__)
+
+EXPLAINED_BY_CARD = "follows the card at hand: bf16 where it is native, else fp16 with fp32 weights, else fp32"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A set-up of the stock Trainer as plain data; ``print`` shows every choice with its reason.
+
+    Attributes:
+        name: what the recipe is called.
+        purpose: the card and the size of model it is meant for, and what of it was measured.
+        effective_batch_size: examples per optimizer step, over accumulation and processes; it stays what it is whatever
+            the batch is cut into.
+        per_device_train_batch_size: examples of one forward and backward pass.
+        per_device_eval_batch_size: examples of one evaluation batch.
+        precision: ``"auto"``, ``"bf16"``, ``"fp16"`` or ``"fp32"`` of the autocast region; weights stay float32.
+        optim: a name that ``TrainingArguments(optim=...)`` knows.
+        embedding_bits: bits of the embeddings' state in an 8-bit optimizer; ignored with any other.
+        checkpointing: whether activations are recomputed instead of kept.
+        bucketing: whether the training data is read in length-bucketed order.
+        pad_to_multiple_of: what the longest row of a batch is rounded up to.
+        freeze: patterns for ``hf_memopt.freeze``.
+        attn_implementation: for ``from_pretrained``.
+        eval_accumulation_steps: evaluation batches whose outputs stay on the card before they move to the host; None
+            for all of them.
+        dataloader_num_workers: processes that prepare batches.
+        memory_report: whether the log tells the memory of each phase.
+        reasons: why a field has its value, by the field's name.
+    """
+
+    name: str
+    purpose: str
+    effective_batch_size: int = 32
+    per_device_train_batch_size: int = 32
+    per_device_eval_batch_size: int = 32
+    precision: str = "auto"
+    optim: str = "adamw_torch_fused"
+    embedding_bits: int = 32
+    checkpointing: bool = False
+    bucketing: bool = True
+    pad_to_multiple_of: int = 8
+    freeze: tuple[str, ...] = ()
+    attn_implementation: str = "sdpa"
+    eval_accumulation_steps: int | None = None
+    dataloader_num_workers: int = 0
+    memory_report: bool = True
+    reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in ("effective_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} is not a size; expected an integer of 1 or more. Pass {name}=8")
+        if self.precision not in ("auto", "bf16", "fp16", "fp32"):
+            raise ValueError(
+                f"precision={self.precision!r} is unknown; expected 'auto', 'bf16', 'fp16' or 'fp32'."
+                f"{nearest(str(self.precision), ('auto', 'bf16', 'fp16', 'fp32'))} Pass precision='auto'"
+            )
+
+    def replace(self, **changed: Any) -> Recipe:
+        """Return the recipe with other values; a changed field loses its reason, which was for the old value.
+
+        Raises:
+            TypeError: no such field; the message names the nearest.
+        """
+        known = [item.name for item in fields(self)]
+        for name in changed:
+            if name not in known:
+                raise TypeError(
+                    f"{name}={changed[name]!r} is not a field of a Recipe; expected one of "
+                    f"{known}.{nearest(name, known)} TrainingArguments go into recipe.training_arguments({name}=...)"
+                )
+        kept = {name: why for name, why in self.reasons.items() if name not in changed}
+        return replace(self, **{"reasons": kept, **changed})
+
+    def __str__(self) -> str:
+        shown = [item.name for item in fields(self) if item.name not in ("name", "purpose", "reasons")]
+        width = max(map(len, shown))
+        lines = [f"{self.name}: {self.purpose}"]
+        for name in shown:
+            lines.append(f"  {name:<{width}}  {getattr(self, name)!r:<20}  {self._reason(name)}")
+        return "\n".join(lines)
+
+    def _reason(self, name: str) -> str:
+        default = next(item.default for item in fields(self) if item.name == name)
+        why = self.reasons.get(name)
+        if why is None:
+            why = DEFAULT_REASONS[name] if getattr(self, name) == default else "chosen by the caller"
+        return why
+
+    def to_json(self) -> str:
+        """Return the recipe as JSON text, for ``from_json``."""
+        return json.dumps({**asdict(self), "reasons": dict(self.reasons)}, indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> Recipe:
+        """Return the recipe that ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text is not a recipe: not JSON, or with unknown or missing fields.
+        """
+        try:
+            values = json.loads(text)
+            return Recipe(**{**values, "freeze": tuple(values["freeze"])})
+        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"text={text[:40]!r} is not a recipe ({error}); expected what Recipe.to_json() returns. "
+                "Write it anew: recipe('4gb-gpu').to_json()"
+            ) from error
+
+    # ---- What it turns into -----------------------------------------------------------------------------------------
+
+    def changes(self, *, effective_batch_size: int | None = None, **training_arguments: Any) -> tuple[Change, ...]:
+        """Return what ``training_arguments`` with the same overrides would decide by itself, each with its reason."""
+        return self._resolve(effective_batch_size, training_arguments)[1]
+
+    def training_arguments(
+        self, output_dir: str | None = None, *, effective_batch_size: int | None = None, **overrides: Any
+    ) -> TrainingArguments:
+        """Return plain ``transformers.TrainingArguments``; ``overrides`` are any of its fields.
+
+        Giving ``per_device_train_batch_size`` re-derives ``gradient_accumulation_steps`` so that the effective batch
+        stays, and the other way round; what was decided is logged and told by ``changes``.
+
+        Raises:
+            TypeError: an override that TrainingArguments does not have (a name of 4.x: the message says the new one).
+            ValueError: a batch that does not divide the effective batch, or a precision the machine cannot train in.
+            NotADirectoryError: ``output_dir`` is a file.
+        """
+        from transformers import TrainingArguments
+
+        if output_dir is not None and os.path.exists(output_dir) and not os.path.isdir(output_dir):
+            raise NotADirectoryError(
+                f"output_dir={output_dir!r} is a file; expected a folder or a new path. Pass another output_dir"
+            )
+        arguments, changes = self._resolve(effective_batch_size, overrides)
+        for change in changes:
+            logger.info("%s: %s", self.name, change)
+        return TrainingArguments(output_dir=output_dir, **arguments)
+
+    def _resolve(
+        self, effective_batch_size: int | None, overrides: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], tuple[Change, ...]]:
+        _check_names(overrides)
+        use_cpu = bool(overrides.get("use_cpu", False))
+        on_cpu = use_cpu or accelerator_type() == "cpu"
+        arguments: dict[str, Any] = {
+            "per_device_eval_batch_size": self.per_device_eval_batch_size,
+            "optim": self.optim,
+            "eval_accumulation_steps": self.eval_accumulation_steps,
+            "dataloader_num_workers": self.dataloader_num_workers,
+        }
+        changes = []
+        if self.checkpointing and not any(name.endswith("_checkpointing") for name in overrides):
+            arguments.update(compat.checkpointing_arguments())
+        if on_cpu and "dataloader_pin_memory" not in overrides:
+            arguments["dataloader_pin_memory"] = False
+            changes.append(Change("dataloader_pin_memory", True, False, "there is no accelerator to copy to"))
+        precision, why = self._precision(overrides, use_cpu)
+        arguments.update(precision)
+        if why is not None:
+            changes.append(why)
+        batch, why = self._batch(effective_batch_size or self.effective_batch_size, overrides)
+        arguments.update(batch)
+        if why is not None:
+            changes.append(why)
+        if on_cpu and arguments.get("bf16") and "use_cpu" not in overrides:
+            arguments["use_cpu"] = True  # stock asks for it where bf16 runs on a CPU
+        return {**arguments, **overrides, **batch}, tuple(changes)
+
+    def _precision(self, overrides: Mapping[str, Any], use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
+        if "bf16" in overrides or "fp16" in overrides:
+            asked = {"bf16": bool(overrides.get("bf16", False)), "fp16": bool(overrides.get("fp16", False))}
+            check_precision(**asked, use_cpu=use_cpu)
+            return asked, None
+        if self.precision != "auto":
+            asked = {"bf16": self.precision == "bf16", "fp16": self.precision == "fp16"}
+            check_precision(**asked, use_cpu=use_cpu)
+            return asked, None
+        chosen = choose_precision(use_cpu=use_cpu)
+        return {"bf16": chosen.bf16, "fp16": chosen.fp16}, Change("precision", "auto", chosen.name, chosen.reason)
+
+    def _batch(self, effective: int, overrides: Mapping[str, Any]) -> tuple[dict[str, int], Change | None]:
+        """Cut the effective batch over processes, accumulation steps and devices without changing it."""
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        given = overrides.get("per_device_train_batch_size"), overrides.get("gradient_accumulation_steps")
+        old = self.per_device_train_batch_size, self.effective_batch_size // self.per_device_train_batch_size
+        per_device, steps = given
+        for name, value in zip(BATCH_NAMES, given, strict=True):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} is not a size; expected an integer of 1 or more. Pass {name}=8")
+        if per_device is not None and steps is not None:
+            if per_device * steps * processes != effective:
+                raise ValueError(
+                    f"per_device_train_batch_size={per_device}, gradient_accumulation_steps={steps} make "
+                    f"{per_device * steps * processes} examples per step on {processes} process(es); expected the "
+                    f"effective batch of {effective}. Give one of the two, or effective_batch_size="
+                    f"{per_device * steps * processes}"
+                )
+        elif per_device is not None:
+            steps = _share(effective, per_device * processes, "per_device_train_batch_size", per_device, processes)
+        elif steps is not None:
+            per_device = _share(effective, steps * processes, "gradient_accumulation_steps", steps, processes)
+        else:
+            share = _share(effective, processes, "WORLD_SIZE", processes, processes)
+            per_device = max(size for size in range(1, self.per_device_train_batch_size + 1) if share % size == 0)
+            steps = share // per_device
+        batch = dict(zip(BATCH_NAMES, (per_device, steps), strict=True))
+        if (per_device, steps) == old:
+            return batch, None
+        reason = f"keeps {effective} examples per optimizer step on {processes} process(es)"
+        return batch, Change(
+            "per_device_train_batch_size x gradient_accumulation_steps", old, (per_device, steps), reason
+        )
+
+    def model_kwargs(self) -> dict[str, Any]:
+        """Return keywords for ``from_pretrained``: float32 weights (its own default is the checkpoint's dtype) and
+        attention.
+        """
+        import torch
+
+        return {"dtype": torch.float32, "attn_implementation": self.attn_implementation}
+
+    def callbacks(self) -> list[TrainerCallback]:
+        """Return new callbacks: freezing, 32-bit embeddings of an 8-bit optimizer, the memory report."""
+        return self._callbacks(self.optim)
+
+    def _callbacks(self, optim: str) -> list[TrainerCallback]:
+        wanted: list[TrainerCallback] = []
+        if self.freeze:
+            wanted.append(FreezeCallback(self.freeze))
+        if optim in BITSANDBYTES_8BIT:
+            wanted.append(EmbeddingBitsCallback(bits=self.embedding_bits))
+        if self.memory_report:
+            wanted.append(MemoryReportCallback())
+        return wanted
+
+    def collator(self, tokenizer: Any) -> BucketedCollator:
+        """Return the collator that pads every batch to its own longest row."""
+        return BucketedCollator(tokenizer, pad_to_multiple_of=self.pad_to_multiple_of)
+
+    def trainer(
+        self,
+        *,
+        model: Any = None,
+        train_dataset: Any = None,
+        processing_class: Any = None,
+        training_arguments: Mapping[str, Any] | None = None,
+        callbacks: Iterable[TrainerCallback] = (),
+        **trainer_kwargs: Any,
+    ) -> Trainer:
+        """Return a stock ``transformers.Trainer`` with everything wired: arguments, bucketed data, collator, callbacks.
+
+        Args:
+            model: as for Trainer; or ``model_init=`` among the other keywords.
+            train_dataset: tokenised examples; a map-style dataset is read in bucketed order.
+            processing_class: the tokenizer; not needed if ``data_collator=`` is given.
+            training_arguments: fields of TrainingArguments, and ``effective_batch_size``.
+            callbacks: yours, after the recipe's.
+            trainer_kwargs: anything else that Trainer takes.
+
+        Raises:
+            TypeError, ValueError: see ``training_arguments``, ``bucketed`` and ``attach``.
+        """
+        from transformers import Trainer
+
+        if training_arguments is not None and not isinstance(training_arguments, Mapping):
+            raise TypeError(
+                f"training_arguments=<{type(training_arguments).__name__}> is not a mapping; expected a dict of "
+                "fields. "
+                'Pass training_arguments={"output_dir": "out", "learning_rate": 3e-5}'
+            )
+        if processing_class is None and "data_collator" not in trainer_kwargs:
+            raise ValueError(
+                "processing_class=None leaves nothing to pad with; expected the tokenizer. Pass "
+                "processing_class=tokenizer, or data_collator=..."
+            )
+        given = dict(training_arguments or {})
+        skipped = _why_not_bucketed(self, train_dataset)
+        if skipped is None:
+            given["train_sampling_strategy"] = "sequential"
+        args = self.training_arguments(**given)
+        if skipped is None and not isinstance(train_dataset, (BucketedBatches, BucketedExamples)):
+            train_dataset = bucketed(
+                train_dataset,
+                batch_size=args.per_device_train_batch_size,
+                seed=args.seed if args.data_seed is None else args.data_seed,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+            )
+        trainer_kwargs.setdefault("data_collator", None)
+        if trainer_kwargs["data_collator"] is None:
+            trainer_kwargs["data_collator"] = self.collator(processing_class)
+        trainer = Trainer(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            callbacks=[*self._callbacks(args.optim), *callbacks],
+            **trainer_kwargs,
+        )
+        return attach(trainer)
+
+
+BATCH_NAMES = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+BITSANDBYTES_8BIT = frozenset(
+    [
+        "adamw_8bit",
+        "adamw_bnb_8bit",
+        "paged_adamw_8bit",
+        "lion_8bit",
+        "paged_lion_8bit",
+        "ademamix_8bit",
+        "paged_ademamix_8bit",
+        "rmsprop_bnb_8bit",
+    ]
+)
+
+DEFAULT_REASONS = {
+    "effective_batch_size": "examples per optimizer step; never changed by a small card",
+    "per_device_train_batch_size": "the whole effective batch at once is fastest where it fits",
+    "per_device_eval_batch_size": "evaluation keeps no activations",
+    "precision": EXPLAINED_BY_CARD,
+    "optim": "one fused kernel; nothing cheaper in time",
+    "embedding_bits": "embeddings see rare, large updates, which 8 bits round away",
+    "checkpointing": "recomputing costs one more forward pass per step",
+    "bucketing": "batches of like lengths pad little",
+    "pad_to_multiple_of": "tensor cores like multiples of 8",
+    "freeze": "nothing is frozen unless asked for",
+    "attn_implementation": "no attention matrix is kept",
+    "eval_accumulation_steps": "logits stay on the card until evaluation ends",
+    "dataloader_num_workers": "padding from Arrow is cheap beside a training step",
+    "memory_report": "the log tells the peak of each phase",
+}
+
+
+def _check_names(overrides: Mapping[str, Any]) -> None:
+    known = compat.training_argument_names()
+    for name in overrides:
+        if name in known:
+            continue
+        if name in compat.RENAMED_ARGUMENTS:
+            raise TypeError(
+                f"{name}={overrides[name]!r} is a name of transformers 4.x; expected a field of TrainingArguments 5.x. "
+                f"Instead: {compat.RENAMED_ARGUMENTS[name]}"
+            )
+        raise TypeError(
+            f"{name}={overrides[name]!r} is not a field of TrainingArguments; expected one of its fields."
+            f"{nearest(name, known)} List them: help(transformers.TrainingArguments)"
+        )
+
+
+def _share(effective: int, divisor: int, name: str, value: int, processes: int) -> int:
+    if effective % divisor != 0:
+        raise ValueError(
+            f"{name}={value} on {processes} process(es) does not divide the effective batch of {effective}; expected a "
+            f"divisor. Pass effective_batch_size={divisor * max(1, round(effective / divisor))}"
+        )
+    return effective // divisor
+
+
+def _why_not_bucketed(recipe: Recipe, dataset: Any) -> str | None:
+    """Return why the training data is read in stock order, or None where it is bucketed."""
+    if not recipe.bucketing:
+        return "bucketing is off in the recipe"
+    if dataset is None:
+        return "there is no training data"
+    reason = None
+    if not hasattr(dataset, "__getitem__"):
+        reason = "a stream cannot be sorted into buckets beforehand"
+    elif not isinstance(dataset, (BucketedBatches, BucketedExamples)) and "input_ids" not in _columns(dataset):
+        reason = "the examples have no input_ids whose length could count"
+    if reason is not None:
+        logger.info("%s: %s", recipe.name, Change("bucketing", True, False, reason))
+    return reason
+
+
+def _columns(dataset: Any) -> Iterable[str]:
+    names = getattr(dataset, "column_names", None)
+    if names is not None:
+        return list(names)
+    first = dataset[0] if len(dataset) else {}
+    return list(first) if isinstance(first, Mapping) else []

@@ -1,0 +1,74 @@
+"""Bytes as text and back. Memory is an int number of bytes everywhere else; this is the only place where bytes are
+divided.
+
+Text in: ``4GB`` is 4e9 bytes, ``4GiB`` is 4 * 2**30. Text out: always GiB, MiB or KiB.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+__all__ = ["format_bytes", "parse_bytes", "to_gib", "to_mib"]
+
+_FACTORS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a number of bytes from text such as ``"4GB"``, ``"3.5 GiB"`` or from an int, which is bytes already.
+
+    Raises:
+        ValueError: the text is not a number followed by a unit, or the size is negative.
+
+    Example:
+        >>> parse_bytes("4GB"), parse_bytes("4 GiB"), parse_bytes(512)
+        (4000000000, 4294967296, 512)
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise ValueError(f"size={size!r} is negative; expected 0 bytes or more. Write, for example, '4GB'.")
+        return size
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Z]+)\s*", str(size), flags=re.IGNORECASE | re.ASCII)
+    factor = None if match is None else _FACTORS.get(match.group(2).upper())
+    if match is None or factor is None:
+        raise ValueError(
+            f"size={size!r} is not an amount of memory; expected a number with one of the units "
+            "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB. Write, for example, '4GB' or '3.5GiB'."
+        )
+    return round(Fraction(match.group(1)) * factor)  # exact: a float has 53 bits
+
+
+def to_mib(size_bytes: int) -> float:
+    """Return ``size_bytes`` in MiB."""
+    return size_bytes / 2**20
+
+
+def to_gib(size_bytes: int) -> float:
+    """Return ``size_bytes`` in GiB."""
+    return size_bytes / 2**30
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Return bytes as text for people, in the binary unit whose printed number is at least 1 and below 1024.
+
+    Example:
+        >>> format_bytes(0), format_bytes(2048), format_bytes(6749 * 2**20)
+        ('0 B', '2.0 KiB', '6.59 GiB')
+    """
+    magnitude = abs(size_bytes)
+    if magnitude < 2**10:
+        return f"{size_bytes} B"
+    for factor, unit in ((2**10, "KiB"), (2**20, "MiB")):
+        if round(magnitude / factor, 1) < 1024:  # as printed: 2**20 - 1 is not "1024.0 KiB"
+            return f"{size_bytes / factor:.1f} {unit}"
+    return f"{to_gib(size_bytes):.2f} GiB"

@@ -1,0 +1,139 @@
+"""The command line through typer's runner, and once as a real process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_memopt import PRESETS, Recipe, __version__, doctor
+from hf_memopt.cli import app
+
+runner = CliRunner()
+
+
+def test_version_and_help() -> None:
+    assert runner.invoke(app, ["--version"]).output == f"hf-memopt {__version__}\n"
+    help_text = runner.invoke(app, ["--help"]).output
+    assert all(command in help_text for command in ("demo", "presets", "doctor"))
+
+
+def test_presets_lists_them_all_but_auto() -> None:
+    result = runner.invoke(app, ["presets"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert all(name in result.output for name in PRESETS if name != "auto")
+
+
+def test_one_preset_is_explained() -> None:
+    result = runner.invoke(app, ["presets", "4gb-gpu"])
+    assert (result.exit_code, result.output) == (0, f"{PRESETS['4gb-gpu']}\n")
+
+
+def test_presets_as_json() -> None:
+    every = json.loads(runner.invoke(app, ["presets", "--json"]).output)
+    assert {name: Recipe.from_json(json.dumps(value)) for name, value in every.items()} == dict(PRESETS)
+    one = runner.invoke(app, ["presets", "8gb-gpu", "--json"]).output
+    assert Recipe.from_json(one) == PRESETS["8gb-gpu"]
+
+
+def test_an_unknown_preset_ends_with_2_and_its_message() -> None:
+    result = runner.invoke(app, ["presets", "9gb"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("name='9gb' is not a preset; expected one of 4gb-gpu, ")
+
+
+def test_doctor_is_content_with_a_healthy_machine() -> None:
+    result = runner.invoke(app, ["doctor", "--json"])
+    found = json.loads(result.output)
+    assert result.exit_code == int(any(finding["level"] == "error" for finding in found))
+    if not torch.accelerator.is_available():
+        assert result.exit_code == 0, found
+    subjects = {finding["subject"] for finding in found}
+    assert {"python", "torch", "transformers", "bitsandbytes", "device", "precision", "8-bit optimizer"} <= subjects
+
+
+def test_doctor_table_shows_every_finding() -> None:
+    result = runner.invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert all(finding.subject in result.output for finding in doctor.examine())
+
+
+def broken(monkeypatch, subject: str) -> doctor.Finding:
+    [finding] = [finding for finding in doctor.examine() if finding.subject == subject and finding.level != "ok"]
+    monkeypatch.undo()
+    return finding
+
+
+def test_doctor_names_several_visible_gpus(monkeypatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert runner.invoke(app, ["doctor"]).exit_code == 1
+    found = broken(monkeypatch, "visible GPUs")
+    assert found.found == "2 GPUs are visible to one process, which the Trainer would drive with torch.nn.DataParallel"
+    assert found.advice == "torchrun --nproc_per_node=2 your_script.py, or CUDA_VISIBLE_DEVICES=0 python your_script.py"
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.7.1", "6.0.0"])
+def test_doctor_refuses_an_unsupported_transformers(monkeypatch, version) -> None:
+    real = doctor.importlib.metadata.version
+    monkeypatch.setattr(
+        doctor.importlib.metadata, "version", lambda name: version if name == "transformers" else real(name)
+    )
+    found = broken(monkeypatch, "transformers")
+    assert (found.level, found.found, found.advice) == ("error", version, "pip install 'transformers>=5.8,<6'")
+
+
+def test_doctor_names_a_missing_package(monkeypatch) -> None:
+    real = doctor.importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "datasets":
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    found = broken(monkeypatch, "datasets")
+    assert (found.level, found.found, found.advice) == ("error", "not installed", "pip install datasets")
+
+
+def test_doctor_tries_the_8_bit_step(monkeypatch) -> None:
+    import bitsandbytes
+
+    def fail(*_, **__):
+        raise RuntimeError("no kernel\nand more")
+
+    monkeypatch.setattr(bitsandbytes.optim.AdamW8bit, "step", fail)
+    found = broken(monkeypatch, "8-bit optimizer")
+    assert (found.level, found.found) == ("error", "a step failed on 'cpu': RuntimeError: no kernel")
+
+
+def test_doctor_sees_a_cpu_build_beside_a_card(monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "accelerator_type", lambda: "cpu")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(doctor, "_has_nvidia_card", lambda: True)
+    found = broken(monkeypatch, "torch build")
+    assert (found.level, found.found) == (
+        "error",
+        f"an NVIDIA card is here, but torch {torch.__version__} is a CPU build",
+    )
+
+
+def test_doctor_warns_of_shared_memory_on_windows(monkeypatch) -> None:
+    monkeypatch.setattr(doctor.platform, "system", lambda: "Windows")
+    monkeypatch.setattr(doctor, "accelerator_type", lambda: "cuda")
+    [finding] = list(doctor._windows())
+    assert (finding.level, finding.subject) == ("warning", "shared GPU memory")
+
+
+def test_python_dash_m_is_the_same_command_and_answers_without_torch() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['hf-memopt', '--version']\n"
+        "try:\n    runpy.run_module('hf_memopt', run_name='__main__')\n"
+        "except SystemExit as stop:\n    assert not stop.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"hf-memopt {__version__}\n"

@@ -1,0 +1,155 @@
+"""The house: what may import what, what importing changes, and which names are public."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_memopt
+
+PACKAGE = Path(hf_memopt.__file__).parent
+ROOMS = ("batching", "techniques", "memory")
+
+PUBLIC = {
+    "PRESETS",
+    "BucketedCollator",
+    "BudgetError",
+    "Change",
+    "DynamicPaddingCollator",
+    "EmbeddingBitsCallback",
+    "FreezeCallback",
+    "LengthBuckets",
+    "MemoryReading",
+    "MemoryReportCallback",
+    "MissingExtraError",
+    "Recipe",
+    "attach",
+    "bucketed",
+    "freeze",
+    "override_embedding_bits",
+    "preset",
+    "print_gpu_utilization",
+    "print_summary",
+    "read_memory",
+    "recipe",
+    "token_lengths",
+}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Return the modules of this package that a file imports, anywhere in it but under TYPE_CHECKING."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_memopt"):
+            names = [alias.name for alias in node.names]
+            found |= {f"{node.module}.{name}" for name in names} if node.module == "hf_memopt" else {node.module or ""}
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("hf_memopt")}
+    return found
+
+
+def room(module: str) -> str:
+    """Return the floor of a module by its dotted name: a room, recipes, a door, or the ground floor."""
+    parts = module.split(".")
+    if len(parts) > 1 and parts[1] in (*ROOMS, "recipes", "demo", "cli", "doctor", "__main__"):
+        return parts[1]
+    return "ground"
+
+
+ALLOWED = {
+    "ground": {"ground"},
+    "batching": {"ground", "batching"},
+    "techniques": {"ground", "techniques"},
+    "memory": {"ground", "memory"},
+    "recipes": {"ground", *ROOMS, "recipes"},
+    "demo": {"ground", *ROOMS, "recipes", "demo"},
+    "doctor": {"ground", *ROOMS, "recipes"},
+    "cli": {"ground", *ROOMS, "recipes", "demo", "doctor"},
+    "__main__": {"cli"},
+}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_downwards(path: Path) -> None:
+    module = ".".join(["hf_memopt", *path.relative_to(PACKAGE).with_suffix("").parts])
+    if path == PACKAGE / "__init__.py":
+        assert imports(path) == set()
+        return
+    above = {name for name in imports(path) if room(name) not in ALLOWED[room(module)]}
+    assert above == {"hf_memopt.__version__"} & above, f"{module} imports {above}"
+
+
+def test_public_names_are_the_ones_of_the_design() -> None:
+    assert set(hf_memopt.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(hf_memopt, name) is not None
+    assert set(hf_memopt.__all__) == set(hf_memopt._MODULE_OF)
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    guard = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        (alias.name, node.module) for node in guard.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert seen == set(hf_memopt._MODULE_OF.items())
+
+
+def test_no_module_on_the_ground_floor_bears_the_name_of_a_public_function() -> None:
+    taken = {path.stem for path in PACKAGE.iterdir()}
+    assert taken.isdisjoint(PUBLIC)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError) as error:
+        _ = hf_memopt.no_such_name
+    assert str(error.value) == "module 'hf_memopt' has no attribute 'no_such_name'"
+
+
+def test_subpackage_inits_are_empty() -> None:
+    for path in PACKAGE.glob("*/__init__.py"):
+        assert path.read_text(encoding="utf-8") == "", path
+
+
+WATCH = """
+import logging, os, random, sys, warnings
+import {before}
+before = (dict(os.environ), logging.root.level, list(logging.root.handlers), random.getstate(), list(warnings.filters))
+import hf_memopt
+{after}
+now = (dict(os.environ), logging.root.level, list(logging.root.handlers), random.getstate(), list(warnings.filters))
+assert now == before, [a for a, b in zip(now, before) if a != b]
+print(*(name for name in ("torch", "transformers", "numpy", "bitsandbytes") if name in sys.modules))
+"""
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_importing_the_package_is_light_and_changes_nothing() -> None:
+    assert run(WATCH.format(before="math", after="")) == ""
+
+
+def test_loading_every_public_name_changes_no_global_state() -> None:
+    """Beyond what torch, transformers and bitsandbytes themselves do when they are imported."""
+    before = "torch, transformers, transformers.trainer, bitsandbytes, datasets, tqdm.auto"
+    after = (
+        "import torch; dtype, seed = torch.get_default_dtype(), torch.initial_seed();"
+        "[getattr(hf_memopt, name) for name in hf_memopt.__all__];"
+        "assert (torch.get_default_dtype(), torch.initial_seed()) == (dtype, seed);"
+        "assert not torch.cuda.is_initialized()"
+    )
+    assert "torch" in run(WATCH.format(before=before, after=after))

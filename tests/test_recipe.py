@@ -1,0 +1,413 @@
+"""Recipes and presets: what they become, what overriding one value does to the others, and the wired stock Trainer."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tiny
+from hf_memopt import (
+    PRESETS,
+    BucketedCollator,
+    EmbeddingBitsCallback,
+    FreezeCallback,
+    MemoryReportCallback,
+    Recipe,
+    preset,
+    recipe,
+)
+from hf_memopt.batching.views import BucketedExamples, bucketed
+from hf_memopt.recipes import presets as presets_module
+from hf_memopt.recipes import recipe as recipe_module
+from hf_memopt.techniques.precision import Precision
+
+NAMES = ["4gb-gpu", "6gb-gpu", "8gb-gpu", "12gb-gpu", "16gb-gpu", "24gb-gpu", "40gb-gpu", "80gb-gpu", "cpu", "auto"]
+PAGED_ON_CPU = "ignore:Paged optimizers are not supported on CPU:UserWarning"  # bitsandbytes 0.50 says so once
+
+
+def dataset(count: int = 16) -> Dataset:
+    lengths = [4 + (7 * i) % 17 for i in range(count)]
+    return Dataset.from_list(
+        [{"input_ids": [5 + (i * j) % 90 for j in range(n)], "labels": i % 3} for i, n in enumerate(lengths)]
+    )
+
+
+# ---- Presets
+# ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_ten_names_are_there_and_literal() -> None:
+    assert list(PRESETS) == NAMES
+    assert all(isinstance(value, Recipe) and value.name == name for name, value in PRESETS.items())
+    with pytest.raises(TypeError):
+        PRESETS["4gb-gpu"] = PRESETS["cpu"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_gives_plain_training_arguments_on_any_machine(name, tmp_path) -> None:
+    args = preset(name, output_dir=str(tmp_path))
+    assert type(args) is transformers.TrainingArguments
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 32
+    assert json.loads(args.to_json_string())["optim"] == args.optim
+    assert pickle.loads(pickle.dumps(args)).optim == args.optim
+
+
+@pytest.mark.filterwarnings(PAGED_ON_CPU)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_trains_through_the_stock_trainer(name, tmp_path) -> None:
+    quiet = {"output_dir": str(tmp_path), "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    quiet |= {"max_steps": 1, "dataloader_num_workers": 0}
+    trainer = recipe(name).trainer(
+        model=tiny.bert(), train_dataset=dataset(40), processing_class=tiny.tokenizer(), training_arguments=quiet
+    )
+    assert type(trainer) is transformers.Trainer
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_printing_a_recipe_gives_every_choice_with_a_reason(name) -> None:
+    lines = str(recipe(name)).splitlines()
+    shown = [item.name for item in fields(Recipe) if item.name not in ("name", "purpose", "reasons")]
+    assert [line.split()[0] for line in lines[1:]] == shown
+    for line, field in zip(lines[1:], shown, strict=True):
+        assert repr(getattr(recipe(name), field)) in line
+        assert len(line.split("  ")[-1].split()) >= 3, f"no reason for {field}: {line!r}"
+
+
+def test_presets_say_that_their_memory_is_not_measured() -> None:
+    for name in NAMES[:8]:
+        assert "memory not yet measured on a card" in PRESETS[name].purpose
+
+
+def test_unknown_preset_names_the_nearest_and_all() -> None:
+    with pytest.raises(ValueError) as error:
+        preset("4gb")
+    assert str(error.value) == (
+        "name='4gb' is not a preset; expected one of 4gb-gpu, 6gb-gpu, 8gb-gpu, 12gb-gpu, 16gb-gpu, 24gb-gpu, "
+        "40gb-gpu, 80gb-gpu, cpu, auto. Did you mean '4gb-gpu'? See them: hf-memopt presets"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gib", "chosen"),
+    [(2.0, "4gb-gpu"), (3.9, "4gb-gpu"), (5.8, "6gb-gpu"), (7.6, "8gb-gpu"), (14.7, "12gb-gpu"), (14.8, "16gb-gpu"),
+     (23.6, "24gb-gpu"), (39.4, "40gb-gpu"), (79.1, "80gb-gpu"), (140.0, "80gb-gpu")],
+)  # fmt: skip
+def test_auto_takes_the_largest_preset_that_the_card_covers(monkeypatch, gib, chosen) -> None:
+    here = presets_module.read_memory("cpu")
+    card = replace(here, device="cuda:0", device_name="some card", device_total_bytes=round(gib * 2**30))
+    monkeypatch.setattr(presets_module, "read_memory", lambda: card)
+    found = recipe("auto")
+    assert found.name == chosen
+    assert found.purpose.startswith(f"chosen by recipe('auto') for some card with {gib:.2f} GiB: ")
+    assert found.replace(purpose="") == PRESETS[chosen].replace(purpose="")
+
+
+def test_auto_without_a_card_is_the_cpu_preset(monkeypatch) -> None:
+    here = presets_module.read_memory("cpu")
+    monkeypatch.setattr(presets_module, "read_memory", lambda: replace(here, device_total_bytes=None))
+    assert recipe("auto").name == "cpu"
+
+
+# ---- One override re-derives the others
+# -------------------------------------------------------------------------------
+
+
+@given(per_device=st.integers(1, 64), effective=st.integers(1, 128))
+def test_the_effective_batch_stays_or_the_call_is_refused(per_device, effective) -> None:
+    r = recipe("4gb-gpu")
+    try:
+        args = r.training_arguments(
+            "out", effective_batch_size=effective, per_device_train_batch_size=per_device, use_cpu=True
+        )
+    except ValueError:
+        assert effective % per_device != 0
+    else:
+        assert args.per_device_train_batch_size == per_device
+        assert per_device * args.gradient_accumulation_steps == effective
+
+
+def test_the_new_accumulation_is_told_as_a_change() -> None:
+    change = recipe("4gb-gpu").changes(per_device_train_batch_size=4)[-1]
+    assert str(change) == (
+        "per_device_train_batch_size x gradient_accumulation_steps: (8, 4) -> (4, 8) "
+        "(keeps 32 examples per optimizer step on 1 process(es))"
+    )
+
+
+def test_giving_the_accumulation_re_derives_the_batch() -> None:
+    args = preset("4gb-gpu", "out", gradient_accumulation_steps=16)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 16)
+
+
+def test_another_effective_batch_keeps_the_largest_fitting_pass() -> None:
+    args = preset("4gb-gpu", "out", effective_batch_size=20)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (5, 4)
+
+
+def test_processes_share_the_effective_batch(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    [change] = [c for c in recipe("12gb-gpu").changes() if c.name.startswith("per_device")]
+    assert (change.old, change.new) == ((32, 1), (16, 1))
+    assert change.reason == "keeps 32 examples per optimizer step on 2 process(es)"
+    with pytest.raises(ValueError) as error:
+        recipe("12gb-gpu").changes(effective_batch_size=5)
+    assert str(error.value) == (
+        "WORLD_SIZE=2 on 2 process(es) does not divide the effective batch of 5; expected a divisor. "
+        "Pass effective_batch_size=4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"per_device_train_batch_size": 5},
+            "per_device_train_batch_size=5 on 1 process(es) does not divide the effective batch of 32; expected a "
+            "divisor. Pass effective_batch_size=30",
+        ),
+        (
+            {"per_device_train_batch_size": 0},
+            "per_device_train_batch_size=0 is not a size; expected an integer of 1 or more. "
+            "Pass per_device_train_batch_size=8",
+        ),
+        (
+            {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
+            "per_device_train_batch_size=4, gradient_accumulation_steps=4 make 16 examples per step on 1 process(es); "
+            "expected the effective batch of 32. Give one of the two, or effective_batch_size=16",
+        ),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused(overrides, message) -> None:
+    with pytest.raises(ValueError) as error:
+        preset("4gb-gpu", "out", **overrides)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"lerning_rate": 1},
+            "lerning_rate=1 is not a field of TrainingArguments; expected one of its fields. Did you mean "
+            "'learning_rate'? List them: help(transformers.TrainingArguments)",
+        ),
+        (
+            {"evaluation_strategy": "steps"},
+            "evaluation_strategy='steps' is a name of transformers 4.x; expected a field of TrainingArguments 5.x. "
+            'Instead: eval_strategy="steps"',
+        ),
+        (
+            {"no_cuda": True},
+            "no_cuda=True is a name of transformers 4.x; expected a field of TrainingArguments 5.x. Instead: "
+            "use_cpu=True",
+        ),
+    ],
+)
+def test_unknown_fields_name_the_right_one(overrides, message) -> None:
+    with pytest.raises(TypeError) as error:
+        preset("4gb-gpu", "out", **overrides)
+    assert str(error.value) == message
+
+
+def test_a_file_in_place_of_the_output_folder_is_refused(tmp_path) -> None:
+    path = tmp_path / "taken"
+    path.write_text("something", encoding="utf-8")
+    with pytest.raises(NotADirectoryError) as error:
+        preset("cpu", output_dir=str(path))
+    assert str(error.value) == (
+        f"output_dir={str(path)!r} is a file; expected a folder or a new path. Pass another output_dir"
+    )
+    assert path.read_text(encoding="utf-8") == "something"
+
+
+def test_precision_follows_the_card_and_says_why(monkeypatch) -> None:
+    monkeypatch.setattr(recipe_module, "choose_precision", lambda **_: Precision("fp32", "a made-up card"))
+    [change] = [c for c in recipe("16gb-gpu").changes() if c.name == "precision"]
+    assert str(change) == "precision: 'auto' -> 'fp32' (a made-up card)"
+
+
+def test_an_explicit_precision_is_kept_or_refused() -> None:
+    assert preset("cpu", "out", bf16=True, use_cpu=True).bf16
+    assert preset("cpu", "out", bf16=False).bf16 is False
+    with pytest.raises(ValueError) as error:
+        preset("cpu", "out", fp16=True, use_cpu=True)
+    assert str(error.value).startswith("fp16=True cannot train on this machine, whose device is 'cpu'; ")
+
+
+def test_checkpointing_can_be_switched_off() -> None:
+    prefix = "activation" if hasattr(preset("cpu", "out"), "activation_checkpointing") else "gradient"
+    assert getattr(preset("4gb-gpu", "out"), f"{prefix}_checkpointing")
+    assert not getattr(preset("4gb-gpu", "out", **{f"{prefix}_checkpointing": False}), f"{prefix}_checkpointing")
+
+
+# ---- The recipe as data
+# -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_json_round_trip(name) -> None:
+    assert Recipe.from_json(PRESETS[name].to_json()) == PRESETS[name]
+
+
+@pytest.mark.parametrize("text", ["nonsense", "{}", '{"name": "x"}', '{"name": "x", "freeze": [], "colour": "red"}'])
+def test_json_that_is_no_recipe_is_refused(text) -> None:
+    with pytest.raises(ValueError) as error:
+        Recipe.from_json(text)
+    message = str(error.value)
+    assert message.startswith(f"text={text[:40]!r} is not a recipe (")
+    assert message.endswith("; expected what Recipe.to_json() returns. Write it anew: recipe('4gb-gpu').to_json()")
+
+
+def test_recipes_are_frozen_hashable_and_replaced() -> None:
+    with pytest.raises(FrozenInstanceError):
+        PRESETS["cpu"].optim = "sgd"  # type: ignore[misc]
+    changed = PRESETS["4gb-gpu"].replace(optim="sgd")
+    assert changed.optim == "sgd"
+    assert "optim                        'sgd'                 chosen by the caller" in str(changed)
+    assert PRESETS["4gb-gpu"].optim == "paged_adamw_8bit"
+    assert len({PRESETS["cpu"], PRESETS["cpu"].replace()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "message"),
+    [
+        (
+            {"per_device_train_batch_size": 0},
+            ValueError,
+            "per_device_train_batch_size=0 is not a size; expected an integer of 1 or more. "
+            "Pass per_device_train_batch_size=8",
+        ),
+        (
+            {"precision": "fp8"},
+            ValueError,
+            "precision='fp8' is unknown; expected 'auto', 'bf16', 'fp16' or 'fp32'. Did you mean 'fp32'? "
+            "Pass precision='auto'",
+        ),
+    ],
+)
+def test_bad_values_of_a_recipe(values, kind, message) -> None:
+    with pytest.raises(kind) as error:
+        PRESETS["cpu"].replace(**values)
+    assert str(error.value).replace("'fp16'?", "'fp32'?") == message
+
+
+def test_replacing_an_unknown_field_names_the_nearest() -> None:
+    with pytest.raises(TypeError) as error:
+        PRESETS["cpu"].replace(learning_rate=1e-5)
+    assert str(error.value).startswith("learning_rate=1e-05 is not a field of a Recipe; expected one of ['name', ")
+    assert str(error.value).endswith("TrainingArguments go into recipe.training_arguments(learning_rate=...)")
+
+
+def test_model_kwargs_ask_for_float32_weights(tmp_path) -> None:
+    tiny.bert().to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, **recipe("4gb-gpu").model_kwargs()
+    )
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    assert loaded.config._attn_implementation == "sdpa"
+
+
+def test_callbacks_follow_the_fields() -> None:
+    kinds = [type(callback) for callback in recipe("4gb-gpu").callbacks()]
+    assert kinds == [EmbeddingBitsCallback, MemoryReportCallback]
+    assert [type(c) for c in recipe("cpu").callbacks()] == [MemoryReportCallback]
+    assert [type(c) for c in recipe("cpu").replace(freeze=("embeddings",), memory_report=False).callbacks()] == [
+        FreezeCallback
+    ]
+
+
+# ---- The wired trainer
+# ------------------------------------------------------------------------------------------------
+
+
+def wired(tmp_path, chosen: Recipe, data, **settings):
+    quiet = {"output_dir": str(tmp_path), "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    return chosen.trainer(
+        model=settings.pop("model", None) or tiny.bert(),
+        train_dataset=data,
+        processing_class=settings.pop("processing_class", tiny.tokenizer()),
+        training_arguments={**quiet, "use_cpu": True, **settings.pop("training_arguments", {})},
+        **settings,
+    )
+
+
+def test_the_trainer_is_stock_and_everything_is_wired(tmp_path) -> None:
+    mine = transformers.TrainerCallback()
+    trainer = wired(tmp_path, recipe("8gb-gpu"), dataset(), callbacks=[mine], training_arguments={"data_seed": 7})
+    assert type(trainer) is transformers.Trainer
+    assert isinstance(trainer.train_dataset, BucketedExamples)
+    assert trainer.train_dataset.buckets.batch_size == trainer.args.per_device_train_batch_size == 16
+    assert trainer.train_dataset.buckets.seed == 7
+    assert trainer.args.train_sampling_strategy == "sequential"
+    assert isinstance(trainer.data_collator, BucketedCollator)
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert EmbeddingBitsCallback in kinds
+    assert MemoryReportCallback in kinds
+    assert mine in trainer.callback_handler.callbacks
+    assert [change.name for change in trainer.memopt_changes] == ["model_accepts_loss_kwargs"]
+
+
+def test_an_optimizer_without_8_bit_state_gets_no_embedding_hook(tmp_path) -> None:
+    trainer = wired(tmp_path, recipe("8gb-gpu"), dataset(), training_arguments={"optim": "sgd"})
+    assert not any(isinstance(c, EmbeddingBitsCallback) for c in trainer.callback_handler.callbacks)
+
+
+def test_a_view_of_the_users_own_is_kept(tmp_path) -> None:
+    view = bucketed(dataset(), batch_size=32, n_buckets=2)
+    assert wired(tmp_path, recipe("cpu"), view).train_dataset is view
+
+
+@pytest.mark.parametrize("data", [None, "no input_ids", "bucketing off"])
+def test_data_that_cannot_be_bucketed_is_read_in_stock_order(tmp_path, data) -> None:
+    chosen = recipe("cpu").replace(bucketing=data != "bucketing off")
+    rows = {
+        None: None,
+        "no input_ids": [{"inputs_embeds": torch.zeros(4, 32), "labels": 0}] * 4,
+        "bucketing off": dataset(),
+    }[data]
+    collator = transformers.default_data_collator if data == "no input_ids" else None
+    trainer = wired(tmp_path, chosen, rows, data_collator=collator)
+    assert trainer.train_dataset is rows
+    assert trainer.args.train_sampling_strategy == "random"
+
+
+def test_model_init_works(tmp_path) -> None:
+    trainer = recipe("cpu").trainer(
+        model_init=lambda: tiny.bert(),
+        train_dataset=dataset(),
+        processing_class=tiny.tokenizer(),
+        training_arguments={"output_dir": str(tmp_path), "report_to": "none", "disable_tqdm": True, "max_steps": 1,
+                            "save_strategy": "no"},
+    )  # fmt: skip
+    assert trainer.train().global_step == 1
+
+
+def test_no_tokenizer_and_no_collator_is_an_error(tmp_path) -> None:
+    with pytest.raises(ValueError) as error:
+        wired(tmp_path, recipe("cpu"), dataset(), processing_class=None)
+    assert str(error.value) == (
+        "processing_class=None leaves nothing to pad with; expected the tokenizer. Pass processing_class=tokenizer, or "
+        "data_collator=..."
+    )
+
+
+def test_training_arguments_must_be_a_mapping(tmp_path) -> None:
+    with pytest.raises(TypeError) as error:
+        recipe("cpu").trainer(
+            model=tiny.bert(), processing_class=tiny.tokenizer(), training_arguments=tiny.arguments(tmp_path)
+        )
+    assert str(error.value) == (
+        "training_arguments=<TrainingArguments> is not a mapping; expected a dict of fields. "
+        'Pass training_arguments={"output_dir": "out", "learning_rate": 3e-5}'
+    )

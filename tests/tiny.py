@@ -1,0 +1,111 @@
+"""Tiny models built from configs (random weights, no download) and the smallest pieces that tests of all rooms
+share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(95))]  # 100 tokens
+
+
+def tokenizer(padding_side: str = "right", **settings: Any) -> PreTrainedTokenizerFast:
+    """Return a fast word-level tokenizer over ``VOCABULARY`` with BERT's special tokens."""
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side=padding_side, **{**special, **settings})
+
+
+def bert_config(**settings: Any) -> transformers.BertConfig:
+    """Return a 2-layer BERT configuration without dropout; 64 positions, 100 tokens."""
+    tiny = {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "num_labels": 3,
+    }
+    return transformers.BertConfig(**{**tiny, **settings})
+
+
+def bert(seed: int = 0, **settings: Any) -> transformers.BertForSequenceClassification:
+    """Return a tiny BERT classifier with weights drawn from ``seed``."""
+    torch.manual_seed(seed)
+    return transformers.BertForSequenceClassification(bert_config(**settings))
+
+
+def llama_config(**settings: Any) -> transformers.LlamaConfig:
+    """Return a 2-layer Llama configuration; 64 positions, 100 tokens, untied head."""
+    tiny = {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+        "tie_word_embeddings": False,
+    }
+    return transformers.LlamaConfig(**{**tiny, **settings})
+
+
+def llama(seed: int = 0, **settings: Any) -> transformers.LlamaForCausalLM:
+    """Return a tiny Llama causal LM with weights drawn from ``seed``."""
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(llama_config(**settings))
+
+
+def rows(count: int = 16, length: int = 12, labels: int = 3, seed: int = 0) -> list[dict[str, Any]]:
+    """Return ``count`` classification examples of one length, random ids without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 100, (count, length), generator=generator).tolist()
+    return [{"input_ids": row, "attention_mask": [1] * length, "labels": i % labels} for i, row in enumerate(ids)]
+
+
+def arguments(output_dir: Any, **settings: Any) -> TrainingArguments:
+    """Return quiet ``TrainingArguments`` on the CPU: no saving, no progress bar, no clipping, plain SGD."""
+    quiet = {
+        "output_dir": str(output_dir),
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "learning_rate": 0.1,
+        "num_train_epochs": 1,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(**{**quiet, **settings})
+
+
+def train(model: torch.nn.Module, dataset: Any, output_dir: Any, **settings: Any) -> Trainer:
+    """Train with the stock Trainer on the CPU and return the Trainer; ``trainer_*`` settings go to the Trainer."""
+    names = [name for name in settings if name.startswith("trainer_")]
+    of_trainer = {name.removeprefix("trainer_"): settings.pop(name) for name in names}
+    trainer = Trainer(model=model, args=arguments(output_dir, **settings), train_dataset=dataset, **of_trainer)
+    trainer.train()
+    return trainer
+
+
+def largest_difference(one: torch.nn.Module, other: torch.nn.Module) -> float:
+    """Return the maximum absolute difference over all parameters of two models."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max((a.detach() - b.detach()).abs().max().item() for a, b in pairs)
