@@ -214,7 +214,8 @@ def _head_ignores_item_count(trainer: Any, model: nn.Module, batch: Mapping[str,
 
 def _most_rows(trainer: Any) -> int:
     """Return how many rows to probe: never more than a training step holds, so the probe needs no more memory."""
-    return min(PROBE_EXAMPLES, trainer.args.per_device_train_batch_size)
+    most: int = min(PROBE_EXAMPLES, trainer.args.per_device_train_batch_size)
+    return most
 
 
 @contextmanager

@@ -33,7 +33,7 @@ PAD_TO_MULTIPLE_OF = 8
 
 HYPERPARAMETERS = {"learning_rate": 1e-3, "warmup_steps": 0.1, "lr_scheduler_type": "linear"}
 
-CPU_MODEL = {"num_hidden_layers": 3, "hidden_size": 144, "num_attention_heads": 3, "intermediate_size": 576}
+CPU_MODEL = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 512}
 GPU_MODEL = {"num_hidden_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
 
 
@@ -154,6 +154,8 @@ def memopt_trainer(given: Ingredients) -> Trainer:
         embedding_bits=32,
         effective_batch_size=BATCH_SIZE,
         per_device_train_batch_size=BATCH_SIZE,
+        checkpointing=False,  # the presets of small cards have it for models a hundred times this size
+        pad_to_multiple_of=1 if accelerator_type() == "cpu" else PAD_TO_MULTIPLE_OF,  # a CPU has no tensor cores
     )
     encoded = given.tokenizer(given.texts, truncation=True)
     return chosen.trainer(
@@ -300,6 +302,7 @@ def run_arm(spec: ArmSpec) -> dict[str, Any]:
         "save_strategy": "no",
         "logging_strategy": "no",
         "report_to": "none",
+        "dataloader_num_workers": 0,  # the tokens are counted in this process
         "dataloader_pin_memory": torch.accelerator.is_available(),
     }
     model = build_model(model_config(len(tokenizer), task.labels, spec.model), spec.seed)

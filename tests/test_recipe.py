@@ -411,3 +411,9 @@ def test_training_arguments_must_be_a_mapping(tmp_path) -> None:
         "training_arguments=<TrainingArguments> is not a mapping; expected a dict of fields. "
         'Pass training_arguments={"output_dir": "out", "learning_rate": 3e-5}'
     )
+
+
+def test_the_8_bit_names_are_those_that_stock_knows() -> None:
+    names = {item.value for item in transformers.training_args.OptimizerNames if item.value.endswith("8bit")}
+    other_makers = {"adamw_torch_8bit"} | {name for name in names if name.startswith("galore")}
+    assert set(recipe_module.BITSANDBYTES_8BIT) == names - other_makers

@@ -53,22 +53,22 @@ def bucketed(
         pad_to_multiple_of: as in the collator.
 
     Raises:
-        ValueError: a size below 1, both or neither of ``batch_size`` and ``max_tokens``, an empty dataset, lengths that
-            are not one per example, an example that does not fit into ``max_tokens``.
-        KeyError: the dataset has no such column.
+        ValueError: a size below 1, both or neither of ``batch_size`` and ``max_tokens``, an empty dataset, one without
+            the column, lengths that are not one per example, an example that does not fit into ``max_tokens``.
         TypeError: the dataset is not map-style.
     """
     check_batch_limits(batch_size, max_tokens)
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    is_stream = isinstance(dataset, torch.utils.data.IterableDataset)  # it inherits a __getitem__ that only raises
+    if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
             f"dataset=<{type(dataset).__name__}> cannot be indexed; expected a map-style dataset with __len__ and "
             "__getitem__. Load it without streaming=True"
         )
     found = token_lengths(dataset, column) if lengths is None else np.asarray(lengths)
-    if len(found) != len(dataset):
+    if found.shape != (len(dataset),):
         raise ValueError(
-            f"lengths=<{len(found)} values> do not belong to a dataset of {len(dataset)} examples; expected one length "
-            "per example. Leave lengths out, or pass token_lengths(dataset)"
+            f"lengths=<array of shape {found.shape}> does not belong to a dataset of {len(dataset)} examples; expected "
+            "one length per example. Leave lengths out, or pass token_lengths(dataset)"
         )
     buckets = LengthBuckets(
         found,
@@ -93,6 +93,13 @@ class _BucketedView(torch.utils.data.Dataset[Any]):
         self._epoch.untyped_storage().share_memory_()
         self._planned: tuple[int, EpochPlan] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_planned": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._epoch.untyped_storage().share_memory_()  # a copy or a plain pickle is private memory
+
     def __len__(self) -> int:
         raise NotImplementedError
 
@@ -114,12 +121,18 @@ class _BucketedView(torch.utils.data.Dataset[Any]):
         return self._planned[1]
 
     def _rows(self, indices: Sequence[int]) -> list[Any]:
+        if len(self.dataset) != len(self.buckets.lengths):
+            raise RuntimeError(
+                f"dataset=<{len(self.dataset)} examples> had {len(self.buckets.lengths)} when the view was built; "
+                "expected the same. Build the view again: bucketed(dataset, ...)"
+            )
         fetch = getattr(self.dataset, "__getitems__", None)
         return list(fetch(indices)) if fetch is not None else [self.dataset[i] for i in indices]
 
     def _check_in_order(self, positions: Sequence[int], most: int) -> None:
-        """Raise unless the positions follow each other, apart from starting over at 0, as padding the ranks evenly
-        does.
+        """Raise unless the positions follow each other; at the end they may start over, as padding the ranks does.
+
+        Positions that are fetched one by one show no order: there only ``attach`` refuses the wrong strategy.
         """
         if len(positions) > most:
             raise RuntimeError(
@@ -134,7 +147,13 @@ class _BucketedView(torch.utils.data.Dataset[Any]):
                     f"other, or the buckets are lost. Pass {IN_ORDER}, or shuffle=False to a DataLoader"
                 )
 
-    def _check_trainer_arguments(self, args: Any) -> None:
+    def _check_trainer_arguments(self, trainer: Any) -> None:
+        args = trainer.args
+        if isinstance(trainer.eval_dataset, _BucketedView):
+            raise ValueError(
+                f"eval_dataset=<{type(trainer.eval_dataset).__name__}> is in bucketed order, and so would the "
+                "predictions be; expected the dataset itself. Pass Trainer(..., eval_dataset=view.dataset)"
+            )
         if args.train_sampling_strategy != "sequential":
             raise ValueError(
                 f"train_sampling_strategy={args.train_sampling_strategy!r} would read the bucketed view out of order; "
@@ -157,10 +176,10 @@ class BucketedExamples(_BucketedView):
     """An item is an example; ``batch_size`` neighbours are of similar length."""
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.buckets.lengths)
 
     def __getitem__(self, position: int) -> Any:
-        return self.dataset[int(self.plan.order[position])]
+        return self._rows([int(self.plan.order[position])])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """Return the examples at consecutive positions.
@@ -173,7 +192,7 @@ class BucketedExamples(_BucketedView):
 
     def check_trainer(self, trainer: Any) -> None:
         """Raise ValueError where the Trainer's arguments would spoil the order; ``attach`` calls it."""
-        self._check_trainer_arguments(trainer.args)
+        self._check_trainer_arguments(trainer)
         per_device, of_view = trainer.args.per_device_train_batch_size, self.buckets.batch_size or 1
         if of_view % per_device != 0:
             raise ValueError(
@@ -206,7 +225,7 @@ class BucketedBatches(_BucketedView):
         """Raise ValueError where the Trainer's arguments or collator do not fit whole batches; ``attach`` calls it."""
         from hf_memopt.batching.collators import BucketedCollator
 
-        self._check_trainer_arguments(trainer.args)
+        self._check_trainer_arguments(trainer)
         per_device = trainer.args.per_device_train_batch_size
         if per_device != 1:
             raise ValueError(

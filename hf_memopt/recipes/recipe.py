@@ -332,18 +332,17 @@ class Recipe:
 
 BATCH_NAMES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
-BITSANDBYTES_8BIT = frozenset(
-    [
-        "adamw_8bit",
-        "adamw_bnb_8bit",
-        "paged_adamw_8bit",
-        "lion_8bit",
-        "paged_lion_8bit",
-        "ademamix_8bit",
-        "paged_ademamix_8bit",
-        "rmsprop_bnb_8bit",
-    ]
+BITSANDBYTES_8BIT = (
+    "adamw_8bit",
+    "adamw_bnb_8bit",
+    "paged_adamw_8bit",
+    "lion_8bit",
+    "paged_lion_8bit",
+    "ademamix_8bit",
+    "paged_ademamix_8bit",
+    "rmsprop_bnb_8bit",
 )
+"""The names of ``TrainingArguments(optim=...)`` whose state bitsandbytes keeps in 8 bits."""
 
 DEFAULT_REASONS = {
     "effective_batch_size": "examples per optimizer step; never changed by a small card",
@@ -351,7 +350,7 @@ DEFAULT_REASONS = {
     "per_device_eval_batch_size": "evaluation keeps no activations",
     "precision": EXPLAINED_BY_CARD,
     "optim": "one fused kernel; nothing cheaper in time",
-    "embedding_bits": "embeddings see rare, large updates, which 8 bits round away",
+    "embedding_bits": "gradients of rare and frequent tokens differ too much for 8 bits (arXiv 2110.02861)",
     "checkpointing": "recomputing costs one more forward pass per step",
     "bucketing": "batches of like lengths pad little",
     "pad_to_multiple_of": "tensor cores like multiples of 8",

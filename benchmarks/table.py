@@ -1,0 +1,123 @@
+"""Write the generated parts of README.md between their markers, from the code and from ``benchmarks/results``.
+
+python benchmarks/table.py            # rewrite README.md
+python benchmarks/table.py --check    # exit code 1 if it is not current
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DEMO = RESULTS / "demo.json"
+
+
+def presets() -> str:
+    """Return the table of presets."""
+    from hf_memopt.recipes.presets import PRESETS, preset_rows
+
+    rows = preset_rows(PRESETS)
+    lines = [f"| {' | '.join(rows[0])} |", f"|{'---|' * len(rows[0])}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row.values())} |" for row in rows)])
+
+
+def demo_table() -> str:
+    """Return the table that the demo printed, with what it ran on."""
+    from rich.console import Console
+
+    from hf_memopt.demo.run import figures_table, ratios
+
+    figures, about = _demo()
+    console = Console(file=io.StringIO(), width=100, record=False)
+    console.print(figures_table(figures, about["task"]["test_texts"]))
+    console.print(ratios(figures), soft_wrap=True)
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if name != "device")
+    return "\n".join(["```text", *lines, "```", "", f"On {about['machine']}; {versions}."])
+
+
+def demo_sentence() -> str:
+    """Return the one measured sentence."""
+    figures, about = _demo()
+    naive, ours = figures["baseline"], figures["memopt"]
+    faster = ours["examples_per_second"] / naive["examples_per_second"]
+    state = ours["optimizer_state_bytes"] / naive["optimizer_state_bytes"]
+    return (
+        f"**Fine-tuning a small BERT on real text takes {naive['seconds']:.0f} s with a naive set-up of the Hugging "
+        f"Face `Trainer` and {ours['seconds']:.0f} s with this package: {faster:.1f}x the speed per example with "
+        f"{state:.2f}x the optimizer state, on {about['machine']}** (`make demo`)."
+    )
+
+
+def accuracy() -> str:
+    """Return the accuracies of the last run of benchmarks/accuracy.py."""
+    return _last_row("accuracy")["figures"]["sentence"]
+
+
+def memory_report() -> str:
+    """Return the cost of the memory report in the last run of benchmarks/memory_report.py."""
+    figures = _last_row("memory_report")["figures"]
+    return (
+        f"`MemoryReportCallback` costs {figures['callback_step_and_log_microseconds']:.0f} microseconds per step with "
+        f"a log at every step: {figures['overhead_with_log_percent']:.2f} % of a "
+        f"{figures['real_step_milliseconds']:.0f} ms step."
+    )
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "demo-sentence": demo_sentence,
+    "demo-table": demo_table,
+    "accuracy": accuracy,
+    "presets": presets,
+    "memory-report": memory_report,
+}
+
+
+def rendered(text: str) -> str:
+    """Return the page with every generated part made anew."""
+    for name, make in SECTIONS.items():
+        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise SystemExit(f"README.md lacks the markers {begin.strip()} and {end}")
+        replacement = f"{begin}{make()}\n{end}"
+        text = re.sub(re.escape(begin) + ".*?" + re.escape(end), lambda _, new=replacement: new, text, flags=re.DOTALL)
+    return text
+
+
+def _demo() -> tuple[dict[str, Any], dict[str, Any]]:
+    report = json.loads(DEMO.read_text(encoding="utf-8"))
+    arms = ("baseline", "stock_best", "memopt")
+    return {arm: report[arm] for arm in arms}, {key: value for key, value in report.items() if key not in arms}
+
+
+def _last_row(case: str) -> dict[str, Any]:
+    rows = [
+        json.loads(line) for file in sorted(RESULTS.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()
+    ]
+    found = [row for row in rows if row["case"] == case]
+    if not found:
+        raise SystemExit(f"benchmarks/results has no row of the case {case!r}; run benchmarks/{case}.py first")
+    return max(found, key=lambda row: row["date"])
+
+
+def main() -> int:
+    """Rewrite or check README.md; return the exit code."""
+    readme = ROOT / "README.md"
+    old = readme.read_text(encoding="utf-8")
+    new = rendered(old)
+    if "--check" in sys.argv[1:]:
+        return int(old != new)
+    readme.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,365 @@
+"""Bucketed views in the stock Trainer: every example once, exact resume, two processes, and the guards."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from datasets import Dataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from transformers import Trainer
+
+import tiny
+from hf_memopt.batching.collators import BucketedCollator
+from hf_memopt.batching.views import bucketed
+from hf_memopt.binding import attach
+
+COUNT = 36
+LENGTHS = [(7 * i) % 23 + 1 for i in range(COUNT)]
+
+
+def examples(count: int = COUNT) -> list[dict[str, Any]]:
+    """Return examples of different lengths; the first token, 5 + index, tells which one it is."""
+    return [{"input_ids": [5 + i] + [50] * (LENGTHS[i % COUNT] - 1), "labels": i % 3} for i in range(count)]
+
+
+VIEWS = {"examples": {"batch_size": 4, "n_buckets": 3}, "batches": {"max_tokens": 96, "n_buckets": 3}}
+
+
+def make_trainer(output_dir: Any, view: Any, **settings: Any) -> tuple[Trainer, list[list[int]]]:
+    """Return a trainer on a tiny BERT and the list that its forward passes fill with the examples of each batch."""
+    model, seen = tiny.bert(), []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((kwargs["input_ids"][:, 0] - 5).tolist()), with_kwargs=True
+    )
+    settings.setdefault("per_device_train_batch_size", view.buckets.batch_size or 1)
+    settings = {"train_sampling_strategy": "sequential", "num_train_epochs": 2, "optim": "adamw_torch", **settings}
+    args = tiny.arguments(output_dir, learning_rate=1e-3, **settings)
+    return Trainer(model, args, train_dataset=view, data_collator=BucketedCollator(tiny.tokenizer())), seen
+
+
+# In the stock Trainer
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulation", "workers"), [("examples", 3, 0), ("batches", 1, 0), ("batches", 3, 0), ("batches", 1, 2)]
+)
+def test_a_resumed_run_takes_the_batches_of_the_straight_run(kind, accumulation, workers, tmp_path):
+    settings: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "save_strategy": "steps", "save_steps": 1}
+    if workers:
+        settings |= {"dataloader_num_workers": workers, "dataloader_persistent_workers": True}
+    view = bucketed(examples(), **VIEWS[kind])
+    straight, seen = make_trainer(tmp_path, view, **settings)
+    straight.train()
+    per_epoch = view.buckets.n_batches
+    assert len(seen) == 2 * per_epoch
+    for epoch in (0, 1):
+        found = seen[epoch * per_epoch : (epoch + 1) * per_epoch]
+        plan = view.buckets.plan(epoch)
+        assert found == [plan.batch(i).tolist() for i in range(per_epoch)]
+        assert sorted(i for batch in found for i in batch) == list(range(COUNT))
+    assert seen[:per_epoch] != seen[per_epoch:]
+
+    steps = -(-per_epoch // accumulation)  # per epoch
+    for step in [steps // 2, steps, steps + 1] if not workers else [steps + 1]:
+        resumed, rest = make_trainer(tmp_path, bucketed(examples(), **VIEWS[kind]), **settings)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        epoch, within = divmod(step, steps)
+        assert rest == seen[epoch * per_epoch + within * accumulation :]
+        assert tiny.largest_difference(straight.model, resumed.model) == 0.0
+
+
+WORKER = """
+import json, sys
+sys.path.insert(0, sys.argv[2])
+import test_views
+view = test_views.bucketed(test_views.examples(34), **test_views.VIEWS[sys.argv[3]])
+trainer, seen = test_views.make_trainer(sys.argv[1], view, ddp_backend="gloo")
+trainer.train()
+lengths = [int(max(view.buckets.lengths[i] for i in batch)) for batch in seen]
+with open(f"{sys.argv[1]}/rank{trainer.args.process_index}.json", "w") as file:
+    json.dump({"seen": seen, "lengths": lengths, "boundaries": view.buckets.boundaries.tolist()}, file)
+"""
+
+
+def test_two_processes_share_every_epoch_and_step_through_one_bucket_together(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(script), str(tmp_path), str(Path(__file__).parent), "examples"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    one, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    steps = len(one["seen"]) // 2
+    assert steps == len(other["seen"]) // 2 == 5  # 34 examples by 2 x 4, the last step filled up by even_batches
+    for epoch in (0, 1):
+        span = slice(epoch * steps, (epoch + 1) * steps)
+        together = sorted(i for found in (one, other) for batch in found["seen"][span] for i in batch)
+        assert set(together) == set(range(34))
+        assert len(together) == 40
+    classes = [np.searchsorted(one["boundaries"], found["lengths"]) for found in (one, other)]
+    whole = [step for step in range(2 * steps) if step % steps != steps - 1]
+    apart = (classes[0] != classes[1])[whole]
+    assert apart.mean() <= 0.25  # only where a bucket's rest was topped up from the next one
+
+
+# What a view is
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("source", [list, Dataset.from_list], ids=["list", "arrow"])
+def test_the_items_are_those_of_the_plan(kind, source):
+    rows = examples()
+    view = bucketed(source(rows), **VIEWS[kind])
+    view.set_epoch(1)
+    plan = view.buckets.plan(1)
+    if kind == "examples":
+        assert len(view) == COUNT
+        assert [view[i] for i in range(COUNT)] == [rows[i] for i in plan.order]
+        assert view.__getitems__([3, 4]) == [view[3], view[4]]
+    else:
+        assert len(view) == view.buckets.n_batches
+        assert [view[i] for i in range(len(view))] == [[rows[i] for i in plan.batch(k)] for k in range(len(view))]
+        assert view.__getitems__([2]) == [view[2]]
+        assert view[-1] == view[len(view) - 1]
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_set_epoch_is_idempotent_and_pickles_and_copies_follow_it(kind):
+    view = bucketed(examples(), **VIEWS[kind])
+    first = view[0], view[1], view[2]
+    for _ in range(2):
+        view.set_epoch(1)
+        assert view.epoch == 1
+        assert (view[0], view[1], view[2]) != first
+    for twin in (pickle.loads(pickle.dumps(view)), copy.deepcopy(view)):
+        assert twin.epoch == 1
+        assert twin[2] == view[2]
+        assert twin._epoch.is_shared()
+        twin.set_epoch(0)
+        assert (twin[0], twin[1], twin[2]) == first
+        assert view.epoch == 1
+
+
+def test_persistent_workers_of_a_copied_view_see_the_new_epoch():
+    view = copy.deepcopy(bucketed(examples(), **VIEWS["batches"]))
+    loader = DataLoader(view, batch_size=1, num_workers=1, persistent_workers=True, collate_fn=lambda items: items[0])
+    for epoch in (0, 1):
+        view.set_epoch(epoch)
+        assert list(loader) == [view[i] for i in range(len(view))]
+
+
+def test_the_world_size_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert bucketed(examples(), batch_size=4).buckets.world_size == 3
+    assert bucketed(examples(), batch_size=4, world_size=2).buckets.world_size == 2
+
+
+# Out of order
+
+
+def out_of_order(start: str) -> str:
+    return (
+        f"positions={start} ... read a bucketed view out of order; expected one after the other, or the buckets are "
+        'lost. Pass TrainingArguments(..., train_sampling_strategy="sequential"), or shuffle=False to a DataLoader'
+    )
+
+
+def test_the_stock_random_sampler_is_refused(tmp_path):
+    trainer, seen = make_trainer(tmp_path, bucketed(examples(), batch_size=4), train_sampling_strategy="random")
+    with pytest.raises(RuntimeError) as error:
+        trainer.train()
+    shown = str(error.value).removeprefix("positions=").split(" ...")[0]
+    assert str(error.value) == out_of_order(shown)
+    assert len(json.loads(shown)) == 4
+    assert seen == []
+
+
+def test_a_shuffling_data_loader_is_refused():
+    view = bucketed(examples(), batch_size=4)
+    loader = DataLoader(view, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0), collate_fn=list)
+    with pytest.raises(RuntimeError) as error:
+        list(loader)
+    first = torch.randperm(COUNT, generator=torch.Generator().manual_seed(0))
+    assert str(error.value).startswith("positions=[")
+    assert len(first) == COUNT
+    with pytest.raises(RuntimeError) as error:
+        view.__getitems__([5, 4])
+    assert str(error.value) == out_of_order("[5, 4]")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 8, 9, 16, 17, 23])
+def test_the_wrap_around_of_even_batches_is_allowed(world_size, count):
+    view = bucketed(examples(count), batch_size=4, world_size=world_size)
+    seen: list[int] = []
+    for rank in range(world_size):
+        sampler = BatchSampler(SequentialSampler(view), batch_size=4, drop_last=False)
+        for positions in BatchSamplerShard(sampler, num_processes=world_size, process_index=rank, even_batches=True):
+            seen += [row["input_ids"][0] - 5 for row in view.__getitems__(positions)]
+    assert set(seen) == set(range(count))
+
+
+def test_more_positions_than_a_batch_are_refused():
+    for kind, most in (("examples", 4), ("batches", 1)):
+        with pytest.raises(RuntimeError) as error:
+            bucketed(examples(), **VIEWS[kind]).__getitems__(list(range(most + 1)))
+        assert str(error.value) == (
+            f"positions=<{most + 1} at once> are more than a batch of this view; expected at most {most}. Pass "
+            f"TrainingArguments(..., per_device_train_batch_size={most}); with several GPUs launch one process per "
+            "GPU: torchrun --nproc_per_node=<GPUs> your_script.py"
+        )
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_dataset_that_grew_or_shrank_is_refused(kind):
+    rows = examples()
+    view = bucketed(rows, **VIEWS[kind])
+    for change, count in (
+        (lambda: rows.append(rows[0]), COUNT + 1),
+        (lambda: rows.__delitem__(slice(0, 3)), COUNT - 2),
+    ):
+        change()
+        for read in (lambda: view[0], lambda: view.__getitems__([0])):
+            with pytest.raises(RuntimeError) as error:
+                read()
+            assert str(error.value) == (
+                f"dataset=<{count} examples> had {COUNT} when the view was built; expected the same. "
+                "Build the view again: bucketed(dataset, ...)"
+            )
+
+
+def test_a_batch_beyond_the_end_is_an_index_error():
+    view = bucketed(examples(), **VIEWS["batches"])
+    with pytest.raises(IndexError) as error:
+        view[len(view)]
+    assert str(error.value) == f"position={len(view)} is not a batch of this view; expected 0 to {len(view) - 1}"
+
+
+# What attach refuses
+
+
+REFUSED = {
+    "random": (
+        "examples",
+        {"train_sampling_strategy": "random"},
+        "train_sampling_strategy='random' would read the bucketed view out of order; expected \"sequential\", since "
+        'the view brings its own shuffled order. Pass TrainingArguments(..., train_sampling_strategy="sequential")',
+    ),
+    "auto_find_batch_size": (
+        "batches",
+        {"auto_find_batch_size": True},
+        "auto_find_batch_size=True would shrink the batches that the bucketed view was built for; expected False. "
+        "Pass TrainingArguments(..., auto_find_batch_size=False)",
+    ),
+    "no divisor": (
+        "examples",
+        {"per_device_train_batch_size": 3},
+        "per_device_train_batch_size=3 does not divide the bucketed view's batch_size=4; expected a divisor. "
+        "Pass bucketed(..., batch_size=3)",
+    ),
+    "joined batches": (
+        "batches",
+        {"per_device_train_batch_size": 8},
+        "per_device_train_batch_size=8 would join whole batches of the max_tokens view; expected 1. "
+        "Pass TrainingArguments(..., per_device_train_batch_size=1)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "settings", "message"), REFUSED.values(), ids=REFUSED)
+def test_attach_refuses_arguments_that_spoil_the_view(kind, settings, message, tmp_path):
+    trainer, _ = make_trainer(tmp_path, bucketed(examples(), **VIEWS[kind]), **settings)
+    with pytest.raises(ValueError) as error:
+        attach(trainer)
+    assert str(error.value) == message
+
+
+def test_attach_refuses_another_world_size(tmp_path):
+    trainer, _ = make_trainer(tmp_path, bucketed(examples(), batch_size=4, world_size=2))
+    with pytest.raises(ValueError) as error:
+        attach(trainer)
+    assert str(error.value) == (
+        "world_size=2 of the bucketed view differs from the run's 1; expected the same. Build it in the launched "
+        "script, or pass bucketed(..., world_size=1)"
+    )
+
+
+def test_attach_refuses_a_collator_that_cannot_flatten(tmp_path):
+    trainer, _ = make_trainer(tmp_path, bucketed(examples(), **VIEWS["batches"]))
+    trainer.data_collator = list
+    with pytest.raises(ValueError) as error:
+        attach(trainer)
+    assert str(error.value) == (
+        "data_collator=<type> cannot flatten the whole batches of the max_tokens view; expected BucketedCollator. "
+        "Pass Trainer(..., data_collator=BucketedCollator(tokenizer))"
+    )
+
+
+def test_attach_refuses_a_view_as_evaluation_data_and_takes_its_dataset(tmp_path):
+    trainer, _ = make_trainer(tmp_path, bucketed(examples(), batch_size=4), per_device_train_batch_size=2)
+    trainer.eval_dataset = bucketed(examples(), batch_size=8)
+    with pytest.raises(ValueError) as error:
+        attach(trainer)
+    assert str(error.value) == (
+        "eval_dataset=<BucketedExamples> is in bucketed order, and so would the predictions be; expected the dataset "
+        "itself. Pass Trainer(..., eval_dataset=view.dataset)"
+    )
+    trainer.eval_dataset = trainer.eval_dataset.dataset
+    assert attach(trainer) is trainer
+
+
+# What bucketed refuses
+
+
+@pytest.mark.parametrize("dataset", [Dataset.from_list(examples(2)).to_iterable_dataset(), iter([])], ids=["hf", "it"])
+def test_a_stream_is_refused(dataset):
+    with pytest.raises(TypeError) as error:
+        bucketed(dataset, batch_size=4)
+    assert str(error.value) == (
+        f"dataset=<{type(dataset).__name__}> cannot be indexed; expected a map-style dataset with __len__ and "
+        "__getitem__. Load it without streaming=True"
+    )
+
+
+def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_column():
+    with pytest.raises(ValueError) as error:
+        bucketed(examples(), batch_size=4, lengths=[1, 2])
+    assert str(error.value) == (
+        f"lengths=<array of shape (2,)> does not belong to a dataset of {COUNT} examples; expected one length per "
+        "example. Leave lengths out, or pass token_lengths(dataset)"
+    )
+    view = bucketed(TensorDataset(torch.zeros(3, 2)), batch_size=2, lengths=[4, 5, 6])
+    assert len(view) == 3
+
+
+def test_bad_limits_are_refused_before_the_dataset_is_read():
+    with pytest.raises(ValueError) as error:
+        bucketed(None)
+    assert str(error.value) == (
+        "batch_size=None, max_tokens=None; expected exactly one of them. "
+        "Pass batch_size=32 (examples per batch) or max_tokens=4096 (padded tokens per batch)"
+    )
