@@ -32,7 +32,7 @@ def demo_table() -> str:
     """Return the table that the demo printed, with what it ran on."""
     from rich.console import Console
 
-    from hf_memopt.demo.run import figures_table, ratios
+    from hf_memopt.demo import figures_table, ratios
 
     figures, about = _demo()
     console = Console(file=io.StringIO(), width=100, record=False)

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["prepare", "run_child", "run_demo"]
 
-TITLES = {"baseline": "(a) naive", "stock_best": "(b) stock at its best", "memopt": "(c) hf_memopt"}
-BESIDE_WEIGHTS_BYTES = 16 * 2**20  # tokenizer, texts, figures, logs: 3 MiB, and some air
+TITLES = {"baseline": "(a) naive", "stock_best": "(b) best stock", "memopt": "(c) hf_memopt"}
+BESIDE_WEIGHTS_BYTES = 16 * 2**20  # tokenizer, texts and figures: under 2 MiB, and some air
 VERSIONS_OF = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "hf-memopt")
 
 
@@ -203,10 +203,7 @@ def run_child(work: Path, arm: str, *, seed: int, epochs: int, sizes: Mapping[st
     spec.result_file.unlink(missing_ok=True)
     spec_file = work / f"{arm}.json"
     spec_file.write_text(spec.to_json(), encoding="utf-8")
-    command = [sys.executable, "-m", "hf_memopt.demo", str(spec_file)]
-    # The pipe to its standard input is never written: its closing tells the child that the parent is gone. What the
-    # child prints goes where its progress bars go, so that standard output holds the results alone.
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2)
+    child = _start_child([sys.executable, "-m", "hf_memopt.demo", str(spec_file)])
     try:
         exit_code = child.wait()
     except BaseException:
@@ -225,6 +222,20 @@ def run_child(work: Path, arm: str, *, seed: int, epochs: int, sizes: Mapping[st
     if "error" in result:
         raise DemoError(f"{TITLES[arm]} failed: {result['error']}")
     return result
+
+
+def _start_child(command: list[str]) -> subprocess.Popen[bytes]:
+    """Start a child whose standard input closes with this process, and which Ctrl-C in a terminal does not reach.
+
+    What it prints goes where its progress bars go, so that standard output holds the results alone.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits it, from its first moment on
+    try:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---- Results --------------------------------------------------------------------------------------------------------
@@ -314,7 +325,7 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":  # a child of run_child
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it was not blocked; the parent ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from hf_memopt.demo_arms import main
 

@@ -33,7 +33,7 @@ PAD_TO_MULTIPLE_OF = 8
 
 HYPERPARAMETERS = {"learning_rate": 1e-3, "warmup_steps": 0.1, "lr_scheduler_type": "linear"}
 
-CPU_MODEL = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 512}
+CPU_MODEL = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 6, "intermediate_size": 512}
 GPU_MODEL = {"num_hidden_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
 
 
@@ -155,7 +155,7 @@ def memopt_trainer(given: Ingredients) -> Trainer:
         effective_batch_size=BATCH_SIZE,
         per_device_train_batch_size=BATCH_SIZE,
         checkpointing=False,  # the presets of small cards have it for models a hundred times this size
-        pad_to_multiple_of=1 if accelerator_type() == "cpu" else PAD_TO_MULTIPLE_OF,  # a CPU has no tensor cores
+        pad_to_multiple_of=PAD_TO_MULTIPLE_OF,
     )
     encoded = given.tokenizer(given.texts, truncation=True)
     return chosen.trainer(

@@ -95,31 +95,16 @@ def _gpt2() -> torch.nn.Module:
 
 
 def _t5() -> torch.nn.Module:
-    sizes = {
-        "vocab_size": 100,
-        "d_model": 32,
-        "d_kv": 16,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 2,
-        "dropout_rate": 0.0,
-    }
+    sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
     special = {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0}
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **special, dropout_rate=0.0))
 
 
 def _bart() -> torch.nn.Module:
-    sizes = {
-        "vocab_size": 100,
-        "d_model": 32,
-        "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64,
-        "max_position_embeddings": 64,
-    }
+    sizes = {"vocab_size": 100, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
     layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    special = dict(SPECIAL, decoder_start_token_id=0, forced_eos_token_id=None)
-    config = transformers.BartConfig(**sizes, **widths, **layers, **special, dropout=0.0)
-    return transformers.BartForConditionalGeneration(config)
+    special = {**SPECIAL, "decoder_start_token_id": 0, "forced_eos_token_id": None, "max_position_embeddings": 64}
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes, **layers, **special, dropout=0.0))
 
 
 def _vit() -> torch.nn.Module:

@@ -7,7 +7,7 @@ import gc
 import logging
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import bitsandbytes
@@ -29,20 +29,12 @@ from hf_memopt.techniques.embedding_bits import (
 from hf_memopt.techniques.freezing import FreezeCallback
 
 pytestmark = [
-    pytest.mark.usefixtures("_clean_singleton"),
     # bitsandbytes 0.50.2 on a machine without a GPU
     pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning"),
 ]
 
 OPTIMIZERS = [getattr(bitsandbytes.optim, name) for name in dir(bitsandbytes.optim) if name.endswith("8bit")]
 NEEDS_MOMENTUM = ("SGD8bit", "LARS8bit")
-
-
-@pytest.fixture
-def _clean_singleton() -> Iterator[None]:
-    singleton().initialize()
-    yield
-    singleton().initialize()
 
 
 def singleton() -> Any:

@@ -7,7 +7,7 @@ import gc
 import logging
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import bitsandbytes
@@ -32,15 +32,7 @@ from hf_memopt.techniques.freezing import (
 pytestmark = [
     # DeBERTa-v2 in transformers 5.8 and 5.17, with torch 2.13
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.usefixtures("_clean_singleton"),
 ]
-
-
-@pytest.fixture
-def _clean_singleton() -> Iterator[None]:
-    """Take back what stock ``Trainer`` leaves in bitsandbytes' process-wide registry with an 8-bit optimizer."""
-    yield
-    bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
 
 
 TEXT = {

@@ -13,6 +13,7 @@ import hf_memopt
 
 PACKAGE = Path(hf_memopt.__file__).parent
 ROOMS = ("batching", "techniques", "memory")
+DEMO = ("demo", "demo_arms", "demo_output", "docstrings")
 
 PUBLIC = {
     "PRESETS",
@@ -63,9 +64,9 @@ def imports(path: Path) -> set[str]:
 def room(module: str) -> str:
     """Return the floor of a module by its dotted name: a room, recipes, a door, or the ground floor."""
     parts = module.split(".")
-    if len(parts) > 1 and parts[1] in (*ROOMS, "recipes", "demo", "cli", "doctor", "__main__"):
+    if len(parts) > 1 and parts[1] in (*ROOMS, "recipes", "cli", "doctor", "__main__"):
         return parts[1]
-    return "ground"
+    return "demo" if len(parts) > 1 and parts[1] in DEMO else "ground"
 
 
 ALLOWED = {

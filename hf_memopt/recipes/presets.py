@@ -174,7 +174,8 @@ def _for_this_machine() -> Recipe:
     reading = read_memory()
     if reading.device_total_bytes is None:
         return PRESETS["cpu"].replace(purpose=f"chosen by recipe('auto'): {PRESETS['cpu'].purpose}")
-    by_size = {parse_bytes(name.removesuffix("-gpu").replace("gb", "GiB")): name for name in PRESETS if name.endswith("-gpu")}
+    sizes = {name: name.removesuffix("gb-gpu") for name in PRESETS if name.endswith("gb-gpu")}
+    by_size = {parse_bytes(f"{gib}GiB"): name for name, gib in sizes.items()}
     covered = [size for size in by_size if reading.device_total_bytes >= COVERED_FRACTION * size]
     name = by_size[max(covered)] if covered else by_size[min(by_size)]
     card = f"{reading.device_name} with {format_bytes(reading.device_total_bytes)}"
