@@ -16,7 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DEMO = RESULTS / "demo.json"
+DEMO = RESULTS / "demo-cpu-2core.json"
+MACHINE = "2 CPU cores without an accelerator"
 
 
 def presets() -> str:
@@ -34,26 +35,26 @@ def demo_table() -> str:
 
     from hf_memopt.demo import figures_table, ratios
 
-    figures, about = _demo()
+    figures, versions_of = _demo()
     console = Console(file=io.StringIO(), width=100, record=False)
-    console.print(figures_table(figures, about["task"]["test_texts"]))
+    console.print(figures_table(figures))
     console.print(ratios(figures), soft_wrap=True)
     assert isinstance(console.file, io.StringIO)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if name != "device")
-    return "\n".join(["```text", *lines, "```", "", f"On {about['machine']}; {versions}."])
+    versions = ", ".join(f"{name} {version}" for name, version in versions_of.items() if name != "device")
+    return "\n".join(["```text", *lines, "```", "", f"On {MACHINE}; {versions}."])
 
 
 def demo_sentence() -> str:
     """Return the one measured sentence."""
-    figures, about = _demo()
+    figures, _ = _demo()
     naive, ours = figures["baseline"], figures["memopt"]
     faster = ours["examples_per_second"] / naive["examples_per_second"]
     state = ours["optimizer_state_bytes"] / naive["optimizer_state_bytes"]
     return (
         f"**Fine-tuning a small BERT on real text takes {naive['seconds']:.0f} s with a naive set-up of the Hugging "
         f"Face `Trainer` and {ours['seconds']:.0f} s with this package: {faster:.1f}x the speed per example with "
-        f"{state:.2f}x the optimizer state, on {about['machine']}** (`make demo`)."
+        f"{state:.2f}x the optimizer state, on {MACHINE}** (`make demo`)."
     )
 
 
@@ -92,10 +93,10 @@ def rendered(text: str) -> str:
     return text
 
 
-def _demo() -> tuple[dict[str, Any], dict[str, Any]]:
+def _demo() -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the figures of the three arms and the versions they were taken with."""
     report = json.loads(DEMO.read_text(encoding="utf-8"))
-    arms = ("baseline", "stock_best", "memopt")
-    return {arm: report[arm] for arm in arms}, {key: value for key, value in report.items() if key not in arms}
+    return {arm: report[arm] for arm in ("baseline", "stock_best", "memopt")}, report["versions"]
 
 
 def _last_row(case: str) -> dict[str, Any]:

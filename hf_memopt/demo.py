@@ -101,7 +101,7 @@ def _run(
         for arm, title in TITLES.items():
             progress.rule(title, align="left")
             figures[arm] = run_child(work, arm, seed=seed, epochs=epochs, sizes=sizes)
-        results.print(figures_table(figures, len(task.test_texts)))
+        results.print(figures_table(figures))
         results.print(ratios(figures), soft_wrap=True)
         report = {**figures, "versions": versions()}
         marker = {"made_by": "hf-memopt demo", "labels": task.labels, "figures": report}
@@ -175,7 +175,14 @@ def prepare(
     with console.status("Training the tokenizer"):
         tokenizer = train_tokenizer(task.train_texts)
     task = replace(task, train_texts=task.train_texts[:max_train], train_labels=task.train_labels[:max_train])
-    check_disk(output, _weight_bytes(len(tokenizer), task, dict(sizes)) + BESIDE_WEIGHTS_BYTES)
+    try:
+        weight_bytes = _weight_bytes(len(tokenizer), task, dict(sizes))
+    except Exception as error:  # transformers has several kinds of its own for sizes that do not fit
+        raise DemoError(
+            f"model={dict(sizes)!r} gives no BERT ({error}); expected fields of BertConfig that fit together. "
+            "Call: run_demo(output, model={'hidden_size': 64, 'num_attention_heads': 2})"
+        ) from error
+    check_disk(output, weight_bytes + BESIDE_WEIGHTS_BYTES)
     tokenizer.save_pretrained(work / "tokenizer")
     (work / "task.json").write_text(json.dumps(asdict(task)), encoding="utf-8")
     return task
@@ -241,7 +248,7 @@ def _start_child(command: list[str]) -> subprocess.Popen[bytes]:
 # ---- Results --------------------------------------------------------------------------------------------------------
 
 
-def figures_table(figures: Mapping[str, Mapping[str, Any]], test_texts: int) -> Table:
+def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return the figures of the three runs side by side."""
     from rich.table import Table
 
@@ -266,7 +273,7 @@ def figures_table(figures: Mapping[str, Mapping[str, Any]], test_texts: int) -> 
         row("peak reserved", lambda f: _bytes_or_unknown(f["peak_reserved_bytes"]))
     else:
         row("process peak above imports", lambda f: _bytes_or_unknown(f["peak_bytes"]))
-    row(f"accuracy, {test_texts} unseen texts", lambda f: f"{f['accuracy']:.3f}")
+    row(f"accuracy, {figures['baseline']['test_texts']} unseen texts", lambda f: f"{f['accuracy']:.3f}")
     return table
 
 

@@ -322,7 +322,7 @@ def run_arm(spec: ArmSpec) -> dict[str, Any]:
     if spec.arm == "memopt":
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-    return {**figures, "accuracy": hits / len(predicted)}
+    return {**figures, "accuracy": hits / len(predicted), "test_texts": len(predicted)}
 
 
 def main(spec_file: str) -> int:

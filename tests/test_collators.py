@@ -719,6 +719,7 @@ def test_repr_names_what_is_set():
     )
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_worker_processes_give_the_batches_of_this_process(start):
     if start not in multiprocessing.get_all_start_methods():

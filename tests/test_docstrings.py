@@ -17,6 +17,8 @@ from transformers import AutoTokenizer
 
 from hf_memopt.docstrings import (
     LABELS,
+    VOCABULARY_TOKENS,
+    DocstringTask,
     MissingSourcesError,
     docstring_task,
     read_docstrings,
@@ -218,3 +220,28 @@ def test_the_tokenizer_speaks_bert_and_survives_saving(tmp_path: Path) -> None:
     assert reloaded(TRAINING_TEXTS, truncation=True)["input_ids"] == tokenizer(TRAINING_TEXTS)["input_ids"]
     assert reloaded.model_max_length == 256
     assert reloaded.pad_token_id == 0
+
+
+@pytest.fixture(scope="module")
+def task(module_of: dict[str, str]) -> DocstringTask:
+    return docstring_task(module_of)
+
+
+def test_the_task_is_of_a_useful_size(task: DocstringTask) -> None:
+    assert len(task.labels) == len(set(task.labels)) == 20
+    assert not set(task.train_texts) & set(task.test_texts)
+    assert 2_000 < len(task.train_texts) < 20_000
+    assert 500 < len(task.test_texts) < 5_000
+    assert set(task.train_labels) == set(task.test_labels) == set(range(20))
+    assert all(text == text.strip() != "" for text in (*task.train_texts, *task.test_texts))
+
+
+def test_the_default_tokenizer_on_the_real_texts(task: DocstringTask) -> None:
+    one, other = (train_tokenizer(task.train_texts) for _ in range(2))
+    assert one.get_vocab() == other.get_vocab()
+    assert 1000 < len(one) <= VOCABULARY_TOKENS
+    assert [one.pad_token_id, one.cls_token_id, one.sep_token_id, one.mask_token_id] == [0, 2, 3, 4]
+    lengths = [len(ids) for ids in one(list(task.test_texts), truncation=True)["input_ids"]]
+    assert 3 <= min(lengths) < 16
+    assert max(lengths) == 256
+    assert one("")["input_ids"] == [2, 3]

@@ -187,8 +187,7 @@ def preset_rows(recipes: Mapping[str, Recipe]) -> list[dict[str, str]]:
     return [
         {
             "preset": name,
-            "batch": f"{r.per_device_train_batch_size} x "
-            f"{r.effective_batch_size // r.per_device_train_batch_size}",
+            "batch": f"{r.per_device_train_batch_size} x {r.effective_batch_size // r.per_device_train_batch_size}",
             "eval batch": str(r.per_device_eval_batch_size),
             "optimizer": r.optim,
             "checkpointing": "yes" if r.checkpointing else "no",
