@@ -217,11 +217,12 @@ def test_evaluation_counts_neither_the_gradients_nor_the_optimizer_step_before_i
 
     callback = MemoryReportCallback()
     trainer = make_trainer(card, tmp_path, [callback], eval_strategy="steps", eval_steps=1)
-    trainer.optimizer.register_step_post_hook(lambda *_: card.hold(50 * GIB))
+    after = WEIGHTS + STATE + 50 * GIB  # held once a step, however often torch calls the hook of a subclassed step
+    trainer.optimizer.register_step_post_hook(lambda *_: card.hold(after - card.allocated))
     trainer.model.zero_grad = clear_gradients
     callback.bind(trainer)
     trainer.train()
-    assert callback.summary["optimizer"]["peak_allocated_bytes"] == WEIGHTS + STATE + 50 * GIB
+    assert callback.summary["optimizer"]["peak_allocated_bytes"] == after
     assert callback.summary["evaluation"]["peak_allocated_bytes"] == WEIGHTS + STATE + EVALUATION
 
 

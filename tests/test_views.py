@@ -52,6 +52,7 @@ def make_trainer(output_dir: Any, view: Any, **settings: Any) -> tuple[Trainer, 
 # In the stock Trainer
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 @pytest.mark.parametrize(
     ("kind", "accumulation", "workers"), [("examples", 3, 0), ("batches", 1, 0), ("batches", 3, 0), ("batches", 1, 2)]
 )
