@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer, TrainerCallback
 
-__all__ = ["attach", "refuse_data_parallel", "unbound_error"]
+__all__ = ["attach", "refuse_data_parallel", "unbound_error", "used_columns"]
 
 logger = logging.getLogger(__name__)
 
 PROBE_EXAMPLES = 4
 CHANGES = "memopt_changes"  # the attribute of the trainer that tells what attach changed
+RESTORES_ORDER = "memopt_restores_order"  # set on a trainer whose evaluation_loop attach has wrapped
 
 
 def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
@@ -46,9 +47,10 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         ValueError: data view, collator and arguments do not fit each other, or fp16 training of float16 weights.
     """
     refuse_data_parallel(trainer.args.n_gpu)
-    check = getattr(trainer.train_dataset, "check_trainer", None)
-    if check is not None:
-        check(trainer)
+    bind_data = getattr(trainer.train_dataset, "bind_trainer", None)
+    if bind_data is not None:
+        _record(trainer, bind_data(trainer))
+    _bind_evaluation(trainer)
     _check_master_weights(trainer)
     adapt = getattr(trainer.data_collator, "adapt", None)
     _record(trainer, () if adapt is None else adapt(trainer.model))
@@ -82,6 +84,14 @@ def refuse_data_parallel(n_gpu: int) -> None:
         )
 
 
+def used_columns(trainer: Any) -> set[str] | None:
+    """Return the columns that stock leaves to the collator: what the model takes and the labels; None for all."""
+    if not trainer.args.remove_unused_columns:
+        return None
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    return {*inspect.signature(model.forward).parameters, *trainer.label_names, "label", "label_ids"}
+
+
 def _check_master_weights(trainer: Any) -> None:
     import torch
 
@@ -99,6 +109,30 @@ def _record(trainer: Any, changes: Iterable[Change]) -> None:
     """Append changes to those that ``attach`` already made on this trainer."""
     known = getattr(trainer, CHANGES, ())
     setattr(trainer, CHANGES, (*known, *(change for change in changes if change not in known)))
+
+
+def _bind_evaluation(trainer: Any) -> None:
+    """Let a sorted evaluation view put results back into its dataset's order, in evaluate and in predict.
+
+    ``evaluation_loop``, which both share, is public and meant to be overridden; here only on this instance.
+    """
+    evaluated = trainer.eval_dataset
+    for dataset in evaluated.values() if isinstance(evaluated, dict) else (evaluated,):
+        check = getattr(dataset, "check_evaluation", None)
+        if check is not None:
+            check(trainer)
+    if getattr(trainer, RESTORES_ORDER, False):
+        return
+    before = trainer.evaluation_loop
+
+    def evaluation_loop(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        evaluate = getattr(getattr(dataloader, "dataset", None), "evaluate_in_order", None)
+        if evaluate is None:
+            return before(dataloader, *args, **kwargs)
+        return evaluate(trainer, before, dataloader, *args, **kwargs)
+
+    trainer.evaluation_loop = evaluation_loop
+    setattr(trainer, RESTORES_ORDER, True)
 
 
 # ---- Gradient scale -------------------------------------------------------------------------------------------------
@@ -246,9 +280,8 @@ def _first_batch(trainer: Any) -> Any:
     rows = [dataset[0]]
     if isinstance(rows[0], Mapping):  # else it is a whole batch
         rows += [dataset[i] for i in range(1, min(_most_rows(trainer), len(dataset)))]
-    if trainer.args.remove_unused_columns:
-        model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
-        known = {*inspect.signature(model.forward).parameters, *trainer.label_names, "label", "label_ids"}
+    known = used_columns(trainer)
+    if known is not None:
         rows = [{k: v for k, v in row.items() if k in known} if isinstance(row, Mapping) else row for row in rows]
     return trainer.data_collator(rows)
 

@@ -540,7 +540,7 @@ def test_fp16_is_accepted_where_what_trains_is_float32(tmp_path):
 
 def test_a_view_that_does_not_fit_the_arguments_is_refused(tmp_path):
     class View(list):
-        def check_trainer(self, trainer):
+        def bind_trainer(self, trainer):
             raise ValueError(f"train_sampling_strategy={trainer.args.train_sampling_strategy!r} is not mine")
 
     trainer = bert_trainer(tmp_path, train_dataset=View(tiny.rows()))

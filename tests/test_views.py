@@ -139,7 +139,7 @@ def test_the_items_are_those_of_the_plan(kind, source):
     plan = view.buckets.plan(1)
     if kind == "examples":
         assert len(view) == COUNT
-        assert [view[i] for i in range(COUNT)] == [rows[i] for i in plan.order]
+        assert [view[i] for i in range(COUNT)] == [rows[i] for i in plan.flat()]
         assert view.__getitems__([3, 4]) == [view[3], view[4]]
     else:
         assert len(view) == view.buckets.n_batches
@@ -159,7 +159,7 @@ def test_set_epoch_is_idempotent_and_pickles_and_copies_follow_it(kind):
     for twin in (pickle.loads(pickle.dumps(view)), copy.deepcopy(view)):
         assert twin.epoch == 1
         assert twin[2] == view[2]
-        assert twin._epoch.is_shared()
+        assert twin._shared.is_shared()
         twin.set_epoch(0)
         assert (twin[0], twin[1], twin[2]) == first
         assert view.epoch == 1
@@ -326,8 +326,8 @@ def test_attach_refuses_a_view_as_evaluation_data_and_takes_its_dataset(tmp_path
     with pytest.raises(ValueError) as error:
         attach(trainer)
     assert str(error.value) == (
-        "eval_dataset=<BucketedExamples> is in bucketed order, and so would the predictions be; expected the dataset "
-        "itself. Pass Trainer(..., eval_dataset=view.dataset)"
+        "eval_dataset=<BucketedExamples> is in shuffled order, and so would the predictions be; expected the dataset "
+        "itself, or sorted by length. Pass Trainer(..., eval_dataset=sorted_by_length(dataset))"
     )
     trainer.eval_dataset = trainer.eval_dataset.dataset
     assert attach(trainer) is trainer

@@ -1,76 +1,93 @@
 """Which examples go together: length buckets, batch sizes and the order of one epoch. Pure numpy, no torch.
 
-Boundaries minimise the padded tokens (dynamic programming over the length histogram). Inside a bucket the examples are
-shuffled anew every epoch; batches are cut from the longest bucket downwards, so what does not fill a batch of its own
-bucket tops up with the next shorter one and only the very last batch is partial (in token mode: the last ``world_size``
-batches share the rest). Whole batches are then shuffled, the largest one first: a card that is too small says so at
-step 1. The number of batches is the same every epoch.
+Inside a bucket the examples are shuffled anew every epoch; batches are cut from the longest bucket downwards, so what
+does not fill a batch of its own bucket tops up with the next shorter one and only the rest at the very end is partial.
+Whole batches are then shuffled, the largest one first: a card that is too small says so at step 1. The number of
+batches is the same every epoch.
+
+A plan holds 4 bytes per example beside the 4 of its length. Left out: packing (its rows need attention that does not
+look across examples), and lengths that are not known beforehand (``streaming.py``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["EpochPlan", "LengthBuckets", "optimal_boundaries"]
+from hf_memopt.batching.boundaries import bucket_numbers, optimal_boundaries
 
-MOST_BUCKETS = 64  # beyond it padding hardly falls any more
-GROUPS_PER_BUCKET = 4  # fewer would make the same examples meet in almost every epoch
-FINEST_GRID = 512  # distinct boundaries the dynamic programme looks at: it costs the square of it
+__all__ = ["EpochPlan", "LengthBuckets", "PlanDiagnostics"]
+
+MOST_BUCKETS = 63  # with the rest at the end that makes 64 shapes; padding hardly falls beyond
+BATCHES_PER_BUCKET = 4  # fewer would make the same examples meet in almost every epoch
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDiagnostics:
+    """What the batches of one epoch are like.
+
+    ``kept``, ``dropped``: examples. ``padding_efficiency``: real over padded tokens. ``fill``, ``budget_use``: padded
+    and real tokens of a batch over ``max_tokens``, on average; None without a budget. ``shapes``: distinct (rows,
+    width). ``over_budget``: batches above ``max_tokens``. ``straggler_ratio``: padded tokens of the largest batch of a
+    step over the mean of its ranks, on average; 1.0 is no waiting.
+    """
+
+    kept: int
+    dropped: int
+    batches: int
+    padding_efficiency: float
+    fill: float | None
+    budget_use: float | None
+    shapes: int
+    over_budget: int
+    straggler_ratio: float
 
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
     """The order of one epoch.
 
-    ``order``: example indices, shape (examples,). ``starts``: where each batch begins in it, with the end of the last
-    one appended, shape (batches + 1,).
+    ``order``: example indices bucket by bucket, shape (examples,). ``starts``: where each batch begins in it, with the
+    end of the last one appended, shape (batches + 1,). ``sequence``: which of them is read at each position, shape
+    (batches,). ``widths``: what the batches are padded to, shape (batches,), or None for their own longest row.
     """
 
-    order: NDArray[np.int64]
+    order: NDArray[np.int32]
     starts: NDArray[np.int64]
+    sequence: NDArray[np.int64]
+    widths: NDArray[np.int64] | None
 
-    def batch(self, position: int) -> NDArray[np.int64]:
-        """Return the example indices of one batch."""
-        return self.order[self.starts[position] : self.starts[position + 1]]
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    def batch(self, position: int) -> NDArray[np.int32]:
+        """Return the example indices of one batch, in reading order."""
+        cut = self.sequence[position]
+        return self.order[self.starts[cut] : self.starts[cut + 1]]
+
+    def width(self, position: int) -> int | None:
+        """Return what that batch is padded to, or None for its own longest row."""
+        return None if self.widths is None else int(self.widths[self.sequence[position]])
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Return the rows of every batch in reading order, shape (batches,)."""
+        return np.diff(self.starts)[self.sequence]
+
+    def flat(self) -> NDArray[np.int32]:
+        """Return all example indices in reading order, shape (examples,)."""
+        return self.order[_ranges(self.starts[self.sequence], self.sizes())]
 
 
-def optimal_boundaries(lengths: NDArray[np.int32], n_buckets: int, *, pad_to_multiple_of: int = 8) -> NDArray[np.int64]:
-    """Return at most ``n_buckets`` upper length limits that minimise the padded tokens, ascending.
+class _Cuts(NamedTuple):
+    """How the examples, sorted from the longest bucket to the shortest, are cut into batches: alike in every epoch."""
 
-    Formula: minimise sum over buckets of (examples in the bucket) * (its upper limit), the limits being multiples of
-    ``pad_to_multiple_of``; the last one holds the longest example.
-
-    Example:
-        >>> optimal_boundaries(np.array([3, 4, 5, 60, 61]), 2)
-        array([ 8, 64])
-    """
-    grid = pad_to_multiple_of * max(1, -(-int(lengths.max()) // (pad_to_multiple_of * FINEST_GRID)))
-    cells = np.maximum(1, -(-lengths // grid))  # a row without tokens still takes part in a batch
-    counts = np.bincount(cells).astype(np.float64)  # counts[c]: examples of c * grid tokens at most
-    occupied = np.flatnonzero(counts)
-    limits = np.concatenate([[0], occupied * grid])
-    below = np.concatenate([[0.0], np.cumsum(counts[occupied])])
-    # cost[i, j]: padded tokens of one bucket that spans the occupied cells i + 1 .. j
-    cost = (below[None, :] - below[:, None]) * limits[None, :]
-    cost[np.tril_indices(len(limits))] = np.inf
-    best = cost[0].copy()
-    chosen = [np.zeros(len(limits), dtype=np.int64)]
-    for _ in range(1, min(n_buckets, len(occupied))):
-        total = best[:, None] + cost
-        start = total.argmin(axis=0)
-        best = total[start, np.arange(len(limits))]
-        chosen.append(start)
-    boundaries, end = [], len(limits) - 1
-    for start in reversed(chosen):
-        boundaries.append(limits[end])
-        end = int(start[end])
-    return np.array(boundaries[::-1], dtype=np.int64)
+    starts: NDArray[np.int64]  # (batches + 1,)
+    limits: NDArray[np.int64]  # (batches,), the limit of the longest bucket that the batch's group touches
+    whole: int  # batches that stand in groups of world_size and are shuffled with them; the others stay at the end
 
 
 class LengthBuckets:
@@ -80,15 +97,20 @@ class LengthBuckets:
         lengths: tokens per example, shape (examples,).
         batch_size: examples per batch; or
         max_tokens: padded tokens per batch (rows * longest row): long buckets get fewer rows.
-        n_buckets: number of length classes; ``"auto"`` gives every bucket at least 4 groups of batches, 64 at most.
+        n_buckets: number of length classes; ``"auto"`` gives each at least 4 batches, and one for every process, and
+            makes 63 at most.
+        boundaries: pad every batch to the limit of its bucket instead of its longest row, so that few shapes occur
+            (``torch.compile``, CUDA graphs): ``"auto"`` for the best limits, or the limits themselves, ascending.
         seed: together with the epoch it fixes the order.
         world_size: processes that read side by side; every group of that many consecutive batches is cut from one
             bucket, with the same number of rows.
         pad_to_multiple_of: what the collator rounds the longest row of a batch up to.
+        too_long: what to do with examples above ``max_tokens`` or the last of the ``boundaries``: raise, or leave them
+            out (``dropped`` counts them).
 
     Raises:
-        ValueError: a size below 1, both or neither of ``batch_size`` and ``max_tokens``, no examples, lengths that are
-            negative or no integers, or an example longer than ``max_tokens``.
+        ValueError: a size below 1, both or neither of ``batch_size`` and ``max_tokens``, no examples, lengths below 1
+            or no integers, boundaries that do not ascend or exceed ``max_tokens``, an example that is too long.
 
     Example:
         >>> buckets = LengthBuckets([3, 50, 4, 52, 5, 51], batch_size=3, n_buckets=2)
@@ -103,142 +125,258 @@ class LengthBuckets:
         batch_size: int | None = None,
         max_tokens: int | None = None,
         n_buckets: int | Literal["auto"] = "auto",
+        boundaries: ArrayLike | Literal["auto"] | None = None,
         seed: int = 0,
         world_size: int = 1,
         pad_to_multiple_of: int = 8,
+        too_long: Literal["error", "drop"] = "error",
     ) -> None:
+        check_batch_limits(batch_size, max_tokens)
+        check_counts(world_size=world_size, pad_to_multiple_of=pad_to_multiple_of)
+        check_seed(seed)
+        if too_long not in ("error", "drop"):
+            raise ValueError(f"too_long={too_long!r} is unknown; expected 'error' or 'drop'. Pass too_long='drop'")
         self.batch_size, self.max_tokens = batch_size, max_tokens
         self.seed, self.world_size, self.pad_to_multiple_of = seed, world_size, pad_to_multiple_of
-        self._check_settings(n_buckets)
-        self.lengths = _checked_lengths(lengths)
-        if max_tokens is not None:
-            self._check_fit(max_tokens)
-        if n_buckets == "auto":
-            n_buckets = self._enough_buckets()
-        self.boundaries = optimal_boundaries(self.lengths, n_buckets, pad_to_multiple_of=pad_to_multiple_of)
-
-    def _check_settings(self, n_buckets: int | Literal["auto"]) -> None:
-        check_batch_limits(self.batch_size, self.max_tokens)
-        counts = {"world_size": self.world_size, "pad_to_multiple_of": self.pad_to_multiple_of}
-        if n_buckets != "auto":
-            counts["n_buckets"] = n_buckets
-        for name, value in counts.items():
-            if not _is_integer(value) or value < 1:
-                raise ValueError(
-                    f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass {name}=1 or leave it out"
-                )
-        if not _is_integer(self.seed) or not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed!r} is no seed; expected an integer from 0 to 2**63 - 1. Pass seed=0")
-
-    def _check_fit(self, max_tokens: int) -> None:
-        row = int(self.lengths.argmax())
-        padded = int(self._padded(self.lengths[row : row + 1])[0])
-        if padded > max_tokens:
-            raise ValueError(
-                f"lengths[{row}]={int(self.lengths[row])} tokens, padded to {padded}, do not fit into "
-                f"max_tokens={max_tokens}; expected every example to fit into one batch. Truncate it "
-                "(tokenizer(..., truncation=True, max_length=...)), drop it (dataset.filter) or raise max_tokens"
+        self.too_long = too_long
+        self.lengths = checked_lengths(lengths)
+        self.pads_to_boundaries = boundaries is not None
+        given = None if boundaries is None or isinstance(boundaries, str) else np.asarray(boundaries)
+        if isinstance(boundaries, str) and boundaries != "auto":
+            raise _unknown_boundaries(boundaries)
+        if given is not None:
+            self.boundaries = checked_boundaries(given, max_tokens, n_buckets)
+        fitting = self._fitting(int(self.boundaries[-1]) if given is not None else self._longest_allowed())
+        if given is None:
+            if n_buckets == "auto":
+                n_buckets = self._enough_buckets(fitting)
+            check_counts(n_buckets=n_buckets)
+            self.boundaries = optimal_boundaries(
+                fitting, n_buckets, pad_to_multiple_of=pad_to_multiple_of, max_tokens=max_tokens
             )
+            if max_tokens is not None:  # beyond FINEST_GRID the limits are coarser than the padding
+                self.boundaries = np.minimum(self.boundaries, self._longest_allowed())
+        self.n_examples = len(fitting)
+        self._latest: NDArray[np.int32] | None = None  # the order of the latest plan
 
-    def _padded(self, lengths: NDArray[np.int32]) -> NDArray[np.int64]:
-        multiple = self.pad_to_multiple_of
-        return -(-np.maximum(lengths, 1).astype(np.int64) // multiple) * multiple
+    @property
+    def dropped(self) -> int:
+        """The number of examples left out because they are too long."""
+        return len(self.lengths) - self.n_examples
 
-    def _enough_buckets(self) -> int:
+    def _longest_allowed(self) -> int:
+        """The longest example that one batch holds."""
+        if self.max_tokens is None:
+            return 2**31 - 1
+        return self.max_tokens // self.pad_to_multiple_of * self.pad_to_multiple_of
+
+    def _fitting(self, longest_allowed: int) -> NDArray[np.int32]:
+        """Return the lengths of the examples that are kept."""
+        row = int(self.lengths.argmax())
+        if self.lengths[row] <= longest_allowed:
+            return self.lengths
+        too_long = self.lengths > longest_allowed
+        if self.too_long == "error" or too_long.all():
+            by_budget = self.max_tokens is not None and longest_allowed == self._longest_allowed()
+            limit = f"max_tokens={self.max_tokens}" if by_budget else f"boundaries[-1]={longest_allowed}"
+            raise ValueError(
+                f"lengths[{row}]={int(self.lengths[row])} exceeds {longest_allowed} tokens, the longest row that "
+                f"{limit} allows, as do {int(too_long.sum()) - 1} other examples; expected every example to fit into a "
+                f"batch. Truncate (tokenizer(..., truncation=True, max_length={longest_allowed})), leave them out "
+                f"(too_long='drop') or raise {limit.split('=')[0]}"
+            )
+        return self.lengths[~too_long]
+
+    def _enough_buckets(self, lengths: NDArray[np.int32]) -> int:
         if self.batch_size is not None:
-            batches = len(self.lengths) / self.batch_size
+            batches = len(lengths) / self.batch_size
         else:
-            batches = float(self._padded(self.lengths).sum()) / (self.max_tokens or 1)
-        return int(np.clip(batches // (GROUPS_PER_BUCKET * self.world_size), 1, MOST_BUCKETS))
+            batches = float(lengths.sum(dtype=np.int64)) / (self.max_tokens or 1)
+        return int(np.clip(batches // max(BATCHES_PER_BUCKET, self.world_size), 1, MOST_BUCKETS))
+
+    # ---- The batches, alike in every epoch --------------------------------------------------------------------------
 
     @cached_property
-    def _by_bucket(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The examples sorted by bucket, longest bucket first, and where each bucket begins."""
-        bucket = np.searchsorted(self.boundaries, self.lengths).astype(np.uint16)
-        falling = (len(self.boundaries) - 1 - bucket).astype(np.uint16)
-        examples = np.argsort(falling, kind="stable").astype(np.int32)  # a radix sort on 16 bits
-        return examples, np.concatenate([[0], np.cumsum(np.bincount(falling, minlength=len(self.boundaries)))])
-
-    @cached_property
-    def _cuts(self) -> tuple[NDArray[np.int64], int]:
-        """Where each batch begins before the shuffle, (batches + 1,), and how many batches stand in whole groups."""
-        _, bucket_starts = self._by_bucket
-        sizes = self._rows_per_batch()[::-1]
-        starts, position, total = [0], 0, len(self.lengths)
-        for k, size in enumerate(sizes):
-            group = int(size) * self.world_size
-            groups = max(0, -(-(int(bucket_starts[k + 1]) - position) // group))
-            groups = min(groups, (total - position) // group)
-            ends = position + int(size) * np.arange(1, groups * self.world_size + 1)
-            starts.extend(ends.tolist())
-            position += groups * group
-        whole = len(starts) - 1
-        if position < total:
-            starts.extend(self._cut_rest(position, total))
-        if self.max_tokens is not None:  # equal shares for all ranks are a group like any other
-            whole = (len(starts) - 1) // self.world_size * self.world_size
-        return np.array(starts, dtype=np.int64), whole
-
-    def _cut_rest(self, position: int, total: int) -> list[int]:
-        """Cut what does not fill a whole group: full batches in example mode, equal shares per rank in token mode."""
-        if self.batch_size is not None:
-            return [*range(position + self.batch_size, total, self.batch_size), total]
-        shares = min(self.world_size, total - position)
-        return [position + (total - position) * (i + 1) // shares for i in range(shares)]
+    def _bucket_ends(self) -> NDArray[np.int64]:
+        """Where each bucket ends in the order from the longest bucket to the shortest, shape (buckets,)."""
+        counts = np.bincount(bucket_numbers(self.lengths, self.boundaries), minlength=len(self.boundaries))
+        return np.cumsum(counts[: len(self.boundaries)][::-1])
 
     def _rows_per_batch(self) -> NDArray[np.int64]:
         if self.max_tokens is None:
             return np.full(len(self.boundaries), self.batch_size, dtype=np.int64)
         return np.maximum(1, self.max_tokens // self.boundaries)
 
+    @cached_property
+    def _cuts(self) -> _Cuts:
+        pieces, position, total, rows = [np.zeros(1, dtype=np.int64)], 0, self.n_examples, 0
+        for end, size in zip(self._bucket_ends.tolist(), self._rows_per_batch()[::-1].tolist(), strict=True):
+            group = size * self.world_size
+            groups = min(max(0, -(-(end - position) // group)), (total - position) // group)
+            if groups:
+                pieces.append(position + size * np.arange(1, groups * self.world_size + 1))
+                position, rows = position + groups * group, size
+        starts = np.concatenate(pieces)
+        if self.batch_size is not None:  # full batches and one partial one, which stay at the end
+            whole = len(starts) - 1
+            starts = np.concatenate([starts, np.arange(position + self.batch_size, total, self.batch_size)])
+            starts = np.append(starts, total) if starts[-1] < total else starts
+        else:
+            starts = self._share_rest(starts, total, rows)
+            whole = (len(starts) - 1) // self.world_size * self.world_size
+        first = np.arange(len(starts) - 1)
+        first[:whole] -= first[:whole] % self.world_size
+        bucket = np.searchsorted(self._bucket_ends, starts[first], side="right")
+        return _Cuts(starts, self.boundaries[::-1][bucket], whole)
+
+    def _share_rest(self, starts: NDArray[np.int64], total: int, rows: int) -> NDArray[np.int64]:
+        """Cut what does not fill a whole group into equal shares for all ranks; in one group they differ by a row.
+
+        A rest of fewer examples than ranks is shared together with the last whole group, in two groups.
+        """
+        world, rest = self.world_size, total - int(starts[-1])
+        if rest == 0:
+            return starts
+        shares = min(world, rest)
+        if rest < world and len(starts) > world and rows > 1:
+            starts = starts[:-world]
+            rest, shares = total - int(starts[-1]), 2 * world
+        sizes = np.full(shares, rest // shares)
+        sizes[: rest % shares] += 1
+        return np.concatenate([starts, starts[-1] + np.cumsum(sizes)])
+
     @property
     def n_batches(self) -> int:
         """The number of batches of an epoch, over all processes; the same in every epoch."""
-        return len(self._cuts[0]) - 1
+        return len(self._cuts.limits)
+
+    # ---- The order of an epoch --------------------------------------------------------------------------------------
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the order of one epoch; the same ``(seed, epoch)`` always gives the same one."""
+        check_seed(epoch, name="epoch")
         generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
-        examples, bucket_starts = self._by_bucket
-        order = examples.astype(np.int64)
-        for start, end in pairwise(bucket_starts):
-            generator.shuffle(order[start:end])
-        starts, whole = self._cuts
-        groups = whole // self.world_size
-        if groups == 0:
-            return EpochPlan(order, starts)
-        shuffled = generator.permutation(groups)
-        sizes = np.diff(starts)[:whole]
-        longest = np.maximum.reduceat(self.lengths[order], starts[:-1])[:whole]
-        tokens = (self._padded(longest) * sizes).reshape(groups, self.world_size).max(axis=1)
-        first = int(np.flatnonzero(shuffled == tokens.argmax())[0])
-        shuffled[[0, first]] = shuffled[[first, 0]]
-        batches = (shuffled[:, None] * self.world_size + np.arange(self.world_size)).ravel()
-        return _reorder(order, starts, batches, sizes)
+        order = self._by_bucket()
+        begin = 0
+        for end in self._bucket_ends.tolist():
+            _shuffle(order[begin:end], generator)
+            begin = end
+        self._latest = order
+        starts, limits, whole = self._cuts
+        groups = generator.permutation(whole // self.world_size)
+        for first in reversed(self._largest_groups(order)):
+            groups = np.concatenate([[first], groups[groups != first]])
+        sequence = np.arange(len(limits))
+        sequence[:whole] = (groups[:, None] * self.world_size + np.arange(self.world_size)).ravel()
+        return EpochPlan(order, starts, sequence, limits if self.pads_to_boundaries else None)
+
+    def _by_bucket(self) -> NDArray[np.int32]:
+        """Return a new array of the examples from the longest bucket to the shortest.
+
+        Inside a bucket they ascend, or stand as in the latest plan: ``_shuffle`` does not mind, so no second copy of
+        them is held.
+        """
+        if self._latest is not None:
+            return self._latest.copy()
+        numbers = bucket_numbers(self.lengths, self.boundaries)
+        falling = numbers.dtype.type(len(self.boundaries)) - numbers  # 0: too long
+        return np.argsort(falling, kind="stable")[self.dropped :].astype(np.int32)
+
+    def _largest_groups(self, order: NDArray[np.int32]) -> list[int]:
+        """Return the groups to be read first: that of the most padded tokens, then that of the longest row."""
+        starts, limits, whole = self._cuts
+        if whole == 0:
+            return []
+        bounds = (limits * np.diff(starts))[:whole].reshape(-1, self.world_size).max(axis=1)  # tokens, at most
+        most, found = (0, 0), 0
+        for bound in np.unique(bounds)[::-1]:
+            if bound < most[0]:
+                break  # nothing below can hold a larger batch
+            groups = np.flatnonzero(bounds == bound)
+            tokens, widths = self._measure(order, groups)
+            largest = int(np.lexsort((widths, tokens))[-1])
+            if (tokens[largest], widths[largest]) > most:
+                most, found = (int(tokens[largest]), int(widths[largest])), int(groups[largest])
+        longest = np.flatnonzero(limits[: whole : self.world_size] == limits[0])
+        _, widths = self._measure(order, longest)
+        widest = int(longest[widths.argmax()])
+        return [found] if most[1] == widths.max() else [found, widest]
+
+    def _measure(self, order: NDArray[np.int32], groups: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the most padded tokens and the greatest width among the batches of each group."""
+        batches = (groups[:, None] * self.world_size + np.arange(self.world_size)).ravel()
+        sizes = np.diff(self._cuts.starts)[batches]
+        widths = self._widths(order, batches)
+        shape = (len(groups), self.world_size)
+        return (widths * sizes).reshape(shape).max(axis=1), widths.reshape(shape).max(axis=1)
+
+    def _widths(self, order: NDArray[np.int32], batches: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return what each of these batches is padded to, shape (batches,)."""
+        starts, limits, _ = self._cuts
+        if self.pads_to_boundaries:
+            return limits[batches]
+        sizes = np.diff(starts)[batches]
+        rows = self.lengths[order[_ranges(starts[batches], sizes)]]
+        longest = np.maximum.reduceat(rows, np.cumsum(sizes) - sizes).astype(np.int64)
+        return -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
+    # ---- What it is worth -------------------------------------------------------------------------------------------
 
     def padding_efficiency(self, epoch: int = 0) -> float:
-        """Return real tokens over padded tokens of one epoch, batches padded to their own longest row."""
+        """Return real tokens over padded tokens of one epoch."""
+        return self.diagnostics(epoch).padding_efficiency
+
+    def diagnostics(self, epoch: int = 0) -> PlanDiagnostics:
+        """Return what the batches of one epoch are like."""
         plan = self.plan(epoch)
-        longest = np.maximum.reduceat(self.lengths[plan.order], plan.starts[:-1])
-        return float(self.lengths.sum(dtype=np.int64) / (self._padded(longest) * np.diff(plan.starts)).sum())
+        sizes = np.diff(plan.starts)
+        widths = self._widths(plan.order, np.arange(len(plan)))
+        real, padded = int(self.lengths[plan.order].sum(dtype=np.int64)), sizes * widths
+        steps = padded[plan.sequence][: self._cuts.whole].reshape(-1, self.world_size)
+        budget = self.max_tokens
+        return PlanDiagnostics(
+            kept=self.n_examples,
+            dropped=self.dropped,
+            batches=len(plan),
+            padding_efficiency=real / int(padded.sum()),
+            fill=None if budget is None else float(padded.mean() / budget),
+            budget_use=None if budget is None else real / len(plan) / budget,
+            shapes=len(np.unique(np.stack([sizes, widths], axis=1), axis=0)),
+            over_budget=0 if budget is None else int((padded > budget).sum()),
+            straggler_ratio=float((steps.max(axis=1) / steps.mean(axis=1)).mean()) if len(steps) else 1.0,
+        )
 
 
-def _reorder(
-    order: NDArray[np.int64], starts: NDArray[np.int64], batches: NDArray[np.int64], sizes: NDArray[np.int64]
-) -> EpochPlan:
-    """Put the batches named first into the given order; what follows them in ``starts`` stays at the end."""
-    new_sizes = sizes[batches]
-    new_starts = np.concatenate([[0], np.cumsum(new_sizes)])
-    source = np.repeat(starts[batches] - new_starts[:-1], new_sizes) + np.arange(new_starts[-1])
-    rest = order[new_starts[-1] :]
-    return EpochPlan(np.concatenate([order[source], rest]), np.concatenate([new_starts, starts[len(batches) + 1 :]]))
+def _ranges(begins: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the numbers begin, begin + 1 ... of every range, one range after the other."""
+    ends = np.cumsum(sizes)
+    found: NDArray[np.int64] = np.repeat(begins - (ends - sizes), sizes) + np.arange(ends[-1])
+    return found
+
+
+def _shuffle(examples: NDArray[np.int32], generator: np.random.Generator) -> None:
+    """Shuffle in place, from whatever order they are in to one that only the generator decides.
+
+    Sorting 64-bit keys, 32 random bits above the example's index, takes numpy less time than a Fisher-Yates shuffle
+    (0.29 s against 0.45 s for 1e7 examples on one AVX-512 core).
+    """
+    examples.sort()
+    draws = generator.bit_generator.random_raw((len(examples) + 1) // 2).view(np.uint32)[: len(examples)]
+    keys = draws.astype(np.uint64) << np.uint64(32) | examples.view(np.uint32)
+    keys.sort()
+    examples[:] = keys.astype(np.uint32).view(np.int32)
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _checked_lengths(lengths: ArrayLike) -> NDArray[np.int32]:
+def checked_lengths(lengths: ArrayLike) -> NDArray[np.int32]:
+    """Return the lengths as int32, not copied if they are that already.
+
+    Raises:
+        ValueError: not one integer of 1 or more per example.
+    """
     found = np.asarray(lengths)
     if found.ndim != 1 or found.size == 0:
         raise ValueError(
@@ -251,12 +389,48 @@ def _checked_lengths(lengths: ArrayLike) -> NDArray[np.int32]:
             "Pass token_lengths(dataset)"
         )
     for row in (int(found.argmin()), int(found.argmax())):
-        if not 0 <= found[row] < 2**31:
+        if found[row] == 0:
             raise ValueError(
-                f"lengths[{row}]={int(found[row])} is not a number of tokens; expected 0 to 2**31 - 1. "
+                f"lengths[{row}]=0 is an example without tokens (empty or null); expected 1 or more. Drop such rows: "
+                'dataset.filter(lambda row: row["input_ids"])'
+            )
+        if not 0 < found[row] < 2**31:
+            raise ValueError(
+                f"lengths[{row}]={int(found[row])} is not a number of tokens; expected 1 to 2**31 - 1. "
                 "Pass token_lengths(dataset)"
             )
     return found.astype(np.int32, copy=False)
+
+
+def checked_boundaries(
+    boundaries: NDArray[Any], max_tokens: int | None = None, n_buckets: int | Literal["auto"] = "auto"
+) -> NDArray[np.int64]:
+    """Return the limits as int64.
+
+    Raises:
+        ValueError: they do not ascend from 1, exceed ``max_tokens``, or come with a number of buckets.
+    """
+    is_ascending = boundaries.ndim == 1 and boundaries.size > 0 and boundaries.dtype.kind in "iu"
+    if not is_ascending or boundaries[0] < 1 or (np.diff(boundaries) <= 0).any():
+        raise _unknown_boundaries(boundaries.tolist())
+    if n_buckets != "auto":
+        raise ValueError(
+            f"n_buckets={n_buckets!r}, boundaries={boundaries.tolist()!r} both set the number of buckets; expected one "
+            "of them. Leave n_buckets out"
+        )
+    if max_tokens is not None and boundaries[-1] > max_tokens:
+        raise ValueError(
+            f"boundaries[-1]={int(boundaries[-1])} is above max_tokens={max_tokens}; expected every limit to fit into "
+            f"one batch. Pass max_tokens={int(boundaries[-1])} or more"
+        )
+    return boundaries.astype(np.int64)
+
+
+def _unknown_boundaries(boundaries: Any) -> ValueError:
+    return ValueError(
+        f"boundaries={boundaries!r} are no length limits; expected 'auto' or ascending integers of 1 or more. "
+        "Pass boundaries=[64, 128, 256]"
+    )
 
 
 def check_batch_limits(batch_size: int | None, max_tokens: int | None) -> None:
@@ -271,3 +445,18 @@ def check_batch_limits(batch_size: int | None, max_tokens: int | None) -> None:
         raise ValueError(
             f"{name}={value!r} is not a size; expected an integer of 1 or more. Pass, for example, {name}=32"
         )
+
+
+def check_counts(**counts: Any) -> None:
+    """Raise ValueError unless every value is an integer of 1 or more."""
+    for name, value in counts.items():
+        if not _is_integer(value) or value < 1:
+            raise ValueError(
+                f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass {name}=1 or leave it out"
+            )
+
+
+def check_seed(seed: Any, name: str = "seed") -> None:
+    """Raise ValueError unless ``seed`` is an integer that keys a Philox generator."""
+    if not _is_integer(seed) or not 0 <= seed < 2**63:
+        raise ValueError(f"{name}={seed!r} is no {name}; expected an integer from 0 to 2**63 - 1. Pass {name}=0")

@@ -11,9 +11,7 @@ multiple choice, whole-word masking and all that is not text (``inner=`` wraps t
 
 from __future__ import annotations
 
-import inspect
 import reprlib
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,18 +20,20 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import DataCollatorForLanguageModeling
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_memopt.batching.columns import (
     Array,
+    Column,
     column_kind,
     count_ids,
     label_kind,
-    pad_column,
     read_columns,
     round_up,
     take_labels,
+    where_padding,
 )
+from hf_memopt.batching.model_traits import has_decoder, is_causal_lm, label_shifter, needs_position_ids
+from hf_memopt.batching.rows import RowBatch
 from hf_memopt.changes import Change
 
 __all__ = ["BucketedCollator", "DynamicPaddingCollator", "flatten", "needs_position_ids"]
@@ -138,20 +138,20 @@ class DynamicPaddingCollator:
         """
         if self.inner is not None or self._has_model:
             return ()
-        has_decoder = _has_decoder(model)
-        if has_decoder and self.causal_lm:
+        is_seq2seq = has_decoder(model)
+        if is_seq2seq and self.causal_lm:
             raise ValueError(
                 f"causal_lm=True copies input_ids to labels, but {type(model).__name__} is an encoder-decoder; "
                 "expected the decoder's labels in the data. Leave causal_lm out."
             )
         changes = []
-        self._has_decoder = has_decoder
-        self._shift_labels = _label_shifter(model) if has_decoder else None
-        if has_decoder:
+        self._has_decoder = is_seq2seq
+        self._shift_labels = label_shifter(model) if is_seq2seq else None
+        if is_seq2seq:
             reason = f"{type(model).__name__} is an encoder-decoder, whose labels are padded on the right"
             changes.append(Change("integer lists in labels", "told apart by length", "decoder labels", reason))
         pads_left = self.tokenizer.padding_side == "left"
-        self._predicts_next_token = self.causal_lm or _is_causal_lm(model)
+        self._predicts_next_token = self.causal_lm or is_causal_lm(model)
         if pads_left and self._predicts_next_token:
             reason = f"{type(model).__name__} would have to predict it from the padding on its left"
             changes.append(Change("label of the first token", "token id", self.label_pad_token_id, reason))
@@ -164,13 +164,31 @@ class DynamicPaddingCollator:
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         """Return the batch of ``features``, which stay as they are."""
+        features, width = self._examples(features)
         if self.inner is not None:
-            batch: dict[str, Any] = self.inner(features)
+            batch: dict[str, Any] = self.inner(list(features) if isinstance(features, RowBatch) else features)
             return batch
-        columns = read_columns(features)
+        columns = features.columns() if isinstance(features, RowBatch) else None
+        return self._collate(read_columns(features) if columns is None else columns, width)
+
+    def _examples(self, features: Sequence[Any]) -> tuple[Sequence[Any], int | None]:
+        """Return the examples, unread where they are, and the width to pad them to; None leaves it to the collator."""
+        if isinstance(features, RowBatch):
+            return features, features.width
+        if len(features) == 1 and isinstance(features[0], RowBatch):
+            return features[0], features[0].width
+        if not any(isinstance(item, RowBatch) for item in features):
+            return features, None
+        widths = [item.width if isinstance(item, RowBatch) else None for item in features]
+        known = [width for width in widths if width is not None]
+        examples = [row for item in features for row in (item if isinstance(item, RowBatch) else [item])]
+        return examples, max(known) if len(known) == len(widths) else None
+
+    def _collate(self, columns: dict[str, Column], width: int | None) -> dict[str, Any]:
+        """Return the batch as tensors, padded to ``width`` or to its longest row."""
         lengths = count_ids(columns)
         label_name, labels = take_labels(columns)
-        batch = self._pad_inputs(columns, lengths)
+        batch = self._pad_inputs(columns, lengths, self._width(lengths, width))
         batch.update(self._pad_labels(label_name, labels, lengths, batch))
         special = None
         if self.causal_lm or self._masking is not None:  # as stock: a language model takes neither
@@ -184,26 +202,38 @@ class DynamicPaddingCollator:
             )
         return tensors
 
-    def _pad_inputs(self, columns: dict[str, list[Array]], lengths: Array) -> dict[str, Array]:
+    def _width(self, lengths: Array, width: int | None) -> int:
+        """Return the width that the batch is padded to: the one that is asked for, or its longest row, rounded up."""
+        longest = int(np.maximum.reduce(lengths))
+        if width is None:
+            return round_up(longest, self.pad_to_multiple_of)
+        if longest > width:
+            raise ValueError(
+                f"width={width} is too short for features[{int(lengths.argmax())}]['input_ids'] with {longest} ids; "
+                "expected the longest row to fit. Give the view the true lengths: "
+                "bucketed(dataset, ..., lengths=token_lengths(dataset))."
+            )
+        return width
+
+    def _pad_inputs(self, columns: dict[str, Column], lengths: Array, width: int) -> dict[str, Array]:
         """Return every column but the labels as one array, plus ``attention_mask`` and ``position_ids`` if wanted."""
         side = self.tokenizer.padding_side
-        width = round_up(int(lengths.max()), self.pad_to_multiple_of)
+        padding = where_padding(lengths, width, side)
         batch = {}
-        for name, rows in columns.items():
-            kind = column_kind(name, rows, lengths)
+        for name, column in columns.items():
+            kind = column_kind(name, column, lengths)
             if kind == "fixed":
-                batch[name] = np.stack(rows)
+                batch[name] = column.stack()
             elif kind == "decoder":
-                own_width = round_up(max(map(len, rows)), self.pad_to_multiple_of)
-                batch[name] = pad_column(rows, own_width, self._pad_value(name), "right")
+                own_width = round_up(max(size for (size,) in column.shapes), self.pad_to_multiple_of)
+                batch[name] = column.pad(own_width, self._pad_value(name), "right")
             else:
-                batch[name] = pad_column(rows, width, self._pad_value(name), side)
-        columns_of_row = np.arange(width) if side == "right" else np.arange(width)[::-1]
-        real = columns_of_row < lengths[:, None]  # (batch, seq)
-        batch.setdefault("attention_mask", real.astype(np.int64))
+                batch[name] = column.pad(width, self._pad_value(name), side, padding)
+        if "attention_mask" not in batch:
+            batch["attention_mask"] = (~padding).astype(np.int64)
         if self._adds_position_ids and "position_ids" not in batch:
             first = batch["attention_mask"].argmax(axis=1)
-            batch["position_ids"] = np.clip(np.arange(width) - first[:, None], 0, None) * real
+            batch["position_ids"] = np.clip(np.arange(width) - first[:, None], 0, None) * ~padding
         return batch
 
     def _pad_value(self, name: str) -> int:
@@ -214,7 +244,7 @@ class DynamicPaddingCollator:
         return 1 if name == "special_tokens_mask" else 0
 
     def _pad_labels(
-        self, name: str, labels: list[Array] | None, lengths: Array, batch: dict[str, Array]
+        self, name: str, labels: Column | None, lengths: Array, batch: dict[str, Array]
     ) -> dict[str, Array]:
         """Return ``labels`` as one array, or nothing; and ``decoder_input_ids`` where the model makes them."""
         if labels is None:
@@ -226,13 +256,13 @@ class DynamicPaddingCollator:
         kind = label_kind(labels, lengths, self._has_decoder, name)
         self._check_label_source(name, kind)
         if kind in ("class", "target"):
-            return {"labels": np.stack(labels).astype(np.int64 if kind == "class" else np.float32)}
+            return {"labels": labels.stack().astype(np.int64 if kind == "class" else np.float32, copy=False)}
         if kind == "token":
             width = batch["input_ids"].shape[1]
-            padded = pad_column(labels, width, self.label_pad_token_id, self.tokenizer.padding_side)
+            padded = labels.pad(width, self.label_pad_token_id, self.tokenizer.padding_side)
             return {"labels": self._without_unpredictable(padded, batch["attention_mask"])}
-        width = round_up(max(map(len, labels)), self.pad_to_multiple_of)
-        padded = pad_column(labels, width, self.label_pad_token_id, "right")
+        width = round_up(max(size for (size,) in labels.shapes), self.pad_to_multiple_of)
+        padded = labels.pad(width, self.label_pad_token_id, "right")
         if self._shift_labels is None or "decoder_input_ids" in batch:
             return {"labels": padded}
         return {"labels": padded, "decoder_input_ids": self._shift_labels(labels=torch.from_numpy(padded)).numpy()}
@@ -284,9 +314,9 @@ class BucketedCollator(DynamicPaddingCollator):
     those of ``DynamicPaddingCollator``; with ``inner=`` it is the inner collator that gets the examples.
     """
 
-    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
-        """Return the batch of ``features``, examples or lists of examples, which stay as they are."""
-        return super().__call__(flatten(features))
+    def _examples(self, features: Sequence[Any]) -> tuple[Sequence[Any], int | None]:
+        examples, width = super()._examples(features)
+        return (examples, width) if isinstance(examples, RowBatch) else (flatten(examples), width)
 
 
 def flatten(features: Iterable[Any]) -> list[Any]:
@@ -300,66 +330,6 @@ def flatten(features: Iterable[Any]) -> list[Any]:
     for item in features:
         examples.extend(item if isinstance(item, (list, tuple)) else [item])
     return examples
-
-
-def needs_position_ids(model: nn.Module) -> bool:
-    """Tell whether left padding shifts the positions of ``model`` and ``position_ids`` repair that.
-
-    True for a forward that takes ``position_ids`` and would number the padded columns (GPT-2, BERT). False for rotary
-    positions, which are relative, and for models that number the real tokens themselves: RoBERTa and its kin from
-    ``input_ids``, starting above 0, OPT from ``attention_mask``.
-    """
-    inside = _unwrap(model)
-    if "position_ids" not in inspect.signature(inside.forward).parameters:
-        return False
-    return not any(_is_free_of_columns(type(module)) for module in inside.modules())
-
-
-def _is_free_of_columns(kind: type[nn.Module]) -> bool:
-    """Tell whether a module class shows positions that are relative, or counted from the tokens themselves."""
-    if "Rotary" in kind.__name__ or kind.__name__ == "OPTLearnedPositionalEmbedding":
-        return True
-    name = "create_position_ids_from_input_ids"  # a method or a function of the module file, seen in 5.8.1 to 5.23.0
-    return hasattr(kind, name) or hasattr(sys.modules[kind.__module__], name)
-
-
-def _unwrap(model: Any) -> Any:
-    """Return the model inside a PEFT wrapper, whose own forward hides what the model takes."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _is_causal_lm(model: nn.Module) -> bool:
-    """Tell whether the loss of ``model`` compares each token with the prediction made before it, by its class name.
-
-    Nothing in a model says so. Some of these classes do not shift their labels (``BartForCausalLM``, XLNet): they lose
-    one label of each row that is padded on the left.
-    """
-    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
-    return type(_unwrap(model)).__name__ in causal
-
-
-def _has_decoder(model: nn.Module) -> bool | None:
-    """Tell whether the labels of ``model`` go to a decoder of its own; None if it has no config to tell by."""
-    inside = _unwrap(model)
-    if not hasattr(inside, "config"):
-        return None
-    takes_decoder_ids = "decoder_input_ids" in inspect.signature(inside.forward).parameters
-    return takes_decoder_ids and bool(getattr(inside.config, "is_encoder_decoder", False))
-
-
-def _label_shifter(model: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """Return the model's ``prepare_decoder_input_ids_from_labels``, bound to a copy that has the config but no weights.
-
-    Spawned workers would get the weights otherwise; all of transformers 5.8.1, 5.17.0 and 5.23.0 read the config only.
-    """
-    inside = _unwrap(model)
-    if not hasattr(inside, "prepare_decoder_input_ids_from_labels"):
-        return None
-    shell = object.__new__(type(inside))
-    nn.Module.__init__(shell)
-    shell.config = inside.config
-    shift_labels: Callable[..., torch.Tensor] = shell.prepare_decoder_input_ids_from_labels
-    return shift_labels
 
 
 def _name(collator: object) -> str:

@@ -1,9 +1,9 @@
 """Columns of a batch in numpy: read the cells of every row, tell what a column is, pad it to one array.
 
-Stateless functions; ``collators.py`` decides with what value and on which side to pad. A cell becomes an array of one
-of three dtypes, as ``torch.tensor`` would give it: int64, float32 or bool. Lists of Python ints, nearly all text data,
-go through ``struct``, which refuses a float among the ints instead of rounding it. Every error names row, column and
-the line that fixes it. Left out: strings, images, sound (``inner=`` of a collator).
+``collators.py`` decides with what value and on which side to pad. A ``Column`` leaves as one of three dtypes, as
+``torch.tensor`` would give it: int64, float32 or bool. Lists of Python ints, nearly all text data, go through
+``struct``, which refuses a float among the ints instead of rounding it. Every error names row, column and the line that
+fixes it. Left out: strings, images, sound (``inner=`` of a collator).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import reprlib
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -18,27 +19,150 @@ import torch
 from numpy.typing import NDArray
 
 __all__ = [
+    "FOR_SAMPLERS",
     "Array",
+    "Column",
     "column_kind",
     "count_ids",
     "label_kind",
-    "pad_column",
     "read_columns",
     "round_up",
     "take_labels",
+    "torch_dtype",
+    "where_padding",
 ]
 
 Array = NDArray[Any]
 
-_DTYPES = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float32}  # by numpy's kind, as in torch.tensor(list)
+FOR_SAMPLERS = ("length",)  # read by train_sampling_strategy="group_by_length"; no model takes it
+_DTYPES = {"b": np.dtype(np.bool_), "i": np.dtype(np.int64), "u": np.dtype(np.int64), "f": np.dtype(np.float32)}
 _LABELS = ("labels", "label", "label_ids")
 _ONE_PER_TOKEN = ("attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "position_ids")
 _OF_DECODER = ("decoder_input_ids", "decoder_attention_mask")
-_FOR_SAMPLERS = ("length",)  # read by train_sampling_strategy="group_by_length"; no model takes it
 
 
-def read_columns(features: Sequence[Any]) -> dict[str, list[Array]]:
-    """Return the cells of every column as arrays of one dtype: int64, float32 or bool."""
+def torch_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which numbers of ``dtype`` leave: int64, float32 or bool, as in ``torch.tensor(list)``."""
+    return _DTYPES[dtype.kind]
+
+
+@dataclass(slots=True)
+class Column:
+    """One column of a batch, its rows still unpadded somewhere in one array.
+
+    Args:
+        values: the numbers of all rows, and maybe others: ``(batch,)`` in the order of the rows where each is one
+            number; else row i is ``values[starts[i] : starts[i] + sizes[i]]``, of shape ``(sizes[i], ...)``.
+        dtype: int64, float32 or bool: what the numbers become.
+        starts: ``(batch,)``, or None where each row is one number; as ``sizes``.
+        sizes: ``(batch,)``.
+        low: where in ``values`` the memory of each row starts: ``(batch,)``, or one for all; and
+        high: where it ends. What lies outside must not be read.
+        odd_shapes: the shape of every row where they do not follow from ``values``: rows that do not go into one array
+            (then ``sizes`` is None and ``values`` empty), and those among vectors of rows that are empty.
+    """
+
+    values: Array
+    dtype: np.dtype[Any]
+    starts: Array | None = None
+    sizes: Array | None = None
+    low: Array | int = 0
+    high: Array | int = 0
+    odd_shapes: list[tuple[int, ...]] | None = None
+
+    @classmethod
+    def of_rows(cls, rows: list[Array]) -> Column:
+        """Return the column of arrays of one dtype.
+
+        Example:
+            >>> Column.of_rows([np.array([5, 6]), np.array([7])]).sizes
+            array([2, 1])
+        """
+        shapes = [row.shape for row in rows]
+        if not any(shapes):
+            return cls(np.stack(rows), rows[0].dtype)
+        filled = [row for row in rows if row.shape and len(row)]
+        if not all(shapes) or len({row.shape[1:] for row in filled}) > 1:
+            return cls(np.empty(0), rows[0].dtype, odd_shapes=shapes)
+        sizes = np.array([shape[0] for shape in shapes])
+        odd_shapes = shapes if len(set(map(len, shapes))) > 1 else None
+        values = np.concatenate(filled or rows[:1])
+        return cls(values, values.dtype, sizes.cumsum() - sizes, sizes, high=len(values), odd_shapes=odd_shapes)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shape of every row."""
+        if self.odd_shapes is not None:
+            return self.odd_shapes
+        if self.sizes is None:
+            return [()] * len(self.values)
+        return [(size, *self.values.shape[1:]) for size in self.sizes.tolist()]
+
+    @property
+    def ndim(self) -> int | None:
+        """The number of dimensions of every row, or None where they differ."""
+        if self.odd_shapes is None:
+            return 0 if self.sizes is None else self.values.ndim
+        dimensions = set(map(len, self.odd_shapes))
+        return dimensions.pop() if len(dimensions) == 1 else None
+
+    def stack(self) -> Array:
+        """Return rows of one shape as one array, ``(batch, ...)``."""
+        if self.sizes is None:
+            return self.values.astype(self.dtype, copy=False)
+        return self.pad(int(self.sizes[0]), 0)
+
+    def pad(self, width: int, value: float, side: str = "right", padding: Array | None = None) -> Array:
+        """Return the rows as one array ``(batch, width, ...)`` with ``value`` on the ``side`` given.
+
+        ``padding`` is ``where_padding(sizes, width, side)``, for callers that have it already.
+
+        Example:
+            >>> Column.of_rows([np.array([5, 6]), np.array([7])]).pad(3, 0, "left")
+            array([[0, 5, 6],
+                   [0, 0, 7]])
+        """
+        if self.starts is None or self.sizes is None:
+            raise TypeError("rows of one number have no width; expected rows of shape (n, ...). Call: column.stack().")
+        if padding is None:
+            padding = where_padding(self.sizes, width, side)
+        first, room = self.starts, self.high - self.starts
+        if side == "left":
+            first, room = first + (self.sizes - width), first + self.sizes - self.low
+        outside: Array | list[int] = []
+        if self.values.ndim > 1 or np.minimum.reduce(room) < width:
+            outside = np.flatnonzero(room < width) if self.values.ndim == 1 else np.arange(len(first))
+            if len(outside) == len(first):
+                return self._pad_row_by_row(padding, value)
+            first = first.copy()
+            first[outside] = first[room >= width][0]  # any; they are filled below
+        # Window i is values[i : i + width]: the row and what follows it in memory, which the padding then covers.
+        count = len(self.values) - width + 1
+        windows: Array = np.ndarray((count, width), self.values.dtype, self.values, 0, self.values.strides * 2)
+        padded = windows[first].astype(self.dtype, copy=False)
+        for row in outside:
+            padded[row, ~padding[row]] = self.values[self.starts[row] : self.starts[row] + self.sizes[row]]
+        np.copyto(padded, value, where=padding, casting="unsafe")
+        return padded
+
+    def _pad_row_by_row(self, padding: Array, value: float) -> Array:
+        padded = np.full((*padding.shape, *self.values.shape[1:]), value, dtype=self.dtype)
+        for row, is_padding, start, size in zip(padded, padding, self.starts, self.sizes, strict=True):
+            row[~is_padding] = self.values[start : start + size]
+        return padded
+
+
+def where_padding(sizes: Array, width: int, side: str) -> Array:
+    """Return where rows of some sizes are padding, ``(batch, width)``."""
+    places = np.arange(width, dtype=np.int32)
+    if side == "left":
+        places = places[::-1]
+    is_padding: Array = places >= sizes.astype(np.int32, copy=False)[:, None]
+    return is_padding
+
+
+def read_columns(features: Sequence[Any]) -> dict[str, Column]:
+    """Return the columns of rows that are dicts, without those of None and those that only samplers read."""
     if len(features) == 0:
         raise ValueError("features=[] has no example to pad; expected at least one. Call: collator([dataset[0]]).")
     for row, feature in enumerate(features):
@@ -62,9 +186,9 @@ def read_columns(features: Sequence[Any]) -> dict[str, list[Array]]:
                 f"features[{missing[0]}][{name!r}] is None where other rows have a value; expected values in all rows "
                 f"or in none. Filter them: dataset.filter(lambda row: row[{name!r}] is not None)."
             )
-        if not missing and name not in _FOR_SAMPLERS:
+        if not missing and name not in FOR_SAMPLERS:
             arrays = [_cell_array(cell, name, row) for row, cell in enumerate(cells)]
-            columns[name] = _alike(arrays) if len({found.dtype for found in arrays}) > 1 else arrays
+            columns[name] = Column.of_rows(_alike(arrays) if len({found.dtype for found in arrays}) > 1 else arrays)
     return columns
 
 
@@ -111,8 +235,8 @@ def _remedy(name: str) -> str:
     )
 
 
-def take_labels(columns: dict[str, list[Array]]) -> tuple[str, list[Array] | None]:
-    """Take the labels out of ``columns`` and return their name and rows."""
+def take_labels(columns: dict[str, Column]) -> tuple[str, Column | None]:
+    """Take the labels out of ``columns`` and return their name and column."""
     names = [name for name in _LABELS if name in columns]
     if len(names) > 1:
         raise ValueError(
@@ -122,39 +246,24 @@ def take_labels(columns: dict[str, list[Array]]) -> tuple[str, list[Array] | Non
     return (names[0], columns.pop(names[0])) if names else ("labels", None)
 
 
-def count_ids(columns: dict[str, list[Array]]) -> Array:
+def count_ids(columns: dict[str, Column]) -> Array:
     """Return the number of ids of every row, ``(batch,)``."""
     if "input_ids" not in columns:
         raise ValueError(
             f"features have the columns {sorted(columns)} and no 'input_ids'; expected token ids. Tokenize first, "
             "tokenizer(text), or pass inner= the collator of this kind of data."
         )
-    for row, ids in enumerate(columns["input_ids"]):
-        if ids.ndim != 1:
-            raise ValueError(
-                f"features[{row}]['input_ids'] has shape {ids.shape}; expected one list of ids per row. Tokenize one "
-                "text per row: tokenizer(text) without return_tensors."
-            )
-    return np.array([len(ids) for ids in columns["input_ids"]])
+    ids = columns["input_ids"]
+    if ids.ndim != 1 or ids.sizes is None:
+        row, shape = next((row, shape) for row, shape in enumerate(ids.shapes) if len(shape) != 1)
+        raise ValueError(
+            f"features[{row}]['input_ids'] has shape {shape}; expected one list of ids per row. Tokenize one "
+            "text per row: tokenizer(text) without return_tensors."
+        )
+    return ids.sizes
 
 
-def pad_column(rows: Sequence[Array], width: int, value: float, side: str) -> Array:
-    """Return ``rows`` of shape ``(n, ...)`` as one array ``(batch, width, ...)`` with ``value`` on the ``side`` given.
-
-    Example:
-        >>> pad_column([np.array([5, 6]), np.array([7])], 3, 0, "left")
-        array([[0, 5, 6],
-               [0, 0, 7]])
-    """
-    inside = next((row.shape[1:] for row in rows if len(row)), ())
-    padded = np.full((len(rows), width, *inside), value, dtype=rows[0].dtype)
-    for target, row in zip(padded, rows, strict=True):
-        if len(row):
-            target[slice(len(row)) if side == "right" else slice(width - len(row), width)] = row
-    return padded
-
-
-def column_kind(name: str, rows: Sequence[Array], lengths: Array) -> Literal["fixed", "token", "decoder"]:
+def column_kind(name: str, column: Column, lengths: Array) -> Literal["fixed", "token", "decoder"]:
     """Tell how a column that is not the labels becomes one array: stacked, padded with the tokens, padded by itself.
 
     A vector whose size happens to be the number of tokens of every row counts as one entry per token.
@@ -162,28 +271,37 @@ def column_kind(name: str, rows: Sequence[Array], lengths: Array) -> Literal["fi
     Raises:
         ValueError: the rows are ragged, or differ from ``input_ids`` in a column that has one entry per token.
     """
-    if name in _OF_DECODER and all(row.ndim == 1 for row in rows):
+    if name in _OF_DECODER and column.ndim == 1:
         return "decoder"
-    sizes = [row.shape[0] if row.ndim else -1 for row in rows]
-    wrong = next((i for i, (size, length) in enumerate(zip(sizes, lengths, strict=True)) if size != length), None)
-    if wrong is None and len({row.shape[1:] for row in rows if len(row)}) <= 1:
+    if column.sizes is not None and (column.sizes is lengths or np.logical_and.reduce(column.sizes == lengths)):
         return "token"
+    shapes = column.shapes
+    sizes = [shape[0] if shape else -1 for shape in shapes]
+    wrong = _first_different(sizes, lengths)
     if wrong is not None and name in _ONE_PER_TOKEN:
         raise ValueError(
             f"features[{wrong}][{name!r}] has {max(sizes[wrong], 0)} entries for {lengths[wrong]} input_ids; expected "
             "one per token. Cut all columns together: tokenizer(text, truncation=True, max_length=...)."
         )
-    if len({row.shape for row in rows}) > 1:
-        shapes = ", ".join(map(str, sorted({row.shape for row in rows})[:3]))
+    if len(set(shapes)) > 1:
         raise ValueError(
-            f"column {name!r} is ragged, with shapes {shapes}; expected one entry per token or one shape in all rows. "
-            f"{_remedy(name)}"
+            f"column {name!r} is ragged, with shapes {_listed(shapes)}; expected one entry per token or one shape in "
+            f"all rows. {_remedy(name)}"
         )
     return "fixed"
 
 
+def _first_different(sizes: list[int], lengths: Array) -> int | None:
+    """Return the first row whose size is not its number of ids."""
+    return next((i for i, (size, length) in enumerate(zip(sizes, lengths, strict=True)) if size != length), None)
+
+
+def _listed(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, sorted(set(shapes))[:3]))
+
+
 def label_kind(
-    labels: Sequence[Array], lengths: Array, has_decoder: bool | None = None, name: str = "labels"
+    labels: Column, lengths: Array, has_decoder: bool | None = None, name: str = "labels"
 ) -> Literal["class", "target", "token", "decoder"]:
     """Tell what the labels are: ``class`` and ``target`` are stacked as int64 and float32, the others padded.
 
@@ -193,20 +311,19 @@ def label_kind(
     Raises:
         ValueError: the labels mix shapes, or differ from ``input_ids`` under a model without decoder.
     """
-    dtype = labels[0].dtype
-    dimensions = {label.ndim for label in labels}
-    if dimensions == {0}:
-        return "target" if dtype == np.float32 else "class"
-    same_size = len({label.shape for label in labels}) == 1
-    if dimensions != {1} or (dtype != np.int64 and not same_size):
-        shapes = ", ".join(map(str, sorted({label.shape for label in labels})[:3]))
+    if labels.ndim == 0:
+        return "target" if labels.dtype == np.float32 else "class"
+    shapes = labels.shapes
+    same_size = len(set(shapes)) == 1
+    if labels.ndim != 1 or (labels.dtype != np.int64 and not same_size):
         raise ValueError(
-            f"column {name!r} mixes shapes {shapes}; expected one number per row, float vectors of one size, or "
-            "lists of ints. Make the rows alike: dataset.map(...)."
+            f"column {name!r} mixes shapes {_listed(shapes)}; expected one number per row, float vectors of one size, "
+            "or lists of ints. Make the rows alike: dataset.map(...)."
         )
-    if dtype != np.int64:
+    if labels.dtype != np.int64:
         return "target"
-    wrong = next((i for i, (row, n) in enumerate(zip(labels, lengths, strict=True)) if len(row) != n), None)
+    sizes = [size for (size,) in shapes]
+    wrong = _first_different(sizes, lengths)
     if has_decoder or (has_decoder is None and wrong is not None):
         return "decoder"
     if wrong is None:
@@ -214,7 +331,7 @@ def label_kind(
     if same_size:
         return "class"
     raise ValueError(
-        f"features[{wrong}][{name!r}] has {len(labels[wrong])} entries for {lengths[wrong]} input_ids, and the model "
+        f"features[{wrong}][{name!r}] has {sizes[wrong]} entries for {lengths[wrong]} input_ids, and the model "
         "has no decoder; expected one label per token. Align them: tokenizer(words, is_split_into_words=True)."
     )
 

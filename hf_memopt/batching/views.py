@@ -15,10 +15,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from hf_memopt.batching.buckets import EpochPlan, LengthBuckets, check_batch_limits
 from hf_memopt.batching.lengths import token_lengths
+from hf_memopt.batching.rows import RowBatch, RowReader
+from hf_memopt.binding import used_columns
+from hf_memopt.changes import Change
 
 __all__ = ["BucketedBatches", "BucketedExamples", "bucketed"]
 
@@ -31,11 +34,13 @@ def bucketed(
     batch_size: int | None = None,
     max_tokens: int | None = None,
     n_buckets: int | Literal["auto"] = "auto",
-    seed: int = 0,
+    boundaries: ArrayLike | Literal["auto"] | None = None,
+    seed: int | None = None,
     lengths: ArrayLike | None = None,
     column: str = "input_ids",
     world_size: int | None = None,
     pad_to_multiple_of: int = 8,
+    too_long: Literal["error", "drop"] = "error",
 ) -> BucketedExamples | BucketedBatches:
     """Return a view of a map-style dataset in length-bucketed order, reshuffled every epoch.
 
@@ -46,11 +51,14 @@ def bucketed(
         batch_size: examples per batch: a multiple of ``per_device_train_batch_size``; or
         max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``.
         n_buckets: see ``LengthBuckets``.
-        seed: as in ``TrainingArguments(data_seed=...)``.
+        boundaries: see ``LengthBuckets``; ``BucketedCollator`` pads to them, other collators to the longest row.
+        seed: of the order; None: ``attach`` takes that of the training arguments (``data_seed``, else ``seed``), and
+            without it 0 counts.
         lengths: tokens per example, shape (examples,); read by ``token_lengths(dataset, column)`` unless given.
         column: the column whose length counts.
         world_size: processes that share the view; from the environment of torchrun unless given.
         pad_to_multiple_of: as in the collator.
+        too_long: see ``LengthBuckets``; ``view.buckets.dropped`` tells how many were left out.
 
     Raises:
         ValueError: a size below 1, both or neither of ``batch_size`` and ``max_tokens``, an empty dataset, one without
@@ -75,30 +83,41 @@ def bucketed(
         batch_size=batch_size,
         max_tokens=max_tokens,
         n_buckets=n_buckets,
-        seed=seed,
+        boundaries=boundaries,
+        seed=0 if seed is None else seed,
         world_size=int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size,
         pad_to_multiple_of=pad_to_multiple_of,
+        too_long=too_long,
     )
-    return BucketedExamples(dataset, buckets) if max_tokens is None else BucketedBatches(dataset, buckets)
+    view = BucketedExamples(dataset, buckets) if max_tokens is None else BucketedBatches(dataset, buckets)
+    view.takes_seed = seed is None
+    return view
 
 
 class _BucketedView(torch.utils.data.Dataset[Any]):
     """What both views share: the epoch, the plan made from it, and the guard against reading out of order."""
 
+    takes_seed = False  # attach may set the seed
+
     def __init__(self, dataset: Any, buckets: LengthBuckets) -> None:
         self.dataset = dataset
         self.buckets = buckets
-        # In shared memory, so that the workers of a persistent DataLoader see a new epoch.
-        self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64)
-        self._epoch.untyped_storage().share_memory_()
-        self._planned: tuple[int, EpochPlan] | None = None
+        self.reader = RowReader(dataset)
+        self._share_epoch(torch.zeros(1, dtype=torch.int64))
+        self._planned: tuple[int, int, EpochPlan] | None = None
+
+    def _share_epoch(self, epoch: torch.Tensor) -> None:
+        """Keep the epoch in shared memory, so that the workers of a persistent DataLoader see a new one."""
+        epoch.untyped_storage().share_memory_()
+        self._shared = epoch
+        self._epoch = epoch.numpy()  # the same memory, faster to read
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_planned": None}
+        return {**self.__dict__, "_planned": None, "_epoch": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._epoch.untyped_storage().share_memory_()  # a copy or a plain pickle is private memory
+        self._share_epoch(self._shared)  # a copy or a plain pickle is private memory
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -115,19 +134,20 @@ class _BucketedView(torch.utils.data.Dataset[Any]):
     @property
     def plan(self) -> EpochPlan:
         """The order of the current epoch."""
-        epoch = self.epoch
-        if self._planned is None or self._planned[0] != epoch:
-            self._planned = (epoch, self.buckets.plan(epoch))
-        return self._planned[1]
+        epoch, seed = int(self._epoch[0]), self.buckets.seed
+        planned = self._planned
+        if planned is None or planned[0] != epoch or planned[1] != seed:
+            self._planned = None  # the old order is not needed while the new one is made
+            self._planned = planned = (epoch, seed, self.buckets.plan(epoch))
+        return planned[2]
 
-    def _rows(self, indices: Sequence[int]) -> list[Any]:
+    def _read(self, examples: Sequence[int] | NDArray[Any], width: int | None) -> RowBatch:
         if len(self.dataset) != len(self.buckets.lengths):
             raise RuntimeError(
                 f"dataset=<{len(self.dataset)} examples> had {len(self.buckets.lengths)} when the view was built; "
                 "expected the same. Build the view again: bucketed(dataset, ...)"
             )
-        fetch = getattr(self.dataset, "__getitems__", None)
-        return list(fetch(indices)) if fetch is not None else [self.dataset[i] for i in indices]
+        return self.reader.read(examples, width)
 
     def _check_in_order(self, positions: Sequence[int], most: int) -> None:
         """Raise unless the positions follow each other; at the end they may start over, as padding the ranks does.
@@ -147,39 +167,51 @@ class _BucketedView(torch.utils.data.Dataset[Any]):
                     f"other, or the buckets are lost. Pass {IN_ORDER}, or shuffle=False to a DataLoader"
                 )
 
-    def _check_trainer_arguments(self, trainer: Any) -> None:
-        args = trainer.args
+    # ---- Under a Trainer --------------------------------------------------------------------------------------------
+
+    def _check_trainer(self, trainer: Any) -> None:
+        _check_arguments(trainer.args, self.buckets.world_size)
         if isinstance(trainer.eval_dataset, _BucketedView):
             raise ValueError(
-                f"eval_dataset=<{type(trainer.eval_dataset).__name__}> is in bucketed order, and so would the "
-                "predictions be; expected the dataset itself. Pass Trainer(..., eval_dataset=view.dataset)"
+                f"eval_dataset=<{type(trainer.eval_dataset).__name__}> is in shuffled order, and so would the "
+                "predictions be; expected the dataset itself, or sorted by length. "
+                "Pass Trainer(..., eval_dataset=sorted_by_length(dataset))"
             )
-        if args.train_sampling_strategy != "sequential":
+
+    def _adapt(self, trainer: Any) -> tuple[Change, ...]:
+        """Take the seed from the arguments and read only the columns that the model takes."""
+        changes = self._take_seed(trainer.args)
+        self.reader.keep(used_columns(trainer))
+        return changes
+
+    def _take_seed(self, args: Any) -> tuple[Change, ...]:
+        name = "seed" if args.data_seed is None else "data_seed"
+        wanted, old = getattr(args, name), self.buckets.seed
+        if wanted == old:
+            return ()
+        if self.takes_seed:
+            self.buckets.seed = wanted
+            return (Change("seed of the bucketed view", old, wanted, f"that of TrainingArguments({name}=...)"),)
+        if args.data_seed is not None:
             raise ValueError(
-                f"train_sampling_strategy={args.train_sampling_strategy!r} would read the bucketed view out of order; "
-                f'expected "sequential", since the view brings its own shuffled order. Pass {IN_ORDER}'
+                f"seed={old} of the bucketed view differs from data_seed={wanted} of the training arguments; expected "
+                "one seed for the order of the data. Leave seed out of bucketed(...)"
             )
-        if args.auto_find_batch_size:
-            raise ValueError(
-                "auto_find_batch_size=True would shrink the batches that the bucketed view was built for; expected "
-                "False. Pass TrainingArguments(..., auto_find_batch_size=False)"
-            )
-        if args.world_size != self.buckets.world_size:
-            raise ValueError(
-                f"world_size={self.buckets.world_size} of the bucketed view differs from the run's {args.world_size}; "
-                "expected the same. Build it in the launched script, or pass bucketed(..., "
-                f"world_size={args.world_size})"
-            )
+        return ()
 
 
 class BucketedExamples(_BucketedView):
     """An item is an example; ``batch_size`` neighbours are of similar length."""
 
+    _as_batches = False  # under an attached Trainer: hand the rows to our collator as one item
+
     def __len__(self) -> int:
-        return len(self.buckets.lengths)
+        return self.buckets.n_examples
 
     def __getitem__(self, position: int) -> Any:
-        return self._rows([int(self.plan.order[position])])[0]
+        if not -len(self) <= position < len(self):
+            raise IndexError(f"position={position} is no example of this view; expected 0 to {len(self) - 1}")
+        return self._at([position % len(self)])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """Return the examples at consecutive positions.
@@ -188,17 +220,37 @@ class BucketedExamples(_BucketedView):
             RuntimeError: the positions are out of order or more than a batch.
         """
         self._check_in_order(positions, most=self.buckets.batch_size or 1)
-        return self._rows(self.plan.order[np.asarray(positions)].tolist())
+        rows = self._at(positions)
+        return [rows] if self._as_batches else rows
 
-    def check_trainer(self, trainer: Any) -> None:
-        """Raise ValueError where the Trainer's arguments would spoil the order; ``attach`` calls it."""
-        self._check_trainer_arguments(trainer)
+    def _at(self, positions: Sequence[int]) -> RowBatch:
+        """Return the rows at positions that follow each other, or start over at the end."""
+        plan, size = self.plan, self.buckets.batch_size or 1
+        number, first = divmod(positions[0], size)
+        begin = int(plan.starts[plan.sequence[number]]) + first
+        if first + len(positions) <= size and positions[-1] - positions[0] == len(positions) - 1:
+            return self._read(plan.order[begin : begin + len(positions)], plan.width(number))
+        numbers, within = np.divmod(np.asarray(positions), size)
+        width = None if plan.widths is None else int(plan.widths[plan.sequence[numbers]].max())
+        return self._read(plan.order[plan.starts[plan.sequence[numbers]] + within], width)
+
+    def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
+        """Fit the view to a Trainer; ``attach`` calls it. Returns what was changed.
+
+        Raises:
+            ValueError: the Trainer's arguments would spoil the order.
+        """
+        from hf_memopt.batching.collators import BucketedCollator
+
+        self._check_trainer(trainer)
         per_device, of_view = trainer.args.per_device_train_batch_size, self.buckets.batch_size or 1
         if of_view % per_device != 0:
             raise ValueError(
                 f"per_device_train_batch_size={per_device} does not divide the bucketed view's batch_size={of_view}; "
                 f"expected a divisor. Pass bucketed(..., batch_size={per_device})"
             )
+        self._as_batches = isinstance(trainer.data_collator, BucketedCollator)
+        return self._adapt(trainer)
 
 
 class BucketedBatches(_BucketedView):
@@ -210,7 +262,8 @@ class BucketedBatches(_BucketedView):
     def __getitem__(self, position: int) -> list[Any]:
         if not -len(self) <= position < len(self):
             raise IndexError(f"position={position} is not a batch of this view; expected 0 to {len(self) - 1}")
-        return self._rows(self.plan.batch(position % len(self)).tolist())
+        plan = self.plan
+        return self._read(plan.batch(position), plan.width(position))
 
     def __getitems__(self, positions: Sequence[int]) -> list[list[Any]]:
         """Return the batches at consecutive positions.
@@ -221,20 +274,72 @@ class BucketedBatches(_BucketedView):
         self._check_in_order(positions, most=1)
         return [self[position] for position in positions]
 
-    def check_trainer(self, trainer: Any) -> None:
-        """Raise ValueError where the Trainer's arguments or collator do not fit whole batches; ``attach`` calls it."""
-        from hf_memopt.batching.collators import BucketedCollator
+    def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
+        """Fit the view to a Trainer and make the Trainer count examples; ``attach`` calls it. Returns what was changed.
 
-        self._check_trainer_arguments(trainer)
-        per_device = trainer.args.per_device_train_batch_size
-        if per_device != 1:
-            raise ValueError(
-                f"per_device_train_batch_size={per_device} would join whole batches of the max_tokens view; expected "
-                "1. Pass TrainingArguments(..., per_device_train_batch_size=1)"
-            )
-        if not isinstance(trainer.data_collator, BucketedCollator):
-            raise ValueError(
-                f"data_collator=<{type(trainer.data_collator).__name__}> cannot flatten the whole batches of the "
-                "max_tokens view; expected BucketedCollator. Pass Trainer(..., "
-                "data_collator=BucketedCollator(tokenizer))"
-            )
+        Raises:
+            ValueError: the Trainer's arguments or collator do not fit whole batches.
+        """
+        self._check_trainer(trainer)
+        check_whole_batches(trainer)
+        changes = self._adapt(trainer)
+        count_examples(trainer, self)
+        return changes
+
+
+def _check_arguments(args: Any, world_size: int) -> None:
+    """Raise ValueError where the training arguments would spoil the order of a bucketed view."""
+    if args.train_sampling_strategy != "sequential":
+        raise ValueError(
+            f"train_sampling_strategy={args.train_sampling_strategy!r} would read the bucketed view out of order; "
+            f'expected "sequential", since the view brings its own shuffled order. Pass {IN_ORDER}'
+        )
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size=True would shrink the batches that the bucketed view was built for; expected "
+            "False. Pass TrainingArguments(..., auto_find_batch_size=False)"
+        )
+    if args.world_size != world_size:
+        raise ValueError(
+            f"world_size={world_size} of the bucketed view differs from the run's {args.world_size}; "
+            "expected the same. Build it in the launched script, or pass bucketed(..., "
+            f"world_size={args.world_size})"
+        )
+
+
+def check_whole_batches(trainer: Any) -> None:
+    """Raise ValueError unless the Trainer takes one whole batch at a time and its collator can flatten it."""
+    from hf_memopt.batching.collators import BucketedCollator
+
+    per_device = trainer.args.per_device_train_batch_size
+    if per_device != 1:
+        raise ValueError(
+            f"per_device_train_batch_size={per_device} would join whole batches of the max_tokens view; expected "
+            "1. Pass TrainingArguments(..., per_device_train_batch_size=1)"
+        )
+    if not isinstance(trainer.data_collator, BucketedCollator):
+        raise ValueError(
+            f"data_collator=<{type(trainer.data_collator).__name__}> cannot flatten the whole batches of the "
+            "max_tokens view; expected BucketedCollator. Pass Trainer(..., "
+            "data_collator=BucketedCollator(tokenizer))"
+        )
+
+
+def count_examples(trainer: Any, view: BucketedBatches) -> None:
+    """Make the Trainer count the examples of a view whose items are whole batches.
+
+    ``Num examples``, ``Total train batch size`` (its mean) and ``train_samples_per_second`` are right then. Both
+    methods are public; ``get_total_train_batch_size`` feeds nothing else (5.8.1, 5.17.0, 5.23.0; pinned by a test).
+    """
+    batches_per_step, items = type(trainer).get_total_train_batch_size, type(trainer).num_examples
+
+    def get_total_train_batch_size(args: Any) -> float:
+        batches = batches_per_step(trainer, args)
+        return float(round(batches * view.buckets.n_examples / view.buckets.n_batches, 3))
+
+    def num_examples(dataloader: Any) -> int:
+        is_ours = getattr(dataloader, "dataset", None) is view
+        return view.buckets.n_examples if is_ours else int(items(trainer, dataloader))
+
+    trainer.get_total_train_batch_size = get_total_train_batch_size
+    trainer.num_examples = num_examples
