@@ -6,7 +6,7 @@ READY = $(VENV)/.ready
 COMPAT_VERSIONS = 5.8.1 5.17.0
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-full test-compat lint format bench clean
+.PHONY: demo test test-full test-compat lint format bench bench-batching clean
 
 demo: $(READY)            ## the main job: three set-ups of the stock Trainer on real text, side by side
 	$(BIN)/python -m hf_memopt demo
@@ -31,6 +31,11 @@ format: $(READY)
 bench: $(READY)           ## the benchmarks behind the figures; appends to benchmarks/results
 	$(BIN)/python benchmarks/memory_report.py
 	$(BIN)/python benchmarks/accuracy.py
+	$(MAKE) bench-batching
+
+bench-batching: $(READY)  ## samplers side by side: ours, stock, lhotse, fairseq's rule, TRL
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	$(BIN)/python benchmarks/batching.py
 
 clean:
 	rm -rf $(VENV) .venv-[0-9]* build *.egg-info

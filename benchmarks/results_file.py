@@ -7,7 +7,7 @@ import platform
 import re
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("hf-memopt", "torch", "transformers", "accelerate", "bitsandbytes", "datasets")
+PEERS = ("lhotse", "trl")  # written only where they are installed
 
 
 def machine() -> str:
@@ -41,7 +42,7 @@ def append(case: str, figures: dict[str, Any], *, path: Path | str | None = None
     row = {
         "case": case,
         "figures": figures,
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
+        "versions": _versions(),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -56,6 +57,16 @@ def append(case: str, figures: dict[str, Any], *, path: Path | str | None = None
     with target.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
     return target
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
+    for peer in PEERS:
+        try:
+            found[peer] = version(peer)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def _commit() -> str | None:

@@ -73,6 +73,77 @@ def memory_report() -> str:
     )
 
 
+def batching_table() -> str:
+    """Return the samplers side by side, from the last run of ``benchmarks/batching.py``."""
+    row = _last_row("batching_lengths", program="batching")
+    sets = row["figures"]["figures"]
+    lines = [
+        "| | "
+        + " | ".join(f"{name}<br>budget {of_set['budget']}" for name, of_set in sets.items())
+        + " | over budget | lag-1 | straggler | µs/example | bytes/example |",
+        f"|---|{'---|' * (len(sets) + 5)}",
+    ]
+    of_review = sets["review"]["arms"]
+    for arm, review in of_review.items():
+        cells = [_three(of_set["arms"][arm]) for of_set in sets.values()]
+        over = sum(of_set["arms"][arm]["batches_over_budget"] for of_set in sets.values())
+        held = "-" if review["bytes_per_example"] is None else f"{review['bytes_per_example']:.0f}"
+        cells += [str(over), f"{review['lag_one']:+.2f}", f"{review['straggler_ratio']:.3f}"]
+        cells += [f"{review['microseconds_per_example']:.2f}", held]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    note = (
+        "A cell is padding efficiency / fill (padded tokens of a batch over the budget, mean) / number of shapes. "
+        "`over budget` counts batches of all sets; the last four columns are of `review`. TRL packs several texts "
+        f"into a row and so has another contract. On {MACHINE}; {_versions_of(row, 'transformers', 'lhotse', 'trl')}."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def batching_collation() -> str:
+    """Return the cost of fetching and collating a batch, from the last run of ``benchmarks/batching.py``."""
+    cases = _last_row("batching_collation", program="batching")["figures"]["figures"]
+    lines = [
+        "| rows x tokens | Dataset + DataCollatorWithPadding | bucketed + BucketedCollator | ratio |",
+        "|---|---|---|---|",
+    ]
+    for case, figures in cases.items():
+        times = (f"{figures[key] / 1e3:.2f} ms" for key in ("stock_microseconds", "ours_microseconds"))
+        lines.append(f"| {case} | {' | '.join(times)} | {figures['ratio']:.0f}x |")
+    return "\n".join(lines)
+
+
+def batching_end_to_end() -> str:
+    """Return the demo's task with four ways of batching, from the last run of ``benchmarks/batching.py``."""
+    from batching_end_to_end import TITLES
+
+    row = _last_row("batching_end_to_end", program="batching")
+    figures = row["figures"]["figures"]
+    arms = figures["arms"]
+    lines = [
+        "| | seconds per epoch | to random + dynamic | to group_by_length | padding efficiency | accuracy |",
+        "|---|---|---|---|---|---|",
+    ]
+    for arm, of_arm in arms.items():
+        ratios = (f"{of_arm['seconds'] / arms[other]['seconds']:.2f}x" for other in ("random", "group_by_length"))
+        cells = [
+            f"{of_arm['seconds']:.1f}",
+            *ratios,
+            f"{of_arm['padding_efficiency']:.3f}",
+            f"{of_arm['accuracy']:.3f}",
+        ]
+        lines.append(f"| {TITLES[arm]} | {' | '.join(cells)} |")
+    note = f"{figures['examples']} texts, {figures['seeds']} seeds, on {MACHINE}; {_versions_of(row, 'transformers')}."
+    return "\n".join([*lines, "", note])
+
+
+def _three(figures: dict[str, Any]) -> str:
+    return f"{figures['padding_efficiency']:.3f} / {figures['fill']:.3f} / {figures['shapes']}"
+
+
+def _versions_of(row: dict[str, Any], *packages: str) -> str:
+    return ", ".join(f"{name} {row['versions'][name]}" for name in packages if name in row["versions"])
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "demo-sentence": demo_sentence,
     "demo-table": demo_table,
@@ -99,13 +170,15 @@ def _demo() -> tuple[dict[str, Any], dict[str, str]]:
     return {arm: report[arm] for arm in ("baseline", "stock_best", "memopt")}, report["versions"]
 
 
-def _last_row(case: str) -> dict[str, Any]:
+def _last_row(case: str, *, program: str | None = None) -> dict[str, Any]:
     rows = [
         json.loads(line) for file in sorted(RESULTS.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()
     ]
     found = [row for row in rows if row["case"] == case]
     if not found:
-        raise SystemExit(f"benchmarks/results has no row of the case {case!r}; run benchmarks/{case}.py first")
+        raise SystemExit(
+            f"benchmarks/results has no row of the case {case!r}; run benchmarks/{program or case}.py first"
+        )
     return max(found, key=lambda row: row["date"])
 
 

@@ -14,7 +14,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hf_memopt.batching.buckets import LengthBuckets
     from hf_memopt.batching.collators import BucketedCollator, DynamicPaddingCollator
+    from hf_memopt.batching.evaluation import sorted_by_length
     from hf_memopt.batching.lengths import token_lengths
+    from hf_memopt.batching.losses import exact_loss
+    from hf_memopt.batching.padding import PaddingReport, padding_report
+    from hf_memopt.batching.samplers import LengthBucketedBatchSampler, LengthBucketedSampler
     from hf_memopt.batching.views import bucketed
     from hf_memopt.binding import attach
     from hf_memopt.changes import BudgetError, Change, MissingExtraError
@@ -28,7 +32,11 @@ if TYPE_CHECKING:
 _MODULES = {
     "hf_memopt.batching.buckets": ("LengthBuckets",),
     "hf_memopt.batching.collators": ("BucketedCollator", "DynamicPaddingCollator"),
+    "hf_memopt.batching.evaluation": ("sorted_by_length",),
     "hf_memopt.batching.lengths": ("token_lengths",),
+    "hf_memopt.batching.losses": ("exact_loss",),
+    "hf_memopt.batching.padding": ("PaddingReport", "padding_report"),
+    "hf_memopt.batching.samplers": ("LengthBucketedBatchSampler", "LengthBucketedSampler"),
     "hf_memopt.batching.views": ("bucketed",),
     "hf_memopt.binding": ("attach",),
     "hf_memopt.changes": ("BudgetError", "Change", "MissingExtraError"),
@@ -49,20 +57,26 @@ __all__ = [
     "DynamicPaddingCollator",
     "EmbeddingBitsCallback",
     "FreezeCallback",
+    "LengthBucketedBatchSampler",
+    "LengthBucketedSampler",
     "LengthBuckets",
     "MemoryReading",
     "MemoryReportCallback",
     "MissingExtraError",
+    "PaddingReport",
     "Recipe",
     "attach",
     "bucketed",
+    "exact_loss",
     "freeze",
     "override_embedding_bits",
+    "padding_report",
     "preset",
     "print_gpu_utilization",
     "print_summary",
     "read_memory",
     "recipe",
+    "sorted_by_length",
     "token_lengths",
 ]
 

@@ -47,9 +47,10 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         ValueError: data view, collator and arguments do not fit each other, or fp16 training of float16 weights.
     """
     refuse_data_parallel(trainer.args.n_gpu)
-    bind_data = getattr(trainer.train_dataset, "bind_trainer", None)
-    if bind_data is not None:
-        _record(trainer, bind_data(trainer))
+    for part in (trainer.train_dataset, trainer.compute_loss_func):
+        bind_part = getattr(part, "bind_trainer", None)
+        if bind_part is not None:
+            _record(trainer, bind_part(trainer))
     _bind_evaluation(trainer)
     _check_master_weights(trainer)
     adapt = getattr(trainer.data_collator, "adapt", None)

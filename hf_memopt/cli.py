@@ -1,4 +1,4 @@
-"""The command line: ``hf-memopt demo | presets | doctor``, or ``python -m hf_memopt ...``.
+"""The command line: ``hf-memopt demo | presets | lengths | doctor``, or ``python -m hf_memopt ...``.
 
 torch and transformers are imported by the command that needs them, so ``--help`` answers at once.
 """
@@ -83,6 +83,48 @@ def _print_presets() -> None:
     for row in rows:
         table.add_row(*row.values())
     Console().print(table)
+
+
+@app.command()
+def lengths(
+    path: Annotated[Path, typer.Argument(help="A Parquet, Arrow, JSON Lines or CSV file, or a folder of them.")],
+    column: Annotated[str | None, typer.Option(help="Token ids or texts; input_ids or text unless given.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="For texts: a folder or a name on the Hub.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples per batch.")] = 32,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Padded tokens per batch; found unless given.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Cut longer examples to it.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw a picture to this PNG file.")] = None,
+    json_output: AsJson = False,
+) -> None:
+    """Show how long the examples of a data file are, what padding would waste, and what to set."""
+    from hf_memopt.batching.files import file_lengths
+    from hf_memopt.batching.padding import padding_report
+    from hf_memopt.batching.padding_output import check_picture, print_report
+    from hf_memopt.changes import MissingExtraError
+
+    try:
+        if plot is not None:
+            check_picture(plot)
+        found = file_lengths(path, column=column, tokenizer=tokenizer)
+        report = padding_report(
+            found.lengths, batch_size=batch_size, max_tokens=max_tokens, max_length=max_length, unit=found.unit
+        )
+        if plot is not None:
+            report.plot(plot)
+    except (ValueError, MissingExtraError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    if json_output:
+        import json
+
+        typer.echo(json.dumps({"path": str(path), **found.as_dict(), **report.as_dict()}, indent=2))
+        return
+    from rich.console import Console
+
+    typer.echo(found.heading(path))
+    print_report(report, Console())
+    if plot is not None:
+        typer.echo(f"Picture: {plot}")
 
 
 @app.command()

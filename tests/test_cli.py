@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from hf_memopt import PRESETS, Recipe, __version__, doctor
+from hf_memopt.batching.files import file_lengths
+from hf_memopt.batching.padding import padding_report
 from hf_memopt.cli import app
+from tiny import tokenizer
 
 runner = CliRunner()
 
@@ -19,7 +24,7 @@ runner = CliRunner()
 def test_version_and_help() -> None:
     assert runner.invoke(app, ["--version"]).output == f"hf-memopt {__version__}\n"
     help_text = runner.invoke(app, ["--help"]).output
-    assert all(command in help_text for command in ("demo", "presets", "doctor"))
+    assert all(command in help_text for command in ("demo", "presets", "lengths", "doctor"))
 
 
 def test_presets_lists_them_all_but_auto() -> None:
@@ -44,6 +49,98 @@ def test_an_unknown_preset_ends_with_2_and_its_message() -> None:
     result = runner.invoke(app, ["presets", "9gb"])
     assert result.exit_code == 2
     assert result.stderr.startswith("name='9gb' is not a preset; expected one of 4gb-gpu, ")
+
+
+@pytest.fixture
+def reviews(tmp_path: Path) -> Path:
+    """A file of 200 texts of 1 to 40 words, one of them null."""
+    path = tmp_path / "reviews.jsonl"
+    texts = [" ".join(["w1"] * (1 + i * i % 40)) for i in range(199)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, None]))
+    return path
+
+
+def test_lengths_prints_the_report_and_draws_it(reviews) -> None:
+    pytest.importorskip("matplotlib")
+    picture = reviews.with_name("lengths.png")
+    result = runner.invoke(app, ["lengths", str(reviews), "--batch-size", "16", "--plot", str(picture)])
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = file_lengths(reviews)
+    report = padding_report(found.lengths, batch_size=16, unit="words")
+    printed = "\n".join(line.rstrip() for line in result.stdout.splitlines())
+    assert printed == f"{found.heading(reviews)}\n{report.table()}\nPicture: {picture}"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_lengths_as_json_prints_nothing_else(reviews) -> None:
+    tokenizer().save_pretrained(reviews.parent / "tokenizer")
+    options = ["--max-tokens", "512", "--max-length", "24", "--tokenizer", str(reviews.parent / "tokenizer"), "--json"]
+    result = runner.invoke(app, ["lengths", str(reviews), *options])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0
+    told = {name: found[name] for name in ("path", "kind", "files", "column", "unit", "null_rows", "empty_rows")}
+    assert told == {
+        "path": str(reviews),
+        "kind": "json",
+        "files": 1,
+        "column": "text",
+        "unit": "tokens",
+        "null_rows": 1,
+        "empty_rows": 0,
+    }
+    lengths = [3 + i * i % 40 for i in range(199)]  # with [CLS] and [SEP]
+    report = padding_report(lengths, max_tokens=512, max_length=24)
+    assert {name: found[name] for name in report.as_dict()} == json.loads(json.dumps(report.as_dict()))
+
+
+def test_lengths_in_a_terminal_without_block_characters(reviews) -> None:
+    command = [sys.executable, "-m", "hf_memopt", "lengths", str(reviews)]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True)
+    text = done.stdout.decode("ascii")
+    assert "|####" in text
+    assert max(map(len, text.splitlines()[1:])) <= 80  # after the line with the path
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--column", "txt"],
+            "column='txt' is not in {path!r}; expected one of ['text']. Did you mean 'text'? Pass --column NAME",
+        ),
+        (
+            ["--plot", "lengths.svg"],
+            "plot='lengths.svg' is not a PNG file; expected a name that ends in .png. Pass lengths.png",
+        ),
+        (
+            ["--max-tokens", "16"],
+            "max_tokens=16 cannot hold the longest example, lengths[6]=37, padded to 40; expected every example to fit "
+            "into one batch. Pass max_tokens=40, or cut: max_length=16",
+        ),
+    ],
+)
+def test_bad_input_of_lengths_ends_with_2_and_one_line(reviews, options, message) -> None:
+    pytest.importorskip("matplotlib")
+    picture = reviews.with_name("p.png")
+    result = runner.invoke(app, ["lengths", str(reviews), "--plot", str(picture), *options])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == message.format(path=str(reviews)) + "\n"
+    assert list(reviews.parent.iterdir()) == [reviews]
+
+
+def test_a_missing_and_a_broken_file_of_lengths(tmp_path) -> None:
+    missing, broken = tmp_path / "none.parquet", tmp_path / "broken.csv"
+    result = runner.invoke(app, ["lengths", str(missing)])
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        2,
+        "",
+        f"path={str(missing)!r} does not exist; expected a file or a folder. Call: hf-memopt lengths FILE\n",
+    )
+    broken.write_text("text,label\na,1\nb,2,3\n")
+    result = runner.invoke(app, ["lengths", str(broken), "--json"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"path={str(broken)!r} cannot be read as csv (")
+    assert result.stderr.count("\n") == 1
 
 
 def test_doctor_is_content_with_a_healthy_machine() -> None:

@@ -24,6 +24,8 @@ from hf_memopt import (
     preset,
     recipe,
 )
+from hf_memopt.batching.evaluation import SortedExamples
+from hf_memopt.batching.streaming import BucketedStream
 from hf_memopt.batching.views import BucketedExamples, bucketed
 from hf_memopt.recipes import presets as presets_module
 from hf_memopt.recipes import recipe as recipe_module
@@ -355,7 +357,8 @@ def test_the_trainer_is_stock_and_everything_is_wired(tmp_path) -> None:
     assert EmbeddingBitsCallback in kinds
     assert MemoryReportCallback in kinds
     assert mine in trainer.callback_handler.callbacks
-    assert [change.name for change in trainer.memopt_changes] == ["model_accepts_loss_kwargs"]
+    names = [change.name for change in trainer.memopt_changes]
+    assert names == ["seed of the bucketed view", "model_accepts_loss_kwargs"]
 
 
 def test_an_optimizer_without_8_bit_state_gets_no_embedding_hook(tmp_path) -> None:
@@ -380,6 +383,53 @@ def test_data_that_cannot_be_bucketed_is_read_in_stock_order(tmp_path, data) -> 
     trainer = wired(tmp_path, chosen, rows, data_collator=collator)
     assert trainer.train_dataset is rows
     assert trainer.args.train_sampling_strategy == "random"
+
+
+def test_evaluation_is_sorted_by_length_and_its_results_are_in_dataset_order(tmp_path) -> None:
+    rows = [{"input_ids": [5] * (1 + 5 * i % 17), "labels": i % 3} for i in range(20)]
+    chosen, model = recipe("cpu"), tiny.bert()
+    sorted_one = wired(tmp_path, chosen, dataset(), model=model, eval_dataset=rows)
+    assert isinstance(sorted_one.eval_dataset, SortedExamples)
+    plain = wired(tmp_path, chosen.replace(bucketing=False), dataset(), model=model, eval_dataset=rows)
+    assert plain.eval_dataset is rows
+    assert sorted_one.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+    expected = plain.predict(rows)
+    found = sorted_one.predict(sorted_one.eval_dataset)
+    assert (found.label_ids == expected.label_ids).all()
+    assert found.predictions == pytest.approx(expected.predictions, abs=1e-6)
+
+
+def test_evaluation_that_cannot_be_put_back_into_order_is_left_alone(tmp_path) -> None:
+    rows = [{"input_ids": [5, 6], "labels": 0}] * 4
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    several = wired(tmp_path, recipe("cpu"), dataset(), eval_dataset={"one": rows, "other": stream}).eval_dataset
+    assert isinstance(several["one"], SortedExamples)
+    assert several["other"] is stream
+    given = {"dataloader_drop_last": True}
+    assert wired(tmp_path, recipe("cpu"), dataset(), eval_dataset=rows, training_arguments=given).eval_dataset is rows
+
+
+def test_a_view_of_whole_batches_gets_the_arguments_that_fit_it(tmp_path) -> None:
+    view = bucketed(dataset(), max_tokens=256)
+    trainer = wired(tmp_path, recipe("4gb-gpu"), view, training_arguments={"gradient_accumulation_steps": 3})
+    assert trainer.train_dataset is view
+    args = trainer.args
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (1, 3)
+    assert args.train_sampling_strategy == "sequential"
+
+
+def test_a_stream_is_bucketed_where_it_names_its_columns(tmp_path) -> None:
+    stream = Dataset.from_list([{"input_ids": [5] * (1 + i % 9), "labels": i % 3} for i in range(40)])
+    chosen, steps = recipe("cpu").replace(effective_batch_size=4), {"max_steps": 3}
+    trainer = wired(tmp_path, chosen, stream.to_iterable_dataset(), training_arguments=steps)
+    assert isinstance(trainer.train_dataset, BucketedStream)
+    assert trainer.train().global_step == 3
+
+    class Nameless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(stream)
+
+    assert isinstance(wired(tmp_path, chosen, Nameless(), training_arguments=steps).train_dataset, Nameless)
 
 
 def test_model_init_works(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Bucketed views in the stock Trainer: every example once, exact resume, two processes, and the guards."""
+"""Bucketed views: what they show, what attach fits to the Trainer and what it refuses, and the guards."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import tiny
 from hf_memopt.batching.collators import BucketedCollator
 from hf_memopt.batching.views import bucketed
 from hf_memopt.binding import attach
+from hf_memopt.changes import Change
 
 COUNT = 36
 LENGTHS = [(7 * i) % 23 + 1 for i in range(COUNT)]
@@ -41,7 +42,8 @@ def make_trainer(output_dir: Any, view: Any, **settings: Any) -> tuple[Trainer, 
     """Return a trainer on a tiny BERT and the list that its forward passes fill with the examples of each batch."""
     model, seen = tiny.bert(), []
     model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append((kwargs["input_ids"][:, 0] - 5).tolist()), with_kwargs=True
+        lambda module, _, kwargs: seen.append((kwargs["input_ids"][:, 0] - 5).tolist()) if module.training else None,
+        with_kwargs=True,
     )
     settings.setdefault("per_device_train_batch_size", view.buckets.batch_size or 1)
     settings = {"train_sampling_strategy": "sequential", "num_train_epochs": 2, "optim": "adamw_torch", **settings}
@@ -49,36 +51,92 @@ def make_trainer(output_dir: Any, view: Any, **settings: Any) -> tuple[Trainer, 
     return Trainer(model, args, train_dataset=view, data_collator=BucketedCollator(tiny.tokenizer())), seen
 
 
-# In the stock Trainer
+# In the stock Trainer; exact order and resume: test_exact_resume.py
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
-@pytest.mark.parametrize(
-    ("kind", "accumulation", "workers"), [("examples", 3, 0), ("batches", 1, 0), ("batches", 3, 0), ("batches", 1, 2)]
-)
-def test_a_resumed_run_takes_the_batches_of_the_straight_run(kind, accumulation, workers, tmp_path):
-    settings: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "save_strategy": "steps", "save_steps": 1}
-    if workers:
-        settings |= {"dataloader_num_workers": workers, "dataloader_persistent_workers": True}
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("settings", [{"num_train_epochs": 2}, {"max_steps": 5}], ids=str)
+def test_an_attached_trainer_counts_examples(kind, settings, tmp_path):
     view = bucketed(examples(), **VIEWS[kind])
-    straight, seen = make_trainer(tmp_path, view, **settings)
-    straight.train()
-    per_epoch = view.buckets.n_batches
-    assert len(seen) == 2 * per_epoch
-    for epoch in (0, 1):
-        found = seen[epoch * per_epoch : (epoch + 1) * per_epoch]
-        plan = view.buckets.plan(epoch)
-        assert found == [plan.batch(i).tolist() for i in range(per_epoch)]
-        assert sorted(i for batch in found for i in batch) == list(range(COUNT))
-    assert seen[:per_epoch] != seen[per_epoch:]
+    trainer, seen = make_trainer(tmp_path, view, gradient_accumulation_steps=2, **settings)
+    attach(attach(trainer))
+    result = trainer.train()
+    trained = sum(map(len, seen))
+    per_second = result.metrics["train_samples_per_second"] * result.metrics["train_runtime"]
+    if "max_steps" in settings:  # 10 batches of average size, not the very ones
+        assert per_second == pytest.approx(10 * COUNT / view.buckets.n_batches, rel=0.01)
+    else:
+        assert per_second == pytest.approx(trained, rel=0.01)
+        assert trained == 2 * COUNT
+        assert result.metrics["epoch"] == 2.0
+    loader = trainer.get_train_dataloader()
+    assert trainer.num_examples(loader) == COUNT
+    mean = 2 * (4 if kind == "examples" else COUNT / view.buckets.n_batches)
+    assert trainer.get_total_train_batch_size(trainer.args) == pytest.approx(mean, abs=1e-3)
+    plain = Trainer(tiny.bert(), tiny.arguments(tmp_path), train_dataset=examples(8))
+    assert plain.num_examples(plain.get_train_dataloader()) == 8
+    assert trainer.num_examples(plain.get_train_dataloader()) == 8
 
-    steps = -(-per_epoch // accumulation)  # per epoch
-    for step in [steps // 2, steps, steps + 1] if not workers else [steps + 1]:
-        resumed, rest = make_trainer(tmp_path, bucketed(examples(), **VIEWS[kind]), **settings)
-        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        epoch, within = divmod(step, steps)
-        assert rest == seen[epoch * per_epoch + within * accumulation :]
-        assert tiny.largest_difference(straight.model, resumed.model) == 0.0
+
+@pytest.mark.parametrize(("given", "expected"), [({"seed": 7}, 7), ({"seed": 7, "data_seed": 5}, 5)])
+@pytest.mark.parametrize("kind", VIEWS)
+def test_attach_takes_the_seed_from_the_arguments(kind, given, expected, tmp_path):
+    view = bucketed(examples(), **VIEWS[kind])
+    before = list(view[0])
+    trainer = attach(attach(make_trainer(tmp_path, view, **given)[0]))
+    name = "data_seed" if "data_seed" in given else "seed"
+    found = [change for change in trainer.memopt_changes if "seed" in change.name]
+    assert [str(change) for change in found] == [
+        str(Change("seed of the bucketed view", 0, expected, f"that of TrainingArguments({name}=...)"))
+    ]
+    same = bucketed(examples(), seed=expected, **VIEWS[kind])
+    assert [view[i] for i in range(len(view))] == [same[i] for i in range(len(same))]
+    assert list(view[0]) != before or kind == "examples"
+
+
+def test_a_seed_of_its_own_stays_unless_the_arguments_name_another(tmp_path):
+    view = bucketed(examples(), batch_size=4, seed=3)
+    assert attach(make_trainer(tmp_path, view)[0]).train_dataset.buckets.seed == 3
+    attach(make_trainer(tmp_path, view, data_seed=3)[0])
+    with pytest.raises(ValueError) as error:
+        attach(make_trainer(tmp_path, view, data_seed=4)[0])
+    assert str(error.value) == (
+        "seed=3 of the bucketed view differs from data_seed=4 of the training arguments; expected one seed for the "
+        "order of the data. Leave seed out of bucketed(...)"
+    )
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_attach_reads_only_what_the_model_takes(kind, tmp_path):
+    rows = [{**row, "text": f"row {i}", "length": 3} for i, row in enumerate(examples())]
+    view = bucketed(Dataset.from_list(rows), **VIEWS[kind])
+    trainer, seen = make_trainer(tmp_path, view, num_train_epochs=1)
+    attach(trainer).train()
+    assert sorted(i for batch in seen for i in batch) == list(range(COUNT))
+    item = view[0] if kind == "examples" else view[0][0]
+    assert item.keys() == {"input_ids", "labels"}
+    kept = bucketed(Dataset.from_list(rows).remove_columns("text"), **VIEWS[kind])
+    attach(make_trainer(tmp_path, kept, remove_unused_columns=False)[0])
+    assert (kept[0] if kind == "examples" else kept[0][0]).keys() == {"input_ids", "labels", "length"}
+
+
+def test_boundaries_are_what_batches_are_padded_to(tmp_path):
+    for limit in ({"max_tokens": 96}, {"batch_size": 4}):
+        view = bucketed(Dataset.from_list(examples()), boundaries=[12, 24], **limit)
+        trainer, _ = make_trainer(tmp_path, view, num_train_epochs=1)
+        shapes: set[tuple[int, ...]] = set()
+        trainer.model.register_forward_pre_hook(
+            lambda _, args, kwargs, found=shapes: found.add(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        attach(trainer).train()
+        assert {width for _, width in shapes} == {12, 24}
+        assert len(shapes) <= 3
+        plain = DataLoader(
+            bucketed(examples(), boundaries=[12, 24], batch_size=4),
+            batch_size=4,
+            collate_fn=BucketedCollator(tiny.tokenizer()),
+        )
+        assert {batch["input_ids"].shape[1] for batch in plain} == {12, 24}
 
 
 WORKER = """

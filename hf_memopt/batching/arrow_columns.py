@@ -41,18 +41,18 @@ class ArrowColumns:
         table = dataset.data.table
         # `_indices` is the private mapping that shuffle, select, sort and filter leave: a table of one uint64 column
         # (datasets 3.0 to 5.2; pinned by a test).
-        mapping = getattr(dataset, "_indices", None)
+        indices = getattr(dataset, "_indices", None)
+        mapping = None if indices is None else indices.column(0)
         chunked = {name: table.column(name) for name in names}
-        memory = _Memory([*chunked.values(), *([] if mapping is None else [mapping.column(0)])])
-        layouts: dict[tuple[int, ...], int] = {}
-        self._rows = len(dataset)
-        self._mapping = None if mapping is None else _describe(mapping.column(0), memory)
-        self._mapping_ends = None if mapping is None else _ends(mapping.column(0))
-        self._columns = []
+        memory = _Memory([*chunked.values(), *([] if mapping is None else [mapping])])
+        self._size = len(dataset)
+        self._names = list(chunked)
+        self._mapping = None if mapping is None else _Group({"indices": _Place.of(mapping, memory)}, _lengths(mapping))
+        groups: dict[Any, dict[str, _Place]] = {}
         for name, values in chunked.items():
-            layout = layouts.setdefault(tuple(map(len, values.chunks)), len(layouts))
-            self._columns.append((name, layout, _describe(values, memory)))
-        self._ends = [_ends_of_lengths(lengths) for lengths in layouts]
+            place = _Place.of(values, memory)
+            groups.setdefault((_lengths(values), *place.alike), {})[name] = place
+        self._groups = [_Group(places, lengths) for (lengths, *_), places in groups.items()]
 
     @classmethod
     def of(cls, dataset: Any, names: Collection[str] | None) -> ArrowColumns | None:
@@ -61,10 +61,9 @@ class ArrowColumns:
         if shape["type"] not in _FORMATS or shape["format_kwargs"] or len(dataset) == 0:
             return None
         table = dataset.data.table
-        shown = table.column_names if shape["output_all_columns"] else shape["columns"]
         if shape["output_all_columns"] and set(shape["columns"]) != set(table.column_names):
-            return None
-        kept = [name for name in table.column_names if name in shown and (names is None or name in names)]
+            return None  # the columns outside the format come last, and as Python lists
+        kept = [name for name in table.column_names if name in shape["columns"] and (names is None or name in names)]
         if not kept or any(table.column(name).null_count for name in kept if name in FOR_SAMPLERS):
             return None
         try:
@@ -73,18 +72,17 @@ class ArrowColumns:
             return None
 
     def read(self, rows: Array) -> dict[str, Column] | None:
-        """Return the columns at ``rows``, or None if a row is null or not there."""
-        if len(rows) == 0 or np.maximum.reduce(rows.view(np.uint64)) >= self._rows:  # a negative row is a huge one
+        """Return the columns at ``rows``, int64, or None if a row is null or not there."""
+        if len(rows) == 0 or np.maximum.reduce(rows.view(np.uint64)) >= self._size:  # a negative row is a huge one
             return None
         if self._mapping is not None:
-            rows = self._mapping.read(rows, _chunk_of(rows, self._mapping_ends)).values
-        chunks = [_chunk_of(rows, ends) for ends in self._ends]
-        columns = {}
-        for name, layout, column in self._columns:
-            if column.nulls is not None and np.isin(rows, column.nulls).any():
+            rows = self._mapping.read(rows)["indices"].values
+        found: dict[str, Column] = {}
+        for group in self._groups:
+            if group.nulls is not None and np.isin(rows, group.nulls).any():
                 return None
-            columns[name] = column.read(rows, chunks[layout])
-        return columns
+            found.update(group.read(rows))
+        return {name: found[name] for name in self._names} if len(self._groups) > 1 else found
 
 
 class _Memory:
@@ -103,126 +101,146 @@ class _Memory:
     def view(self, dtype: Any) -> Array:
         return np.frombuffer(self._span, dtype=dtype)
 
-    def position(self, buffer: pa.Buffer | None, itemsize: int) -> int:
+    def position(self, buffer: pa.Buffer | None, dtype: np.dtype[Any]) -> int:
         """Return the index of the buffer's first item in the view of its dtype."""
         if buffer is None or buffer.size == 0:
             return 0
         distance: int = buffer.address - self.base
-        if distance % itemsize:
+        if distance % dtype.itemsize:
             raise ValueError("buffer is not aligned to its items")
-        return distance // itemsize
+        return distance // dtype.itemsize
 
 
-@dataclass(slots=True)
-class _Numbers:
-    """One number per row."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a column lies: positions count the items of a view of all memory, or bits where bools are packed."""
 
-    values: Array
-    at: Array  # (chunks,) add the row number in the table: its position in `values`
-    dtype: Any
-    is_packed: bool  # bools: a position counts bits
-    nulls: Array | None  # row numbers in the table
-
-    def read(self, rows: Array, chunk: Any) -> Column:
-        positions = rows + self.at[chunk]
-        found = _unpack(self.values, positions) if self.is_packed else self.values.take(positions)
-        return Column(found.astype(self.dtype, copy=False), self.dtype)
-
-
-@dataclass(slots=True)
-class _Lists:
-    """A list of numbers per row, between two offsets or of one size."""
-
-    values: Array
-    at: Array  # (chunks,) add a value's offset: its position in `values`
-    dtype: Any
+    values: Array  # the view
+    dtype: np.dtype[Any]  # what the values become
     is_packed: bool
-    nulls: Array | None
-    offsets: Array | None
-    offset_at: Array  # (chunks,) add the row number in the table: its position in `offsets`, or times the list size
-    list_size: int
-    low: Array  # (chunks,) the positions in `values` between which a chunk's values lie
-    high: Array
+    offsets: Array | None  # the view that holds the offsets of lists
+    list_size: int | None  # of fixed-size lists; 1 for plain numbers
+    at: list[int]  # per chunk; plus an offset, or plus row * list_size: the position of a value
+    offset_at: list[int]  # per chunk; plus the row: the position of its offset
+    low: list[int]  # per chunk: where its values start, and
+    high: list[int]  # where they end
+    is_list: bool
+    nulls: Array | None  # row numbers
 
-    def read(self, rows: Array, chunk: Any) -> Column:
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """What columns that are read together must share."""
+        return self.is_list, self.list_size, None if self.offsets is None else self.offsets.dtype
+
+    @classmethod
+    def of(cls, values: pa.ChunkedArray, memory: _Memory) -> _Place:
+        kind = values.type
+        is_large = pa.types.is_large_list(kind)
+        has_offsets = pa.types.is_list(kind) or is_large
+        is_list = has_offsets or pa.types.is_fixed_size_list(kind)
+        item = kind.value_type if is_list else kind
+        is_packed = pa.types.is_boolean(item)
+        if not (is_packed or pa.types.is_integer(item) or pa.types.is_floating(item)):
+            raise ValueError(f"column of type {kind}")
+        list_size = None if has_offsets else kind.list_size if is_list else 1
+        stored = np.dtype(np.uint8 if is_packed else item.to_pandas_dtype())
+        offset_dtype = np.dtype(np.int64 if is_large else np.int32)
+        at, offset_at, low, high, nulls = [], [], [], [], []
+        first = 0
+        for chunk in (chunk for chunk in values.chunks if len(chunk)):
+            items = chunk.values if is_list else chunk
+            if is_list and items.null_count:
+                raise ValueError("null in a list")
+            if chunk.null_count:
+                nulls.append(first + np.flatnonzero(chunk.is_null().to_numpy(zero_copy_only=False)))
+            start = memory.position(items.buffers()[1], stored) * (8 if is_packed else 1)
+            low.append(start + (items.offset if is_list else 0))
+            high.append(start + items.offset + len(items))
+            if list_size is None:
+                at.append(start + items.offset)
+                offset_at.append(memory.position(chunk.buffers()[1], offset_dtype) + chunk.offset - first)
+            else:
+                skipped = chunk.offset * list_size + (items.offset if is_list else 0)
+                at.append(start + skipped - first * list_size)
+            first += len(chunk)
+        return cls(
+            values=memory.view(stored),
+            dtype=torch_dtype(np.dtype(np.bool_) if is_packed else stored),
+            is_packed=is_packed,
+            offsets=memory.view(offset_dtype) if has_offsets else None,
+            list_size=list_size,
+            at=at,
+            offset_at=offset_at,
+            low=low,
+            high=high,
+            is_list=is_list,
+            nulls=np.concatenate(nulls) if nulls else None,
+        )
+
+
+class _Group:
+    """Columns that are read together: of one kind, in chunks of the same rows."""
+
+    def __init__(self, places: dict[str, _Place], lengths: tuple[int, ...]) -> None:
+        self.places = list(places.items())
+        one = self.places[0][1]
+        self.is_list, self.offsets, self.list_size = one.is_list, one.offsets, one.list_size
+        ends = np.cumsum([length for length in lengths if length])
+        self.ends = ends if len(ends) > 1 else None
+        of_columns = [
+            (place.at, place.low, place.high, place.offset_at or [0] * len(place.at)) for _, place in self.places
+        ]
+        self.positions = np.array(of_columns, dtype=np.int64).transpose(1, 0, 2).copy()  # (4, columns, chunks)
+        nulls = [place.nulls for _, place in self.places if place.nulls is not None]
+        self.nulls = np.concatenate(nulls) if nulls else None
+
+    def read(self, rows: Array) -> dict[str, Column]:
+        """Return the columns at ``rows``, numbers of rows that are there and not null."""
+        positions = self.positions  # of one chunk, (4, columns, 1), or of the chunk of every row, (4, columns, batch)
+        if self.ends is not None:
+            positions = positions.take(self.ends.searchsorted(rows, side="right"), axis=2)
+        at, low, high, offset_at = positions
+        if not self.is_list:
+            numbers = zip(self.places, rows + at, strict=True)
+            return {name: _numbers(place, found) for (name, place), found in numbers}
         if self.offsets is None:
-            starts = rows * self.list_size + self.at[chunk]
-            sizes = np.full(len(rows), self.list_size)
+            starts = rows * self.list_size + at
+            sizes = np.full(starts.shape, self.list_size)
         else:
-            positions = rows + self.offset_at[chunk]
-            first = self.offsets.take(positions)
-            positions += 1
-            sizes = self.offsets.take(positions) - first
-            starts = first + self.at[chunk]
-        column = Column(self.values, self.dtype, starts, sizes, self.low[chunk], self.high[chunk])
-        if self.is_packed:
-            column = _unpacked(self.values, self.dtype, starts, sizes)
-        # As from lists: an empty one has no floats or bools to tell by, so it counts as ints.
-        if self.dtype != np.int64 and not sizes.all():
-            column.dtype = np.dtype(np.float32 if self.dtype == np.float32 and sizes.any() else np.int64)
-        return column
+            offset_at = rows + offset_at
+            first = self.offsets.take(offset_at)
+            sizes = self.offsets.take(offset_at + 1) - first
+            starts = first + at
+        after = np.minimum.reduce(high - starts, axis=1).tolist()
+        before = np.minimum.reduce(starts + sizes - low, axis=1).tolist()
+        columns = {}
+        known = sizes[0]
+        for i, (name, place) in enumerate(self.places):
+            own = sizes[i]
+            if i == 0 or own.tobytes() == known.tobytes():
+                own = known  # the same object: the columns need not be compared again
+            columns[name] = _lists(place, starts[i], own, (after[i], before[i]))
+        return columns
 
 
-def _describe(values: pa.ChunkedArray, memory: _Memory) -> _Numbers | _Lists:
-    """Return where a column lies in memory."""
-    kind = values.type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    is_fixed = pa.types.is_fixed_size_list(kind)
-    item = kind.value_type if is_list or is_fixed else kind
-    is_packed = pa.types.is_boolean(item)
-    if not (is_packed or pa.types.is_integer(item) or pa.types.is_floating(item)):
-        raise ValueError(f"column of type {kind}")
-    stored = np.dtype(np.uint8 if is_packed else item.to_pandas_dtype())
-    at, offset_at, low, high, nulls = [], [], [], [], []
-    first = 0
-    for chunk in (chunk for chunk in values.chunks if len(chunk)):
-        items = chunk.values if is_list or is_fixed else chunk
-        if items is not chunk and items.null_count:
-            raise ValueError("null in a list")
-        if chunk.null_count:
-            nulls.append(first + np.flatnonzero(chunk.is_null().to_numpy(zero_copy_only=False)))
-        start = memory.position(items.buffers()[1], stored.itemsize) * (8 if is_packed else 1) + items.offset
-        if is_list:
-            itemsize = 8 if pa.types.is_large_list(kind) else 4
-            offset_at.append(memory.position(chunk.buffers()[1], itemsize) + chunk.offset - first)
-            at.append(start)
-        elif is_fixed:
-            at.append(start + (chunk.offset - first) * kind.list_size)
-        else:
-            at.append(start - first)
-        low.append(start)
-        high.append(start + len(items))
-        first += len(chunk)
-    shared = (
-        memory.view(stored),
-        _positions(at),
-        torch_dtype(np.dtype(np.bool_) if is_packed else stored),
-        is_packed,
-        np.concatenate(nulls) if nulls else None,
-    )
-    if not (is_list or is_fixed):
-        return _Numbers(*shared)
-    offsets = memory.view(np.int64 if pa.types.is_large_list(kind) else np.int32) if is_list else None
-    size = kind.list_size if is_fixed else 0
-    return _Lists(*shared, offsets, _positions(offset_at), size, _positions(low), _positions(high))
+def _numbers(place: _Place, positions: Array) -> Column:
+    found = _unpack(place.values, positions) if place.is_packed else place.values.take(positions)
+    return Column(found.astype(place.dtype, copy=False), place.dtype)
 
 
-def _positions(found: list[int]) -> Array:
-    return np.array(found, dtype=np.int64)
+def _lists(place: _Place, starts: Array, sizes: Array, room: tuple[int, int]) -> Column:
+    if place.is_packed:
+        column = _unpacked(place, starts, sizes)
+    else:
+        column = Column(place.values, place.dtype, starts, sizes, room)
+    # As from Python lists: an empty one has no floats or bools to tell by, so it counts as ints.
+    if place.dtype != np.int64 and not sizes.all():
+        column.dtype = torch_dtype(np.dtype(np.float32 if place.dtype.kind == "f" and sizes.any() else np.int64))
+    return column
 
 
-def _ends(values: pa.ChunkedArray) -> Array | None:
-    return _ends_of_lengths(map(len, values.chunks))
-
-
-def _ends_of_lengths(lengths: Iterable[int]) -> Array | None:
-    """Return the row after each chunk, or None where there is but one chunk."""
-    ends = np.cumsum([length for length in lengths if length])
-    return ends if len(ends) > 1 else None
-
-
-def _chunk_of(rows: Array, ends: Array | None) -> Any:
-    return 0 if ends is None else ends.searchsorted(rows, side="right")
+def _lengths(values: pa.ChunkedArray) -> tuple[int, ...]:
+    return tuple(map(len, values.chunks))
 
 
 def _unpack(packed: Array, positions: Array) -> Array:
@@ -230,8 +248,8 @@ def _unpack(packed: Array, positions: Array) -> Array:
     return (packed.take(positions >> 3) >> (positions & 7).astype(np.uint8) & 1).astype(np.bool_)
 
 
-def _unpacked(packed: Array, dtype: Any, starts: Array, sizes: Array) -> Column:
+def _unpacked(place: _Place, starts: Array, sizes: Array) -> Column:
     """Return the column of lists of packed bits, read entry by entry."""
     ends = sizes.cumsum()
     entries = np.repeat(starts - (ends - sizes), sizes) + np.arange(ends[-1])
-    return Column(_unpack(packed, entries), dtype, ends - sizes, sizes, high=len(entries))
+    return Column(_unpack(place.values, entries), place.dtype, ends - sizes, sizes)

@@ -23,6 +23,7 @@ from hf_memopt.batching.boundaries import bucket_numbers, optimal_boundaries
 __all__ = ["EpochPlan", "LengthBuckets", "PlanDiagnostics"]
 
 MOST_BUCKETS = 63  # with the rest at the end that makes 64 shapes; padding hardly falls beyond
+FEWEST_BUCKETS = 8  # on small data; one alone would pad every example to the longest
 BATCHES_PER_BUCKET = 4  # fewer would make the same examples meet in almost every epoch
 
 
@@ -97,8 +98,8 @@ class LengthBuckets:
         lengths: tokens per example, shape (examples,).
         batch_size: examples per batch; or
         max_tokens: padded tokens per batch (rows * longest row): long buckets get fewer rows.
-        n_buckets: number of length classes; ``"auto"`` gives each at least 4 batches, and one for every process, and
-            makes 63 at most.
+        n_buckets: number of length classes; ``"auto"`` gives each at least 4 batches, and one for every process, but
+            makes 8 at least and 63 at most.
         boundaries: pad every batch to the limit of its bucket instead of its longest row, so that few shapes occur
             (``torch.compile``, CUDA graphs): ``"auto"`` for the best limits, or the limits themselves, ascending.
         seed: together with the epoch it fixes the order.
@@ -192,7 +193,7 @@ class LengthBuckets:
             batches = len(lengths) / self.batch_size
         else:
             batches = float(lengths.sum(dtype=np.int64)) / (self.max_tokens or 1)
-        return int(np.clip(batches // max(BATCHES_PER_BUCKET, self.world_size), 1, MOST_BUCKETS))
+        return int(np.clip(batches // max(BATCHES_PER_BUCKET, self.world_size), FEWEST_BUCKETS, MOST_BUCKETS))
 
     # ---- The batches, alike in every epoch --------------------------------------------------------------------------
 

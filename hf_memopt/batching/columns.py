@@ -56,8 +56,8 @@ class Column:
         dtype: int64, float32 or bool: what the numbers become.
         starts: ``(batch,)``, or None where each row is one number; as ``sizes``.
         sizes: ``(batch,)``.
-        low: where in ``values`` the memory of each row starts: ``(batch,)``, or one for all; and
-        high: where it ends. What lies outside must not be read.
+        room: how many entries may be read from the start of any row on, and up to the end of any row: what lies beyond
+            the memory of ``values`` that belongs to the column must not be touched.
         odd_shapes: the shape of every row where they do not follow from ``values``: rows that do not go into one array
             (then ``sizes`` is None and ``values`` empty), and those among vectors of rows that are empty.
     """
@@ -66,8 +66,7 @@ class Column:
     dtype: np.dtype[Any]
     starts: Array | None = None
     sizes: Array | None = None
-    low: Array | int = 0
-    high: Array | int = 0
+    room: tuple[int, int] = (0, 0)
     odd_shapes: list[tuple[int, ...]] | None = None
 
     @classmethod
@@ -87,7 +86,7 @@ class Column:
         sizes = np.array([shape[0] for shape in shapes])
         odd_shapes = shapes if len(set(map(len, shapes))) > 1 else None
         values = np.concatenate(filled or rows[:1])
-        return cls(values, values.dtype, sizes.cumsum() - sizes, sizes, high=len(values), odd_shapes=odd_shapes)
+        return cls(values, values.dtype, sizes.cumsum() - sizes, sizes, odd_shapes=odd_shapes)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -124,31 +123,26 @@ class Column:
         """
         if self.starts is None or self.sizes is None:
             raise TypeError("rows of one number have no width; expected rows of shape (n, ...). Call: column.stack().")
+        if self.values.ndim > 1 or self.room[side == "left"] < width:
+            return self._pad_row_by_row(self.starts.tolist(), self.sizes.tolist(), width, value, side)
         if padding is None:
             padding = where_padding(self.sizes, width, side)
-        first, room = self.starts, self.high - self.starts
-        if side == "left":
-            first, room = first + (self.sizes - width), first + self.sizes - self.low
-        outside: Array | list[int] = []
-        if self.values.ndim > 1 or np.minimum.reduce(room) < width:
-            outside = np.flatnonzero(room < width) if self.values.ndim == 1 else np.arange(len(first))
-            if len(outside) == len(first):
-                return self._pad_row_by_row(padding, value)
-            first = first.copy()
-            first[outside] = first[room >= width][0]  # any; they are filled below
-        # Window i is values[i : i + width]: the row and what follows it in memory, which the padding then covers.
-        count = len(self.values) - width + 1
-        windows: Array = np.ndarray((count, width), self.values.dtype, self.values, 0, self.values.strides * 2)
+        # Window i is values[i : i + width]: a row and its neighbours in memory, which the padding then covers.
+        strides = (self.values.itemsize, self.values.itemsize)
+        shape = (len(self.values) - width + 1, width)
+        windows: Array = np.ndarray(shape, self.values.dtype, self.values, 0, strides)
+        first = self.starts if side == "right" else self.starts + (self.sizes - width)
         padded = windows[first].astype(self.dtype, copy=False)
-        for row in outside:
-            padded[row, ~padding[row]] = self.values[self.starts[row] : self.starts[row] + self.sizes[row]]
         np.copyto(padded, value, where=padding, casting="unsafe")
         return padded
 
-    def _pad_row_by_row(self, padding: Array, value: float) -> Array:
-        padded = np.full((*padding.shape, *self.values.shape[1:]), value, dtype=self.dtype)
-        for row, is_padding, start, size in zip(padded, padding, self.starts, self.sizes, strict=True):
-            row[~is_padding] = self.values[start : start + size]
+    def _pad_row_by_row(self, starts: list[int], sizes: list[int], width: int, value: float, side: str) -> Array:
+        inside = self.values.shape[1:]
+        padded = np.full((len(sizes), width, *inside), value, dtype=self.dtype)
+        flat = padded.reshape(-1, *inside)
+        for row, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            first = row * width if side == "right" else (row + 1) * width - size
+            flat[first : first + size] = self.values[start : start + size]
         return padded
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from hf_memopt.changes import nearest
 
-__all__ = ["token_lengths"]
+__all__ = ["first_null_row", "token_lengths"]
 
 LENGTH_COLUMN = "length"  # the name that stock's TrainingArguments.length_column_name has by default
 
@@ -54,7 +55,32 @@ def token_lengths(dataset: Any, column: str = "input_ids") -> NDArray[np.int32]:
     # `_indices` is the private mapping that shuffle, select, sort and filter leave (datasets 3.0 to 5.2; pinned by a
     # test).
     mapping = getattr(dataset, "_indices", None)
-    return lengths if mapping is None else lengths[mapping.column(0).to_numpy()]
+    return lengths if mapping is None else lengths.take(_row_numbers(mapping))
+
+
+def first_null_row(dataset: Any, column: str = "input_ids") -> int | None:
+    """Return the first row that ``token_lengths`` gives length 0 because its Arrow cell is null, or None.
+
+    Costs nothing where the column has no null, since Arrow keeps the count; rows that are no Arrow rows give None.
+
+    Example:
+        >>> from datasets import Dataset
+        >>> first_null_row(Dataset.from_dict({"input_ids": [[5], None, []]}))
+        1
+    """
+    table = getattr(dataset, "data", None)
+    arrow = getattr(table, "table", table)
+    if not isinstance(arrow, pa.Table) or column not in arrow.column_names or not arrow.column(column).null_count:
+        return None
+    is_null = arrow.column(column).is_null().to_numpy()
+    mapping = getattr(dataset, "_indices", None)
+    rows = np.flatnonzero(is_null if mapping is None else is_null.take(_row_numbers(mapping)))
+    return int(rows[0]) if len(rows) else None
+
+
+def _row_numbers(mapping: Any) -> NDArray[np.int64]:
+    """Return the rows of the table that a dataset shows; as int64, since numpy would copy uint64 to index with it."""
+    return np.asarray(mapping.column(0).to_numpy()).view(np.int64)
 
 
 def _of_chunks(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
@@ -63,22 +89,10 @@ def _of_chunks(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
         raise _not_tokens(column, f"of type {kind}")
     if not pa.types.is_integer(kind.value_type):
         raise _not_tokens(column, f"of type list<{kind.value_type}>")
-    if not values.chunks:
-        return np.empty(0, dtype=np.int32)
-    return np.concatenate([_of_chunk(chunk) for chunk in values.chunks])
-
-
-def _of_chunk(chunk: pa.Array) -> NDArray[np.int32]:
-    if pa.types.is_fixed_size_list(chunk.type):
-        lengths = np.full(len(chunk), chunk.type.list_size, dtype=np.int32)
-    else:
-        dtype = np.int64 if pa.types.is_large_list(chunk.type) else np.int32
-        # A slice shares its parent's buffers: the offsets of its rows start at `chunk.offset`.
-        offsets = np.frombuffer(chunk.buffers()[1], dtype=dtype)[chunk.offset : chunk.offset + len(chunk) + 1]
-        lengths = np.diff(offsets).astype(np.int32, copy=False)
-    if chunk.null_count:
-        lengths = np.where(chunk.is_null().to_numpy(zero_copy_only=False), np.int32(0), lengths)
-    return lengths
+    lengths = pc.list_value_length(values)  # from the offsets; null where the row is null
+    if lengths.null_count:
+        lengths = lengths.fill_null(0)
+    return np.array(lengths.to_numpy(), dtype=np.int32)
 
 
 def _of_length_column(values: pa.ChunkedArray) -> NDArray[np.int32]:

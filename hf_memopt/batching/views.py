@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from hf_memopt.batching.buckets import EpochPlan, LengthBuckets, check_batch_limits
 from hf_memopt.batching.lengths import token_lengths
 from hf_memopt.batching.rows import RowBatch, RowReader
+from hf_memopt.batching.streaming import BUFFER_EXAMPLES, BucketedStream
 from hf_memopt.binding import used_columns
 from hf_memopt.changes import Change
 
@@ -41,13 +42,15 @@ def bucketed(
     world_size: int | None = None,
     pad_to_multiple_of: int = 8,
     too_long: Literal["error", "drop"] = "error",
-) -> BucketedExamples | BucketedBatches:
-    """Return a view of a map-style dataset in length-bucketed order, reshuffled every epoch.
+    buffer_examples: int | None = None,
+) -> BucketedExamples | BucketedBatches | BucketedStream:
+    """Return a view of a dataset in length-bucketed order, reshuffled every epoch; of a stream, a ``BucketedStream``.
 
     Read it in order: ``TrainingArguments(train_sampling_strategy="sequential")``, or a DataLoader without shuffle.
 
     Args:
-        dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied.
+        dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied. Or a stream:
+            a ``datasets.IterableDataset`` or anything else that can be iterated again and again.
         batch_size: examples per batch: a multiple of ``per_device_train_batch_size``; or
         max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``.
         n_buckets: see ``LengthBuckets``.
@@ -59,18 +62,38 @@ def bucketed(
         world_size: processes that share the view; from the environment of torchrun unless given.
         pad_to_multiple_of: as in the collator.
         too_long: see ``LengthBuckets``; ``view.buckets.dropped`` tells how many were left out.
+        buffer_examples: of a stream: examples held at most, 8192 unless given; see ``BucketedStream``.
 
     Raises:
         ValueError: a size below 1, both or neither of ``batch_size`` and ``max_tokens``, an empty dataset, one without
-            the column, lengths that are not one per example, an example that does not fit into ``max_tokens``.
-        TypeError: the dataset is not map-style.
+            the column, lengths that are not one per example, an example that does not fit into ``max_tokens``, a
+            setting of streams for a dataset or the other way round.
+        TypeError: the dataset can neither be indexed nor iterated again.
     """
     check_batch_limits(batch_size, max_tokens)
+    if world_size is None:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
     is_stream = isinstance(dataset, torch.utils.data.IterableDataset)  # it inherits a __getitem__ that only raises
     if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise TypeError(
-            f"dataset=<{type(dataset).__name__}> cannot be indexed; expected a map-style dataset with __len__ and "
-            "__getitem__. Load it without streaming=True"
+        _check_known_beforehand(lengths=lengths, n_buckets=n_buckets, boundaries=boundaries)
+        stream = BucketedStream(
+            dataset,
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            boundaries=boundaries,
+            buffer_examples=BUFFER_EXAMPLES if buffer_examples is None else buffer_examples,
+            seed=0 if seed is None else seed,
+            world_size=world_size,
+            column=column,
+            pad_to_multiple_of=pad_to_multiple_of,
+            too_long=too_long,
+        )
+        stream.takes_seed = seed is None
+        return stream
+    if buffer_examples is not None:
+        raise ValueError(
+            f"buffer_examples={buffer_examples!r} is for streams, and <{type(dataset).__name__}> can be indexed; "
+            "expected it left out, since all lengths are known. Leave buffer_examples out"
         )
     found = token_lengths(dataset, column) if lengths is None else np.asarray(lengths)
     if found.shape != (len(dataset),):
@@ -85,13 +108,23 @@ def bucketed(
         n_buckets=n_buckets,
         boundaries=boundaries,
         seed=0 if seed is None else seed,
-        world_size=int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size,
+        world_size=world_size,
         pad_to_multiple_of=pad_to_multiple_of,
         too_long=too_long,
     )
     view = BucketedExamples(dataset, buckets) if max_tokens is None else BucketedBatches(dataset, buckets)
     view.takes_seed = seed is None
     return view
+
+
+def _check_known_beforehand(**settings: Any) -> None:
+    """Raise ValueError for settings that need all lengths before the first batch."""
+    for name, value in settings.items():
+        if value is not None and isinstance(value, str) == (name == "boundaries"):
+            raise ValueError(
+                f"{name}={value!r} needs all lengths beforehand, which a stream does not tell; expected it left out. "
+                "Leave it out, or pass boundaries=[64, 128, 256] to bound the shapes"
+            )
 
 
 class _BucketedView(torch.utils.data.Dataset[Any]):

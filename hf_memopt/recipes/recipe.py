@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt import compat
 from hf_memopt.batching.collators import BucketedCollator
-from hf_memopt.batching.views import BucketedBatches, BucketedExamples, bucketed
 from hf_memopt.binding import attach
 from hf_memopt.changes import Change, nearest
 from hf_memopt.memory.report import MemoryReportCallback
+from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
 from hf_memopt.techniques.embedding_bits import EmbeddingBitsCallback
 from hf_memopt.techniques.freezing import FreezeCallback
 from hf_memopt.techniques.precision import accelerator_type, check_precision, choose_precision
@@ -282,7 +282,8 @@ class Recipe:
 
         Args:
             model: as for Trainer; or ``model_init=`` among the other keywords.
-            train_dataset: tokenised examples; a map-style dataset is read in bucketed order.
+            train_dataset: tokenised examples, read in bucketed order; ``eval_dataset=`` among the other keywords is
+                read sorted by length, with the results in its own order.
             processing_class: the tokenizer; not needed if ``data_collator=`` is given.
             training_arguments: fields of TrainingArguments, and ``effective_batch_size``.
             callbacks: yours, after the recipe's.
@@ -305,17 +306,13 @@ class Recipe:
                 "processing_class=tokenizer, or data_collator=..."
             )
         given = dict(training_arguments or {})
-        skipped = _why_not_bucketed(self, train_dataset)
-        if skipped is None:
-            given["train_sampling_strategy"] = "sequential"
+        if self.bucketing:
+            given = view_arguments(self.name, train_dataset, given)
         args = self.training_arguments(**given)
-        if skipped is None and not isinstance(train_dataset, (BucketedBatches, BucketedExamples)):
-            train_dataset = bucketed(
-                train_dataset,
-                batch_size=args.per_device_train_batch_size,
-                seed=args.seed if args.data_seed is None else args.data_seed,
-                pad_to_multiple_of=self.pad_to_multiple_of,
-            )
+        if self.bucketing:
+            batch = {"batch_size": args.per_device_train_batch_size, "pad_to_multiple_of": self.pad_to_multiple_of}
+            train_dataset = training_view(self.name, train_dataset, **batch)
+            trainer_kwargs["eval_dataset"] = evaluation_view(self.name, trainer_kwargs.get("eval_dataset"), args)
         trainer_kwargs.setdefault("data_collator", None)
         if trainer_kwargs["data_collator"] is None:
             trainer_kwargs["data_collator"] = self.collator(processing_class)
@@ -385,27 +382,3 @@ def _share(effective: int, divisor: int, name: str, value: int, processes: int) 
             f"divisor. Pass effective_batch_size={divisor * max(1, round(effective / divisor))}"
         )
     return effective // divisor
-
-
-def _why_not_bucketed(recipe: Recipe, dataset: Any) -> str | None:
-    """Return why the training data is read in stock order, or None where it is bucketed."""
-    if not recipe.bucketing:
-        return "bucketing is off in the recipe"
-    if dataset is None:
-        return "there is no training data"
-    reason = None
-    if not hasattr(dataset, "__getitem__"):
-        reason = "a stream cannot be sorted into buckets beforehand"
-    elif not isinstance(dataset, (BucketedBatches, BucketedExamples)) and "input_ids" not in _columns(dataset):
-        reason = "the examples have no input_ids whose length could count"
-    if reason is not None:
-        logger.info("%s: %s", recipe.name, Change("bucketing", True, False, reason))
-    return reason
-
-
-def _columns(dataset: Any) -> Iterable[str]:
-    names = getattr(dataset, "column_names", None)
-    if names is not None:
-        return list(names)
-    first = dataset[0] if len(dataset) else {}
-    return list(first) if isinstance(first, Mapping) else []

@@ -1,0 +1,143 @@
+"""The demo's task trained with four ways of batching, which are all that differs: time and accuracy on unseen texts.
+
+Same weights, examples, seed, optimizer (fused AdamW), learning rate schedule and padding (to the longest row of a
+batch, rounded up to a multiple of 8). With a token budget a step has 32 examples on average: the budget is the one that
+comes nearest to the steps of the other arms.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from batching_processes import in_fresh_process
+
+BATCH_SIZE = 32
+TITLES = {
+    "random": "stock random + dynamic",
+    "group_by_length": "stock group_by_length",
+    "batch_size": "hf_memopt batch_size=32",
+    "max_tokens": "hf_memopt max_tokens=",
+}
+
+
+def measure_end_to_end(seeds: int, max_train: int | None, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return the figures of every run by arm, in the order of the seeds; the arms of a seed run one after the other."""
+    from rich.console import Console
+
+    from hf_memopt.demo import prepare
+
+    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in TITLES}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        prepare(work, work / "unused", max_train=max_train, sizes={}, console=Console(stderr=True))
+        for seed in range(seeds):
+            for arm, title in TITLES.items():
+                run = in_fresh_process(train, arm, folder, seed)
+                say(f"seed {seed}, {title}: {run['seconds']:.1f} s, accuracy {run['accuracy']:.3f}")
+                runs[arm].append(run)
+    return {"runs": runs, "seeds": seeds, "examples": runs["random"][0]["examples"], "arms": _summary(runs)}
+
+
+def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return the medians and means of each arm, and its accuracy beside that of the random order."""
+    from accuracy import t_interval
+
+    arms = {}
+    for arm, of_arm in runs.items():
+        pairs = zip(of_arm, runs["random"], strict=True)
+        differences = [one["accuracy"] - other["accuracy"] for one, other in pairs]
+        arms[arm] = {
+            "seconds": statistics.median(run["seconds"] for run in of_arm),
+            "steps": of_arm[0]["steps"],
+            "padding_efficiency": statistics.mean(run["padding_efficiency"] for run in of_arm),
+            "accuracy": statistics.mean(run["accuracy"] for run in of_arm),
+            "accuracy_interval": list(t_interval(differences)) if len(of_arm) > 1 and arm != "random" else None,
+        }
+    return arms
+
+
+def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
+    """Train one arm for an epoch and return its figures; called in a fresh process."""
+    import torch
+    from transformers import AutoTokenizer, PrinterCallback
+
+    from hf_memopt.demo_arms import HYPERPARAMETERS, OptimizerClock, build_model, measure, model_config, predict_labels
+    from hf_memopt.docstrings import DocstringTask
+    from hf_memopt.techniques.precision import choose_precision
+
+    task = DocstringTask(**json.loads((Path(folder) / "task.json").read_text(encoding="utf-8")))
+    tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "tokenizer")
+    precision = choose_precision()
+    arguments = {
+        **HYPERPARAMETERS,
+        "output_dir": str(Path(folder) / "trainer"),
+        "num_train_epochs": 1,
+        "seed": seed,
+        "optim": "adamw_torch_fused",
+        "bf16": precision.bf16,
+        "fp16": precision.fp16,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "dataloader_pin_memory": torch.accelerator.is_available(),
+        "disable_tqdm": True,
+    }
+    model = build_model(model_config(len(tokenizer), task.labels, {}), seed)
+    encoded = tokenizer(list(task.train_texts), truncation=True)
+    clock = OptimizerClock()
+    trainer = _trainer(arm, model, tokenizer, {**encoded, "labels": list(task.train_labels)}, arguments, clock)
+    trainer.remove_callback(PrinterCallback)
+    figures = measure(trainer, clock, imported_bytes=0)
+    predicted = predict_labels(model, tokenizer, task.test_texts)
+    hits = sum(one == other for one, other in zip(predicted, task.test_labels, strict=True))
+    kept = {key: figures[key] for key in ("seconds", "examples", "padding_efficiency", "real_tokens_per_second")}
+    return {**kept, "steps": trainer.state.global_step, "accuracy": hits / len(predicted), "test_texts": len(predicted)}
+
+
+def _trainer(arm: str, model: Any, tokenizer: Any, columns: Any, arguments: dict[str, Any], clock: Any) -> Any:
+    from datasets import Dataset
+    from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
+
+    from hf_memopt import BucketedCollator, attach, bucketed, token_lengths
+
+    dataset = Dataset.from_dict(columns)
+    if arm in ("random", "group_by_length"):
+        # The rows in a list: see hf_memopt.demo_arms.stock_best_trainer for what a Dataset costs here.
+        data, collator = dataset.to_list(), DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+        strategy, per_device = arm, BATCH_SIZE
+    else:
+        limit = {"batch_size": BATCH_SIZE}
+        if arm == "max_tokens":
+            limit = {"max_tokens": matching_budget(token_lengths(dataset), seed=arguments["seed"])}
+        data, collator = bucketed(dataset, seed=arguments["seed"], **limit), BucketedCollator(tokenizer)
+        strategy, per_device = "sequential", limit.get("batch_size", 1)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(**arguments, train_sampling_strategy=strategy, per_device_train_batch_size=per_device),
+        train_dataset=data,
+        processing_class=tokenizer,
+        data_collator=collator,
+        callbacks=[clock],
+    )
+    return attach(trainer)
+
+
+def matching_budget(lengths: Any, *, seed: int = 0) -> int:
+    """Return the budget, a multiple of 8, with as many batches an epoch as batches of 32 examples, or just fewer."""
+    from hf_memopt import LengthBuckets
+
+    wanted = -(-len(lengths) // BATCH_SIZE)
+    low = -(-int(lengths.max()) // 8)  # the longest row must fit
+    high = max(low, BATCH_SIZE * low)
+    while low < high:
+        middle = (low + high) // 2
+        if LengthBuckets(lengths, max_tokens=8 * middle, seed=seed).n_batches > wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return 8 * low

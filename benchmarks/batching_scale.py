@@ -1,0 +1,140 @@
+"""What ``batching.py`` times beside the samplers: plans of large sets, and fetching and collating a batch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from batching_checks import BOUNDED, OURS
+from batching_figures import RANKS, epoch_of, straggler_ratio
+from batching_measure import held_bytes
+from batching_peers import ARMS
+from numpy.typing import NDArray
+
+COLLATION_CASES = ((32, 64), (32, 512), (128, 64), (128, 512))
+VOCABULARY_TOKENS = 1000
+
+
+def _median_seconds(function: Callable[[int], object], repeats: int) -> float:
+    times = []
+    for number in range(repeats):
+        started = time.perf_counter()
+        function(number)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def arrow_dataset(lengths: NDArray[Any], **columns: Any) -> Any:
+    """Return a ``datasets.Dataset`` of that many tokens per row, in one Arrow chunk."""
+    import pyarrow as pa
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+    tokens = (np.arange(int(lengths.sum()), dtype=np.int32) % (VOCABULARY_TOKENS - 5)) + 5
+    table = {"input_ids": pa.LargeListArray.from_arrays(offsets, pa.array(tokens)), **columns}
+    return Dataset(InMemoryTable(pa.table(table)))
+
+
+# ---- Scale ----------------------------------------------------------------------------------------------------------
+
+
+def measure_scale(lengths: NDArray[np.int32], budget: int, reshuffled: int, repeats: int = 3) -> dict[str, Any]:
+    """Return what ``LengthBuckets(max_tokens=budget)`` costs on a large set; called in a fresh process.
+
+    ``reshuffled``: examples of the set whose next epoch is timed: ``lengths`` over and over.
+    """
+    from hf_memopt import LengthBuckets, token_lengths
+
+    dataset = arrow_dataset(lengths)
+    token_lengths(dataset)  # the imports are not timed
+
+    def first_plan(**settings: Any) -> object:
+        return LengthBuckets(token_lengths(dataset), max_tokens=budget, **settings).plan(0)
+
+    figures: dict[str, Any] = {
+        "examples": len(lengths),
+        "token_lengths_seconds": _median_seconds(lambda _: token_lengths(dataset), repeats),
+        "lengths_and_plan_seconds": _median_seconds(lambda _: first_plan(), repeats),
+        "lengths_and_plan_bounded_seconds": _median_seconds(lambda _: first_plan(boundaries="auto"), repeats),
+    }
+    figures["bytes_per_example"] = held_bytes(ARMS[OURS], lengths, budget) / len(lengths)
+    for key, arm in {"straggler_ratio": OURS, "straggler_ratio_bounded": BOUNDED}.items():
+        sampler = ARMS[arm].build(lengths, budget, RANKS)
+        shapes = None if sampler.shapes is None else sampler.shapes(0)
+        figures[key] = straggler_ratio(epoch_of(sampler.epoch(0), lengths, shapes))
+    many = LengthBuckets(np.resize(lengths, reshuffled), max_tokens=budget)
+    many.plan(0)
+    figures["reshuffled_examples"] = reshuffled
+    figures["reshuffle_seconds"] = _median_seconds(lambda number: many.plan(number + 1), repeats)
+    return figures
+
+
+# ---- Collation ------------------------------------------------------------------------------------------------------
+
+
+def measure_collation(batches: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Return the time to fetch and collate a batch of each case, stock's and ours, and whether the tensors agree.
+
+    Both read the same examples in the same order through a DataLoader without workers, taking turns batch by batch;
+    the times are medians of ``repeats * batches`` batches.
+    """
+    return {f"{rows}x{tokens}": _collation_case(rows, tokens, batches, repeats) for rows, tokens in COLLATION_CASES}
+
+
+def _collation_case(rows: int, tokens: int, batches: int, repeats: int) -> dict[str, Any]:
+    import torch
+    from torch.utils.data import DataLoader
+    from transformers import DataCollatorWithPadding
+
+    from hf_memopt import BucketedCollator, LengthBuckets, bucketed, token_lengths
+
+    lengths = np.random.default_rng(0).integers(tokens // 2, tokens + 1, rows * batches * 4)
+    ids = arrow_dataset(lengths).data.column("input_ids").chunk(0)
+    mask = type(ids).from_arrays(ids.offsets, np.ones(len(ids.values), dtype=np.int8))
+    dataset = arrow_dataset(lengths, attention_mask=mask, labels=np.arange(len(lengths)) % 2)
+    tokenizer = word_tokenizer()
+    view = bucketed(dataset, batch_size=rows)
+    plan = LengthBuckets(token_lengths(dataset), batch_size=rows).plan(0)
+    same_batches = [plan.batch(i).tolist() for i in range(batches)]
+    stock = DataLoader(
+        dataset, batch_sampler=same_batches, collate_fn=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
+    )
+    loader = DataLoader(view, batch_size=rows, collate_fn=BucketedCollator(tokenizer))
+
+    pairs = zip(stock, islice(loader, batches), strict=True)
+    agree = all(torch.equal(one[key], other[key]) for one, other in pairs for key in one)
+    times: dict[str, list[float]] = {"stock": [], "ours": []}
+    for _ in range(repeats):
+        iterators = {"stock": iter(stock), "ours": iter(loader)}
+        for _ in range(batches):
+            for name, iterator in iterators.items():
+                started = time.perf_counter()
+                next(iterator)
+                times[name].append(time.perf_counter() - started)
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    return {
+        "stock_microseconds": 1e6 * medians["stock"],
+        "ours_microseconds": 1e6 * medians["ours"],
+        "ratio": medians["stock"] / medians["ours"],
+        "same_tensors": agree,
+    }
+
+
+def word_tokenizer() -> Any:
+    """Return a fast tokenizer that pads; nothing is tokenised with it."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"[PAD]": 0, "[UNK]": 1, **{f"w{i}": i for i in range(2, VOCABULARY_TOKENS)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        model_input_names=["input_ids", "attention_mask"],
+    )

@@ -1,0 +1,276 @@
+"""Lengths of the examples in data files: Parquet, Arrow, JSON Lines and CSV, with token ids or with text.
+
+The files are read batch by batch with pyarrow's and datasets' own readers, and only the column that counts, so memory
+stays bounded whatever their size; only a ``.json`` file that holds one array is read as a whole. Left out: anything
+that is not a local file, and what a dataset's own transforms would do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from hf_memopt.batching.lengths import token_lengths
+from hf_memopt.batching.readers import first_line, likely_type, open_source, reading
+from hf_memopt.changes import nearest
+
+__all__ = ["FileLengths", "file_lengths"]
+
+KINDS = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+}
+COMPRESSED = (".gz", ".bz2", ".zst")  # of JSON Lines and CSV; pyarrow unpacks them by their ending
+METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+
+
+@dataclass(frozen=True)
+class FileLengths:
+    """What ``file_lengths`` found.
+
+    ``lengths``: shape (examples,), without the ``null_rows``, which have no value in ``column``, and the
+    ``empty_rows``, which have length 0: a bucketed view refuses both. ``unit``: ``"tokens"``, or ``"words"`` where
+    texts were split at white space.
+    """
+
+    lengths: NDArray[np.int32]
+    unit: Literal["tokens", "words"]
+    column: str
+    kind: str
+    files: int
+    null_rows: int
+    empty_rows: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything but the lengths for JSON."""
+        return {name: getattr(self, name) for name in ("kind", "files", "column", "unit", "null_rows", "empty_rows")}
+
+    def heading(self, path: str | Path) -> str:
+        """Return in lines what was read and counted."""
+        files = "1 file" if self.files == 1 else f"{self.files} files"
+        how = ", split at white space into words (for tokens pass --tokenizer NAME)" if self.unit == "words" else ""
+        lines = [f"{path}: {files}, {self.kind}, column {self.column!r}{how}"]
+        if self.null_rows or self.empty_rows:
+            lines.append(
+                f"Left out: {self.null_rows:,} null and {self.empty_rows:,} empty rows; remove them before training:\n"
+                f"    dataset.filter(lambda row: row[{self.column!r}])"
+            )
+        return "\n".join(lines)
+
+
+def file_lengths(path: str | Path, *, column: str | None = None, tokenizer: str | None = None) -> FileLengths:
+    """Return the length of every example in a file, or in a folder of files of one kind.
+
+    A folder is searched to its bottom; hidden files, and those of no known kind, are passed over. One that
+    ``Dataset.save_to_disk`` wrote is read as that dataset.
+
+    Args:
+        path: the file or folder.
+        column: lists of token ids or texts; without it ``input_ids``, else ``text``, else the only column of texts
+            (with a tokenizer texts come first).
+        tokenizer: what counts the tokens of texts: a folder or a name on the Hub for ``AutoTokenizer``; special tokens
+            count. Without it words are counted.
+
+    Raises:
+        ValueError: no such path, a file of no known kind, files of several kinds, one that cannot be read, no such
+            column or none that could be meant, no rows or only empty ones, or a tokenizer that cannot be loaded.
+    """
+    from tqdm.auto import tqdm
+
+    kind, sources = _find(Path(path))
+    with reading(sources[0], kind):
+        schema, read = open_source(sources[0], kind)
+    column = column or _choose_column(schema, sources[0], has_tokenizer=tokenizer is not None)
+    is_text = _check_column(schema, column, sources[0])
+    if tokenizer is not None and not is_text:
+        raise ValueError(
+            f"tokenizer={tokenizer!r} has no text to split: column {column!r} holds token ids already; expected a "
+            "column of texts. Leave the tokenizer out, or name another column: --column NAME"
+        )
+    count = _count_ids if not is_text else _count_words if tokenizer is None else _token_counter(tokenizer)
+    lengths, null_rows = [], 0
+    with tqdm(unit=" rows", desc="Reading lengths", delay=1.0, leave=False) as progress:
+        for source in sources:
+            with reading(source, kind):
+                if source is not sources[0]:
+                    schema, read = open_source(source, kind)
+                    if _check_column(schema, column, source) != is_text:
+                        raise _different(column, sources[0], source)
+                for table in read(column):
+                    values = table.column(column).drop_null()
+                    null_rows += table.num_rows - len(values)
+                    progress.update(table.num_rows)
+                    if len(values):
+                        lengths.append(count(values, column))
+    counted = np.concatenate([np.empty(0, dtype=np.int32), *lengths])
+    full = counted[counted > 0]
+    empty_rows = len(counted) - len(full)
+    if len(full) == 0:
+        found = f"{null_rows} null and {empty_rows} empty rows in column {column!r}, and no other"
+        raise ValueError(f"path={str(path)!r} holds {found}; expected at least one example. Check what wrote it")
+    unit: Literal["tokens", "words"] = "words" if is_text and tokenizer is None else "tokens"
+    return FileLengths(full, unit, column, kind, len(sources), null_rows, empty_rows)
+
+
+# ---- which files
+
+
+def _find(path: Path) -> tuple[str, list[Path]]:
+    """Return the kind of the files and the files, a saved dataset's folder counting as one."""
+    if not path.exists():
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ValueError(
+            f"path={str(path)!r} does not exist; expected a file or a folder.{nearest(path.name, siblings)} "
+            "Call: hf-memopt lengths FILE"
+        )
+    if not path.is_dir():
+        kind = _kind(path)
+        if kind is None:
+            raise ValueError(f"path={str(path)!r} is of no known kind; expected {_endings()}. Convert it first")
+        return kind, [path]
+    found = [(_kind(source) or "arrow", source) for source in _sources(path)]
+    if not found:
+        raise ValueError(f"path={str(path)!r} holds no data files; expected {_endings()}. Name another folder")
+    kinds = Counter(kind for kind, _ in found)
+    if len(kinds) > 1:
+        mixture = " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        raise ValueError(
+            f"path={str(path)!r} mixes files of several kinds, {mixture}; expected one kind. "
+            f"Name one file: hf-memopt lengths {found[0][1]}"
+        )
+    return found[0][0], [source for _, source in found]
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith((".", "_")))
+    names = {entry.name for entry in entries}
+    if "dataset_dict.json" in names:
+        splits = [entry.name for entry in entries if entry.is_dir()]
+        raise ValueError(
+            f"path={str(folder)!r} holds the splits {', '.join(splits)}; expected one dataset. "
+            f"Name one of them: hf-memopt lengths {folder / splits[0] if splits else folder}"
+        )
+    if {"state.json", "dataset_info.json"} <= names:
+        yield folder
+        return
+    for entry in entries:
+        if entry.is_dir():
+            yield from _sources(entry)
+        elif _kind(entry) is not None and entry.name not in METADATA:
+            yield entry
+
+
+def _kind(file: Path) -> str | None:
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED and KINDS.get("".join(suffixes[-2:-1])) in ("json", "csv"):
+        suffixes.pop()
+    return KINDS.get(suffixes[-1]) if suffixes else None
+
+
+def _endings() -> str:
+    return f"one of {', '.join(KINDS)}, or a folder of them"
+
+
+# ---- which column, and what it holds
+
+
+def _choose_column(schema: Any, source: Path, *, has_tokenizer: bool) -> str:
+    texts = [field.name for field in schema if _is_text(field.type)]
+    likely = ["text", "input_ids"] if has_tokenizer else ["input_ids", "text"]
+    if has_tokenizer and len(texts) == 1:
+        return str(texts[0])
+    for name in likely:
+        if name in schema.names:
+            return name
+    if len(texts) == 1:
+        return str(texts[0])
+    many = f"{len(texts)} columns of texts, {', '.join(texts)}" if texts else "no column of texts"
+    raise ValueError(
+        f"path={str(source)!r} has neither 'input_ids' nor 'text', and {many}; expected to be told which of "
+        f"{sorted(schema.names)} counts. Pass --column NAME"
+    )
+
+
+def _check_column(schema: Any, column: str, source: Path) -> bool:
+    """Return whether a column holds texts; raise unless they are texts or lists of token ids."""
+    if column not in schema.names:
+        raise ValueError(
+            f"column={column!r} is not in {str(source)!r}; expected one of {sorted(schema.names)}."
+            f"{nearest(column, schema.names)} Pass --column NAME"
+        )
+    kind = likely_type(schema.field(column).type)
+    if _is_text(kind):
+        return True
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not is_list or not pa.types.is_integer(kind.value_type):
+        raise ValueError(
+            f"column={column!r} of {str(source)!r} holds values of type {kind}; expected texts or one flat list of "
+            "integers per row. Pass --column NAME"
+        )
+    return False
+
+
+def _different(column: str, first: Path, second: Path) -> ValueError:
+    return ValueError(
+        f"column={column!r} holds texts in one and token ids in the other of {str(first)!r} and {str(second)!r}; "
+        "expected the same in all files. Pass --column NAME, or one file"
+    )
+
+
+def _is_text(kind: Any) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+# ---- how long
+
+
+def _count_ids(values: Any, column: str) -> NDArray[np.int32]:
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    # A fingerprint of its own keeps the Dataset from hashing all of its tokens.
+    return token_lengths(Dataset(InMemoryTable(pa.table({column: values})), fingerprint="lengths"), column)
+
+
+def _count_words(values: Any, column: str) -> NDArray[np.int32]:
+    texts = values.to_pylist()
+    if all(re.fullmatch(r"\[\s*\d[\d\s,]*\]", text) for text in texts[:20]):  # one alone may be a footnote
+        raise ValueError(
+            f"column={column!r} holds lists written as text, like {texts[0][:20]!r}; expected texts, or real lists of "
+            "token ids. Write a format that has lists: dataset.to_parquet(...)"
+        )
+    return np.fromiter((len(text.split()) for text in texts), dtype=np.int32, count=len(texts))
+
+
+def _token_counter(name: str) -> Callable[[Any, str], NDArray[np.int32]]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # a missing file, a broken one, no network, a missing package: each raises its own
+        raise ValueError(
+            f"tokenizer={name!r} cannot be loaded ({first_line(error)}); expected a folder or a name on the Hub. "
+            "Leave it out to count words"
+        ) from error
+
+    def count(values: Any, column: str) -> NDArray[np.int32]:
+        rows = tokenizer(values.to_pylist(), return_attention_mask=False, verbose=False)["input_ids"]
+        return np.fromiter(map(len, rows), dtype=np.int32, count=len(rows))
+
+    return count

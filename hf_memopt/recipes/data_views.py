@@ -1,0 +1,88 @@
+"""Which order a Recipe gives the data of its Trainer: length-bucketed for training, sorted by length for evaluation."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hf_memopt.batching.evaluation import SortedExamples, sorted_by_length
+from hf_memopt.batching.streaming import BucketedStream
+from hf_memopt.batching.views import BucketedBatches, BucketedExamples, bucketed
+from hf_memopt.changes import Change
+
+__all__ = ["evaluation_view", "training_view", "view_arguments"]
+
+logger = logging.getLogger(__name__)
+
+VIEWS = (BucketedBatches, BucketedExamples, BucketedStream)
+
+
+def training_view(name: str, dataset: Any, *, batch_size: int, pad_to_multiple_of: int) -> Any:
+    """Return a bucketed view of the training data, or the data itself where it cannot be bucketed, telling why."""
+    if dataset is None or isinstance(dataset, VIEWS):
+        return dataset
+    reason = _why_not(dataset)
+    if reason is not None:
+        logger.info("%s: %s", name, Change("bucketing", True, False, reason))
+        return dataset
+    return bucketed(dataset, batch_size=batch_size, pad_to_multiple_of=pad_to_multiple_of)
+
+
+def evaluation_view(name: str, dataset: Any, args: Any) -> Any:
+    """Return the evaluation data, or each of several, sorted by length where ``attach`` can restore its order."""
+    if dataset is None or isinstance(dataset, SortedExamples):
+        return dataset
+    if isinstance(dataset, Mapping):
+        return {key: evaluation_view(name, value, args) for key, value in dataset.items()}
+    if (
+        args.dataloader_drop_last
+        or not args.eval_do_concat_batches
+        or args.train_sampling_strategy == "group_by_length"
+    ):
+        reason: str | None = "the training arguments leave no way back into dataset order"
+    elif not _is_map_style(dataset):
+        reason = "a stream cannot be sorted"
+    else:
+        reason = _why_not(dataset)
+    if reason is not None:
+        logger.info("%s: %s", name, Change("evaluation sorted by length", True, False, reason))
+        return dataset
+    return sorted_by_length(dataset)
+
+
+def view_arguments(name: str, dataset: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the training arguments that fit a bucketed view of the data, whose order and batches are its own."""
+    if dataset is None or not (isinstance(dataset, VIEWS) or _why_not(dataset) is None):
+        return dict(given)
+    fitting = {**given, "train_sampling_strategy": "sequential"}
+    is_whole_batches = isinstance(dataset, BucketedBatches)
+    is_whole_batches |= isinstance(dataset, BucketedStream) and dataset.max_tokens is not None
+    if is_whole_batches:
+        steps = given.get("gradient_accumulation_steps", 1)
+        fitting |= {
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": steps,
+            "effective_batch_size": steps * int(os.environ.get("WORLD_SIZE", "1")),
+        }
+        reason = "the training data comes in whole batches of max_tokens, so a step has so many tokens, not examples"
+        logger.info("%s: %s", name, Change("per_device_train_batch_size", "of the recipe", 1, reason))
+    return fitting
+
+
+def _is_map_style(dataset: Any) -> bool:
+    from torch.utils.data import IterableDataset
+
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+
+
+def _why_not(dataset: Any) -> str | None:
+    """Return why a dataset stays in its own order, or None."""
+    names: Iterable[str] | None = getattr(dataset, "column_names", None)
+    if names is None and not _is_map_style(dataset):
+        return "a stream that does not name its columns is bucketed on request only: bucketed(stream, batch_size=...)"
+    if names is None:
+        first = dataset[0] if len(dataset) else {}
+        names = first if isinstance(first, Mapping) else []
+    return None if "input_ids" in names else "the examples have no input_ids whose length could count"

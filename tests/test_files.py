@@ -1,0 +1,374 @@
+"""Lengths from data files: every kind, folders, texts and ids, and every broken input with its whole message."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+
+from hf_memopt.batching import readers
+from hf_memopt.batching.files import KINDS, file_lengths
+from tiny import tokenizer
+
+ENDINGS = f"expected one of {', '.join(KINDS)}, or a folder of them"
+LENGTHS = np.random.default_rng(0).integers(1, 40, 300).tolist()
+TEXTS = [" ".join(f"w{i % 9}" for i in range(n)) for n in LENGTHS]
+ROWS = [{"input_ids": list(range(n + 2)), "text": text, "label": n % 2} for n, text in zip(LENGTHS, TEXTS, strict=True)]
+TABLE = pa.Table.from_pylist(ROWS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet_progress() -> Any:
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def write_arrow(new: Callable[..., Any], path: Path) -> None:
+    with new(str(path), TABLE.schema) as sink:
+        sink.write_table(TABLE, max_chunksize=100)
+
+
+def write_lines(path: Path, rows: list[Any] = ROWS, opener: Callable[..., Any] = open) -> Path:
+    with opener(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+def write_csv(path: Path) -> None:
+    pa_csv.write_csv(TABLE.drop_columns("input_ids"), path)
+
+
+def write_gz_csv(path: Path) -> None:
+    with gzip.open(path, "wb") as file:
+        pa_csv.write_csv(TABLE.drop_columns("input_ids"), file)
+
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "a.parquet": lambda path: pq.write_table(TABLE, path, row_group_size=70),
+    "a.arrow": lambda path: write_arrow(pa.ipc.new_file, path),
+    "stream.arrow": lambda path: write_arrow(pa.ipc.new_stream, path),
+    "a.feather": lambda path: write_arrow(pa.ipc.new_file, path),
+    "a.jsonl": write_lines,
+    "a.ndjson": write_lines,
+    "lines.json": write_lines,
+    "array.json": lambda path: path.write_text(" \n" + json.dumps(ROWS, indent=1)),
+    "a.jsonl.gz": lambda path: write_lines(path, opener=gzip.open),
+    "a.csv": write_csv,
+    "a.csv.gz": write_gz_csv,
+    "saved": lambda path: Dataset(datasets.table.InMemoryTable(TABLE)).save_to_disk(path, num_shards=3),
+}
+WITH_IDS = [name for name in WRITERS if "csv" not in name]
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch):
+    """Make every file of these tests take several batches, and JSON and CSV several blocks."""
+    monkeypatch.setattr(readers, "ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 4096)
+
+
+# ---- what can be read
+
+
+@pytest.mark.parametrize("name", WITH_IDS)
+def test_token_ids_of_every_kind(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    found = file_lengths(tmp_path / name)
+    assert found.lengths.dtype == np.int32
+    assert found.lengths.tolist() == [n + 2 for n in LENGTHS]
+    assert found.as_dict() == {
+        "kind": "arrow" if name == "saved" else KINDS["." + name.removesuffix(".gz").split(".")[-1]],
+        "files": 1,
+        "column": "input_ids",
+        "unit": "tokens",
+        "null_rows": 0,
+        "empty_rows": 0,
+    }
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_words_and_tokens_of_texts_of_every_kind(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    words = file_lengths(tmp_path / name, column="text")
+    assert (words.lengths.tolist(), words.unit) == (LENGTHS, "words")
+    tokens = file_lengths(tmp_path / name, tokenizer=str(tmp_path / "tokenizer"))
+    assert (tokens.lengths.tolist(), tokens.unit) == ([n + 2 for n in LENGTHS], "tokens")  # [CLS] and [SEP]
+    assert tokens.column == "text"
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_other_arrow_types_of_texts(tmp_path, kind):
+    texts = pa.array(["a b", None, "c"], pa.string())
+    texts = texts.dictionary_encode() if pa.types.is_dictionary(kind) else texts.cast(kind)
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), pa.schema([("body", kind)])) as sink:
+        sink.write_table(pa.table({"body": texts}))
+    found = file_lengths(tmp_path / "a.arrow")
+    assert (found.lengths.tolist(), found.column, found.null_rows) == ([2, 1], "body", 1)
+
+
+@pytest.mark.parametrize("kind", [pa.large_list(pa.int16()), pa.list_(pa.int64(), 3)])
+def test_other_arrow_types_of_ids(tmp_path, kind):
+    pq.write_table(pa.table({"ids": pa.array([[1, 2, 3], None, [4, 5, 6]], kind)}), tmp_path / "a.parquet")
+    found = file_lengths(tmp_path / "a.parquet", column="ids")
+    assert (found.lengths.tolist(), found.null_rows) == ([3, 3], 1)
+
+
+def test_a_folder_is_searched_to_its_bottom_without_hidden_and_foreign_files(tmp_path):
+    for folder in ("", "train/deep", ".cache", "_work"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        WRITERS["a.parquet"](tmp_path / folder / "part.parquet")
+    WRITERS["a.csv"](tmp_path / ".hidden.csv")
+    (tmp_path / "README.md").write_text("about")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    found = file_lengths(tmp_path)
+    assert (found.files, found.lengths.tolist()) == (2, [n + 2 for n in LENGTHS] * 2)
+
+
+def test_a_folder_of_saved_datasets_does_not_count_their_caches(tmp_path):
+    for name in ("one", "two"):
+        WRITERS["saved"](tmp_path / name)
+        shutil.copy(tmp_path / name / "data-00000-of-00003.arrow", tmp_path / name / "cache-123.arrow")
+    found = file_lengths(tmp_path)
+    assert (found.kind, found.files, found.lengths.tolist()) == ("arrow", 2, [n + 2 for n in LENGTHS] * 2)
+
+
+def test_a_later_block_may_hold_what_the_first_one_did_not(tmp_path):
+    rows = [{"text": None, "score": 1}] * 500 + [{"text": "a b"}, {"score": 2.5}, {"text": "c", "more": [1]}]
+    found = file_lengths(write_lines(tmp_path / "a.jsonl", rows))
+    assert (found.lengths.tolist(), found.null_rows) == ([2, 1], 501)
+    ids = [{"input_ids": []}] * 500 + [{"input_ids": [1, 2]}]
+    found = file_lengths(write_lines(tmp_path / "b.jsonl", ids))
+    assert (found.lengths.tolist(), found.empty_rows, found.null_rows) == ([2], 500, 0)
+    (tmp_path / "c.csv").write_text("id,text\n" + "1,\n" * 2000 + '2.5,"a b\nc"\n')
+    found = file_lengths(tmp_path / "c.csv")
+    assert (found.lengths.tolist(), found.null_rows + found.empty_rows) == ([3], 2000)
+
+
+def test_null_and_empty_rows_are_counted_left_out_and_told(tmp_path):
+    rows = [{"text": "a b"}, {"text": None}, {"text": " "}, {"text": ""}, {"text": "c"}]
+    found = file_lengths(write_lines(tmp_path / "a.jsonl", rows))
+    assert (found.lengths.tolist(), found.null_rows, found.empty_rows) == ([2, 1], 1, 2)
+    assert found.heading("a.jsonl") == (
+        "a.jsonl: 1 file, json, column 'text', split at white space into words (for tokens pass --tokenizer NAME)\n"
+        "Left out: 1 null and 2 empty rows; remove them before training:\n    dataset.filter(lambda row: row['text'])"
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "with_tokenizer", "chosen"),
+    [
+        ({"text": "a", "input_ids": [1], "other": "b"}, False, "input_ids"),
+        ({"text": "a", "input_ids": [1], "other": "b"}, True, "text"),
+        ({"body": "a", "input_ids": [1]}, True, "body"),
+        ({"text": "a", "other": "b"}, False, "text"),
+        ({"body": "a", "label": 1}, False, "body"),
+    ],
+)
+def test_the_column_that_is_meant(tmp_path, columns, with_tokenizer, chosen):
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    name = str(tmp_path / "tokenizer") if with_tokenizer else None
+    assert file_lengths(write_lines(tmp_path / "a.jsonl", [columns]), tokenizer=name).column == chosen
+
+
+def test_a_text_longer_than_the_model_takes_is_counted_in_full_and_without_a_warning(tmp_path, caplog):
+    tokenizer(model_max_length=8).save_pretrained(tmp_path / "tokenizer")
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "w1 " * 50}])
+    assert file_lengths(path, tokenizer=str(tmp_path / "tokenizer")).lengths.tolist() == [52]
+    assert caplog.text == ""
+
+
+# ---- what cannot
+
+
+def error_of(path: Path, **settings: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        file_lengths(path, **settings)
+    return str(error.value)
+
+
+def test_a_missing_path(tmp_path):
+    WRITERS["a.parquet"](tmp_path / "train.parquet")
+    path = tmp_path / "trian.parquet"
+    assert error_of(path) == (
+        f"path={str(path)!r} does not exist; expected a file or a folder. Did you mean 'train.parquet'? "
+        "Call: hf-memopt lengths FILE"
+    )
+    path = tmp_path / "no" / "such"
+    assert (
+        error_of(path)
+        == f"path={str(path)!r} does not exist; expected a file or a folder. Call: hf-memopt lengths FILE"
+    )
+
+
+def test_an_unknown_kind_and_a_folder_without_data(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    assert error_of(tmp_path / "a.txt") == (
+        f"path={str(tmp_path / 'a.txt')!r} is of no known kind; {ENDINGS}. Convert it first"
+    )
+    assert error_of(tmp_path) == f"path={str(tmp_path)!r} holds no data files; {ENDINGS}. Name another folder"
+
+
+def test_a_folder_of_several_kinds(tmp_path):
+    for name in ("a.csv", "a.parquet"):
+        WRITERS[name](tmp_path / name)
+    WRITERS["a.parquet"](tmp_path / "b.parquet")
+    assert error_of(tmp_path) == (
+        f"path={str(tmp_path)!r} mixes files of several kinds, 1 csv and 2 parquet; expected one kind. "
+        f"Name one file: hf-memopt lengths {tmp_path / 'a.csv'}"
+    )
+
+
+def test_a_saved_dict_of_splits(tmp_path):
+    part = Dataset.from_dict({"text": ["a"]})
+    DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "saved"))
+    path = tmp_path / "saved"
+    assert error_of(path) == (
+        f"path={str(path)!r} holds the splits test, train; expected one dataset. "
+        f"Name one of them: hf-memopt lengths {path / 'test'}"
+    )
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl", "a.json", "a.csv"])
+def test_an_empty_file(tmp_path, name):
+    (tmp_path / name).touch()
+    assert error_of(tmp_path / name) == (
+        f"path={str(tmp_path / name)!r} cannot be read as {KINDS[Path(name).suffix]} (EOFError: the file is empty); "
+        "expected a whole file. Write it again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.parquet", b"PAR1 and nothing that follows"),
+        ("a.arrow", b"ARROW and nothing that follows"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n'),
+        ("a.json", b'[{"text": "a"}, '),
+        ("a.json", b"[1, 2]"),
+        ("a.json", b'[{"text": "a"}, {"text": 1}]'),
+        ("a.csv", b"text,label\na,1\nb,2,3\n"),
+        ("a.csv.gz", b"no gzip"),
+    ],
+)
+def test_a_broken_file_is_named_in_one_line_with_the_cause(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    message = error_of(tmp_path / name)
+    kind = KINDS["." + name.split(".")[1]]
+    assert "\n" not in message
+    assert message.startswith(f"path={str(tmp_path / name)!r} cannot be read as {kind} (")  # the cause is pyarrow's
+    assert message.endswith("); expected a whole file. Write it again")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "stream.arrow", "a.jsonl", "array.json", "a.jsonl.gz"])
+def test_a_file_that_was_cut_off_is_never_counted_by_half(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: len(content) * 2 // 3])
+    assert " cannot be read as " in error_of(tmp_path / name)
+
+
+def test_a_saved_dataset_without_its_data(tmp_path):
+    WRITERS["saved"](tmp_path / "saved")
+    (tmp_path / "saved" / "data-00001-of-00003.arrow").unlink()
+    assert error_of(tmp_path / "saved").startswith(
+        f"path={str(tmp_path / 'saved')!r} cannot be read as arrow (FileNotFoundError: "
+    )
+
+
+def test_a_broken_file_in_a_folder_is_the_one_named(tmp_path):
+    WRITERS["a.parquet"](tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes(b"broken")
+    assert error_of(tmp_path).startswith(f"path={str(tmp_path / 'b.parquet')!r} cannot be read as parquet (")
+
+
+def test_an_unknown_column(tmp_path):
+    WRITERS["a.parquet"](tmp_path / "a.parquet")
+    path = str(tmp_path / "a.parquet")
+    assert error_of(tmp_path / "a.parquet", column="txt") == (
+        f"column='txt' is not in {path!r}; expected one of ['input_ids', 'label', 'text']. Did you mean 'text'? "
+        "Pass --column NAME"
+    )
+    assert error_of(tmp_path / "a.parquet", column="label") == (
+        f"column='label' of {path!r} holds values of type int64; expected texts or one flat list of integers per row. "
+        "Pass --column NAME"
+    )
+
+
+def test_no_column_that_could_be_meant(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}])
+    assert error_of(path) == (
+        f"path={str(path)!r} has neither 'input_ids' nor 'text', and 2 columns of texts, question, answer; expected to "
+        "be told which of ['answer', 'question'] counts. Pass --column NAME"
+    )
+    path = write_lines(tmp_path / "b.jsonl", [{"label": 1}])
+    assert error_of(path) == (
+        f"path={str(path)!r} has neither 'input_ids' nor 'text', and no column of texts; expected to be told which of "
+        "['label'] counts. Pass --column NAME"
+    )
+
+
+def test_a_column_that_differs_between_the_files(tmp_path):
+    one = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    two = write_lines(tmp_path / "b.jsonl", [{"text": [1, 2]}])
+    assert error_of(tmp_path) == (
+        f"column='text' holds texts in one and token ids in the other of {str(one)!r} and {str(two)!r}; expected the "
+        "same in all files. Pass --column NAME, or one file"
+    )
+    write_lines(two, [{"body": "a"}])
+    assert error_of(tmp_path) == (f"column='text' is not in {str(two)!r}; expected one of ['body']. Pass --column NAME")
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([{"text": None}, {"text": None}], "2 null and 0 empty rows"),
+        ([{"text": ""}, {"text": None}], "1 null and 1 empty rows"),
+    ],
+)
+def test_nothing_but_null_and_empty_rows(tmp_path, rows, found):
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    assert error_of(path) == (
+        f"path={str(path)!r} holds {found} in column 'text', and no other; expected at least one example. Check what "
+        "wrote it"
+    )
+
+
+def test_a_header_alone(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label\n")
+    assert error_of(tmp_path / "a.csv").startswith(
+        f"path={str(tmp_path / 'a.csv')!r} holds 0 null and 0 empty rows in column 'text', and no other; "
+    )
+
+
+def test_lists_that_were_written_as_text(tmp_path):
+    (tmp_path / "a.csv").write_text('input_ids,label\n"[101, 7, 102]",1\n')
+    assert error_of(tmp_path / "a.csv", column="input_ids") == (
+        "column='input_ids' holds lists written as text, like '[101, 7, 102]'; expected texts, or real lists of token "
+        "ids. Write a format that has lists: dataset.to_parquet(...)"
+    )
+
+
+def test_a_tokenizer_that_cannot_be_loaded_or_has_no_text(tmp_path):
+    WRITERS["a.parquet"](tmp_path / "a.parquet")
+    name = str(tmp_path / "no-tokenizer")
+    message = error_of(tmp_path / "a.parquet", tokenizer=name)
+    assert message.startswith(f"tokenizer={name!r} cannot be loaded (")
+    assert message.endswith("); expected a folder or a name on the Hub. Leave it out to count words")
+    assert "\n" not in message
+    assert error_of(tmp_path / "a.parquet", column="input_ids", tokenizer=name) == (
+        f"tokenizer={name!r} has no text to split: column 'input_ids' holds token ids already; expected a column of "
+        "texts. Leave the tokenizer out, or name another column: --column NAME"
+    )
