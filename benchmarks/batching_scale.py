@@ -80,8 +80,8 @@ def measure_scale(lengths: NDArray[np.int32], budget: int, reshuffled: int, repe
 def measure_collation(batches: int, repeats: int) -> dict[str, dict[str, float]]:
     """Return the time to fetch and collate a batch of each case, stock's and ours, and whether the tensors agree.
 
-    Both read the same examples in the same order through a DataLoader without workers, taking turns batch by batch;
-    the times are medians of ``repeats * batches`` batches.
+    Both read the same examples in the same order through a DataLoader without workers, taking turns ``batches`` at a
+    time; the times are medians of ``repeats * batches`` batches.
     """
     return {f"{rows}x{tokens}": _collation_case(rows, tokens, batches, repeats) for rows, tokens in COLLATION_CASES}
 
@@ -110,9 +110,9 @@ def _collation_case(rows: int, tokens: int, batches: int, repeats: int) -> dict[
     agree = all(torch.equal(one[key], other[key]) for one, other in pairs for key in one)
     times: dict[str, list[float]] = {"stock": [], "ours": []}
     for _ in range(repeats):
-        iterators = {"stock": iter(stock), "ours": iter(loader)}
-        for _ in range(batches):
-            for name, iterator in iterators.items():
+        for name, source in {"stock": stock, "ours": loader}.items():
+            iterator = iter(source)
+            for _ in range(batches):
                 started = time.perf_counter()
                 next(iterator)
                 times[name].append(time.perf_counter() - started)

@@ -410,7 +410,7 @@ BAD_SETTINGS = {
     "seed": ({"seed": -1}, "seed=-1 is no seed; expected an integer from 0 to 2**63 - 1. Pass seed=0"),
     "too_long": (
         {"too_long": "cut"},
-        'too_long=\'cut\' is unknown; expected "error" or "drop". Pass too_long="drop"',
+        "too_long='cut' is unknown; expected 'error' or 'drop'. Pass too_long='drop'",
     ),
     "buffer": (
         {"buffer_examples": 15, "world_size": 4},

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
@@ -22,6 +16,7 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt.batching.collators import BucketedCollator
+from hf_memopt.batching.streaming import BucketedStream
 from hf_memopt.batching.views import bucketed
 from hf_memopt.binding import attach
 from hf_memopt.changes import Change
@@ -137,52 +132,6 @@ def test_boundaries_are_what_batches_are_padded_to(tmp_path):
             collate_fn=BucketedCollator(tiny.tokenizer()),
         )
         assert {batch["input_ids"].shape[1] for batch in plain} == {12, 24}
-
-
-WORKER = """
-import json, sys
-sys.path.insert(0, sys.argv[2])
-import test_views
-view = test_views.bucketed(test_views.examples(34), **test_views.VIEWS[sys.argv[3]])
-trainer, seen = test_views.make_trainer(sys.argv[1], view, ddp_backend="gloo")
-trainer.train()
-lengths = [int(max(view.buckets.lengths[i] for i in batch)) for batch in seen]
-with open(f"{sys.argv[1]}/rank{trainer.args.process_index}.json", "w") as file:
-    json.dump({"seen": seen, "lengths": lengths, "boundaries": view.buckets.boundaries.tolist()}, file)
-"""
-
-
-def test_two_processes_share_every_epoch_and_step_through_one_bucket_together(tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(script), str(tmp_path), str(Path(__file__).parent), "examples"]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
-    one, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
-    steps = len(one["seen"]) // 2
-    assert steps == len(other["seen"]) // 2 == 5  # 34 examples by 2 x 4, the last step filled up by even_batches
-    for epoch in (0, 1):
-        span = slice(epoch * steps, (epoch + 1) * steps)
-        together = sorted(i for found in (one, other) for batch in found["seen"][span] for i in batch)
-        assert set(together) == set(range(34))
-        assert len(together) == 40
-    classes = [np.searchsorted(one["boundaries"], found["lengths"]) for found in (one, other)]
-    whole = [step for step in range(2 * steps) if step % steps != steps - 1]
-    apart = (classes[0] != classes[1])[whole]
-    assert apart.mean() <= 0.25  # only where a bucket's rest was topped up from the next one
 
 
 # What a view is
@@ -394,14 +343,50 @@ def test_attach_refuses_a_view_as_evaluation_data_and_takes_its_dataset(tmp_path
 # What bucketed refuses
 
 
-@pytest.mark.parametrize("dataset", [Dataset.from_list(examples(2)).to_iterable_dataset(), iter([])], ids=["hf", "it"])
-def test_a_stream_is_refused(dataset):
-    with pytest.raises(TypeError) as error:
-        bucketed(dataset, batch_size=4)
+def test_a_stream_becomes_a_bucketed_stream():
+    stream = bucketed(Dataset.from_list(examples()).to_iterable_dataset(), batch_size=4, world_size=2, too_long="drop")
+    assert isinstance(stream, BucketedStream)
+    assert (stream.batch_size, stream.world_size, stream.buffer_examples) == (4, 2, 2 * 8192)
+    assert (stream.seed, stream.takes_seed, stream.too_long) == (0, True, "drop")
+    given = bucketed(StartsOver(examples()), max_tokens=96, seed=3, buffer_examples=10, boundaries=[12, 24])
+    assert (given.seed, given.takes_seed, given.buffer_examples, given.boundaries) == (3, False, 10, [12, 24])
+
+
+class StartsOver:
+    """The smallest stream: no length, no index."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("lengths", [3] * COUNT), ("n_buckets", 4), ("boundaries", "auto")], ids=str
+)
+def test_a_stream_takes_no_setting_that_needs_all_lengths(name, value):
+    with pytest.raises(ValueError) as error:
+        bucketed(StartsOver(examples()), batch_size=4, **{name: value})
     assert str(error.value) == (
-        f"dataset=<{type(dataset).__name__}> cannot be indexed; expected a map-style dataset with __len__ and "
-        "__getitem__. Load it without streaming=True"
+        f"{name}={value!r} needs all lengths beforehand, which a stream does not tell; expected it left out. Leave it "
+        "out, or pass boundaries=[64, 128, 256] to bound the shapes"
     )
+
+
+def test_a_dataset_takes_no_setting_of_streams():
+    with pytest.raises(ValueError) as error:
+        bucketed(examples(), batch_size=4, buffer_examples=100)
+    assert str(error.value) == (
+        "buffer_examples=100 is for streams, and <list> can be indexed; expected it left out, since all lengths are "
+        "known. Leave buffer_examples out"
+    )
+
+
+def test_what_can_be_read_only_once_is_refused():
+    with pytest.raises(TypeError) as error:
+        bucketed(iter([]), batch_size=4)
+    assert str(error.value).startswith("dataset=<list_iterator> can be read only once")
 
 
 def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_column():

@@ -53,6 +53,7 @@ class ArrowColumns:
             place = _Place.of(values, memory)
             groups.setdefault((_lengths(values), *place.alike), {})[name] = place
         self._groups = [_Group(places, lengths) for (lengths, *_), places in groups.items()]
+        self._in_order = [name for group in self._groups for name, _ in group.places] == self._names
 
     @classmethod
     def of(cls, dataset: Any, names: Collection[str] | None) -> ArrowColumns | None:
@@ -82,7 +83,7 @@ class ArrowColumns:
             if group.nulls is not None and np.isin(rows, group.nulls).any():
                 return None
             found.update(group.read(rows))
-        return {name: found[name] for name in self._names} if len(self._groups) > 1 else found
+        return found if self._in_order else {name: found[name] for name in self._names}
 
 
 class _Memory:
@@ -199,10 +200,10 @@ class _Group:
         positions = self.positions  # of one chunk, (4, columns, 1), or of the chunk of every row, (4, columns, batch)
         if self.ends is not None:
             positions = positions.take(self.ends.searchsorted(rows, side="right"), axis=2)
-        at, low, high, offset_at = positions
         if not self.is_list:
-            numbers = zip(self.places, rows + at, strict=True)
+            numbers = zip(self.places, rows + positions[0], strict=True)
             return {name: _numbers(place, found) for (name, place), found in numbers}
+        at, low, high, offset_at = positions
         if self.offsets is None:
             starts = rows * self.list_size + at
             sizes = np.full(starts.shape, self.list_size)
@@ -212,14 +213,14 @@ class _Group:
             sizes = self.offsets.take(offset_at + 1) - first
             starts = first + at
         after = np.minimum.reduce(high - starts, axis=1).tolist()
-        before = np.minimum.reduce(starts + sizes - low, axis=1).tolist()
         columns = {}
         known = sizes[0]
+        bytes_of_known = known.tobytes() if len(sizes) > 1 else b""
         for i, (name, place) in enumerate(self.places):
             own = sizes[i]
-            if i == 0 or own.tobytes() == known.tobytes():
+            if i == 0 or own.tobytes() == bytes_of_known:
                 own = known  # the same object: the columns need not be compared again
-            columns[name] = _lists(place, starts[i], own, (after[i], before[i]))
+            columns[name] = _lists(place, starts[i], own, after[i], low[i])
         return columns
 
 
@@ -228,11 +229,11 @@ def _numbers(place: _Place, positions: Array) -> Column:
     return Column(found.astype(place.dtype, copy=False), place.dtype)
 
 
-def _lists(place: _Place, starts: Array, sizes: Array, room: tuple[int, int]) -> Column:
+def _lists(place: _Place, starts: Array, sizes: Array, after: int, low: Array) -> Column:
     if place.is_packed:
         column = _unpacked(place, starts, sizes)
     else:
-        column = Column(place.values, place.dtype, starts, sizes, room)
+        column = Column(place.values, place.dtype, starts, sizes, after, low)
     # As from Python lists: an empty one has no floats or bools to tell by, so it counts as ints.
     if place.dtype != np.int64 and not sizes.all():
         column.dtype = torch_dtype(np.dtype(np.float32 if place.dtype.kind == "f" and sizes.any() else np.int64))

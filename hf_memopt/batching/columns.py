@@ -56,8 +56,9 @@ class Column:
         dtype: int64, float32 or bool: what the numbers become.
         starts: ``(batch,)``, or None where each row is one number; as ``sizes``.
         sizes: ``(batch,)``.
-        room: how many entries may be read from the start of any row on, and up to the end of any row: what lies beyond
-            the memory of ``values`` that belongs to the column must not be touched.
+        after: how many entries may be read from the start of any row on, and
+        low: before which position nothing may be read, ``(batch,)`` or ``(1,)``, or None: what lies beyond the memory
+            of ``values`` that belongs to the column must not be touched.
         odd_shapes: the shape of every row where they do not follow from ``values``: rows that do not go into one array
             (then ``sizes`` is None and ``values`` empty), and those among vectors of rows that are empty.
     """
@@ -66,7 +67,8 @@ class Column:
     dtype: np.dtype[Any]
     starts: Array | None = None
     sizes: Array | None = None
-    room: tuple[int, int] = (0, 0)
+    after: int = 0
+    low: Array | None = None
     odd_shapes: list[tuple[int, ...]] | None = None
 
     @classmethod
@@ -123,7 +125,7 @@ class Column:
         """
         if self.starts is None or self.sizes is None:
             raise TypeError("rows of one number have no width; expected rows of shape (n, ...). Call: column.stack().")
-        if self.values.ndim > 1 or self.room[side == "left"] < width:
+        if self.values.ndim > 1 or not self._has_neighbours(width, side):
             return self._pad_row_by_row(self.starts.tolist(), self.sizes.tolist(), width, value, side)
         if padding is None:
             padding = where_padding(self.sizes, width, side)
@@ -132,9 +134,16 @@ class Column:
         shape = (len(self.values) - width + 1, width)
         windows: Array = np.ndarray(shape, self.values.dtype, self.values, 0, strides)
         first = self.starts if side == "right" else self.starts + (self.sizes - width)
-        padded = windows[first].astype(self.dtype, copy=False)
-        np.copyto(padded, value, where=padding, casting="unsafe")
-        return padded
+        padded: Array = np.where(padding, self.dtype.type(value), windows[first])
+        return padded.astype(self.dtype, copy=False)
+
+    def _has_neighbours(self, width: int, side: str) -> bool:
+        """Tell whether every row and what lies beside it fill ``width`` entries that may be read."""
+        if side == "right":
+            return self.after >= width
+        if self.low is None or self.starts is None or self.sizes is None:
+            return False
+        return bool(np.minimum.reduce(self.starts + self.sizes - self.low) >= width)
 
     def _pad_row_by_row(self, starts: list[int], sizes: list[int], width: int, value: float, side: str) -> Array:
         inside = self.values.shape[1:]

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hf_memopt.batching.buckets import LengthBuckets, check_batch_limits
+from hf_memopt.batching.buckets import LengthBuckets
+from hf_memopt.batching.checks import check_batch_limits
 from hf_memopt.batching.padding_strategies import (
     PaddingStrategy,
     fitting_budget,

@@ -120,6 +120,8 @@ class _Unread:
     __slots__ = ()
 
     def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # protocols are looked for, and not being there is their answer
+            raise AttributeError(name)
         raise RuntimeError(
             f"row=<unread>.{name} was taken out of a RowBatch without reading it; expected a row of the dataset. "
             "Call: list(batch)."

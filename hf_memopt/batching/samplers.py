@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from hf_memopt.batching.buckets import LengthBuckets, PlanDiagnostics, check_counts, check_seed
+from hf_memopt.batching.buckets import LengthBuckets, PlanDiagnostics
+from hf_memopt.batching.checks import check_counts, check_seed
 
 __all__ = ["LengthBucketedBatchSampler", "LengthBucketedSampler"]
 

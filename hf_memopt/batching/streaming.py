@@ -28,7 +28,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch.utils.data import get_worker_info
 
-from hf_memopt.batching.buckets import check_batch_limits, check_counts, check_seed, checked_boundaries
+from hf_memopt.batching.checks import check_batch_limits, check_counts, check_seed, check_too_long, checked_boundaries
 from hf_memopt.batching.rows import RowBatch
 from hf_memopt.binding import used_columns
 from hf_memopt.changes import Change, nearest
@@ -265,8 +265,7 @@ class BucketedStream(torch.utils.data.IterableDataset[Any]):
         counts = ("buffer_examples", "world_size", "pad_to_multiple_of")
         check_counts(**{name: getattr(self, name) for name in counts})
         check_seed(self.seed)
-        if self.too_long not in ("error", "drop"):
-            raise ValueError(f'too_long={self.too_long!r} is unknown; expected "error" or "drop". Pass too_long="drop"')
+        check_too_long(self.too_long)
         if self.buffer_examples < self.group_examples:
             raise ValueError(
                 f"buffer_examples={self.buffer_examples} is less than one batch for each of {self.world_size} "

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from hf_memopt.batching.buckets import EpochPlan, LengthBuckets, check_batch_limits
+from hf_memopt.batching.buckets import EpochPlan, LengthBuckets
+from hf_memopt.batching.checks import check_batch_limits
 from hf_memopt.batching.lengths import token_lengths
 from hf_memopt.batching.rows import RowBatch, RowReader
 from hf_memopt.batching.streaming import BUFFER_EXAMPLES, BucketedStream
@@ -62,7 +63,7 @@ def bucketed(
         world_size: processes that share the view; from the environment of torchrun unless given.
         pad_to_multiple_of: as in the collator.
         too_long: see ``LengthBuckets``; ``view.buckets.dropped`` tells how many were left out.
-        buffer_examples: of a stream: examples held at most, 8192 unless given; see ``BucketedStream``.
+        buffer_examples: of a stream: examples held at most, 8192 per process unless given; see ``BucketedStream``.
 
     Raises:
         ValueError: a size below 1, both or neither of ``batch_size`` and ``max_tokens``, an empty dataset, one without
@@ -75,13 +76,13 @@ def bucketed(
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     is_stream = isinstance(dataset, torch.utils.data.IterableDataset)  # it inherits a __getitem__ that only raises
     if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        _check_known_beforehand(lengths=lengths, n_buckets=n_buckets, boundaries=boundaries)
+        _check_settings_of_stream(lengths, n_buckets, boundaries)
         stream = BucketedStream(
             dataset,
             batch_size=batch_size,
             max_tokens=max_tokens,
             boundaries=boundaries,
-            buffer_examples=BUFFER_EXAMPLES if buffer_examples is None else buffer_examples,
+            buffer_examples=BUFFER_EXAMPLES * world_size if buffer_examples is None else buffer_examples,
             seed=0 if seed is None else seed,
             world_size=world_size,
             column=column,
@@ -117,10 +118,16 @@ def bucketed(
     return view
 
 
-def _check_known_beforehand(**settings: Any) -> None:
+def _check_settings_of_stream(lengths: Any, n_buckets: Any, boundaries: Any) -> None:
     """Raise ValueError for settings that need all lengths before the first batch."""
-    for name, value in settings.items():
-        if value is not None and isinstance(value, str) == (name == "boundaries"):
+    needs_lengths = {
+        "lengths": lengths is not None,
+        "n_buckets": n_buckets != "auto",
+        "boundaries": isinstance(boundaries, str),
+    }
+    given = {"lengths": lengths, "n_buckets": n_buckets, "boundaries": boundaries}
+    for name, value in given.items():
+        if needs_lengths[name]:
             raise ValueError(
                 f"{name}={value!r} needs all lengths beforehand, which a stream does not tell; expected it left out. "
                 "Leave it out, or pass boundaries=[64, 128, 256] to bound the shapes"
@@ -193,12 +200,13 @@ class _BucketedView(torch.utils.data.Dataset[Any]):
                 f"Pass TrainingArguments(..., per_device_train_batch_size={most}); with several GPUs launch one "
                 "process per GPU: torchrun --nproc_per_node=<GPUs> your_script.py"
             )
-        for before, after in pairwise(positions):
-            if (after - before - 1) % len(self) != 0:
-                raise RuntimeError(
-                    f"positions={list(positions[:4])!r} ... read a bucketed view out of order; expected one after the "
-                    f"other, or the buckets are lost. Pass {IN_ORDER}, or shuffle=False to a DataLoader"
-                )
+        if not _follow_each_other(positions) and any(
+            (after - before - 1) % len(self) != 0 for before, after in pairwise(positions)
+        ):
+            raise RuntimeError(
+                f"positions={list(positions[:4])!r} ... read a bucketed view out of order; expected one after the "
+                f"other, or the buckets are lost. Pass {IN_ORDER}, or shuffle=False to a DataLoader"
+            )
 
     # ---- Under a Trainer --------------------------------------------------------------------------------------------
 
@@ -261,7 +269,7 @@ class BucketedExamples(_BucketedView):
         plan, size = self.plan, self.buckets.batch_size or 1
         number, first = divmod(positions[0], size)
         begin = int(plan.starts[plan.sequence[number]]) + first
-        if first + len(positions) <= size and positions[-1] - positions[0] == len(positions) - 1:
+        if first + len(positions) <= size and _follow_each_other(positions):
             return self._read(plan.order[begin : begin + len(positions)], plan.width(number))
         numbers, within = np.divmod(np.asarray(positions), size)
         width = None if plan.widths is None else int(plan.widths[plan.sequence[numbers]].max())
@@ -318,6 +326,11 @@ class BucketedBatches(_BucketedView):
         changes = self._adapt(trainer)
         count_examples(trainer, self)
         return changes
+
+
+def _follow_each_other(positions: Sequence[int]) -> bool:
+    """Tell whether positions ascend by one; comparing lists takes a hundredth of looking at every pair."""
+    return list(positions) == list(range(positions[0], positions[0] + len(positions)))
 
 
 def _check_arguments(args: Any, world_size: int) -> None:

@@ -1,0 +1,120 @@
+"""What the settings of buckets, samplers, views and streams must be: each wrong one raises, with the fix."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeGuard
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = [
+    "check_batch_limits",
+    "check_counts",
+    "check_seed",
+    "check_too_long",
+    "checked_boundaries",
+    "checked_lengths",
+    "unknown_boundaries",
+]
+
+
+def _is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def checked_lengths(lengths: ArrayLike) -> NDArray[np.int32]:
+    """Return the lengths as int32, not copied if they are that already.
+
+    Raises:
+        ValueError: not one integer of 1 or more per example.
+    """
+    found = np.asarray(lengths)
+    if found.ndim != 1 or found.size == 0:
+        raise ValueError(
+            f"lengths=<array of shape {found.shape}> is not one length per example; expected shape (examples,) with at "
+            "least one. Pass token_lengths(dataset)"
+        )
+    if found.dtype.kind not in "iu":
+        raise ValueError(
+            f"lengths=<array of {found.dtype}> is not a number of tokens; expected integers. "
+            "Pass token_lengths(dataset)"
+        )
+    for row in (int(found.argmin()), int(found.argmax())):
+        if found[row] == 0:
+            raise ValueError(
+                f"lengths[{row}]=0 is an example without tokens (empty or null); expected 1 or more. Drop such rows: "
+                'dataset.filter(lambda row: row["input_ids"])'
+            )
+        if not 0 < found[row] < 2**31:
+            raise ValueError(
+                f"lengths[{row}]={int(found[row])} is not a number of tokens; expected 1 to 2**31 - 1. "
+                "Pass token_lengths(dataset)"
+            )
+    return found.astype(np.int32, copy=False)
+
+
+def checked_boundaries(
+    boundaries: NDArray[Any], max_tokens: int | None = None, n_buckets: int | Literal["auto"] = "auto"
+) -> NDArray[np.int64]:
+    """Return the limits as int64.
+
+    Raises:
+        ValueError: they do not ascend from 1, exceed ``max_tokens``, or come with a number of buckets.
+    """
+    is_ascending = boundaries.ndim == 1 and boundaries.size > 0 and boundaries.dtype.kind in "iu"
+    if not is_ascending or boundaries[0] < 1 or (np.diff(boundaries) <= 0).any():
+        raise unknown_boundaries(boundaries.tolist())
+    if n_buckets != "auto":
+        raise ValueError(
+            f"n_buckets={n_buckets!r}, boundaries={boundaries.tolist()!r} both set the number of buckets; expected one "
+            "of them. Leave n_buckets out"
+        )
+    if max_tokens is not None and boundaries[-1] > max_tokens:
+        raise ValueError(
+            f"boundaries[-1]={int(boundaries[-1])} is above max_tokens={max_tokens}; expected every limit to fit into "
+            f"one batch. Pass max_tokens={int(boundaries[-1])} or more"
+        )
+    return boundaries.astype(np.int64)
+
+
+def unknown_boundaries(boundaries: Any) -> ValueError:
+    """Return the error for boundaries that are no limits at all."""
+    return ValueError(
+        f"boundaries={boundaries!r} are no length limits; expected 'auto' or ascending integers of 1 or more. "
+        "Pass boundaries=[64, 128, 256]"
+    )
+
+
+def check_batch_limits(batch_size: int | None, max_tokens: int | None) -> None:
+    """Raise ValueError unless exactly one of the two limits is given and is 1 or more."""
+    if (batch_size is None) == (max_tokens is None):
+        raise ValueError(
+            f"batch_size={batch_size!r}, max_tokens={max_tokens!r}; expected exactly one of them. "
+            "Pass batch_size=32 (examples per batch) or max_tokens=4096 (padded tokens per batch)"
+        )
+    name, value = ("batch_size", batch_size) if max_tokens is None else ("max_tokens", max_tokens)
+    if not _is_integer(value) or value < 1:
+        raise ValueError(
+            f"{name}={value!r} is not a size; expected an integer of 1 or more. Pass, for example, {name}=32"
+        )
+
+
+def check_counts(**counts: Any) -> None:
+    """Raise ValueError unless every value is an integer of 1 or more."""
+    for name, value in counts.items():
+        if not _is_integer(value) or value < 1:
+            raise ValueError(
+                f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass {name}=1 or leave it out"
+            )
+
+
+def check_seed(seed: Any, name: str = "seed") -> None:
+    """Raise ValueError unless ``seed`` is an integer that keys a Philox generator."""
+    if not _is_integer(seed) or not 0 <= seed < 2**63:
+        raise ValueError(f"{name}={seed!r} is no {name}; expected an integer from 0 to 2**63 - 1. Pass {name}=0")
+
+
+def check_too_long(too_long: Any) -> None:
+    """Raise ValueError unless it is one of the two ways to treat examples that fit into no batch."""
+    if too_long not in ("error", "drop"):
+        raise ValueError(f"too_long={too_long!r} is unknown; expected 'error' or 'drop'. Pass too_long='drop'")
