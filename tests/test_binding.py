@@ -25,6 +25,7 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 
 import tiny
 from hf_memopt.batching.collators import BucketedCollator
+from hf_memopt.batching.losses import exact_loss
 from hf_memopt.binding import attach, refuse_data_parallel, unbound_error
 from hf_memopt.changes import Change
 
@@ -549,3 +550,17 @@ def test_a_view_that_does_not_fit_the_arguments_is_refused(tmp_path):
     assert str(error.value) == "train_sampling_strategy='sequential' is not mine"
     assert not any(isinstance(callback, Bound) for callback in trainer.callback_handler.callbacks)
     attach(bert_trainer(tmp_path, eval_dataset=View(tiny.rows())))  # evaluation is always in order
+
+
+def test_an_exact_loss_is_bound_and_its_changes_are_recorded(tmp_path):
+    model = tiny.llama()
+    trainer = Trainer(
+        model,
+        tiny.arguments(tmp_path, label_smoothing_factor=0.1),
+        train_dataset=[{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 4,
+        compute_loss_func=exact_loss(model),
+    )
+    names = ["exact_loss label_smoothing", "num_items_in_batch"]
+    assert [change.name for change in attach(attach(trainer)).memopt_changes] == names
+    assert trainer.model_accepts_loss_kwargs  # nothing to repair: the loss counts by itself
+    assert trainer.train().global_step > 0

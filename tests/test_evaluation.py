@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,10 +22,12 @@ from datasets import Dataset
 from torch.nn import functional
 from torch.utils.data import Sampler, Subset
 from transformers import DataCollatorWithPadding, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from two_ranks import run_pair
 
 import tiny
 from hf_memopt.batching.collators import BucketedCollator
 from hf_memopt.batching.evaluation import sorted_by_length
+from hf_memopt.batching.losses import exact_loss
 from hf_memopt.batching.rows import RowReader
 from hf_memopt.batching.views import bucketed
 from hf_memopt.binding import attach
@@ -258,6 +258,15 @@ def test_a_loss_of_the_user_that_divides_by_the_count_is_exact(tmp_path):
     assert metrics["eval_loss_per_token"] == pytest.approx(reference(CASES["causal"], examples)[1], rel=1e-6)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_with_exact_loss_too(name, tmp_path):
+    examples = rows(COUNT, CASES[name].labels)
+    model = CASES[name].build()
+    given = {"trainer_compute_loss_func": exact_loss(model)}
+    metrics = make_trainer(name, tmp_path, sorted_by_length(examples), **given).evaluate()
+    assert metrics[f"eval_loss_per_{CASES[name].unit}"] == pytest.approx(reference(CASES[name], examples)[1], rel=1e-6)
+
+
 def test_batches_without_any_label_do_not_count(tmp_path):
     examples = rows(COUNT, some_ignored)
     order = sorted_by_length(examples).order
@@ -431,23 +440,7 @@ def run_cases(output_dir: str) -> dict[str, Any]:
 
 
 def test_two_processes_give_the_results_of_each_example_alone(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path)],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=180)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
-    one, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    one, other = run_pair(tmp_path, __file__, str(tmp_path))
     assert one == other
     assert one["loss only"] == pytest.approx(reference(CASES["causal"], rows(5, CASES["causal"].labels))[1], rel=1e-6)
     for name, case in CASES.items():

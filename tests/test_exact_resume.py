@@ -10,8 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback
+from two_ranks import run_pair
 
 import tiny
 from hf_memopt.batching.collators import BucketedCollator
@@ -188,34 +187,11 @@ def test_one_process(cases, tmp_path):
     check([run(PICKED[cases], tmp_path)])
 
 
-WORKER = """
-import json, pathlib, sys, warnings
-sys.path.insert(0, sys.argv[2])
-import test_exact_resume as grid
-folder = pathlib.Path(sys.argv[1])
-found = grid.run(grid.PICKED[sys.argv[3]], folder)
-import os
-(folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
-"""
-
-
 @pytest.mark.parametrize("cases", SETS)
 def test_two_processes(cases, tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path), str(Path(__file__).parent), cases],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=1200)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
-    check([json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)])
+    check(run_pair(tmp_path, __file__, str(tmp_path), cases, timeout_seconds=1200))
+
+
+if __name__ == "__main__":  # one of two processes
+    folder = Path(sys.argv[1])
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(run(PICKED[sys.argv[2]], folder)))

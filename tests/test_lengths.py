@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
-from hf_memopt.batching.lengths import first_null_row, token_lengths
+from hf_memopt.batching.lengths import token_lengths
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -82,8 +82,6 @@ def test_equals_the_slow_way_after_any_steps(kind, lengths, steps):
     for step in steps:
         dataset = change(dataset, step)
     assert_same_as_slow(dataset)
-    cells = dataset["input_ids"]
-    assert first_null_row(dataset) == next((row for row, cell in enumerate(cells) if cell is None), None)
 
 
 @given(lengths=LENGTHS.filter(lambda found: len(found) > 3), chunks=st.integers(1, 3))
@@ -141,15 +139,6 @@ def test_equals_the_slow_way_on_sequences_and_subsets(lengths, data):
     rows = [{"input_ids": row} for row in ids(lengths)]
     assert_same_as_slow(rows)
     assert_same_as_slow(Subset(rows, data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1))))
-
-
-def test_null_rows_that_a_selection_left_out_do_not_count():
-    dataset = make("list", [3, None, 4])
-    assert first_null_row(dataset) == 1
-    assert first_null_row(dataset.select([2, 1, 0]).with_format("torch")) == 1
-    assert first_null_row(dataset.select([2, 0])) is None
-    assert first_null_row(dataset, "key") is None
-    assert first_null_row([{"input_ids": None}]) is None  # token_lengths refuses it by itself
 
 
 def test_what_is_private_of_datasets_is_where_it_was():

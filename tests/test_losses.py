@@ -8,8 +8,6 @@ import json
 import math
 import os
 import pickle
-import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 import transformers
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
+from two_ranks import run_pair
 
 import tiny
 from hf_memopt.batching.losses import TASKS, exact_loss
@@ -293,23 +292,7 @@ def two_processes(output_dir: str) -> None:
 
 
 def test_two_processes_get_the_gradient_of_one_big_batch(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path)],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    printed = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], printed
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+    for found in run_pair(tmp_path, __file__, str(tmp_path)):
         assert len(found["errors"]) == len(CASES) + len(IN_TWO_PRECISIONS)
         assert {name: error for name, error in found["errors"].items() if not error <= 1} == {}
         assert found["wrapped"] == (

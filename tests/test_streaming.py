@@ -6,16 +6,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
-import os
 import pickle
-import socket
-import subprocess
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, get_worker_info
 from transformers import Trainer
+from two_ranks import run_pair
 
 import tiny
 from hf_memopt.batching.collators import BucketedCollator
@@ -522,7 +517,6 @@ PAIRS = {
 WORKER = """
 import json, sys, warnings
 warnings.filterwarnings("ignore", "This DataLoader will create")
-sys.path.insert(0, sys.argv[2])
 import test_streaming as t
 found = {}
 for name, (of_stream, settings) in t.PAIRS.items():
@@ -550,23 +544,7 @@ with open(f"{sys.argv[1]}/rank{straight.args.process_index}.json", "w") as file:
 def test_two_processes_read_the_stream_between_them_and_resume_exactly(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(script), str(tmp_path), str(Path(__file__).parent)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
-    one, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    one, other = run_pair(tmp_path, str(script), str(tmp_path))
     for name, (of_stream, settings) in PAIRS.items():
         seen = list(zip(one[name]["seen"], other[name]["seen"], strict=True))
         assert len(seen) == 14, name

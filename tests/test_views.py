@@ -400,6 +400,16 @@ def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_col
     assert len(view) == 3
 
 
+@pytest.mark.parametrize("cell", [None, []])
+def test_a_null_or_empty_row_is_named(cell):
+    with pytest.raises(ValueError) as error:
+        bucketed(Dataset.from_dict({"input_ids": [[5], cell, [6, 7]]}), batch_size=2)
+    assert str(error.value) == (
+        "lengths[1]=0 is an example without tokens (empty or null); expected 1 or more. Drop such rows: "
+        'dataset.filter(lambda row: row["input_ids"])'
+    )
+
+
 def test_bad_limits_are_refused_before_the_dataset_is_read():
     with pytest.raises(ValueError) as error:
         bucketed(None)

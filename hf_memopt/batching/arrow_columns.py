@@ -11,14 +11,14 @@ Anything else is left to the dataset itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from hf_memopt.batching.columns import FOR_SAMPLERS, Array, Column, torch_dtype
+from hf_memopt.batching.columns import FOR_SAMPLERS, Array, Column, Room, torch_dtype
 
 __all__ = ["ArrowColumns"]
 
@@ -47,13 +47,13 @@ class ArrowColumns:
         memory = _Memory([*chunked.values(), *([] if mapping is None else [mapping])])
         self._size = len(dataset)
         self._names = list(chunked)
-        self._mapping = None if mapping is None else _Group({"indices": _Place.of(mapping, memory)}, _lengths(mapping))
-        groups: dict[Any, dict[str, _Place]] = {}
+        self._mapping = None if mapping is None else _Group("indices", _Place.of(mapping, memory))
+        self._groups: list[_Group] = []
         for name, values in chunked.items():
             place = _Place.of(values, memory)
-            groups.setdefault((_lengths(values), *place.alike), {})[name] = place
-        self._groups = [_Group(places, lengths) for (lengths, *_), places in groups.items()]
-        self._in_order = [name for group in self._groups for name, _ in group.places] == self._names
+            if not any(group.takes_in(name, place) for group in self._groups):
+                self._groups.append(_Group(name, place))
+        self._in_order = [name for group in self._groups for name in group.places] == self._names
 
     @classmethod
     def of(cls, dataset: Any, names: Collection[str] | None) -> ArrowColumns | None:
@@ -74,7 +74,7 @@ class ArrowColumns:
 
     def read(self, rows: Array) -> dict[str, Column] | None:
         """Return the columns at ``rows``, int64, or None if a row is null or not there."""
-        if len(rows) == 0 or np.maximum.reduce(rows.view(np.uint64)) >= self._size:  # a negative row is a huge one
+        if len(rows) == 0 or max(rows.view(np.uint64).tolist()) >= self._size:  # a negative row is a huge one
             return None
         if self._mapping is not None:
             rows = self._mapping.read(rows)["indices"].values
@@ -121,17 +121,28 @@ class _Place:
     is_packed: bool
     offsets: Array | None  # the view that holds the offsets of lists
     list_size: int | None  # of fixed-size lists; 1 for plain numbers
-    at: list[int]  # per chunk; plus an offset, or plus row * list_size: the position of a value
+    at: list[int]  # per chunk; plus an offset less the origin, or plus row * list_size: the position of a value
     offset_at: list[int]  # per chunk; plus the row: the position of its offset
+    origin: list[int]  # per chunk: its first offset
     low: list[int]  # per chunk: where its values start, and
     high: list[int]  # where they end
+    lengths: list[int]  # per chunk, in rows
     is_list: bool
     nulls: Array | None  # row numbers
 
-    @property
-    def alike(self) -> tuple[Any, ...]:
-        """What columns that are read together must share."""
-        return self.is_list, self.list_size, None if self.offsets is None else self.offsets.dtype
+    def lies_like(self, other: _Place) -> bool:
+        """Tell whether every row starts as far into its chunk's values, and is as long, as in the other column."""
+        if (self.is_list, self.list_size, self.lengths) != (other.is_list, other.list_size, other.lengths):
+            return False
+        return self.list_size is not None or all(map(np.array_equal, self._counted(), other._counted()))
+
+    def _counted(self) -> Iterator[Array]:
+        """Yield the offsets of every chunk, counted from its first."""
+        first = 0
+        for at, origin, length in zip(self.offset_at, self.origin, self.lengths, strict=True):
+            if self.offsets is not None:
+                yield self.offsets[at + first : at + first + length + 1] - origin
+            first += length
 
     @classmethod
     def of(cls, values: pa.ChunkedArray, memory: _Memory) -> _Place:
@@ -146,7 +157,8 @@ class _Place:
         list_size = None if has_offsets else kind.list_size if is_list else 1
         stored = np.dtype(np.uint8 if is_packed else item.to_pandas_dtype())
         offset_dtype = np.dtype(np.int64 if is_large else np.int32)
-        at, offset_at, low, high, nulls = [], [], [], [], []
+        offsets = memory.view(offset_dtype)
+        at, offset_at, origin, low, high, lengths, nulls = [], [], [], [], [], [], []
         first = 0
         for chunk in (chunk for chunk in values.chunks if len(chunk)):
             items = chunk.values if is_list else chunk
@@ -158,70 +170,81 @@ class _Place:
             low.append(start + (items.offset if is_list else 0))
             high.append(start + items.offset + len(items))
             if list_size is None:
-                at.append(start + items.offset)
-                offset_at.append(memory.position(chunk.buffers()[1], offset_dtype) + chunk.offset - first)
+                position = memory.position(chunk.buffers()[1], offset_dtype) + chunk.offset
+                offset_at.append(position - first)
+                origin.append(int(offsets[position]))
+                at.append(start + items.offset + origin[-1])
             else:
                 skipped = chunk.offset * list_size + (items.offset if is_list else 0)
+                offset_at.append(0)
+                origin.append(0)
                 at.append(start + skipped - first * list_size)
+            lengths.append(len(chunk))
             first += len(chunk)
         return cls(
             values=memory.view(stored),
             dtype=torch_dtype(np.dtype(np.bool_) if is_packed else stored),
             is_packed=is_packed,
-            offsets=memory.view(offset_dtype) if has_offsets else None,
+            offsets=offsets if has_offsets else None,
             list_size=list_size,
             at=at,
             offset_at=offset_at,
+            origin=origin,
             low=low,
             high=high,
+            lengths=lengths,
             is_list=is_list,
             nulls=np.concatenate(nulls) if nulls else None,
         )
 
 
 class _Group:
-    """Columns that are read together: of one kind, in chunks of the same rows."""
+    """Columns whose rows lie alike, so that one look finds them all."""
 
-    def __init__(self, places: dict[str, _Place], lengths: tuple[int, ...]) -> None:
-        self.places = list(places.items())
-        one = self.places[0][1]
-        self.is_list, self.offsets, self.list_size = one.is_list, one.offsets, one.list_size
-        ends = np.cumsum([length for length in lengths if length])
-        self.ends = ends if len(ends) > 1 else None
-        of_columns = [
-            (place.at, place.low, place.high, place.offset_at or [0] * len(place.at)) for _, place in self.places
-        ]
-        self.positions = np.array(of_columns, dtype=np.int64).transpose(1, 0, 2).copy()  # (4, columns, chunks)
-        nulls = [place.nulls for _, place in self.places if place.nulls is not None]
+    def __init__(self, name: str, place: _Place) -> None:
+        self.places = {name: place}
+        self._is_list, self._list_size, self._offsets = place.is_list, place.list_size, place.offsets
+        ends = np.cumsum(place.lengths)
+        self._ends = ends if len(ends) > 1 else None
+        self._positions = self._of_chunks()
+        self.nulls = place.nulls
+
+    def takes_in(self, name: str, place: _Place) -> bool:
+        """Add a column if its rows lie like those of the group, and tell whether they do."""
+        if not place.lies_like(next(iter(self.places.values()))):
+            return False
+        self.places[name] = place
+        self._positions = self._of_chunks()
+        nulls = [found for found in (self.nulls, place.nulls) if found is not None]
         self.nulls = np.concatenate(nulls) if nulls else None
+        return True
+
+    def _of_chunks(self) -> Array:
+        """Return what to add to a row for its offset, the bounds of its values, and what to add for every column."""
+        places = list(self.places.values())
+        at = np.array([place.at for place in places], dtype=np.int64) - places[0].origin
+        low = np.max([place.low for place in places] - at, axis=0)
+        high = np.min([place.high for place in places] - at, axis=0)
+        return np.stack([places[0].offset_at, low, high, *at])  # (3 + columns, chunks)
 
     def read(self, rows: Array) -> dict[str, Column]:
         """Return the columns at ``rows``, numbers of rows that are there and not null."""
-        positions = self.positions  # of one chunk, (4, columns, 1), or of the chunk of every row, (4, columns, batch)
-        if self.ends is not None:
-            positions = positions.take(self.ends.searchsorted(rows, side="right"), axis=2)
-        if not self.is_list:
-            numbers = zip(self.places, rows + positions[0], strict=True)
-            return {name: _numbers(place, found) for (name, place), found in numbers}
-        at, low, high, offset_at = positions
-        if self.offsets is None:
-            starts = rows * self.list_size + at
-            sizes = np.full(starts.shape, self.list_size)
+        positions = self._positions  # of one chunk, or of the chunk of every row
+        if self._ends is not None:
+            positions = positions.take(self._ends.searchsorted(rows, side="right"), axis=1)
+        if not self._is_list:
+            found = rows + positions[3:]
+            return {name: _numbers(place, found[i]) for i, (name, place) in enumerate(self.places.items())}
+        if self._offsets is None:
+            first = rows * self._list_size
+            sizes = np.full(rows.shape, self._list_size)
         else:
-            offset_at = rows + offset_at
-            first = self.offsets.take(offset_at)
-            sizes = self.offsets.take(offset_at + 1) - first
-            starts = first + at
-        after = np.minimum.reduce(high - starts, axis=1).tolist()
-        columns = {}
-        known = sizes[0]
-        bytes_of_known = known.tobytes() if len(sizes) > 1 else b""
-        for i, (name, place) in enumerate(self.places):
-            own = sizes[i]
-            if i == 0 or own.tobytes() == bytes_of_known:
-                own = known  # the same object: the columns need not be compared again
-            columns[name] = _lists(place, starts[i], own, after[i], low[i])
-        return columns
+            offset_at = rows + positions[0]
+            first = self._offsets.take(offset_at)
+            sizes = self._offsets.take(offset_at + 1) - first
+        room = Room(first, sizes, positions[1], positions[2])
+        starts = first + positions[3:]
+        return {name: _lists(place, starts[i], room) for i, (name, place) in enumerate(self.places.items())}
 
 
 def _numbers(place: _Place, positions: Array) -> Column:
@@ -229,19 +252,16 @@ def _numbers(place: _Place, positions: Array) -> Column:
     return Column(found.astype(place.dtype, copy=False), place.dtype)
 
 
-def _lists(place: _Place, starts: Array, sizes: Array, after: int, low: Array) -> Column:
+def _lists(place: _Place, starts: Array, room: Room) -> Column:
+    sizes = room.sizes
     if place.is_packed:
         column = _unpacked(place, starts, sizes)
     else:
-        column = Column(place.values, place.dtype, starts, sizes, after, low)
+        column = Column(place.values, place.dtype, starts, sizes, room)
     # As from Python lists: an empty one has no floats or bools to tell by, so it counts as ints.
-    if place.dtype != np.int64 and not sizes.all():
+    if place.dtype.kind != "i" and not sizes.all():
         column.dtype = torch_dtype(np.dtype(np.float32 if place.dtype.kind == "f" and sizes.any() else np.int64))
     return column
-
-
-def _lengths(values: pa.ChunkedArray) -> tuple[int, ...]:
-    return tuple(map(len, values.chunks))
 
 
 def _unpack(packed: Array, positions: Array) -> Array:

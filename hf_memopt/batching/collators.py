@@ -204,7 +204,7 @@ class DynamicPaddingCollator:
 
     def _width(self, lengths: Array, width: int | None) -> int:
         """Return the width that the batch is padded to: the one that is asked for, or its longest row, rounded up."""
-        longest = int(np.maximum.reduce(lengths))
+        longest = max(lengths.tolist())
         if width is None:
             return round_up(longest, self.pad_to_multiple_of)
         if longest > width:

@@ -12,16 +12,19 @@ import reprlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 __all__ = [
     "FOR_SAMPLERS",
     "Array",
     "Column",
+    "Room",
     "column_kind",
     "count_ids",
     "label_kind",
@@ -47,6 +50,32 @@ def torch_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 @dataclass(slots=True)
+class Room:
+    """What lies beside rows in memory and may be read with them; columns whose rows lie alike share one.
+
+    Args:
+        starts: ``(batch,)``: where the rows start, counted in whatever way, as the two bounds.
+        sizes: ``(batch,)``.
+        low: before which position nothing may be read, ``(batch,)`` or ``(1,)``, and
+        high: from which on.
+    """
+
+    starts: Array
+    sizes: Array
+    low: Array
+    high: Array
+    _after: int | None = None
+
+    def fits(self, width: int, side: str) -> bool:
+        """Tell whether every row, with what lies on the ``side`` to pad, fills ``width`` entries that may be read."""
+        if side == "left":
+            return min((self.starts + self.sizes - self.low).tolist()) >= width
+        if self._after is None:
+            self._after = min((self.high - self.starts).tolist())
+        return self._after >= width
+
+
+@dataclass(slots=True)
 class Column:
     """One column of a batch, its rows still unpadded somewhere in one array.
 
@@ -55,10 +84,8 @@ class Column:
             number; else row i is ``values[starts[i] : starts[i] + sizes[i]]``, of shape ``(sizes[i], ...)``.
         dtype: int64, float32 or bool: what the numbers become.
         starts: ``(batch,)``, or None where each row is one number; as ``sizes``.
-        sizes: ``(batch,)``.
-        after: how many entries may be read from the start of any row on, and
-        low: before which position nothing may be read, ``(batch,)`` or ``(1,)``, or None: what lies beyond the memory
-            of ``values`` that belongs to the column must not be touched.
+        sizes: ``(batch,)``; the same object as another column's where the rows are known to be as long.
+        room: what may be read beside the rows; None: nothing.
         odd_shapes: the shape of every row where they do not follow from ``values``: rows that do not go into one array
             (then ``sizes`` is None and ``values`` empty), and those among vectors of rows that are empty.
     """
@@ -67,8 +94,7 @@ class Column:
     dtype: np.dtype[Any]
     starts: Array | None = None
     sizes: Array | None = None
-    after: int = 0
-    low: Array | None = None
+    room: Room | None = None
     odd_shapes: list[tuple[int, ...]] | None = None
 
     @classmethod
@@ -125,25 +151,19 @@ class Column:
         """
         if self.starts is None or self.sizes is None:
             raise TypeError("rows of one number have no width; expected rows of shape (n, ...). Call: column.stack().")
-        if self.values.ndim > 1 or not self._has_neighbours(width, side):
+        if self.room is None or not self.room.fits(width, side):
             return self._pad_row_by_row(self.starts.tolist(), self.sizes.tolist(), width, value, side)
-        if padding is None:
-            padding = where_padding(self.sizes, width, side)
         # Window i is values[i : i + width]: a row and its neighbours in memory, which the padding then covers.
-        strides = (self.values.itemsize, self.values.itemsize)
-        shape = (len(self.values) - width + 1, width)
-        windows: Array = np.ndarray(shape, self.values.dtype, self.values, 0, strides)
+        step = self.values.itemsize
+        windows: Array = np.ndarray(
+            (len(self.values) - width + 1, width), self.values.dtype, self.values, 0, (step, step)
+        )
         first = self.starts if side == "right" else self.starts + (self.sizes - width)
-        padded: Array = np.where(padding, self.dtype.type(value), windows[first])
-        return padded.astype(self.dtype, copy=False)
-
-    def _has_neighbours(self, width: int, side: str) -> bool:
-        """Tell whether every row and what lies beside it fill ``width`` entries that may be read."""
-        if side == "right":
-            return self.after >= width
-        if self.low is None or self.starts is None or self.sizes is None:
-            return False
-        return bool(np.minimum.reduce(self.starts + self.sizes - self.low) >= width)
+        padded = windows[first].astype(self.dtype, copy=False)
+        np.copyto(
+            padded, self.dtype.type(value), where=where_padding(self.sizes, width, side) if padding is None else padding
+        )
+        return padded
 
     def _pad_row_by_row(self, starts: list[int], sizes: list[int], width: int, value: float, side: str) -> Array:
         inside = self.values.shape[1:]
@@ -156,12 +176,18 @@ class Column:
 
 
 def where_padding(sizes: Array, width: int, side: str) -> Array:
-    """Return where rows of some sizes are padding, ``(batch, width)``."""
-    places = np.arange(width, dtype=np.int32)
-    if side == "left":
-        places = places[::-1]
-    is_padding: Array = places >= sizes.astype(np.int32, copy=False)[:, None]
+    """Return where rows of sizes up to ``width`` are padding, ``(batch, width)``."""
+    is_padding: Array = _padding_of_sizes(width, side)[sizes]
     return is_padding
+
+
+@lru_cache(maxsize=256)
+def _padding_of_sizes(width: int, side: str) -> Array:
+    """Return where a row of each size from 0 to ``width`` is padding, ``(width + 1, width)``, in 2 * width bytes."""
+    places = np.arange(2 * width)
+    if side == "left":
+        return sliding_window_view(places < width, width)
+    return sliding_window_view(places >= width, width)[::-1]
 
 
 def read_columns(features: Sequence[Any]) -> dict[str, Column]:

@@ -34,7 +34,8 @@ from torch import nn
 from torch.utils.data import SequentialSampler
 from transformers.trainer_utils import RemoveColumnsCollator
 
-from hf_memopt.batching.lengths import token_lengths
+from hf_memopt.batching.lengths import lengths_of
+from hf_memopt.batching.losses import ExactLoss
 from hf_memopt.batching.model_traits import is_causal_lm
 from hf_memopt.batching.rows import RowReader
 from hf_memopt.changes import Change
@@ -69,12 +70,7 @@ def sorted_by_length(dataset: Any, *, lengths: ArrayLike | None = None, column: 
             f"dataset=<{type(dataset).__name__}> cannot be sorted; expected a map-style dataset with __len__ and "
             "__getitem__. Load it without streaming=True"
         )
-    found = token_lengths(dataset, column) if lengths is None else np.asarray(lengths)
-    if found.shape != (len(dataset),):
-        raise ValueError(
-            f"lengths=<array of shape {found.shape}> does not belong to a dataset of {len(dataset)} examples; expected "
-            "one length per example. Leave lengths out, or pass token_lengths(dataset)"
-        )
+    found = lengths_of(dataset, lengths, column)
     return SortedExamples(dataset, np.argsort(-found.astype(np.int64), kind="stable"))
 
 
@@ -286,7 +282,8 @@ class _ExactLoss:
 
     def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as a mean over the labels of this batch."""
-        if self.trainer.compute_loss_func is None:
+        loss_func = self.trainer.compute_loss_func
+        if loss_func is None or isinstance(loss_func, ExactLoss):  # the latter then takes the mean over these labels
             kwargs["num_items_in_batch"] = None
         elif self._unit == "token":  # 5.8.1 counts the first label of a causal LM's row as well
             kwargs["num_items_in_batch"] = self._count(inputs["labels"])

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from hf_memopt.changes import nearest
 
-__all__ = ["first_null_row", "token_lengths"]
+__all__ = ["lengths_of", "token_lengths"]
 
 LENGTH_COLUMN = "length"  # the name that stock's TrainingArguments.length_column_name has by default
 
@@ -58,29 +58,24 @@ def token_lengths(dataset: Any, column: str = "input_ids") -> NDArray[np.int32]:
     return lengths if mapping is None else lengths.take(_row_numbers(mapping))
 
 
-def first_null_row(dataset: Any, column: str = "input_ids") -> int | None:
-    """Return the first row that ``token_lengths`` gives length 0 because its Arrow cell is null, or None.
-
-    Costs nothing where the column has no null, since Arrow keeps the count; rows that are no Arrow rows give None.
-
-    Example:
-        >>> from datasets import Dataset
-        >>> first_null_row(Dataset.from_dict({"input_ids": [[5], None, []]}))
-        1
-    """
-    table = getattr(dataset, "data", None)
-    arrow = getattr(table, "table", table)
-    if not isinstance(arrow, pa.Table) or column not in arrow.column_names or not arrow.column(column).null_count:
-        return None
-    is_null = arrow.column(column).is_null().to_numpy()
-    mapping = getattr(dataset, "_indices", None)
-    rows = np.flatnonzero(is_null if mapping is None else is_null.take(_row_numbers(mapping)))
-    return int(rows[0]) if len(rows) else None
-
-
 def _row_numbers(mapping: Any) -> NDArray[np.int64]:
     """Return the rows of the table that a dataset shows; as int64, since numpy would copy uint64 to index with it."""
     return np.asarray(mapping.column(0).to_numpy()).view(np.int64)
+
+
+def lengths_of(dataset: Any, lengths: ArrayLike | None, column: str) -> NDArray[Any]:
+    """Return the lengths that were given for a dataset, or read them.
+
+    Raises:
+        ValueError: they are not one per example; see ``token_lengths``.
+    """
+    found = token_lengths(dataset, column) if lengths is None else np.asarray(lengths)
+    if found.shape != (len(dataset),):
+        raise ValueError(
+            f"lengths=<array of shape {found.shape}> does not belong to a dataset of {len(dataset)} examples; expected "
+            "one length per example. Leave lengths out, or pass token_lengths(dataset)"
+        )
+    return found
 
 
 def _of_chunks(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:

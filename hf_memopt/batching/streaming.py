@@ -33,7 +33,7 @@ from hf_memopt.batching.rows import RowBatch
 from hf_memopt.binding import used_columns
 from hf_memopt.changes import Change, nearest
 
-__all__ = ["BucketedStream"]
+__all__ = ["BUFFER_EXAMPLES", "BucketedStream", "seed_of_run"]
 
 Entry = tuple[int, float, int, Any]  # padded length, random tie-break, position in the pass, example
 EPOCH, DROPPED = 0, 1  # places in the shared memory
@@ -286,7 +286,7 @@ class BucketedStream(torch.utils.data.IterableDataset[Any]):
         if self.batch_size is not None:
             self._rows_per_turn = trainer.args.per_device_train_batch_size
         self._kept_columns = used_columns(trainer)
-        changes = self._take_seed(trainer.args)
+        self.seed, changes = seed_of_run(trainer.args, self.seed, may_change=self.takes_seed, of="bucketed stream")
         config = trainer.accelerator.dataloader_config
         if config.dispatch_batches is False:
             return changes
@@ -298,19 +298,6 @@ class BucketedStream(torch.utils.data.IterableDataset[Any]):
         )
         config.dispatch_batches = False
         return (*changes, change)
-
-    def _take_seed(self, args: Any) -> tuple[Change, ...]:
-        name = "seed" if args.data_seed is None else "data_seed"
-        wanted, old = getattr(args, name), self.seed
-        if wanted != old and self.takes_seed:
-            self.seed = wanted
-            return (Change("seed of the bucketed stream", old, wanted, f"that of TrainingArguments({name}=...)"),)
-        if wanted != old and args.data_seed is not None:
-            raise ValueError(
-                f"seed={old} of the bucketed stream differs from data_seed={wanted} of the training arguments; "
-                "expected one seed for the order of the data. Leave seed out of bucketed(...)"
-            )
-        return ()
 
 
 class _Buffer:
@@ -367,6 +354,24 @@ class _Buffer:
                 break
             size += self.world_size
         return size
+
+
+def seed_of_run(args: Any, seed: int, *, may_change: bool, of: str) -> tuple[int, tuple[Change, ...]]:
+    """Return the seed of the order of the data under these training arguments, and what that changed.
+
+    Raises:
+        ValueError: the order has a seed of its own, and ``data_seed`` is another one.
+    """
+    name = "seed" if args.data_seed is None else "data_seed"
+    wanted = getattr(args, name)
+    if wanted != seed and may_change:
+        return wanted, (Change(f"seed of the {of}", seed, wanted, f"that of TrainingArguments({name}=...)"),)
+    if wanted != seed and args.data_seed is not None:
+        raise ValueError(
+            f"seed={seed} of the {of} differs from data_seed={wanted} of the training arguments; expected one seed for "
+            "the order of the data. Leave seed out of bucketed(...)"
+        )
+    return seed, ()
 
 
 def _read_whole(source: Iterable[Any]) -> Iterator[Any]:

@@ -19,9 +19,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from hf_memopt.batching.buckets import EpochPlan, LengthBuckets
 from hf_memopt.batching.checks import check_batch_limits
-from hf_memopt.batching.lengths import token_lengths
+from hf_memopt.batching.lengths import lengths_of
 from hf_memopt.batching.rows import RowBatch, RowReader
-from hf_memopt.batching.streaming import BUFFER_EXAMPLES, BucketedStream
+from hf_memopt.batching.streaming import BUFFER_EXAMPLES, BucketedStream, seed_of_run
 from hf_memopt.binding import used_columns
 from hf_memopt.changes import Change
 
@@ -96,14 +96,8 @@ def bucketed(
             f"buffer_examples={buffer_examples!r} is for streams, and <{type(dataset).__name__}> can be indexed; "
             "expected it left out, since all lengths are known. Leave buffer_examples out"
         )
-    found = token_lengths(dataset, column) if lengths is None else np.asarray(lengths)
-    if found.shape != (len(dataset),):
-        raise ValueError(
-            f"lengths=<array of shape {found.shape}> does not belong to a dataset of {len(dataset)} examples; expected "
-            "one length per example. Leave lengths out, or pass token_lengths(dataset)"
-        )
     buckets = LengthBuckets(
-        found,
+        lengths_of(dataset, lengths, column),
         batch_size=batch_size,
         max_tokens=max_tokens,
         n_buckets=n_buckets,
@@ -221,24 +215,10 @@ class _BucketedView(torch.utils.data.Dataset[Any]):
 
     def _adapt(self, trainer: Any) -> tuple[Change, ...]:
         """Take the seed from the arguments and read only the columns that the model takes."""
-        changes = self._take_seed(trainer.args)
+        may_change, old = self.takes_seed, self.buckets.seed
+        self.buckets.seed, changes = seed_of_run(trainer.args, old, may_change=may_change, of="bucketed view")
         self.reader.keep(used_columns(trainer))
         return changes
-
-    def _take_seed(self, args: Any) -> tuple[Change, ...]:
-        name = "seed" if args.data_seed is None else "data_seed"
-        wanted, old = getattr(args, name), self.buckets.seed
-        if wanted == old:
-            return ()
-        if self.takes_seed:
-            self.buckets.seed = wanted
-            return (Change("seed of the bucketed view", old, wanted, f"that of TrainingArguments({name}=...)"),)
-        if args.data_seed is not None:
-            raise ValueError(
-                f"seed={old} of the bucketed view differs from data_seed={wanted} of the training arguments; expected "
-                "one seed for the order of the data. Leave seed out of bucketed(...)"
-            )
-        return ()
 
 
 class BucketedExamples(_BucketedView):
