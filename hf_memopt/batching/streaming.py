@@ -63,7 +63,7 @@ class BucketedStream(torch.utils.data.IterableDataset[Any]):
             out. More of them pad less: 100 batches for each process are a good measure.
         seed: together with the number of the pass it fixes the order.
         world_size: processes that read side by side.
-        column: the column whose length counts; a null has length 0.
+        column: the column whose length counts.
         pad_to_multiple_of: as in the collator.
         too_long: what to do with an example that fits into no batch: raise, or drop it and count it in ``dropped``.
 
@@ -223,7 +223,7 @@ class BucketedStream(torch.utils.data.IterableDataset[Any]):
     def _width(self, length: int) -> int:
         if self.boundaries is not None and length <= self.boundaries[-1]:
             return self.boundaries[bisect_left(self.boundaries, length)]
-        return -(-max(length, 1) // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        return -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
     def _length(self, row: Any, position: int, number: int) -> int:
         where = f"row {position} of the stream (pass {number})"
@@ -239,12 +239,15 @@ class BucketedStream(torch.utils.data.IterableDataset[Any]):
                 'Tokenise first: dataset.map(lambda row: tokenizer(row["text"]))'
             )
         tokens = row[self.column]
-        if tokens is None:
-            return 0
-        if not _are_token_ids(tokens):
+        if tokens is not None and not _are_token_ids(tokens):
             raise ValueError(
                 f"column={self.column!r} holds {reprlib.repr(tokens)} in {where}; expected one flat list of integers "
                 'per row. Tokenise without return_tensors: dataset.map(lambda row: tokenizer(row["text"]))'
+            )
+        if tokens is None or len(tokens) == 0:
+            raise ValueError(
+                f"column={self.column!r} is empty or null in {where}; expected 1 token or more. Drop such rows: "
+                f"dataset.filter(lambda row: row[{self.column!r}])"
             )
         return len(tokens)
 
