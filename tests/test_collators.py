@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import pickle
+import types
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -246,6 +247,27 @@ def test_label_pad_token_id_fills_every_kind_of_padded_label():
 def test_a_model_without_decoder_stacks_int_vectors_of_one_size():
     collator = DynamicPaddingCollator(tiny.tokenizer(), model=tiny.bert())
     assert collator(tokenized([4, 5], labels=[[1, 2], [3, 0]]))["labels"].tolist() == [[1, 2], [3, 0]]
+
+
+def test_a_pad_token_that_is_changed_between_batches_is_seen():
+    tokenizer = tiny.tokenizer()
+    assert tokenizer._special_tokens_map["pad_token"] == "[PAD]"  # in transformers 5.8 to 5.23
+    collator = DynamicPaddingCollator(tokenizer, pad_to_multiple_of=3)
+
+    def padded_with() -> int:
+        return int(collator([{"input_ids": [5, 6]}])["input_ids"][0, 2])
+
+    assert [padded_with(), padded_with()] == [PAD, PAD]
+    tokenizer.pad_token = "[SEP]"
+    assert [padded_with(), padded_with()] == [SEP, SEP]
+    tokenizer.pad_token_id = 7
+    assert padded_with() == 7
+    collator = pickle.loads(pickle.dumps(collator))
+    assert padded_with() == 7
+    collator.tokenizer = types.SimpleNamespace(pad_token_id=8, padding_side="right")
+    assert padded_with() == 8
+    collator.tokenizer.pad_token_id = 9
+    assert padded_with() == 9
 
 
 def test_a_causal_label_survives_where_the_pad_token_is_the_end_of_text_token():

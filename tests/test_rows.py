@@ -227,6 +227,50 @@ def test_slices_of_arrow_chunks_with_offsets_of_their_own(sizes, cut, kind):
     assert_same(collator(batch), collator(dataset.__getitems__(indices)))
 
 
+@pytest.mark.parametrize("other", [pa.list_(pa.int8()), pa.large_list(pa.int16())], ids=str)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_lists_as_long_as_the_ids_in_some_chunks_only(other, side):
+    ids = [[5, 6], [7, 8, 9], [], [6]]
+    alike = [[1] * len(row) for row in ids]
+    chunks = [(ids, alike), (ids[1:], [[2, 3], [4, 5, 6], []])]  # in the second as many numbers, in other rows
+    tables = [
+        pa.table({"input_ids": pa.array(left, pa.list_(pa.int32())), "labels": pa.array(right, other)})
+        for left, right in chunks
+    ]
+    dataset = Dataset(InMemoryTable(pa.concat_tables(tables)))
+    collator = BucketedCollator(tiny.tokenizer(side), pad_to_multiple_of=None)
+    for indices in ([1, 0], [4, 1], [5, 6, 4], list(range(7))):  # token labels, then a decoder's
+        batch = RowReader(dataset).read(indices)
+        assert batch.columns() is not None
+        assert_same(collator(batch), collator(dataset.__getitems__(indices)))
+    mask = dataset.rename_column("labels", "attention_mask")
+    assert outcome(lambda: collator(RowReader(mask).read([4]))) == (
+        ValueError,
+        "features[0]['attention_mask'] has 2 entries for 3 input_ids; expected one per token. Cut all columns "
+        "together: tokenizer(text, truncation=True, max_length=...).",
+    )
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_what_lies_beside_a_row_is_not_converted(side):
+    # 1e300 is no float32: converting it would warn of an overflow, and NaN as an int of an invalid value.
+    weights = [[1e300, 1e300], [0.5], [np.nan, 1e300], [], [np.nan] * 2]
+    features = Features({"input_ids": List(Value("int64")), "weights": List(Value("float64"))})
+    dataset = Dataset.from_dict({"input_ids": [[5] * len(row) for row in weights], "weights": weights}, features)
+    collator = BucketedCollator(tiny.tokenizer(side), pad_to_multiple_of=2)
+    for indices in ([1], [3], [1, 3]):
+        assert_same(collator(RowReader(dataset).read(indices)), collator(dataset.__getitems__(indices)))
+
+
+def test_lists_that_are_all_empty_are_stacked():
+    features = Features({"input_ids": List(Value("int64")), "x": List(Value("int64"))})
+    dataset = Dataset.from_dict({"input_ids": [[5], [6, 7], [8]], "x": [[], [], [1]]}, features)
+    collator = BucketedCollator(tiny.tokenizer())
+    found = collator(RowReader(dataset).read([0, 1]))
+    assert found["x"].shape == (2, 0)
+    assert_same(found, collator(dataset.__getitems__([0, 1])))
+
+
 def test_no_tensor_shares_memory_with_the_dataset():
     dataset = make([4, 4], labels=[[1] * 4] * 2)
     before = dataset.to_dict()

@@ -329,9 +329,10 @@ def test_attach_refuses_a_collator_that_cannot_flatten(tmp_path):
 
 def test_attach_refuses_a_view_as_evaluation_data_and_takes_its_dataset(tmp_path):
     trainer, _ = make_trainer(tmp_path, bucketed(examples(), batch_size=4), per_device_train_batch_size=2)
-    trainer.eval_dataset = bucketed(examples(), batch_size=8)
-    with pytest.raises(ValueError) as error:
-        attach(trainer)
+    view = bucketed(examples(), batch_size=8)
+    for trainer.eval_dataset in ({"one": view}, view):
+        with pytest.raises(ValueError) as error:
+            attach(trainer)
     assert str(error.value) == (
         "eval_dataset=<BucketedExamples> is in shuffled order, and so would the predictions be; expected the dataset "
         "itself, or sorted by length. Pass Trainer(..., eval_dataset=sorted_by_length(dataset))"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hf_memopt.batching.columns import FOR_SAMPLERS, Array, Column, Room, torch_dtype
+from hf_memopt.batching.columns import FOR_SAMPLERS, Array, Column, Room, Windows, torch_dtype
 
 __all__ = ["ArrowColumns"]
 
@@ -77,7 +77,7 @@ class ArrowColumns:
         if len(rows) == 0 or max(rows.view(np.uint64).tolist()) >= self._size:  # a negative row is a huge one
             return None
         if self._mapping is not None:
-            rows = self._mapping.read(rows)["indices"].values
+            rows = self._mapping.read(rows)["indices"].stack()
         found: dict[str, Column] = {}
         for group in self._groups:
             if group.nulls is not None and np.isin(rows, group.nulls).any():
@@ -97,10 +97,14 @@ class _Memory:
         self.base = min(addresses, default=0) // _LINE_BYTES * _LINE_BYTES
         end = max((buffer.address + buffer.size for buffer in buffers if buffer.size), default=0)
         size = -(-(end - self.base) // _LINE_BYTES) * _LINE_BYTES
+        self._views: dict[Any, Windows] = {}
         self._span = pa.foreign_buffer(self.base or _LINE_BYTES, size, base=columns)
 
-    def view(self, dtype: Any) -> Array:
-        return np.frombuffer(self._span, dtype=dtype)
+    def view(self, dtype: Any) -> Windows:
+        """Return the array of a dtype, one for all columns."""
+        if dtype not in self._views:
+            self._views[dtype] = Windows(np.frombuffer(self._span, dtype=dtype))
+        return self._views[dtype]
 
     def position(self, buffer: pa.Buffer | None, dtype: np.dtype[Any]) -> int:
         """Return the index of the buffer's first item in the view of its dtype."""
@@ -116,7 +120,8 @@ class _Memory:
 class _Place:
     """Where a column lies: positions count the items of a view of all memory, or bits where bools are packed."""
 
-    values: Array  # the view
+    values: Array  # the view, and
+    windows: Windows  # its windows
     dtype: np.dtype[Any]  # what the values become
     is_packed: bool
     offsets: Array | None  # the view that holds the offsets of lists
@@ -157,7 +162,7 @@ class _Place:
         list_size = None if has_offsets else kind.list_size if is_list else 1
         stored = np.dtype(np.uint8 if is_packed else item.to_pandas_dtype())
         offset_dtype = np.dtype(np.int64 if is_large else np.int32)
-        offsets = memory.view(offset_dtype)
+        offsets = memory.view(offset_dtype).array
         at, offset_at, origin, low, high, lengths, nulls = [], [], [], [], [], [], []
         first = 0
         for chunk in (chunk for chunk in values.chunks if len(chunk)):
@@ -182,7 +187,8 @@ class _Place:
             lengths.append(len(chunk))
             first += len(chunk)
         return cls(
-            values=memory.view(stored),
+            values=memory.view(stored).array,
+            windows=memory.view(stored),
             dtype=torch_dtype(np.dtype(np.bool_) if is_packed else stored),
             is_packed=is_packed,
             offsets=offsets if has_offsets else None,
@@ -204,6 +210,7 @@ class _Group:
     def __init__(self, name: str, place: _Place) -> None:
         self.places = {name: place}
         self._is_list, self._list_size, self._offsets = place.is_list, place.list_size, place.offsets
+        self._next_offsets = None if place.offsets is None else place.offsets[1:]
         ends = np.cumsum(place.lengths)
         self._ends = ends if len(ends) > 1 else None
         self._positions = self._of_chunks()
@@ -220,12 +227,12 @@ class _Group:
         return True
 
     def _of_chunks(self) -> Array:
-        """Return what to add to a row for its offset, the bounds of its values, and what to add for every column."""
+        """Return what to add to a row for its offset, for the room around it, and what to add for every column."""
         places = list(self.places.values())
         at = np.array([place.at for place in places], dtype=np.int64) - places[0].origin
         low = np.max([place.low for place in places] - at, axis=0)
         high = np.min([place.high for place in places] - at, axis=0)
-        return np.stack([places[0].offset_at, low, high, *at])  # (3 + columns, chunks)
+        return np.stack([places[0].offset_at, -low, -high, *at])  # (3 + columns, chunks)
 
     def read(self, rows: Array) -> dict[str, Column]:
         """Return the columns at ``rows``, numbers of rows that are there and not null."""
@@ -235,21 +242,21 @@ class _Group:
         if not self._is_list:
             found = rows + positions[3:]
             return {name: _numbers(place, found[i]) for i, (name, place) in enumerate(self.places.items())}
-        if self._offsets is None:
+        if self._offsets is None or self._next_offsets is None:
             first = rows * self._list_size
             sizes = np.full(rows.shape, self._list_size)
         else:
             offset_at = rows + positions[0]
             first = self._offsets.take(offset_at)
-            sizes = self._offsets.take(offset_at + 1) - first
-        room = Room(first, sizes, positions[1], positions[2])
-        starts = first + positions[3:]
+            sizes = self._next_offsets.take(offset_at) - first
+        before, to_end, *starts = first + positions[1:]
+        room = Room(before, to_end, sizes)
         return {name: _lists(place, starts[i], room) for i, (name, place) in enumerate(self.places.items())}
 
 
 def _numbers(place: _Place, positions: Array) -> Column:
     found = _unpack(place.values, positions) if place.is_packed else place.values.take(positions)
-    return Column(found.astype(place.dtype, copy=False), place.dtype)
+    return Column(found, place.dtype)
 
 
 def _lists(place: _Place, starts: Array, room: Room) -> Column:
@@ -257,7 +264,7 @@ def _lists(place: _Place, starts: Array, room: Room) -> Column:
     if place.is_packed:
         column = _unpacked(place, starts, sizes)
     else:
-        column = Column(place.values, place.dtype, starts, sizes, room)
+        column = Column(place.values, place.dtype, starts, sizes, room, place.windows)
     # As from Python lists: an empty one has no floats or bools to tell by, so it counts as ints.
     if place.dtype.kind != "i" and not sizes.all():
         column.dtype = torch_dtype(np.dtype(np.float32 if place.dtype.kind == "f" and sizes.any() else np.int64))

@@ -25,6 +25,7 @@ __all__ = [
     "Array",
     "Column",
     "Room",
+    "Windows",
     "column_kind",
     "count_ids",
     "label_kind",
@@ -49,29 +50,41 @@ def torch_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return _DTYPES[dtype.kind]
 
 
+class Windows(dict[int, Array]):
+    """An array as windows, by their width: window i is ``array[i : i + width]``."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    def __missing__(self, width: int) -> Array:
+        array = self.array
+        shape, strides = (len(array) - width + 1, width), (array.itemsize, array.itemsize)
+        self[width] = np.ndarray(shape, array.dtype, array, 0, strides)
+        return self[width]
+
+
 @dataclass(slots=True)
 class Room:
     """What lies beside rows in memory and may be read with them; columns whose rows lie alike share one.
 
     Args:
-        starts: ``(batch,)``: where the rows start, counted in whatever way, as the two bounds.
-        sizes: ``(batch,)``.
-        low: before which position nothing may be read, ``(batch,)`` or ``(1,)``, and
-        high: from which on.
+        before: how many entries before each row may be read, ``(batch,)``, and
+        to_end: how many from its start on, negative, ``(batch,)``.
+        sizes: of the rows, ``(batch,)``.
     """
 
-    starts: Array
+    before: Array
+    to_end: Array
     sizes: Array
-    low: Array
-    high: Array
     _after: int | None = None
 
     def fits(self, width: int, side: str) -> bool:
         """Tell whether every row, with what lies on the ``side`` to pad, fills ``width`` entries that may be read."""
+        # Of so few numbers Python finds the least faster than numpy.
         if side == "left":
-            return min((self.starts + self.sizes - self.low).tolist()) >= width
+            return bool(min((self.before + self.sizes).tolist()) >= width)
         if self._after is None:
-            self._after = min((self.high - self.starts).tolist())
+            self._after = -max(self.to_end.tolist())
         return self._after >= width
 
 
@@ -85,7 +98,8 @@ class Column:
         dtype: int64, float32 or bool: what the numbers become.
         starts: ``(batch,)``, or None where each row is one number; as ``sizes``.
         sizes: ``(batch,)``; the same object as another column's where the rows are known to be as long.
-        room: what may be read beside the rows; None: nothing.
+        room: what may be read beside the rows, and
+        windows: of ``values``; None: nothing.
         odd_shapes: the shape of every row where they do not follow from ``values``: rows that do not go into one array
             (then ``sizes`` is None and ``values`` empty), and those among vectors of rows that are empty.
     """
@@ -95,6 +109,7 @@ class Column:
     starts: Array | None = None
     sizes: Array | None = None
     room: Room | None = None
+    windows: Windows | None = None
     odd_shapes: list[tuple[int, ...]] | None = None
 
     @classmethod
@@ -151,19 +166,17 @@ class Column:
         """
         if self.starts is None or self.sizes is None:
             raise TypeError("rows of one number have no width; expected rows of shape (n, ...). Call: column.stack().")
-        if self.room is None or not self.room.fits(width, side):
+        if self.windows is None or self.room is None or not self.room.fits(width, side):
             return self._pad_row_by_row(self.starts.tolist(), self.sizes.tolist(), width, value, side)
-        # Window i is values[i : i + width]: a row and its neighbours in memory, which the padding then covers.
-        step = self.values.itemsize
-        windows: Array = np.ndarray(
-            (len(self.values) - width + 1, width), self.values.dtype, self.values, 0, (step, step)
-        )
+        if padding is None:
+            padding = where_padding(self.sizes, width, side)
+        # A row and its neighbours in memory, which the padding then covers.
         first = self.starts if side == "right" else self.starts + (self.sizes - width)
-        padded = windows[first].astype(self.dtype, copy=False)
-        np.copyto(
-            padded, self.dtype.type(value), where=where_padding(self.sizes, width, side) if padding is None else padding
-        )
-        return padded
+        padded = self.windows[width][first]
+        if padded.dtype.kind != "f":  # no unsigned integer holds -100; floats of a neighbour may be out of range
+            padded = padded.astype(self.dtype, copy=False)
+        np.copyto(padded, value, where=padding)
+        return padded.astype(self.dtype, copy=False)
 
     def _pad_row_by_row(self, starts: list[int], sizes: list[int], width: int, value: float, side: str) -> Array:
         inside = self.values.shape[1:]
@@ -266,7 +279,7 @@ def _remedy(name: str) -> str:
 
 def take_labels(columns: dict[str, Column]) -> tuple[str, Column | None]:
     """Take the labels out of ``columns`` and return their name and column."""
-    names = [name for name in _LABELS if name in columns]
+    names = [*filter(columns.__contains__, _LABELS)]
     if len(names) > 1:
         raise ValueError(
             f"features hold labels under {names}; expected one of these columns. Remove the others: "

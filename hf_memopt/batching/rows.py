@@ -30,7 +30,7 @@ class RowReader:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._names: frozenset[str] | None = None
-        self._prepared: tuple[Any, Any, ArrowColumns | None] | None = None
+        self._prepared: tuple[Any, tuple[Any, ArrowColumns | None]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared": None}
@@ -72,8 +72,8 @@ class RowReader:
         # (datasets 3.0 to 5.2; pinned by a test).
         fingerprint = getattr(self.dataset, "_fingerprint", None)
         if self._prepared is None or self._prepared[0] != fingerprint:
-            self._prepared = (fingerprint, *self._described())
-        return self._prepared[1:]
+            self._prepared = (fingerprint, self._described())
+        return self._prepared[1]
 
     def _described(self) -> tuple[Any, ArrowColumns | None]:
         from datasets import Dataset
