@@ -301,7 +301,9 @@ def test_rows_become_tables(benchmark, monkeypatch, tmp_path) -> None:
     slow = {**runs, "seconds": 50.0}
     cases = {
         "batching_lengths": {"review": {"budget": 8192, "arms": {"one": arm, "other": packed}}},
-        "batching_collation": {"32x64": {"stock_microseconds": 2500.0, "ours_microseconds": 100.0, "ratio": 25.0}},
+        "batching_collation": {
+            "32x64": {"stock_microseconds": 2500.0, "ours_microseconds": 100.0, "ratio": 25.0, "loader_ratio": 18.0}
+        },
         "batching_end_to_end": {"arms": {"random": slow, "group_by_length": runs}, "examples": 160, "seeds": 2},
     }
     rows = [
@@ -320,7 +322,7 @@ def test_rows_become_tables(benchmark, monkeypatch, tmp_path) -> None:
         "| one | 0.951 / 0.961 / 63 | 0 | -0.01 | 1.000 | 0.17 | 8 |",
         "| other | 0.951 / 0.961 / 63 | 2 | -0.01 | 1.000 | 0.17 | - |",
     ]
-    assert table.batching_collation().splitlines()[2] == "| 32x64 | 2.50 ms | 0.10 ms | 25x |"
+    assert table.batching_collation().splitlines()[2] == "| 32x64 | 2.50 ms | 0.10 ms | 25x | 18x |"
     assert table.batching_end_to_end().splitlines()[2:] == [
         "| stock random + dynamic | 50.0 | 1.00x | 2.50x | 0.900 | 0.750 |",
         "| stock group_by_length | 20.0 | 0.40x | 1.00x | 0.900 | 0.750 |",

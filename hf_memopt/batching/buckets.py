@@ -266,9 +266,10 @@ class LengthBuckets:
         check_seed(epoch, name="epoch")
         generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
         order = self._by_bucket()
-        begin = 0
+        begin, largest = 0, int(np.diff(self._bucket_ends, prepend=0).max())
+        keys = np.empty(largest, dtype=np.uint64)
         for end in self._bucket_ends.tolist():
-            _shuffle(order[begin:end], generator)
+            _shuffle(order[begin:end], generator, keys)
             begin = end
         self._latest = order
         starts, limits, whole = self._cuts
@@ -363,14 +364,17 @@ def _ranges(begins: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.i
     return found
 
 
-def _shuffle(examples: NDArray[np.int32], generator: np.random.Generator) -> None:
+def _shuffle(examples: NDArray[np.int32], generator: np.random.Generator, buffer: NDArray[np.uint64]) -> None:
     """Shuffle in place, from whatever order they are in to one that only the generator decides.
 
     Sorting 64-bit keys, 32 random bits above the example's index, takes numpy less time than a Fisher-Yates shuffle
-    (0.29 s against 0.45 s for 1e7 examples on one AVX-512 core).
+    (0.29 s against 0.45 s for 1e7 examples on one AVX-512 core). ``buffer`` is memory for the keys, to be used again.
     """
     examples.sort()
-    draws = generator.bit_generator.random_raw((len(examples) + 1) // 2).view(np.uint32)[: len(examples)]
-    keys = draws.astype(np.uint64) << np.uint64(32) | examples.view(np.uint32)
+    keys = buffer[: len(examples)]
+    draws = generator.bit_generator.random_raw((len(examples) + 1) // 2).view(np.uint32)
+    np.copyto(keys, draws[: len(examples)])
+    keys <<= np.uint64(32)
+    keys |= examples.view(np.uint32)
     keys.sort()
-    examples[:] = keys.astype(np.uint32).view(np.int32)
+    np.copyto(examples.view(np.uint32), keys, casting="unsafe")  # the lower half

@@ -53,7 +53,8 @@ def bucketed(
         dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied. Or a stream:
             a ``datasets.IterableDataset`` or anything else that can be iterated again and again.
         batch_size: examples per batch: a multiple of ``per_device_train_batch_size``; or
-        max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``.
+        max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``. Batches of short examples have more
+            rows, so a loss that is a mean over the rows gives each of them less weight: made for losses per token.
         n_buckets: see ``LengthBuckets``.
         boundaries: see ``LengthBuckets``; ``BucketedCollator`` pads to them, other collators to the longest row.
         seed: of the order; None: ``attach`` takes that of the training arguments (``data_seed``, else ``seed``), and
