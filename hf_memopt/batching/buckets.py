@@ -298,16 +298,18 @@ class LengthBuckets:
         if whole == 0:
             return []
         bounds = (limits * np.diff(starts))[:whole].reshape(-1, self.world_size).max(axis=1)  # tokens, at most
-        most, found = (0, 0), 0
-        for bound in np.unique(bounds)[::-1]:
-            if bound < most[0]:
+        widest_limit = int(limits[0])  # the limits fall
+        keys = bounds * (widest_limit + 1) + limits[: whole : self.world_size]  # by tokens, then by width
+        most, found = (0, 0), 0  # tokens and width
+        for key in np.unique(keys)[::-1]:
+            if divmod(int(key), widest_limit + 1) <= most:
                 break  # nothing below can hold a larger batch
-            groups = np.flatnonzero(bounds == bound)
+            groups = np.flatnonzero(keys == key)
             tokens, widths = self._measure(order, groups)
             largest = int(np.lexsort((widths, tokens))[-1])
             if (tokens[largest], widths[largest]) > most:
                 most, found = (int(tokens[largest]), int(widths[largest])), int(groups[largest])
-        longest = np.flatnonzero(limits[: whole : self.world_size] == limits[0])
+        longest = np.flatnonzero(limits[: whole : self.world_size] == widest_limit)
         _, widths = self._measure(order, longest)
         widest = int(longest[widths.argmax()])
         return [found] if most[1] == widths.max() else [found, widest]
