@@ -93,7 +93,8 @@ def batching_table() -> str:
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     note = (
         "A cell is padding efficiency / fill (padded tokens of a batch over the budget, mean) / number of shapes. "
-        "`over budget` counts batches of all sets; the last four columns are of `review`. TRL packs several texts "
+        "`over budget` counts batches of all sets; the last four columns are of `review`. With a fixed batch size, `safe` "
+        "is the largest that keeps to the budget and `mean` the one that uses it on average. TRL packs several texts "
         f"into a row and so has another contract. On {MACHINE}; {_versions_of(row, 'transformers', 'lhotse', 'trl')}."
     )
     return "\n".join([*lines, "", note])
