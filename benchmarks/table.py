@@ -93,9 +93,10 @@ def batching_table() -> str:
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     note = (
         "A cell is padding efficiency / fill (padded tokens of a batch over the budget, mean) / number of shapes. "
-        "`over budget` counts batches of all sets; the last four columns are of `review`. With a fixed batch size, `safe` "
-        "is the largest that keeps to the budget and `mean` the one that uses it on average. TRL packs several texts "
-        f"into a row and so has another contract. On {MACHINE}; {_versions_of(row, 'transformers', 'lhotse', 'trl')}."
+        "`over budget` counts batches of all sets; the last four columns are of `review`. With a fixed batch size, "
+        "`safe` is the largest that keeps to the budget and `mean` the one that uses it on average. TRL packs several "
+        "texts into a row and so has another contract. "
+        f"On {MACHINE}; {_versions_of(row, 'transformers', 'lhotse', 'trl')}."
     )
     return "\n".join([*lines, "", note])
 
