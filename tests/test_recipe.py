@@ -409,6 +409,15 @@ def test_evaluation_that_cannot_be_put_back_into_order_is_left_alone(tmp_path) -
     assert wired(tmp_path, recipe("cpu"), dataset(), eval_dataset=rows, training_arguments=given).eval_dataset is rows
 
 
+def test_a_bucketed_view_as_evaluation_data_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError) as error:
+        wired(tmp_path, recipe("cpu"), dataset(), eval_dataset=bucketed(dataset(), batch_size=4))
+    assert str(error.value) == (
+        "eval_dataset=<BucketedExamples> is in shuffled order, and so would the predictions be; expected the dataset "
+        "itself, or sorted by length. Pass Trainer(..., eval_dataset=sorted_by_length(dataset))"
+    )
+
+
 def test_a_view_of_whole_batches_gets_the_arguments_that_fit_it(tmp_path) -> None:
     view = bucketed(dataset(), max_tokens=256)
     trainer = wired(tmp_path, recipe("4gb-gpu"), view, training_arguments={"gradient_accumulation_steps": 3})

@@ -578,16 +578,29 @@ def test_two_processes_read_the_stream_between_them_and_resume_exactly(tmp_path)
 # What attach does
 
 
+COUNTS_BATCHES = Change(
+    "samples in the Trainer's log",
+    "examples",
+    "batches",
+    "an item of a max_tokens= stream is a whole batch, and a stream does not tell its examples beforehand",
+)
+
+
 def test_attach_lets_every_process_read_for_itself_and_keeps_only_what_the_model_takes(tmp_path):
     rows = [{**example(i), "text": "w" * 100} for i in range(8)]
     trainer, _ = make_trainer(tmp_path, BucketedStream(rows, max_tokens=64, buffer_examples=4))
     attach(attach(trainer))
     reason = "every process reads the stream for itself: stock would cut up batches of the first process for the others"
-    assert trainer.memopt_changes == (Change("accelerator_config.dispatch_batches", None, False, reason),)
+    assert trainer.memopt_changes == (
+        COUNTS_BATCHES,
+        Change("accelerator_config.dispatch_batches", None, False, reason),
+    )
     assert type(trainer.get_train_dataloader()) is DataLoaderShard
     assert set(next(iter(trainer.train_dataset))[0]) == {"input_ids", "labels"}
     settled, _ = make_trainer(tmp_path, make_stream("batches"), accelerator_config={"dispatch_batches": False})
-    assert attach(settled).memopt_changes == ()
+    assert attach(settled).memopt_changes == (COUNTS_BATCHES,)
+    by_examples, _ = make_trainer(tmp_path, BucketedStream(rows, batch_size=4), per_device_train_batch_size=4)
+    assert COUNTS_BATCHES not in attach(by_examples).memopt_changes
     assert set(next(iter(BucketedStream(rows, batch_size=1)))) == {"input_ids", "labels", "text"}
 
 

@@ -1,6 +1,6 @@
 """Where one length bucket ends and the next begins: the limits that waste least, by dynamic programming.
 
-Left out: quantile or geometric limits, which pad 5 to 13 percentage points more at 16 buckets.
+Left out: quantile or geometric limits, which pad more with as many buckets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def optimal_boundaries(
     Formula: minimise the sum over buckets of ``examples * limit``, the limits being multiples of
     ``pad_to_multiple_of`` and the last one holding the longest example. With ``max_tokens`` every batch costs its
     budget as well, ``examples * max_tokens / (max_tokens // limit)``: of two limits that pad alike, the one that fills
-    whole budgets wins (efficiency -.003, fill +.02 on lengths up to 4096 at a budget of 16384).
+    whole budgets wins.
 
     Example:
         >>> optimal_boundaries(np.array([3, 4, 5, 60, 61]), 2)

@@ -7,7 +7,8 @@ come in waves), and memory is that of ``buffer_examples`` examples whatever the 
 beforehand, and a stream whose lengths drift is followed.
 
 Trade: of 1e5 lognormal lengths (median 60, at most 512) with ``max_tokens=8192``, the share of real tokens is .85, .92,
-.94 and .96 with 1024, 4096, 8192 and 32768 examples held, which are read before the first step.
+.94 and .96 with 1024, 4096, 8192 and 32768 examples held, which are read before the first step
+(benchmarks/streaming.py).
 
 The order is a pure function of the stream, the seed, the sizes and the number of processes, whatever the number of
 workers: every process and every DataLoader worker reads the whole stream and hands out its own share of the batches.
@@ -290,6 +291,11 @@ class BucketedStream(torch.utils.data.IterableDataset[Any]):
             self._rows_per_turn = trainer.args.per_device_train_batch_size
         self._kept_columns = used_columns(trainer)
         self.seed, changes = seed_of_run(trainer.args, self.seed, may_change=self.takes_seed, of="bucketed stream")
+        if self.max_tokens is not None:
+            reason = (
+                "an item of a max_tokens= stream is a whole batch, and a stream does not tell its examples beforehand"
+            )
+            changes = (*changes, Change("samples in the Trainer's log", "examples", "batches", reason))
         config = trainer.accelerator.dataloader_config
         if config.dispatch_batches is False:
             return changes

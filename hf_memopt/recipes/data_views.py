@@ -32,7 +32,7 @@ def training_view(name: str, dataset: Any, *, batch_size: int, pad_to_multiple_o
 
 def evaluation_view(name: str, dataset: Any, args: Any) -> Any:
     """Return the evaluation data, or each of several, sorted by length where ``attach`` can restore its order."""
-    if dataset is None or isinstance(dataset, SortedExamples):
+    if dataset is None or isinstance(dataset, (SortedExamples, *VIEWS)):  # attach refuses an order made for training
         return dataset
     if isinstance(dataset, Mapping):
         return {key: evaluation_view(name, value, args) for key, value in dataset.items()}
