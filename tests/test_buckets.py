@@ -252,7 +252,11 @@ def test_an_example_that_fits_into_no_batch_is_named():
             f"max_length={longest})), leave them out (too_long='drop') or raise {named.split('=')[0]}"
         )
     assert LengthBuckets([3, 4, 100], max_tokens=104, n_buckets=2).n_batches == 2
-    assert error_of(lengths=[300, 400], max_tokens=100, too_long="drop").startswith("lengths[1]=400 exceeds 96 tokens")
+    assert error_of(lengths=[300, 400], max_tokens=100, too_long="drop") == (
+        "lengths[1]=400 exceeds 96 tokens, the longest row that max_tokens=100 allows, as do 1 other examples; "
+        "expected every example to fit into a batch. Truncate (tokenizer(..., truncation=True, max_length=96)), leave "
+        "them out (too_long='drop') or raise max_tokens"
+    )
 
 
 def test_an_unknown_way_to_treat_long_examples_is_refused():

@@ -168,7 +168,12 @@ def test_a_state_of_another_order_is_refused(name):
 
 def test_a_state_of_other_lengths_is_refused_though_there_are_as_many():
     other = [*LENGTHS[1:], LENGTHS[0]]
-    assert state_error(lengths=other).startswith("state['fingerprint']=")
+    mine, theirs = (make("tokens", lengths).state_dict()["fingerprint"] for lengths in (other, LENGTHS))
+    assert mine != theirs
+    assert state_error(lengths=other) == (
+        f"state['fingerprint']={theirs!r} belongs to another order than this sampler's {mine!r}; expected the same "
+        "lengths and settings. Build the sampler as it was when the state was saved"
+    )
 
 
 @pytest.mark.parametrize("position", [-1, 100, 1.0, True])

@@ -387,7 +387,10 @@ def test_a_dataset_takes_no_setting_of_streams():
 def test_what_can_be_read_only_once_is_refused():
     with pytest.raises(TypeError) as error:
         bucketed(iter([]), batch_size=4)
-    assert str(error.value).startswith("dataset=<list_iterator> can be read only once")
+    assert str(error.value) == (
+        "dataset=<list_iterator> can be read only once; expected a stream that starts over when it is iterated again. "
+        "Pass the function that makes the rows: datasets.IterableDataset.from_generator(make_rows)"
+    )
 
 
 def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_column():
