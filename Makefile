@@ -6,7 +6,7 @@ READY = $(VENV)/.ready
 COMPAT_VERSIONS = 5.8.1 5.17.0
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-full test-compat lint format bench bench-batching clean
+.PHONY: demo test test-full test-compat lint format bench bench-batching bench-gpu clean
 
 demo: $(READY)            ## the main job: three set-ups of the stock Trainer on real text, side by side
 	$(BIN)/python -m hf_memopt demo
@@ -30,6 +30,7 @@ format: $(READY)
 
 bench: $(READY)           ## the benchmarks behind the figures; appends to benchmarks/results
 	$(BIN)/python benchmarks/memory_report.py
+	$(BIN)/python benchmarks/estimation.py
 	$(BIN)/python benchmarks/accuracy.py
 	$(MAKE) bench-batching
 
@@ -37,6 +38,9 @@ bench-batching: $(READY)  ## samplers side by side: ours, stock, lhotse, fairseq
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	$(BIN)/python benchmarks/streaming.py
 	$(BIN)/python benchmarks/batching.py
+
+bench-gpu: $(READY)       ## predicted against measured memory, on a CUDA card; goes on where it stopped
+	$(BIN)/python benchmarks/gpu.py
 
 clean:
 	rm -rf $(VENV) .venv-[0-9]* build *.egg-info

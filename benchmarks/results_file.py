@@ -11,8 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+
+import hf_memopt
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("hf-memopt", "torch", "transformers", "accelerate", "bitsandbytes", "datasets")
@@ -28,6 +29,8 @@ def machine() -> str:
     elif torch.backends.mps.is_available():
         name = f"apple-{platform.machine()}-mps"
     else:
+        import psutil  # not on every machine with a card
+
         name = f"cpu-{psutil.cpu_count(logical=False) or psutil.cpu_count()}core"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
@@ -60,10 +63,11 @@ def append(case: str, figures: dict[str, Any], *, path: Path | str | None = None
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
-    for peer in PEERS:
+    """Return the versions of what is installed; of this package also where it runs from a plain checkout."""
+    found = {"python": platform.python_version(), "hf-memopt": hf_memopt.__version__}
+    for package in (*PACKAGES, *PEERS):
         try:
-            found[peer] = version(peer)
+            found[package] = version(package)
         except PackageNotFoundError:
             continue
     return found

@@ -10,6 +10,7 @@ import io
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,83 @@ def batching_end_to_end() -> str:
     return "\n".join([*lines, "", note])
 
 
+def estimate_ladder() -> str:
+    """Return the ladders of techniques, from the last run of ``benchmarks/estimation.py``."""
+    figures = _last_row("estimation_ladder", program="estimation")["figures"]
+    shown = ("weights", "gradients", "optimizer state", "activations")
+    lines = [f"| added | {' | '.join(shown)} | rest | allocated | reserved | total | fits |", f"|---|{'---|' * 9}"]
+    ladder = None
+    for row in figures["rows"]:
+        if row["ladder"] != ladder:
+            ladder = row["ladder"]
+            lines.append(f"| **{ladder}** |{' |' * 9}")
+        found = row["estimate"]
+        parts = [found["components"][name] for name in shown]
+        sizes = [*parts, sum(found["components"].values()) - sum(parts)]
+        sizes += [found["peak_allocated_bytes"], found["peak_reserved_bytes"], found["total_bytes"]]
+        cells = " | ".join(f"{size / 2**20:,.0f}" for size in sizes)
+        lines.append(f"| {row['added']} | {cells} | {'yes' if found['fits'] else 'no'} |")
+    note = (
+        f"{figures['model']}, {figures['batch_size']} texts of {figures['seq_len']} tokens per optimizer step, in MiB; "
+        f"of the {figures['gpu']} {figures['usable_bytes'] / 2**20:,.0f} MiB are usable, and `total` includes a CUDA "
+        f"context of {figures['context_bytes'] / 2**20:,.0f}. Components are those of the allocated peak."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def estimate_speed() -> str:
+    """Return the time and host memory of estimates, from the last run of ``benchmarks/estimation.py``."""
+    figures = _last_row("estimation")["figures"]
+    lines = ["| estimate | median of 5 | again, another optimizer | host memory |", "|---|---|---|---|"]
+    for name, found in figures.items():
+        times = f"{found['seconds']:.2f} s | {found['again_seconds']:.2f} s"
+        lines.append(f"| {name} | {times} | {found['host_bytes'] / 2**20:,.0f} MiB |")
+    return "\n".join([*lines, "", f"On {MACHINE}, after the imports (`python benchmarks/estimation.py`)."])
+
+
+def estimate_errors() -> str:
+    """Return the errors of ``estimate`` against what cards measured, from the rows of ``benchmarks/gpu.py``."""
+    from gpu_figures import latest, read_rows
+
+    rows = [row for row in latest(read_rows(sorted(RESULTS.glob("*.jsonl")))) if row["figures"]["device"] == "cuda"]
+    if not rows:
+        return (
+            "The figures of a card are still to come: no CUDA card was at hand when this was written. "
+            "`make bench-gpu` measures them on yours."
+        )
+    lines = [
+        "| card | measured | allocated: median | p95 | worst | worst under | reserved: median | p95 | total: median "
+        "| worst | not measured |",
+        f"|---|{'---|' * 10}",
+    ]
+    lines += [_errors_of_card(card, rows) for card in sorted({row["figures"]["card"] for row in rows})]
+    versions = sorted({_versions_of(row["figures"], "torch", "transformers", "cuda") for row in rows})
+    note = (
+        "Errors of the prediction in percent of what was measured; all but `worst under` without sign. `total` is what "
+        "the card holds for the process, predicted as reserved bytes and the context measured after a first kernel. "
+        f"With {'; '.join(versions)} (`make bench-gpu`)."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def _errors_of_card(card: str, rows: list[dict[str, Any]]) -> str:
+    """Return a card's line of the table of errors."""
+    from gpu_figures import MEASURED, spreads_of
+
+    figures = [row["figures"] for row in rows if row["figures"]["card"] == card]
+    spreads = spreads_of(figures)
+    cells = [card, str(sum(row["status"] == MEASURED for row in figures))]
+    for name, statistics in (
+        ("allocated", ("median", "p95", "worst", "worst_under")),
+        ("reserved", ("median", "p95")),
+        ("total", ("median", "worst")),
+    ):
+        cells += [f"{getattr(spreads[name], key):.2f}" if name in spreads else "-" for key in statistics]
+    others = Counter(row["status"] for row in figures if row["status"] != MEASURED)
+    cells.append(", ".join(f"{count} {status}" for status, count in sorted(others.items())) or "0")
+    return f"| {' | '.join(cells)} |"
+
+
 def _three(figures: dict[str, Any]) -> str:
     return f"{figures['padding_efficiency']:.3f} / {figures['fill']:.3f} / {figures['shapes']}"
 
@@ -151,6 +229,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "demo-sentence": demo_sentence,
     "demo-table": demo_table,
     "accuracy": accuracy,
+    "estimate-ladder": estimate_ladder,
+    "estimate-errors": estimate_errors,
+    "estimate-speed": estimate_speed,
     "batching-table": batching_table,
     "batching-collation": batching_collation,
     "batching-end-to-end": batching_end_to_end,

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from hf_memopt.batching.views import bucketed
     from hf_memopt.binding import attach
     from hf_memopt.changes import BudgetError, Change, MissingExtraError
+    from hf_memopt.gpus import GPUS, Gpu, custom_gpu, find_gpu
+    from hf_memopt.memory.estimation import estimate, estimate_from_arguments
     from hf_memopt.memory.report import MemoryReportCallback, print_gpu_utilization, print_summary
+    from hf_memopt.memory.result import Estimate
+    from hf_memopt.memory.settings import NotEstimableError, StepSettings
     from hf_memopt.reading import MemoryReading, read_memory
     from hf_memopt.recipes.presets import PRESETS, preset, recipe
     from hf_memopt.recipes.recipe import Recipe
@@ -40,7 +44,11 @@ _MODULES = {
     "hf_memopt.batching.views": ("bucketed",),
     "hf_memopt.binding": ("attach",),
     "hf_memopt.changes": ("BudgetError", "Change", "MissingExtraError"),
+    "hf_memopt.gpus": ("GPUS", "Gpu", "custom_gpu", "find_gpu"),
+    "hf_memopt.memory.estimation": ("estimate", "estimate_from_arguments"),
     "hf_memopt.memory.report": ("MemoryReportCallback", "print_gpu_utilization", "print_summary"),
+    "hf_memopt.memory.result": ("Estimate",),
+    "hf_memopt.memory.settings": ("NotEstimableError", "StepSettings"),
     "hf_memopt.reading": ("MemoryReading", "read_memory"),
     "hf_memopt.recipes.presets": ("PRESETS", "preset", "recipe"),
     "hf_memopt.recipes.recipe": ("Recipe",),
@@ -50,24 +58,33 @@ _MODULES = {
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "GPUS",
     "PRESETS",
     "BucketedCollator",
     "BudgetError",
     "Change",
     "DynamicPaddingCollator",
     "EmbeddingBitsCallback",
+    "Estimate",
     "FreezeCallback",
+    "Gpu",
     "LengthBucketedBatchSampler",
     "LengthBucketedSampler",
     "LengthBuckets",
     "MemoryReading",
     "MemoryReportCallback",
     "MissingExtraError",
+    "NotEstimableError",
     "PaddingReport",
     "Recipe",
+    "StepSettings",
     "attach",
     "bucketed",
+    "custom_gpu",
+    "estimate",
+    "estimate_from_arguments",
     "exact_loss",
+    "find_gpu",
     "freeze",
     "override_embedding_bits",
     "padding_report",

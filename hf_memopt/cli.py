@@ -1,4 +1,4 @@
-"""The command line: ``hf-memopt demo | presets | lengths | doctor``, or ``python -m hf_memopt ...``.
+"""The command line: ``hf-memopt demo | presets | lengths | estimate | doctor``, or ``python -m hf_memopt ...``.
 
 torch and transformers are imported by the command that needs them, so ``--help`` answers at once.
 """
@@ -125,6 +125,64 @@ def lengths(
     print_report(report, Console())
     if plot is not None:
         typer.echo(f"Picture: {plot}")
+
+
+@app.command()
+def estimate(
+    model: Annotated[str, typer.Argument(help="A well-known name, a folder with config.json, or a name on the Hub.")],
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Examples of one pass; the preset's unless given, else 8, with --compare 32."),
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a row, padding included.")] = None,
+    gpu: Annotated[str | None, typer.Option(help='A card: "RTX 3050 4GB"; the one at hand unless given.')] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="Of a card that is not in the table: 4GiB.")] = None,
+    compute_capability: Annotated[str | None, typer.Option(help="Of that card: 7.5.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Start from a preset; the other options override it.")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, bf16 or fp16.")] = None,
+    optim: Annotated[str | None, typer.Option(help="As in TrainingArguments.")] = None,
+    checkpointing: Annotated[bool | None, typer.Option(help="Recompute activations instead of keeping them.")] = None,
+    gradient_accumulation_steps: Annotated[int | None, typer.Option(min=1, help="Passes per optimizer step.")] = None,
+    freeze: Annotated[list[str] | None, typer.Option(help="A pattern of hf_memopt.freeze; may be repeated.")] = None,
+    attn: Annotated[str | None, typer.Option(help="Attention: sdpa, eager, flash_attention_2.")] = None,
+    task: Annotated[str | None, typer.Option(help="The model's head.")] = None,
+    eval_batch_size: Annotated[int | None, typer.Option(min=1, help="Also an evaluation, with such batches.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the timeline to this PNG file.")] = None,
+    json_output: AsJson = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare two ladders of techniques.")] = False,
+) -> None:
+    """Predict the memory of a training step; exit code 0 if it fits or no card is known, 1 if not, 2 on errors."""
+    from rich.console import Console
+
+    from hf_memopt.changes import MissingExtraError
+    from hf_memopt.recipes.estimate_command import EstimateOptions, run_estimate
+
+    options = EstimateOptions(
+        model,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        gpu=gpu,
+        gpu_memory=gpu_memory,
+        compute_capability=compute_capability,
+        preset=preset,
+        precision=precision,
+        optim=optim,
+        checkpointing=checkpointing,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        freeze=tuple(freeze or ()),
+        attn=attn,
+        task=task,
+        eval_batch_size=eval_batch_size,
+        plot=plot,
+        json_output=json_output,
+        compare=compare,
+    )
+    try:
+        code = run_estimate(options, Console(), Console(stderr=True))
+    except (ValueError, MissingExtraError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code)
 
 
 @app.command()

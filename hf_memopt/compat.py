@@ -5,16 +5,21 @@ Seen in 5.8.1, 5.17.0 and 5.23.0; ``tests/test_compat.py`` pins each difference.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import TrainingArguments
 
 __all__ = [
     "RENAMED_ARGUMENTS",
     "checkpointing_arguments",
+    "checkpointing_of",
+    "enable_checkpointing",
     "is_checkpointing",
     "training_argument_names",
 ]
@@ -63,6 +68,29 @@ def checkpointing_arguments(**checkpointing: Any) -> dict[str, Any]:
     prefix = "activation" if "activation_checkpointing" in training_argument_names() else "gradient"
     options = {"use_reentrant": False, **checkpointing}
     return {f"{prefix}_checkpointing": True, f"{prefix}_checkpointing_kwargs": options}
+
+
+def checkpointing_of(args: TrainingArguments) -> tuple[bool, dict[str, Any]]:
+    """Return whether ``TrainingArguments`` switch checkpointing on, and its options, under either name."""
+    prefix = "activation" if "activation_checkpointing" in training_argument_names() else "gradient"
+    options = getattr(args, f"{prefix}_checkpointing_kwargs")
+    return bool(getattr(args, f"{prefix}_checkpointing")), dict(options or {})
+
+
+def enable_checkpointing(model: Any, options: Mapping[str, Any]) -> None:
+    """Switch checkpointing on in a transformers model, as the ``Trainer`` of the installed version does.
+
+    ``options`` are those of ``checkpointing_arguments``. 5.8 has neither ``every_n_layers`` nor ``offload`` and ignores
+    them, so it does here.
+    """
+    rest = dict(options)
+    if hasattr(model, "activation_checkpointing_enable"):
+        of_model = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest}
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=rest or None, **of_model)
+        return
+    known = inspect.signature(type(model).gradient_checkpointing_enable).parameters
+    of_model = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest and name in known}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=rest or None, **of_model)
 
 
 def is_checkpointing(model: nn.Module) -> bool:

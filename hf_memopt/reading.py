@@ -10,6 +10,7 @@ Left out: memory by component (that is an estimate, not a reading), accelerators
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
@@ -22,7 +23,15 @@ import torch
 
 from hf_memopt.units import format_bytes
 
-__all__ = ["MemoryReading", "PeakMeter", "measured_device", "read_device_used", "read_memory", "read_process"]
+__all__ = [
+    "MemoryReading",
+    "PeakMeter",
+    "measured_device",
+    "read_context",
+    "read_device_used",
+    "read_memory",
+    "read_process",
+]
 
 _COUNTED = ("cuda", "xpu")  # torch counts peaks there; ROCm calls itself cuda
 _ACCELERATORS = (*_COUNTED, "mps")
@@ -253,13 +262,35 @@ def read_device_used(device: torch.device) -> int | None:
     return int(total_bytes - free_bytes)
 
 
+def read_context(device: torch.device) -> int | None:
+    """Return what this process holds on a CUDA card beside torch's allocator, or None where nobody tells.
+
+    That is the CUDA context, the kernels loaded so far, the handles of the libraries and whatever else allocates past
+    torch (NCCL, paged optimizers). CUDA loads kernels when they first run, so the figure of a process that has not
+    trained yet is a lower bound. No context is made.
+
+    NVML tells it of a process by its number. It does not for a process that has no context yet, in a container with
+    process numbers of its own, or on Windows.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or not getattr(torch, device.type).is_initialized():
+        return None
+    handle = _handle_of(device)
+    if handle is None:
+        return None
+    reserved_bytes = _allocator_stats(device)["reserved_bytes"]["current"]
+    try:
+        import pynvml
+
+        own = [entry for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if entry.pid == os.getpid()]
+        held_bytes = sum(entry.usedGpuMemory for entry in own)
+    except Exception:  # the memory of processes is not told here, or the driver fails
+        return None
+    # less than torch holds: the number is that of another process, in the namespace of the host
+    return int(held_bytes - reserved_bytes) if held_bytes > reserved_bytes else None
+
+
 def _read_nvml(device: torch.device) -> int | None:
-    properties: Any = torch.cuda.get_device_properties(device)
-    bus_id = None
-    if hasattr(properties, "pci_bus_id"):  # newer torch only
-        domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-        bus_id = f"{domain:08x}:{bus:02x}:{slot:02x}.0"
-    handle = _nvml_handle(str(getattr(properties, "uuid", "")), bus_id)
+    handle = _handle_of(device)
     if handle is None:
         return None
     try:
@@ -268,6 +299,15 @@ def _read_nvml(device: torch.device) -> int | None:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
     except Exception:  # a driver that fails must not stop a training run
         return None
+
+
+def _handle_of(device: torch.device) -> Any:
+    properties: Any = torch.cuda.get_device_properties(device)
+    bus_id = None
+    if hasattr(properties, "pci_bus_id"):  # newer torch only
+        domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+        bus_id = f"{domain:08x}:{bus:02x}:{slot:02x}.0"
+    return _nvml_handle(str(getattr(properties, "uuid", "")), bus_id)
 
 
 @cache

@@ -16,6 +16,15 @@ ROOMS = ("batching", "techniques", "memory")
 DEMO = ("demo", "demo_arms", "demo_output", "docstrings")
 
 PUBLIC = {
+    "GPUS",
+    "Estimate",
+    "Gpu",
+    "NotEstimableError",
+    "StepSettings",
+    "custom_gpu",
+    "estimate",
+    "estimate_from_arguments",
+    "find_gpu",
     "PRESETS",
     "BucketedCollator",
     "BudgetError",

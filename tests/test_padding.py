@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ from hf_memopt.batching import padding
 from hf_memopt.batching.buckets import LengthBuckets
 from hf_memopt.batching.padding import MOST_SIMULATED, length_histogram, padding_report
 from hf_memopt.batching.padding_strategies import fitting_budget, grouped_by_length
-from hf_memopt.changes import MissingExtraError
 
 
 def review(count: int = 4000, seed: int = 0) -> np.ndarray:
@@ -350,53 +347,3 @@ def test_the_picture_shows_two_panels(tmp_path):
         assert found.sum() > 5000
         assert not (pixels[:, 1 - panel] == colour).all(axis=-1).any()
     assert list(tmp_path.iterdir()) == [picture]
-
-
-def test_a_picture_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure")
-
-    def full(self: Any, stream: Any, **_: Any) -> None:
-        stream.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(figure.Figure, "savefig", full)
-    picture = tmp_path / "lengths.png"
-    picture.write_text("an older one")
-    with pytest.raises(ValueError) as error:
-        padding_report([3, 4]).plot(picture)
-    assert str(error.value) == (
-        f"plot={str(picture)!r} cannot be written (No space left on device); expected a writable place with room. "
-        "Pass another file"
-    )
-    assert [entry.read_text() for entry in tmp_path.iterdir()] == ["an older one"]
-
-
-def test_a_picture_of_another_kind_or_in_a_missing_folder_is_refused(tmp_path):
-    report = padding_report([3, 4])
-    for name, message in (
-        ("p.svg", "is not a PNG file; expected a name that ends in .png. Pass p.png"),
-        (
-            "none/p.png",
-            "is a folder or lies in a missing one; expected a file in an existing folder. Pass p.png to write it here",
-        ),
-    ):
-        path: Path = tmp_path / name
-        with pytest.raises(ValueError) as error:
-            report.plot(path)
-        assert str(error.value) == f"plot={str(path)!r} {message}"
-
-
-def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **named: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest, **named)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingExtraError) as error:
-        padding_report([3, 4]).plot(tmp_path / "p.png")
-    assert str(error.value) == (
-        "the picture of a padding report needs matplotlib, which is not installed. Call: pip install 'hf-memopt[plot]'"
-    )

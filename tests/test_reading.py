@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import doctest
+import os
 import pickle
 import subprocess
 import sys
@@ -14,7 +15,15 @@ import pytest
 import torch
 
 from hf_memopt import reading
-from hf_memopt.reading import MemoryReading, PeakMeter, measured_device, read_device_used, read_memory, read_process
+from hf_memopt.reading import (
+    MemoryReading,
+    PeakMeter,
+    measured_device,
+    read_context,
+    read_device_used,
+    read_memory,
+    read_process,
+)
 
 GIB = 2**30
 MIB = 2**20
@@ -70,8 +79,11 @@ class FakeNVMLError(Exception):
     pass
 
 
-def fake_nvml(monkeypatch, by_uuid=(), by_bus=(), split=(), broken=False):
-    """Install a ``pynvml`` that knows cards by UUID and bus id; ``split`` are handles in MIG mode."""
+def fake_nvml(monkeypatch, by_uuid=(), by_bus=(), split=(), broken=False, processes=()):
+    """Install a ``pynvml`` that knows cards by UUID and bus id.
+
+    ``split`` are handles in MIG mode; ``processes`` run on every card, each with its number and bytes.
+    """
     asked = []
 
     def search(known):
@@ -93,6 +105,10 @@ def fake_nvml(monkeypatch, by_uuid=(), by_bus=(), split=(), broken=False):
             raise FakeNVMLError("GPU is lost")
         return SimpleNamespace(used=5 * GIB)
 
+    def running(handle):
+        used(handle)
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size_bytes) for pid, size_bytes in processes]
+
     fake = SimpleNamespace(
         NVMLError=FakeNVMLError,
         NVML_DEVICE_MIG_ENABLE=1,
@@ -101,6 +117,7 @@ def fake_nvml(monkeypatch, by_uuid=(), by_bus=(), split=(), broken=False):
         nvmlDeviceGetHandleByPciBusId=search(by_bus),
         nvmlDeviceGetMigMode=mode,
         nvmlDeviceGetMemoryInfo=used,
+        nvmlDeviceGetComputeRunningProcesses=running,
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     return asked
@@ -360,6 +377,75 @@ def test_rocm_never_asks_nvml(monkeypatch):
     assert asked == []
 
 
+# ---- the context
+
+CARD = torch.device("cuda", 1)
+
+
+def test_context_is_what_the_process_holds_beside_torchs_allocator(monkeypatch):
+    card = FakeCard(monkeypatch)
+    fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=[(os.getpid() + 1, GIB), (os.getpid(), 300 * MIB)])
+    assert read_context(CARD) == 300 * MIB
+    card.allocate(100 * MIB)
+    card.free(60 * MIB)  # still reserved
+    assert read_context(CARD) == 200 * MIB
+    assert all(name == "stats" for name, _ in card.calls)  # nothing that makes a context
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [
+        [],  # no context yet
+        [(os.getpid() + 1, GIB)],  # numbers of another namespace
+        [(os.getpid(), 50 * MIB)],  # the same, and a process of ours by accident
+        [(os.getpid(), None)],  # Windows
+    ],
+)
+def test_context_that_nvml_does_not_tell_is_none(monkeypatch, processes):
+    card = FakeCard(monkeypatch)
+    card.allocate(100 * MIB)
+    fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=processes)
+    assert read_context(CARD) is None
+
+
+@pytest.mark.parametrize("failure", ["missing", "unknown card", "lost"])
+def test_context_without_a_working_nvml_is_none(monkeypatch, failure):
+    FakeCard(monkeypatch)
+    known = () if failure == "unknown card" else ("GPU-1234-abcd",)
+    fake_nvml(monkeypatch, by_uuid=known, broken=failure == "lost", processes=[(os.getpid(), GIB)])
+    if failure == "missing":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert read_context(CARD) is None
+
+
+def test_context_is_not_asked_of_a_card_that_torch_has_not_touched(monkeypatch):
+    card = FakeCard(monkeypatch, initialized=False)
+    asked = fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=[(os.getpid(), GIB)])
+    assert read_context(CARD) is None
+    assert (card.calls, asked) == ([], [])
+
+
+def test_only_cuda_has_such_a_context(monkeypatch):
+    FakeCard(monkeypatch)
+    asked = fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=[(os.getpid(), GIB)])
+    assert read_context(torch.device("cpu")) is None
+    assert read_context(torch.device("xpu", 0)) is None
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert read_context(CARD) is None
+    assert asked == []
+
+
+def test_nvml_lists_the_processes_of_a_card():
+    import pynvml
+
+    assert callable(pynvml.nvmlDeviceGetComputeRunningProcesses)
+    fields = {name for name, _ in pynvml.c_nvmlProcessInfo_v3_t._fields_}
+    assert {"pid", "usedGpuMemory"} <= fields
+
+
+# ---- MPS
+
+
 def fake_mps(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
@@ -465,6 +551,19 @@ def test_reading_a_real_card_makes_no_context():
     )
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert answer.stdout.split() == ["0", "False"]
+
+
+@pytest.mark.gpu
+def test_context_of_a_real_card_is_read_and_none_before_it_is_there():
+    script = (
+        "import torch; from hf_memopt.reading import read_context; card = torch.device('cuda', 0); torch.cuda.init(); "
+        "print(read_context(card), torch._C._cuda_hasPrimaryContext(0)); "
+        "held = torch.zeros(64 << 20, dtype=torch.uint8, device=card); print(read_context(card))"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    before, after = answer.stdout.splitlines()
+    assert before == "None False"
+    assert after == "None" or 64 * MIB < int(after) < 2 * GIB  # None: in a container
 
 
 @pytest.mark.gpu

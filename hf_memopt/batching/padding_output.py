@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.changes import MissingExtraError
+from hf_memopt import pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,24 +124,8 @@ def _look() -> dict[str, Any]:
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a picture that could not be written, before the work that it shows.
-
-    Raises:
-        ValueError: ``path`` does not end in ``.png``, is a folder or lies in a missing one.
-        MissingExtraError: matplotlib is not installed.
-    """
-    name = f"plot={str(path)!r}"
-    if path.suffix.lower() != ".png":
-        raise ValueError(f"{name} is not a PNG file; expected a name that ends in .png. Pass {path.stem}.png")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(
-            f"{name} is a folder or lies in a missing one; expected a file in an existing folder. Pass {path.name} "
-            "to write it here"
-        )
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("matplotlib", extra="plot", purpose="the picture of a padding report") from None
+    """Refuse a picture that could not be written; see ``pictures.check_picture``."""
+    pictures.check_picture(path, purpose="the picture of a padding report")
 
 
 def draw_report(report: PaddingReport, path: Path) -> None:
@@ -155,20 +137,7 @@ def draw_report(report: PaddingReport, path: Path) -> None:
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
     _draw_histogram(report, left)
     _draw_strategies(report, right)
-    try:
-        handle, unfinished = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                figure.savefig(stream, format="png", dpi=150)
-            os.replace(unfinished, path)
-        except BaseException:
-            Path(unfinished).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise ValueError(
-            f"plot={str(path)!r} cannot be written ({error.strerror}); expected a writable place with room. "
-            "Pass another file"
-        ) from error
+    pictures.save_picture(figure, path)
 
 
 def _draw_histogram(report: PaddingReport, axes: Axes) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt import compat
@@ -16,9 +17,10 @@ from hf_memopt.batching.collators import BucketedCollator
 from hf_memopt.binding import attach
 from hf_memopt.changes import Change, nearest
 from hf_memopt.memory.report import MemoryReportCallback
+from hf_memopt.memory.settings import StepSettings
 from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
 from hf_memopt.techniques.embedding_bits import EmbeddingBitsCallback
-from hf_memopt.techniques.freezing import FreezeCallback
+from hf_memopt.techniques.freezing import FreezeCallback, drop_input_gradients, freeze
 from hf_memopt.techniques.precision import accelerator_type, check_precision, choose_precision
 
 if TYPE_CHECKING:
@@ -249,6 +251,25 @@ class Recipe:
         import torch
 
         return {"dtype": torch.float32, "attn_implementation": self.attn_implementation}
+
+    def step_settings(self) -> StepSettings:
+        """Return what of the recipe changes the bytes of a step, for ``estimate``; freezing by the same function."""
+        prepare: list[Callable[[Any], Any]] = []
+        if self.freeze:
+            prepare.append(partial(freeze, patterns=self.freeze))
+            if self.checkpointing:
+                prepare.append(drop_input_gradients)
+        return StepSettings(
+            precision=self.precision,
+            optim=self.optim,
+            embedding_bits=self.embedding_bits,
+            gradient_accumulation_steps=max(self.effective_batch_size // self.per_device_train_batch_size, 1),
+            checkpointing=self.checkpointing,
+            attn_implementation=self.attn_implementation,
+            eval_batch_size=self.per_device_eval_batch_size,
+            eval_accumulation_steps=self.eval_accumulation_steps,
+            prepare=tuple(prepare),
+        )
 
     def callbacks(self) -> list[TrainerCallback]:
         """Return new callbacks: freezing, 32-bit embeddings of an 8-bit optimizer, the memory report."""

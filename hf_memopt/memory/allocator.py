@@ -1,0 +1,376 @@
+"""Torch's CUDA caching allocator, replayed: from the sizes of tensors to allocated and reserved bytes, without a card.
+
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, read in an older state, with ``CUDAAllocatorConfig``, and
+in a newer one, with ``AcceleratorAllocatorConfig``: they agree in all that is modelled here. The sizes are those in the
+headers of torch 2.13. Newer versions let the environment set the 20 MiB (``large_segment_size_mb``); here it is the
+default. At their defaults too, that is off: ``max_split_size_mb``, ``roundup_power2_divisions``,
+``garbage_collection_threshold``.
+
+- A size is rounded up to a multiple of 512 B; no bytes take no block.
+- Up to 1 MiB it comes from segments of 2 MiB, which are cut up to the last 512 B. Below 10 MiB it comes from segments
+  of 20 MiB; from 10 MiB on the segment is the size, rounded up to 2 MiB. In both a rest of up to 1 MiB is not cut off
+  but belongs to the block, and counts as allocated.
+- Of the free blocks the smallest that is large enough is taken, the lowest address first among equals.
+- A freed block merges with free neighbours. A segment that is free as a whole stays reserved until the cache is
+  emptied.
+- Expandable segments: one range of addresses for small and one for large sizes, backed by pages of 2 MiB and 20 MiB
+  as it fills. Emptying the cache gives back every page that is free as a whole.
+
+Left out: several streams, CUDA graphs and memory pools, and what does not come from this allocator (the context, NCCL).
+One thing is assumed: the driver gives rising addresses to new segments; it matters for free blocks of equal size only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable
+from typing import Any
+
+__all__ = ["AllocationError", "CachingAllocator"]
+
+# The constants of c10: kMinBlockSize, kSmallSize, kMinLargeAlloc, kSmallBuffer, kRoundLarge; large_segment_size().
+_ROUNDING_BYTES = 512
+_LARGEST_SMALL_BYTES = 2**20
+_LARGE_ALONE_BYTES = 10 * 2**20
+_SMALL_SEGMENT_BYTES = 2 * 2**20
+_LARGE_SEGMENT_BYTES = 20 * 2**20
+_LARGE_ROUNDING_BYTES = 2 * 2**20
+
+# Addresses of an expandable segment, in whole pages. Torch takes 9/8 of the card's memory; here no int64 fills them.
+_ADDRESS_RANGE_BYTES = _LARGE_SEGMENT_BYTES * 2**64
+
+
+class AllocationError(RuntimeError):
+    """The simulated card is full: where a real run would raise ``torch.OutOfMemoryError``."""
+
+
+class _Block:
+    """A piece of a segment; its neighbours are linked, none at either end of the segment."""
+
+    __slots__ = ("address", "allocated", "mapped", "next", "pool", "prev", "requested", "size")
+
+    def __init__(self, pool: _Pool, address: int, size: int, mapped: bool = True) -> None:
+        self.pool = pool
+        self.address = address
+        self.size = size
+        self.mapped = mapped
+        self.allocated = False
+        self.requested = 0
+        self.prev: _Block | None = None
+        self.next: _Block | None = None
+
+    def cut(self, size: int) -> _Block:
+        """Keep the first ``size`` bytes; return the rest, linked behind."""
+        rest = _Block(self.pool, self.address + size, self.size - size, self.mapped)
+        rest.prev, rest.next = self, self.next
+        if rest.next is not None:
+            rest.next.prev = rest
+        self.next, self.size = rest, size
+        return rest
+
+
+class _Pool:
+    """The blocks of small or of large sizes that nobody uses.
+
+    Attributes:
+        page_bytes: of an expandable segment.
+        least_rest_bytes: the smallest rest that is cut off a block.
+        free: (size, address, block) in order: a search finds the best fit.
+        unmapped: (address, block) in order: addresses of an expandable segment without memory behind them.
+    """
+
+    __slots__ = ("free", "is_small", "least_rest_bytes", "page_bytes", "unmapped")
+
+    def __init__(self, is_small: bool, expandable: bool) -> None:
+        self.is_small = is_small
+        self.page_bytes = _SMALL_SEGMENT_BYTES if is_small else _LARGE_SEGMENT_BYTES
+        self.least_rest_bytes = _ROUNDING_BYTES if is_small or expandable else _LARGEST_SMALL_BYTES + _ROUNDING_BYTES
+        self.free: list[tuple[int, int, _Block]] = []
+        self.unmapped: list[tuple[int, _Block]] = []
+        if expandable:
+            self.add(_Block(self, 0 if is_small else _ADDRESS_RANGE_BYTES, _ADDRESS_RANGE_BYTES, mapped=False))
+
+    def add(self, block: _Block) -> None:
+        if block.mapped:
+            insort(self.free, (block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.address, block))
+
+    def remove(self, block: _Block) -> None:
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+    def add_merged(self, block: _Block) -> None:
+        """Add a block together with what is like it right before and behind: free, or without memory."""
+        before, behind = block.prev, block.next
+        if before is not None and not before.allocated and before.mapped == block.mapped:
+            self.remove(before)
+            block.address = before.address
+            block.size += before.size
+            block.prev = before.prev
+            if block.prev is not None:
+                block.prev.next = block
+        if behind is not None and not behind.allocated and behind.mapped == block.mapped:
+            self.remove(behind)
+            block.size += behind.size
+            block.next = behind.next
+            if block.next is not None:
+                block.next.prev = block
+        self.add(block)
+
+
+class CachingAllocator:
+    """Allocate and free by key, and count what torch counts. Bytes everywhere.
+
+    Args:
+        expandable_segments: as with ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
+        limit_bytes: what the card has for the allocator: its memory less the context and other programs; None for
+            no limit. At the limit unused blocks go back to the driver first, as torch does, which costs time but no
+            memory: so a run may fit a card that is smaller than its peak of reserved bytes without a limit.
+
+    Attributes:
+        allocated: ``torch.cuda.memory_allocated()``: the blocks in use, rounding and rests included.
+        requested: ``requested_bytes.all.current`` of ``torch.cuda.memory_stats()``: the sizes asked for.
+        reserved: ``torch.cuda.memory_reserved()``.
+        peak_allocated: the most since the start or ``reset_peak()``.
+        peak_reserved: the same of reserved bytes.
+        retries: ``num_alloc_retries``: how often the limit made the allocator empty its cache.
+
+    Example:
+        >>> allocator = CachingAllocator()
+        >>> allocator.malloc("weight", 3_000_000)
+        >>> allocator.allocated, allocator.reserved
+        (3000320, 20971520)
+    """
+
+    def __init__(self, expandable_segments: bool = False, limit_bytes: int | None = None) -> None:
+        if limit_bytes is not None and limit_bytes < 0:
+            raise ValueError(
+                f"limit_bytes={limit_bytes!r} is negative; expected 0 bytes or more, or None. "
+                "Pass limit_bytes=None for no limit"
+            )
+        self.limit_bytes = limit_bytes
+        self.allocated = self.requested = self.reserved = 0
+        self.peak_allocated = self.peak_reserved = 0
+        self.retries = 0
+        self._expandable = expandable_segments
+        self._small = _Pool(True, expandable_segments)
+        self._large = _Pool(False, expandable_segments)
+        self._live: dict[Hashable, _Block | None] = {}
+        self._next_address = 0
+
+    def malloc(self, key: Hashable, size_bytes: int) -> None:
+        """Allocate ``size_bytes`` under a key of your choice.
+
+        Raises:
+            ValueError: the size is negative, or the key holds a block already.
+            AllocationError: the limit is reached, the cache emptied and still no room.
+        """
+        if key in self._live:
+            raise ValueError(
+                f"key={key!r} is allocated already; expected a key without a block. Call free({key!r}) first"
+            )
+        if size_bytes <= 0:
+            if size_bytes < 0:
+                raise ValueError(f"size_bytes={size_bytes!r} is negative; expected 0 bytes or more. Pass size_bytes=0")
+            self._live[key] = None
+            return
+        size = -(-size_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
+        pool = self._small if size <= _LARGEST_SMALL_BYTES else self._large
+        block = self._take_free(pool, size) or self._take_new(pool, size)
+        if block is None:
+            raise AllocationError(self._full_message(size_bytes))
+        if block.size - size >= pool.least_rest_bytes:
+            pool.add(block.cut(size))
+        block.allocated = True
+        block.requested = size_bytes
+        self._live[key] = block
+        self.requested += size_bytes
+        self.allocated += block.size
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
+
+    def free(self, key: Hashable) -> None:
+        """Give the key's block back to the cache.
+
+        Raises:
+            ValueError: the key holds no block: it never did, or it was freed.
+        """
+        try:
+            block = self._live.pop(key)
+        except KeyError:
+            raise ValueError(
+                f"key={key!r} is not allocated; expected a key of malloc() that was not freed since. "
+                f"Call malloc({key!r}, size_bytes) first"
+            ) from None
+        if block is None:
+            return
+        self.allocated -= block.size
+        self.requested -= block.requested
+        block.allocated = False
+        block.pool.add_merged(block)
+
+    def empty_cache(self) -> None:
+        """Give back to the driver what is free as a whole: segments, or pages of expandable segments."""
+        for pool in (self._large, self._small):
+            if self._expandable:
+                for _, _, block in list(pool.free):
+                    self._unmap(block)
+                continue
+            for size, _, block in pool.free:
+                if block.prev is None and block.next is None:
+                    self.reserved -= size
+            pool.free = [entry for entry in pool.free if entry[2].prev is not None or entry[2].next is not None]
+
+    def reset_peak(self) -> None:
+        """Count both peaks from now on."""
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Return the segments with their blocks, by address, in the words of ``torch.cuda.memory_snapshot()``.
+
+        Of an expandable segment each stretch of pages is one entry. ``requested_size`` of a free block is 0.
+        """
+        blocks = {id(block): block for block in self._live.values() if block is not None}
+        blocks |= {id(entry[2]): entry[2] for pool in (self._small, self._large) for entry in pool.free}
+        first = [block for block in blocks.values() if block.prev is None or not block.prev.mapped]
+        return [self._segment(block) for block in sorted(first, key=lambda block: block.address)]
+
+    def _segment(self, first: _Block) -> dict[str, Any]:
+        blocks = []
+        block: _Block | None = first
+        while block is not None and block.mapped:
+            blocks.append(
+                {
+                    "address": block.address,
+                    "size": block.size,
+                    "requested_size": block.requested if block.allocated else 0,
+                    "state": "active_allocated" if block.allocated else "inactive",
+                }
+            )
+            block = block.next
+        return {
+            "address": first.address,
+            "total_size": sum(entry["size"] for entry in blocks),
+            "allocated_size": sum(entry["size"] for entry in blocks if entry["state"] == "active_allocated"),
+            "requested_size": sum(entry["requested_size"] for entry in blocks),
+            "segment_type": "small" if first.pool.is_small else "large",
+            "is_expandable": self._expandable,
+            "blocks": blocks,
+        }
+
+    def _take_free(self, pool: _Pool, size: int) -> _Block | None:
+        """Take the best fit of the free blocks (``get_free_block``)."""
+        free = pool.free
+        index = bisect_left(free, (size,))
+        if index == len(free):
+            return None
+        if self._expandable:  # a block that can still grow counts as large as it can become
+            while index + 1 < len(free) and _room_to_grow(free[index + 1][2]) < _room_to_grow(free[index][2]):
+                index += 1
+        return free.pop(index)[2]
+
+    def _take_new(self, pool: _Pool, size: int) -> _Block | None:
+        """Take memory from the driver; at the limit, once more with the cache emptied; None if there is no room."""
+        grow = self._expand if self._expandable else self._add_segment
+        block = grow(pool, size)
+        if block is None:
+            self.empty_cache()
+            self.retries += 1
+            block = grow(pool, size)
+        return block
+
+    def _reserve(self, size: int) -> bool:
+        """Count memory from the driver; False if the card has no more."""
+        if self.limit_bytes is not None and self.reserved + size > self.limit_bytes:
+            return False
+        self.reserved += size
+        if self.reserved > self.peak_reserved:
+            self.peak_reserved = self.reserved
+        return True
+
+    def _add_segment(self, pool: _Pool, size: int) -> _Block | None:
+        """Take a segment of its own (``get_allocation_size``)."""
+        if pool.is_small:
+            segment_bytes = _SMALL_SEGMENT_BYTES
+        elif size < _LARGE_ALONE_BYTES:
+            segment_bytes = _LARGE_SEGMENT_BYTES
+        else:
+            segment_bytes = -(-size // _LARGE_ROUNDING_BYTES) * _LARGE_ROUNDING_BYTES
+        if not self._reserve(segment_bytes):
+            return None
+        block = _Block(pool, self._next_address, segment_bytes)
+        self._next_address += segment_bytes
+        return block
+
+    def _expand(self, pool: _Pool, size: int) -> _Block | None:
+        """Back addresses with pages where ``size`` bytes find room first (``try_allocate_expandable_block``)."""
+        block = next(start for _, hole in pool.unmapped if (start := _start_of_room(hole, size)) is not None)
+        while not block.mapped or block.size < size:
+            hole = block if not block.mapped else block.next
+            missing = size if hole is block else size - block.size
+            if hole is None or not self._map(hole, min(missing, hole.size)):
+                return None
+            block = hole
+        pool.remove(block)
+        return block
+
+    def _map(self, hole: _Block, size: int) -> bool:
+        """Back the first ``size`` bytes of a hole with pages, and merge them with free neighbours (``map_block``).
+
+        Nothing is mapped if not all the pages fit.
+        """
+        pool = hole.pool
+        mapped_bytes = -(-size // pool.page_bytes) * pool.page_bytes
+        if not self._reserve(mapped_bytes):
+            return False
+        pool.remove(hole)
+        if mapped_bytes < hole.size:
+            pool.add(hole.cut(mapped_bytes))
+        hole.mapped = True
+        pool.add_merged(hole)
+        return True
+
+    def _unmap(self, block: _Block) -> None:
+        """Give back the pages that lie in a free block as a whole (``unmap_block``)."""
+        pool = block.pool
+        start = -(-block.address // pool.page_bytes) * pool.page_bytes
+        end = (block.address + block.size) // pool.page_bytes * pool.page_bytes
+        if start >= end:
+            return
+        pool.remove(block)
+        if start > block.address:
+            inner = block.cut(start - block.address)
+            pool.add(block)
+            block = inner
+        if end < block.address + block.size:
+            pool.add(block.cut(end - start))
+        block.mapped = False
+        pool.add_merged(block)
+        self.reserved -= end - start
+
+    def _full_message(self, size_bytes: int) -> str:
+        return (
+            f"size_bytes={size_bytes!r} finds no room on the card: of limit_bytes={self.limit_bytes!r}, "
+            f"{self.allocated} bytes are allocated and {self.reserved} reserved with the cache emptied; expected room "
+            "for a new segment or page. Pass limit_bytes=None to learn what an unlimited card would need"
+        )
+
+
+def _room_to_grow(block: _Block) -> int:
+    """Return the size of a block together with the unmapped addresses right behind it."""
+    behind = block.next
+    return block.size if behind is None or behind.mapped else block.size + behind.size
+
+
+def _start_of_room(hole: _Block, size: int) -> _Block | None:
+    """Return the block from which ``size`` bytes are free or unmapped, the hole or the one before; None if fewer."""
+    start = hole.prev if hole.prev is not None and not hole.prev.allocated else hole
+    room = 0
+    block: _Block | None = start
+    while room < size and block is not None and not block.allocated:
+        room += block.size
+        block = block.next
+    return start if room >= size else None

@@ -1,0 +1,165 @@
+"""What the formulas of optimizers take and give: facts of the parameters, what was asked for, bytes of the memory.
+
+Besides, what they share: the order in which stock ``Trainer`` hands parameters to an optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "FLOAT_BYTES",
+    "Family",
+    "Groups",
+    "OptimizerMemory",
+    "OptimizerRequest",
+    "ParameterFacts",
+    "in_order",
+    "memory_of",
+    "trainer_groups",
+    "with_previous",
+]
+
+FLOAT_BYTES = 4  # of a float32
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFacts:
+    """What of one trainable parameter decides the bytes of its optimizer.
+
+    Attributes:
+        name: as ``named_parameters`` gives it, the first one of a tied parameter.
+        shape: of the parameter.
+        element_size: bytes of an element.
+        is_embedding: whether it is the weight of an ``nn.Embedding``, also if the weight is tied.
+        is_linear: whether its first name is the weight of an ``nn.Linear``.
+        decays: whether stock ``Trainer`` puts it into the group with weight decay.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    element_size: int
+    is_embedding: bool
+    is_linear: bool = False
+    decays: bool = True
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Its bytes, and those of its gradient."""
+        return self.elements * self.element_size
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMemory:
+    """What an optimizer holds, and what a step takes on top. Bytes everywhere, before the allocator's rounding.
+
+    Attributes:
+        state: each state tensor on the card, in order of creation by the first step. Adagrad and AdaLomo have theirs
+            from their construction on.
+        host_state_bytes: state on the host, or in managed memory that moves between host and card (paged).
+        step: temporaries of the heaviest step, as successive groups: what is in one group is alive together, then all
+            of it is freed. With ``releases_gradients`` one group per parameter, in the order that was given.
+        first_step: the same of the first step.
+        releases_gradients: whether each parameter steps within the backward pass, and its gradient is freed there.
+        notes: what is not counted.
+    """
+
+    state: tuple[int, ...]
+    host_state_bytes: int
+    step: tuple[tuple[int, ...], ...]
+    first_step: tuple[tuple[int, ...], ...]
+    releases_gradients: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state on the card."""
+        return sum(self.state)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRequest:
+    """What was asked for, read.
+
+    Attributes:
+        optim: as ``TrainingArguments`` takes it.
+        arguments: the pairs of ``optim_args``.
+        target_modules: ``optim_target_modules``.
+        embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
+        weight_decay: as ``TrainingArguments`` takes it.
+        cuda: whether it runs on a card.
+        has_tables: whether an earlier parameter brought the tables that all parameters of an 8-bit optimizer share.
+    """
+
+    optim: str
+    arguments: dict[str, str]
+    target_modules: Any
+    embedding_bits: int
+    weight_decay: float
+    cuda: bool
+    has_tables: bool = False
+
+    def number(self, name: str, default: float) -> float:
+        """Return a number of ``optim_args``."""
+        text = self.arguments.get(name)
+        if text is None:
+            return default
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(
+                f"optim_args={name + '=' + text!r} is not a number; expected one after the sign of equality. "
+                f"Pass optim_args='{name}={default:g}'"
+            ) from None
+
+    def flag(self, name: str) -> bool:
+        """Return a truth value of ``optim_args``, as stock ``Trainer`` reads them."""
+        return self.arguments.get(name, "").lower() in ("true", "1", "yes")
+
+
+Groups = Iterable[tuple[int, ...]]
+Family = Callable[[Sequence[ParameterFacts], OptimizerRequest], OptimizerMemory]
+
+
+def memory_of(
+    state: Iterable[int], step: Groups, *, host_state_bytes: int = 0, first_step: Groups | None = None, **facts: Any
+) -> OptimizerMemory:
+    """Return a memory without groups that take nothing; the first step is as any other unless given."""
+    groups = _filled(step)
+    first = groups if first_step is None else _filled(first_step)
+    return OptimizerMemory(tuple(state), host_state_bytes, groups, first, **facts)
+
+
+def _filled(groups: Groups) -> tuple[tuple[int, ...], ...]:
+    kept = (tuple(size for size in group if size) for group in groups)
+    return tuple(group for group in kept if group)
+
+
+def trainer_groups(parameters: Iterable[ParameterFacts]) -> list[list[ParameterFacts]]:
+    """Return stock ``Trainer``'s parameter groups: with weight decay, without."""
+    groups: tuple[list[ParameterFacts], ...] = ([], [])
+    for parameter in parameters:
+        groups[not parameter.decays].append(parameter)
+    return [group for group in groups if group]
+
+
+def in_order(parameters: Iterable[ParameterFacts]) -> list[ParameterFacts]:
+    """Return the parameters as the optimizer sees them, group by group."""
+    return [parameter for group in trainer_groups(parameters) for parameter in group]
+
+
+def with_previous(parameters: Iterable[ParameterFacts]) -> Iterator[tuple[int, ParameterFacts]]:
+    """Yield each parameter with the bytes of the one before it in its group, 0 for the first."""
+    for group in trainer_groups(parameters):
+        previous_bytes = 0
+        for parameter in group:
+            yield previous_bytes, parameter
+            previous_bytes = parameter.size_bytes

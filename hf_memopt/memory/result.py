@@ -1,0 +1,125 @@
+"""Estimate: what a training step needs, by component, with where and when; as a table, a picture, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_memopt.memory.settings import StepSettings
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hf_memopt.gpus import Gpu
+
+__all__ = ["COMPONENTS", "Estimate", "Timeline"]
+
+COMPONENTS = (
+    "weights",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "logits and loss",
+    "temporaries",
+    "workspace",
+    "inputs",
+)
+"""What allocated bytes are for, in the order of tables and pictures."""
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Bytes over the events of a run: loading, the first steps, evaluation.
+
+    Attributes:
+        components: (events, len(COMPONENTS)) int64, allocated bytes after each event.
+        reserved: (events,) int64, what the allocator holds after each event.
+        phases: (first event, name) of each phase in order: "load", "forward", "backward", "optimizer", "evaluation".
+        steps: (first event, step number from 1) of each optimizer step.
+    """
+
+    components: np.ndarray
+    reserved: np.ndarray
+    phases: tuple[tuple[int, str], ...]
+    steps: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """The memory of a training step of the stock ``Trainer``, simulated. Bytes everywhere.
+
+    Attributes:
+        model: its name for people.
+        batch_size: examples of one forward and backward pass on the card.
+        seq_len: tokens of a row, padding included; None for a model without text.
+        settings: what was simulated, nothing "auto" any more.
+        gpu: the card; None if none was named and none is at hand.
+        peak_allocated_bytes: the most that tensors hold.
+        peak_reserved_bytes: the most that torch's allocator holds.
+        context_bytes: of CUDA's context on the card; None where it is unknown.
+        components: what the bytes of the allocated peak are for, by the names in ``COMPONENTS``.
+        phase: when the allocated peak stands: "load", "forward", "backward", "optimizer" or "evaluation".
+        module: the module whose operation reached it; "" between modules.
+        host_bytes: what the set-up moves to the host: paged optimizer state, offloaded activations.
+        parameters: elements of all parameters.
+        trainable_parameters: elements of those that require a gradient.
+        flops: floating-point operations of an optimizer step, all its micro-batches, recomputation included.
+        timeline: bytes over time.
+        notes: what was assumed.
+    """
+
+    model: str
+    batch_size: int
+    seq_len: int | None
+    settings: StepSettings
+    gpu: Gpu | None
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    context_bytes: int | None
+    components: dict[str, int]
+    phase: str
+    module: str
+    host_bytes: int
+    parameters: int
+    trainable_parameters: int
+    flops: int
+    timeline: Timeline
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Reserved bytes and the context, as far as it is known: what the card must hold."""
+        return self.peak_reserved_bytes + (self.context_bytes or 0)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the card holds it; None without a card."""
+        return None if self.gpu is None else self.total_bytes <= self.gpu.usable_bytes
+
+    def table(self) -> str:
+        """Return the estimate as lines for people, with the verdict."""
+        from hf_memopt.memory.estimate_output import estimate_table
+
+        return estimate_table(self)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the timeline, stacked by component, to a PNG file.
+
+        Raises:
+            ValueError: ``path`` is no PNG file that can be written.
+            MissingExtraError: matplotlib is not installed.
+        """
+        from hf_memopt.memory.estimate_picture import draw
+
+        draw(self, os.fspath(path))
+
+    def to_json(self) -> str:
+        """Return everything but the timeline as JSON text."""
+        from hf_memopt.memory.estimate_output import as_dict
+
+        return json.dumps(as_dict(self), indent=2)
+
+    def __str__(self) -> str:
+        return self.table()

@@ -1,0 +1,134 @@
+"""StepSettings: what of a set-up changes the bytes of a training step, under the names of ``TrainingArguments``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from hf_memopt.changes import nearest
+
+__all__ = ["NotEstimableError", "StepSettings"]
+
+_CHOICES = {
+    "precision": ("auto", "fp32", "tf32", "bf16", "fp16"),
+    "weights_dtype": ("float32", "bfloat16", "float16"),
+}
+_COUNTS = ("gradient_accumulation_steps", "eval_batches")
+_COUNTS_OR_NONE = ("micro_batch_size", "eval_batch_size", "eval_accumulation_steps", "torch_empty_cache_steps")
+
+
+class NotEstimableError(ValueError):
+    """A set-up that cannot be simulated; the message begins with "not estimable: "."""
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What of a set-up changes bytes. Names and meanings are those of ``TrainingArguments`` where it has them.
+
+    Attributes:
+        precision: of the autocast region; ``"auto"`` follows the card, ``"tf32"`` has the bytes of fp32.
+        weights_dtype: of the weights as loaded; 16 bits without autocast is "pure" 16-bit training.
+        autocast_cache: whether autocast keeps the 16-bit copy of each trainable weight through a forward pass.
+        optim: a name that ``TrainingArguments(optim=...)`` knows.
+        optim_args: its text of extra arguments, as ``TrainingArguments(optim_args=...)``.
+        optim_target_modules: modules of a low-rank optimizer (GaLore, APOLLO).
+        weight_decay: as there; some optimizers copy gradients for it.
+        embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
+        gradient_release: whether each parameter steps, and frees its gradient, as soon as it has one.
+        max_grad_norm: 0 for no clipping.
+        gradient_accumulation_steps: micro-batches of ``batch_size`` examples per optimizer step.
+        micro_batch_size: examples of a piece, where a batch is cut within the step; None for the whole batch.
+        checkpointing: whether activations are recomputed; a mapping for the options of
+            ``activation_checkpointing_kwargs`` (``every_n_layers``, ``offload``, ``use_reentrant``, ``context_fn``).
+        label_smoothing_factor: 0 for the model's own loss.
+        attn_implementation: None for the model's own.
+        padding: whether batches hold padding, so that attention needs a mask.
+        eval_batch_size: examples of an evaluation batch; None for no evaluation.
+        eval_batches: how many evaluation batches.
+        prediction_loss_only: whether evaluation drops the logits (stock does without ``compute_metrics``).
+        eval_accumulation_steps: evaluation batches whose logits gather on the card; None for all of them.
+        torch_empty_cache_steps: steps between two returns of unused blocks to the driver.
+        expandable_segments: ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
+        prepare: functions that change the model, the very ones of the real run: freeze, LoRA, checkpoint policies.
+    """
+
+    precision: str = "auto"
+    weights_dtype: str = "float32"
+    autocast_cache: bool = True
+    optim: str = "adamw_torch_fused"
+    optim_args: str | None = None
+    optim_target_modules: Any = None
+    weight_decay: float = 0.0
+    embedding_bits: int = 32
+    gradient_release: bool = False
+    max_grad_norm: float = 1.0
+    gradient_accumulation_steps: int = 1
+    micro_batch_size: int | None = None
+    checkpointing: bool | Mapping[str, Any] = field(default=False, hash=False)
+    label_smoothing_factor: float = 0.0
+    attn_implementation: str | None = None
+    padding: bool = True
+    eval_batch_size: int | None = None
+    eval_batches: int = 1
+    prediction_loss_only: bool = False
+    eval_accumulation_steps: int | None = None
+    torch_empty_cache_steps: int | None = None
+    expandable_segments: bool = False
+    prepare: tuple[Callable[[Any], Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(
+                    f"{name}={value!r} is unknown; expected one of {', '.join(map(repr, choices))}."
+                    f"{nearest(str(value), choices)} Pass {name}={choices[0]!r}"
+                )
+        for name in (*_COUNTS, *_COUNTS_OR_NONE):
+            value = getattr(self, name)
+            if value is None and name in _COUNTS_OR_NONE:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass {name}=1")
+        if self.embedding_bits not in (8, 32):
+            raise ValueError(
+                f"embedding_bits={self.embedding_bits!r} is no width of an optimizer's state; expected 8 or 32. "
+                "Pass embedding_bits=32"
+            )
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse what cannot work together in a real run either."""
+        if not self.gradient_release:
+            return
+        for name, value, works in (
+            ("gradient_accumulation_steps", self.gradient_accumulation_steps, 1),
+            ("micro_batch_size", self.micro_batch_size, None),
+            ("max_grad_norm", self.max_grad_norm, 0),
+        ):
+            if value != works:
+                raise ValueError(
+                    f"gradient_release=True, {name}={value!r} cannot work together: a gradient is gone as soon as its "
+                    f"parameter has stepped; expected {name}={works!r}. Pass {name}={works!r}, or drop gradient_release"
+                )
+        if self.precision == "fp16":
+            raise ValueError(
+                "gradient_release=True, precision='fp16' cannot work together: the gradient scaler looks at all "
+                "gradients at once; expected bf16 or fp32. Pass precision='bf16', or drop gradient_release"
+            )
+
+    def replace(self, **changed: Any) -> StepSettings:
+        """Return the settings with other values.
+
+        Raises:
+            TypeError: no such setting; the message names the nearest.
+        """
+        known = [item.name for item in fields(self)]
+        for name in changed:
+            if name not in known:
+                raise TypeError(
+                    f"{name}={changed[name]!r} is not a setting of a step; expected one of "
+                    f"{', '.join(known)}.{nearest(name, known)} See help(hf_memopt.StepSettings)"
+                )
+        return replace(self, **changed)
