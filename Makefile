@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 COMPAT_VERSIONS = 5.8.1 5.17.0
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test test-full test-compat lint format bench bench-batching bench-gpu clean
 

@@ -78,7 +78,7 @@ def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any
 def ladder_figures() -> dict[str, Any]:
     """Estimate the ladders of techniques for README.md in this process."""
     from hf_memopt.gpus import find_gpu
-    from hf_memopt.recipes.estimate_command import ladder
+    from hf_memopt.recipes.estimate_ladder import ladder
 
     gpu = find_gpu(LADDER["gpu"])
     rows = [row.as_dict() for row in ladder(**{**LADDER, "gpu": gpu})]

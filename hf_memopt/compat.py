@@ -1,4 +1,4 @@
-"""What differs between transformers 5.8, 5.17 and 5.23, and what changed since 4.x: names and defaults. Nowhere else.
+"""What differs between transformers 5.8, 5.17 and 5.23, what changed since 4.x, and one name of torch. Nowhere else.
 
 Seen in 5.8.1, 5.17.0 and 5.23.0; ``tests/test_compat.py`` pins each difference.
 """
@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RENAMED_ARGUMENTS",
+    "allocator_variable",
     "checkpointing_arguments",
     "checkpointing_of",
     "enable_checkpointing",
@@ -49,6 +51,15 @@ RENAMED_ARGUMENTS = {
     "tokenizer": "processing_class, an argument of Trainer",
 }
 """Arguments of transformers 4.x that 5.x no longer has, and what to write instead."""
+
+
+def allocator_variable() -> str:
+    """Return the environment variable that sets torch's caching allocator for CUDA in the installed torch.
+
+    torch 2.9 and 2.10 ignore the newer name (https://github.com/pytorch/pytorch/issues/183387), older ones lack it.
+    """
+    major, minor = (int(part) for part in version("torch").split(".")[:2])
+    return "PYTORCH_ALLOC_CONF" if (major, minor) >= (2, 11) else "PYTORCH_CUDA_ALLOC_CONF"
 
 
 @cache
@@ -88,7 +99,7 @@ def enable_checkpointing(model: Any, options: Mapping[str, Any]) -> None:
         of_model = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=rest or None, **of_model)
         return
-    known = inspect.signature(type(model).gradient_checkpointing_enable).parameters
+    known = inspect.signature(model.gradient_checkpointing_enable).parameters  # PEFT hands it on
     of_model = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest and name in known}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=rest or None, **of_model)
 

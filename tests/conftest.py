@@ -15,6 +15,9 @@ import torch
 import transformers.trainer  # noqa: F401  # imported before the freeze below
 from hypothesis import settings
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores
+
 settings.register_profile("suite", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("suite")
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from huggingface_hub import errors
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -462,7 +463,9 @@ def test_wrappers_of_distributed_and_compiled_models_are_taken_off() -> None:
 
 def test_autocast_that_accelerate_hangs_around_forward_is_taken_off() -> None:
     model = tiny.bert()
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier Trainer's, without mixed precision
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
     assert "_original_forward" in vars(prepared)  # pins accelerate's private name
     copied = load_model(prepared).model
     assert "_original_forward" not in vars(copied)
@@ -807,10 +810,10 @@ def test_what_is_no_model_is_refused() -> None:
 def test_attention_that_needs_kernels_is_not_estimable(given: str) -> None:
     model = _config("llama") if given == "configuration" else tiny.llama()
     with pytest.raises(NotEstimableError) as error:
-        load_model(model, attn_implementation="flash_attention_2")
+        load_model(model, attn_implementation="flash_attention_3")
     assert str(error.value) == (
-        "not estimable: attn_implementation='flash_attention_2' needs kernels that are not installed; expected 'sdpa' "
-        "or 'eager'. Pass attn_implementation='sdpa'"
+        "not estimable: attn_implementation='flash_attention_3' needs kernels that are not installed; expected "
+        "'sdpa', 'eager' or 'flash_attention_2'. Pass attn_implementation='sdpa'"
     )
 
 

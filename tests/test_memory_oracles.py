@@ -27,6 +27,8 @@ from hf_memopt.memory.trace import StorageTracker, recording
 pytestmark = [
     # the deprecated name of activation checkpointing, asked for by peft; seen in peft 0.18 with transformers 5.23
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    # DeBERTa of transformers below 5.23 scripts its functions
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     # MemTracker skips modules that a model makes and drops within forward, such as a CrossEntropyLoss
     pytest.mark.filterwarnings("ignore:Module is None:UserWarning"),
     # torch 2.13 says so whenever the state of oneDNN is read
@@ -84,15 +86,15 @@ def build(family: str, device: str, attention: str = "eager", **changed: Any) ->
         return getattr(transformers, head)(configuration).train()
 
 
-def batch(family: str, device: str, seq: int = SEQ) -> dict[str, torch.Tensor]:
+def batch(family: str, device: str) -> dict[str, torch.Tensor]:
     """Return a batch whose second row is padded, of the same values for every device."""
     draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(5, VOCABULARY, (BATCH, seq), generator=draw)
+    tokens = torch.randint(5, VOCABULARY, (BATCH, SEQ), generator=draw)
     if family == "vit":
         tensors = {"pixel_values": torch.rand(BATCH, 3, 32, 32, generator=draw)}
     else:
-        mask = torch.ones(BATCH, seq, dtype=torch.int64)
-        mask[1, seq - 4 :] = 0
+        mask = torch.ones(BATCH, SEQ, dtype=torch.int64)
+        mask[1, SEQ - 4 :] = 0
         tensors = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()}
     if "Classification" in MODELS[family][0]:
         tensors["labels"] = torch.zeros(BATCH, dtype=torch.int64)
@@ -163,13 +165,22 @@ def peak_bytes(tracker: StorageTracker) -> int:
 
 
 def sizes(tracker: StorageTracker) -> list[int]:
-    """Return the deltas in order, less those of 0 bytes: a fresh key-value cache is an empty tensor on real devices."""
-    return [delta for _, delta in tracker.events if delta]
+    """Return the deltas in order, less those of scalars and empty tensors.
+
+    A fresh key-value cache is an empty tensor on real devices only; transformers below 5.23 makes the mask's least
+    value a scalar there.
+    """
+    return [delta for _, delta in tracker.events if abs(delta) > 8]
 
 
 def origins(tracker: StorageTracker) -> list[tuple[int, str]]:
-    """Return size and module of every birth in order."""
-    return [(delta, tracker.module_of(number)) for number, delta in tracker.events if delta > 0]
+    """Return size and module of every birth in order, less those of scalars."""
+    return [(delta, tracker.module_of(number)) for number, delta in tracker.events if delta > 8]
+
+
+def made(tracker: StorageTracker) -> list[int]:
+    """Return the sizes of all births, sorted, less rotary angles, for which transformers below 5.23 leaves autocast."""
+    return sorted(delta for delta, module in origins(tracker) if not module.endswith("rotary_emb"))
 
 
 # ---- Real CPU tensors -----------------------------------------------------------------------------------------------
@@ -291,11 +302,10 @@ def test_known_exception_sdpa_without_dropout_takes_a_kernel_of_the_cpu(family: 
 # ---- The real CPU allocator -----------------------------------------------------------------------------------------
 
 
-def allocator_peak(family: str, step: StepSettings, attention: str, **size: Any) -> int:
+def allocator_peak(family: str, step: StepSettings, attention: str, **size: int) -> int:
     """Return the peak of torch's CPU allocator in a plain training step, without any of our modes."""
-    seq = size.pop("seq", SEQ)
     model = checkpointed(build(family, "cpu", attention, **size), step)
-    inputs = batch(family, "cpu", seq)
+    inputs = batch(family, "cpu")
     before = {t.untyped_storage().data_ptr(): t for t in (*model.parameters(), *model.buffers(), *inputs.values())}
     gc.collect()
     gc.disable()
@@ -336,15 +346,23 @@ def test_tracker_has_the_peak_of_the_cpu_allocator(
     assert 0 <= allocated - tracked <= 128
 
 
-@pytest.mark.parametrize("checkpointing", [False, {"preserve_rng_state": False}], ids=["", "checkpointing"])
+@pytest.mark.parametrize(
+    ("checkpointing", "share"), [(False, 0.012), ({"preserve_rng_state": False}, 0.04)], ids=["", "checkpointing"]
+)
 @pytest.mark.parametrize(("family", "attention"), [("bert", "sdpa"), ("llama", "eager")])
-def test_onednn_takes_no_more_than_a_hundredth_for_itself(family: str, attention: str, checkpointing: Any) -> None:
-    """Products of 16-bit matrices reorder their operands inside one operator: one layer's worth, whatever the depth."""
+def test_onednn_takes_little_for_itself(family: str, attention: str, checkpointing: Any, share: float) -> None:
+    """16-bit products reorder their operands inside one operator; without oneDNN the difference is 64 bytes or less.
+
+    It is one layer's worth whatever the depth: 0.0 to 0.5 % here, 2.0 to 3.3 % where checkpointing leaves a peak of
+    one layer's size.
+    """
     step = StepSettings(precision="bf16", checkpointing=checkpointing)
     size = {"num_hidden_layers": 8, "intermediate_size": 128}
-    allocated = allocator_peak(family, step, attention, seq=SEQ, **size)
     tracked = peak_bytes(record(family, "meta", step, attention, **size).tracker)
-    assert 0 <= allocated - tracked <= 0.012 * allocated
+    allocated = allocator_peak(family, step, attention, **size)
+    assert 0 <= allocated - tracked <= share * allocated
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert 0 <= allocator_peak(family, step, attention, **size) - tracked <= 64
 
 
 def test_random_state_that_checkpointing_keeps_is_the_hosts() -> None:
@@ -370,7 +388,7 @@ def test_emulated_autocast_allocates_what_real_autocast_does(
     real = record(family, "cpu", step, attention, real_autocast=True).tracker
     emulated = record(family, "cpu", step, attention).tracker
     assert peak_bytes(emulated) == peak_bytes(real)
-    assert sorted(sizes(emulated)) == sorted(sizes(real))
+    assert made(emulated) == made(real)
     assert emulated.flops == real.flops
 
 
@@ -381,7 +399,7 @@ def test_emulated_autocast_of_a_frozen_model_is_the_real_one(checkpointing: Any,
     real = record("bert", "cpu", step, real_autocast=True, prepare=freeze_first_layer).tracker
     emulated = record("bert", "cpu", step, prepare=freeze_first_layer).tracker
     assert peak_bytes(emulated) == peak_bytes(real)
-    assert sorted(sizes(emulated)) == sorted(sizes(real))
+    assert made(emulated) == made(real)
 
 
 # ---- torch's MemTracker ---------------------------------------------------------------------------------------------

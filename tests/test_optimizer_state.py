@@ -26,7 +26,6 @@ from hf_memopt.memory.optimizer_state import (
     optimizer_memory,
     optimizer_names,
     parameter_facts,
-    scaler_bytes,
 )
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.techniques.embedding_bits import override_embedding_bits
@@ -459,16 +458,6 @@ def test_clipping_temporaries() -> None:
     # 2 tensors x 16 chunks x 4 bytes; 2 norms; their stack; the total norm, the coefficient, the clamped one
     assert clipping_temporaries(facts) == (128, 4, 4, 8, 4, 4, 4)
     assert clipping_temporaries([]) == ()
-
-
-def test_scaler_holds_two_numbers() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    held = [value for value in vars(scaler).values() if isinstance(value, torch.Tensor)]
-    assert tuple(tensor.untyped_storage().nbytes() for tensor in held) == scaler_bytes(
-        [ParameterFacts("a", (10,), 4, False)]
-    )
-    assert scaler_bytes([]) == ()
 
 
 # ---- facts of a model

@@ -21,14 +21,17 @@ from hf_memopt import (
     FreezeCallback,
     MemoryReportCallback,
     Recipe,
+    compat,
     preset,
     recipe,
 )
 from hf_memopt.batching.evaluation import SortedExamples
 from hf_memopt.batching.streaming import BucketedStream
 from hf_memopt.batching.views import BucketedExamples, bucketed
+from hf_memopt.memory.estimation import estimate
 from hf_memopt.recipes import presets as presets_module
 from hf_memopt.recipes import recipe as recipe_module
+from hf_memopt.techniques.freezing import drop_input_gradients, freeze
 from hf_memopt.techniques.precision import Precision
 
 NAMES = ["4gb-gpu", "6gb-gpu", "8gb-gpu", "12gb-gpu", "16gb-gpu", "24gb-gpu", "40gb-gpu", "80gb-gpu", "cpu", "auto"]
@@ -476,3 +479,56 @@ def test_the_8_bit_names_are_those_that_stock_knows() -> None:
     names = {item.value for item in transformers.training_args.OptimizerNames if item.value.endswith("8bit")}
     other_makers = {"adamw_torch_8bit"} | {name for name in names if name.startswith("galore")}
     assert set(recipe_module.BITSANDBYTES_8BIT) == names - other_makers
+
+
+# ---- Settings of a step ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_step_settings_say_what_the_training_arguments_say(name, tmp_path) -> None:
+    chosen = recipe(name)
+    settings = chosen.step_settings()
+    args = chosen.training_arguments(str(tmp_path), use_cpu=True, bf16=False)
+    assert settings.precision == chosen.precision
+    assert settings.optim == args.optim.value
+    assert settings.gradient_accumulation_steps == args.gradient_accumulation_steps
+    assert bool(settings.checkpointing) == compat.checkpointing_of(args)[0] == chosen.checkpointing
+    assert settings.eval_batch_size == args.per_device_eval_batch_size
+    assert settings.eval_accumulation_steps == args.eval_accumulation_steps
+    assert settings.max_grad_norm == args.max_grad_norm
+    assert settings.embedding_bits == chosen.embedding_bits
+    assert settings.attn_implementation == chosen.attn_implementation == chosen.model_kwargs()["attn_implementation"]
+    assert settings.weights_dtype == str(chosen.model_kwargs()["dtype"]).removeprefix("torch.")
+
+
+def test_step_settings_freeze_by_the_function_of_the_real_run() -> None:
+    frozen = Recipe("mine", "a test", freeze=("*embeddings*", "*layer.0.*"))
+    (function,) = frozen.step_settings().prepare
+    simulated, real = tiny.bert(), tiny.bert()
+    function(simulated)
+    freeze(real, ["*embeddings*", "*layer.0.*"])
+    grads = [[(name, p.requires_grad) for name, p in model.named_parameters()] for model in (simulated, real)]
+    assert grads[0] == grads[1]
+    assert not all(required for _, required in grads[0])
+
+
+def test_step_settings_drop_input_gradients_where_a_frozen_body_is_checkpointed() -> None:
+    plain = Recipe("mine", "a test", freeze=("*embeddings*",))
+    both = plain.replace(checkpointing=True)
+    assert [len(each.step_settings().prepare) for each in (plain, both)] == [1, 2]
+    assert both.step_settings().prepare[1] is drop_input_gradients
+    assert Recipe("mine", "a test", checkpointing=True).step_settings().prepare == ()
+
+
+def test_a_batch_above_the_effective_one_is_one_step() -> None:
+    odd = Recipe("mine", "a test", effective_batch_size=4, per_device_train_batch_size=16)
+    assert odd.step_settings().gradient_accumulation_steps == 1
+
+
+def test_the_estimate_of_a_recipe_follows_its_frozen_parts() -> None:
+    whole = Recipe("mine", "a test", per_device_train_batch_size=4, precision="fp32")
+    frozen = whole.replace(freeze=("*embeddings*", "*layer.0.*"))
+    sizes = {"batch_size": 4, "seq_len": 16}
+    found = [estimate(tiny.bert_config(), **sizes, recipe=each) for each in (whole, frozen)]
+    assert found[1].trainable_parameters < found[0].trainable_parameters
+    assert found[1].components["optimizer state"] < found[0].components["optimizer state"]

@@ -125,7 +125,7 @@ class CachingAllocator:
     """Allocate and free by key, and count what torch counts. Bytes everywhere.
 
     Args:
-        expandable_segments: as with ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
+        expandable_segments: as with ``expandable_segments:True`` in ``compat.allocator_variable()``.
         limit_bytes: what the card has for the allocator: its memory less the context and other programs; None for
             no limit. At the limit unused blocks go back to the driver first, as torch does, which costs time but no
             memory: so a run may fit a card that is smaller than its peak of reserved bytes without a limit.

@@ -1,8 +1,10 @@
 """What CUDA does differently above the dispatcher: dropout masks, attention kernels, autocast, copies to the host.
 
 ``CudaSemantics`` replaces only what allocates other bytes there than on the meta device; everything else runs as it
-is. Left out: what a kernel allocates inside itself (``kernels``), and model code that switches autocast off for a few
-operations (rotary angles): autocast does not exist on the meta device, so they are cast all the same.
+is. Left out: what a kernel allocates inside itself (``kernels``); model code that switches autocast off for a few
+operations (rotary angles): autocast does not exist on the meta device, so they are cast all the same; and functions
+that torch itself writes in Python (``F.multi_head_attention_forward``, ``F.normalize``): inside them a function mode is
+off, so under autocast they stay in float32, which estimates too much.
 """
 
 from __future__ import annotations
@@ -134,8 +136,8 @@ class CudaSemantics(TorchFunctionMode):
         if rule == _HIGH_UNLESS_TOLD:  # no copy of the input: the operator is told to compute in float32
             first = args[0] if args else kwargs.get("input")
             told = any(isinstance(value, torch.dtype) for value in (*args, kwargs.get("dtype")))
-            wide = {} if told or getattr(first, "dtype", None) not in _HALVES else {"dtype": torch.float32}
-            return func(*args, **{**kwargs, **wide})
+            extra = {} if told or getattr(first, "dtype", None) not in _HALVES else {"dtype": torch.float32}
+            return func(*args, **{**kwargs, **extra})
         cast: Callable[[Any], Any] = self._lower if rule == _LOW else _raise
         if rule == _WIDEST:
             values = (*args, *kwargs.values())
@@ -243,7 +245,7 @@ class CudaSemantics(TorchFunctionMode):
         return self.to_host(pinned)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take a meta tensor that the tracker has not seen for memory of the host."""
+        """Take a meta tensor that was just made for memory of the host."""
         if self._tracker is not None:
             self._tracker.ignore(tensor)
         size_bytes = tensor.untyped_storage().nbytes()
@@ -344,13 +346,19 @@ def _apply(cast: Callable[[Any], Any], value: Any) -> Any:
     return cast(value)
 
 
-_OPERATORS = {"matmul": ("__matmul__", "__rmatmul__"), "pow": ("__pow__", "__rpow__")}
+_ALIASES = {  # functions of another name, within which the mode is off
+    "matmul": ("__matmul__", "__rmatmul__"),
+    "pow": ("__pow__", "__rpow__"),
+    "reciprocal": ("__rdiv__",),
+    "grid_sampler": ("grid_sample",),
+    "upsample_nearest2d": ("interpolate",),
+}
 
 
 def _functions(names: Iterable[str]) -> set[Any]:
     """Return every Python function that is one of these ATen operators, under all of its names."""
     plain = {name.partition(".")[0] for name in names}
-    plain |= {alias for name in plain for alias in _OPERATORS.get(name, ())}
+    plain |= {alias for name in plain for alias in _ALIASES.get(name, ())}
     spaces = (torch, F, torch.linalg, torch._C._nn, torch.Tensor)  # _nn is private: pinned by a test, torch 2.6 to 2.13
     plain |= {name.removeprefix("linalg_") for name in plain}
     return {getattr(space, name) for name in plain for space in spaces if hasattr(space, name)}

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.compat import allocator_variable
 from hf_memopt.memory.result import COMPONENTS
 from hf_memopt.units import format_bytes
 
@@ -151,8 +152,8 @@ def _advice(estimate: Estimate, gpu: Gpu) -> str:
     allocated_bytes, reserved_bytes = estimate.peak_allocated_bytes, estimate.peak_reserved_bytes
     if allocated_bytes + (estimate.context_bytes or 0) <= gpu.usable_bytes and not settings.expandable_segments:
         return (
-            "PYTORCH_ALLOC_CONF=expandable_segments:True (estimate it with expandable_segments=True): tensors hold "
-            f"{format_bytes(allocated_bytes)} of the {format_bytes(reserved_bytes)} reserved"
+            f"{allocator_variable()}=expandable_segments:True (estimate it with expandable_segments=True): tensors "
+            f"hold {format_bytes(allocated_bytes)} of the {format_bytes(reserved_bytes)} reserved"
         )
     if estimate.phase == "evaluation" and (settings.eval_batch_size or 1) > 1:
         return f"eval_batch_size={_half(settings.eval_batch_size or 1)}: the peak stands in the evaluation"

@@ -226,7 +226,7 @@ def _notes(gpu: Gpu | None, settings: StepSettings, retries: int) -> tuple[str, 
     if retries:
         notes.append(
             f"it fits because the allocator gives unused blocks back to the driver {retries} time(s) in three steps, "
-            "which costs time; PYTORCH_ALLOC_CONF=expandable_segments:True may avoid it"
+            f"which costs time; {compat.allocator_variable()}=expandable_segments:True may avoid it"
         )
     if settings.eval_batch_size is None:
         notes.append("evaluation not included: give eval_batch_size")

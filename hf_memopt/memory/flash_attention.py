@@ -61,6 +61,9 @@ def attend(
     """
     batch, heads, seq = query.shape[:3]
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    if query.dtype == torch.float32 and torch.is_autocast_enabled("cuda"):  # rotary angles have made it so
+        lower = torch.get_autocast_dtype("cuda")
+        query, key, value = query.to(lower), key.to(lower), value.to(lower)
     if attention_mask is not None:
         every = torch.arange(batch * seq, device=query.device)
         query, key, value = (_gathered(tensor, every) for tensor in (query, key, value))

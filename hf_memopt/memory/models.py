@@ -368,5 +368,5 @@ def _set_attention(model: nn.Module, attn_implementation: str) -> None:
 def _no_kernels(attn_implementation: str | None) -> NotEstimableError:
     return NotEstimableError(
         f"not estimable: attn_implementation={attn_implementation!r} needs kernels that are not installed; expected "
-        "'sdpa' or 'eager'. Pass attn_implementation='sdpa'"
+        "'sdpa', 'eager' or 'flash_attention_2'. Pass attn_implementation='sdpa'"
     )

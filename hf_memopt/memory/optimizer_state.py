@@ -32,7 +32,6 @@ __all__ = [
     "optimizer_memory",
     "optimizer_names",
     "parameter_facts",
-    "scaler_bytes",
 ]
 
 _CHUNK = 65_536  # elements per block of a foreach kernel, aten/src/ATen/native/cuda/MultiTensorApply.cuh
@@ -200,17 +199,6 @@ def clipping_temporaries(parameters: Sequence[ParameterFacts]) -> tuple[int, ...
         return ()
     norm_size = max(norm_sizes)  # a stack has the widest dtype
     return (*sizes, norm_size * len(norm_sizes), norm_size, norm_size, norm_size)
-
-
-def scaler_bytes(parameters: Sequence[ParameterFacts]) -> tuple[int, ...]:
-    """Return what ``torch.amp.GradScaler`` holds on a card through a run: its scale and its growth counter.
-
-    Unscaling works in place: ``unscale_`` adds two scalars (the inverse scale, whether an infinity was found), whatever
-    the number of parameters.
-
-    Source: torch/amp/grad_scaler.py (``_lazy_init_scale_growth_tracker``, ``_unscale_grads_``).
-    """
-    return (FLOAT_BYTES, FLOAT_BYTES) if parameters else ()
 
 
 # ---- names and arguments

@@ -49,7 +49,7 @@ class StepSettings:
         prediction_loss_only: whether evaluation drops the logits (stock does without ``compute_metrics``).
         eval_accumulation_steps: evaluation batches whose logits gather on the card; None for all of them.
         torch_empty_cache_steps: steps between two returns of unused blocks to the driver.
-        expandable_segments: ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
+        expandable_segments: ``expandable_segments:True`` in ``compat.allocator_variable()``.
         prepare: functions that change the model, the very ones of the real run: freeze, LoRA, checkpoint policies.
     """
 
@@ -100,6 +100,12 @@ class StepSettings:
 
     def _check_together(self) -> None:
         """Refuse what cannot work together in a real run either."""
+        if self.optim.endswith("_layerwise") and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"optim={self.optim!r}, gradient_accumulation_steps={self.gradient_accumulation_steps!r} cannot work "
+                "together: each layer steps within the backward pass, and stock Trainer refuses it; expected "
+                "gradient_accumulation_steps=1. Pass gradient_accumulation_steps=1"
+            )
         if not self.gradient_release:
             return
         for name, value, works in (

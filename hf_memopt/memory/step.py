@@ -122,7 +122,9 @@ def record_step(
             if evaluation_batch is not None:
                 trace.evaluation_inputs = _numbers(evaluation_batch, tracker)
                 trace.evaluation = recorder.evaluate(evaluation_batch)
-    except (NotImplementedError, RuntimeError) as error:
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        if isinstance(error, TypeError) and "meta" not in str(error):  # ".numpy()" raises one of these
+            raise
         raise NotEstimableError(
             f"not estimable: {type(model).__name__} does not run on the meta device, where tensors have shapes but no "
             f"values ({type(error).__name__}: {str(error).splitlines()[0]})"
@@ -169,6 +171,7 @@ class _Recorder:
             loss = loss.mean()
         ignored = {"loss", *getattr(self._model.config, "keys_to_ignore_at_inference", ("past_key_values",))}
         kept = {name: value for name, value in outputs.items() if name not in ignored}
+        kept |= {name: batch[name] for name in ("labels", "start_positions", "end_positions") if name in batch}
         gathered = () if self._settings.prediction_loss_only else _numbers(kept, self._tracker)
         forward_end = len(self._tracker.events)
         del outputs, kept, loss
@@ -182,11 +185,7 @@ class _Recorder:
         labels = inputs.pop("labels") if self._smoother is not None and "labels" in inputs else None
         with self._semantics.autocast_region():
             outputs = self._model(**inputs)
-        made = frozenset(
-            self._tracker.number(value)
-            for name, value in outputs.items()
-            if "logits" in name and isinstance(value, torch.Tensor)
-        )
+        made = frozenset(_numbers({name: value for name, value in outputs.items() if "logits" in name}, self._tracker))
         if autocast_dtype(self._settings.precision) is not None:
             outputs = convert_to_fp32(outputs)
         if labels is None or self._smoother is None:

@@ -138,9 +138,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return number
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Count the tensor's storage nowhere: it stands for memory of the host."""
+        """Count the tensor's storage nowhere, its birth just now included: it stands for memory of the host."""
         storage = tensor.untyped_storage()
         key = storage._cdata
+        number, _ = self._live.pop(key, (-1, None))
+        if number == len(self.sizes) - 1 >= 0:
+            for column in (self.events, self.sizes, self.births, self.sequences, self.places):
+                column.pop()
         self.ignored.add(key)
         weakref.finalize(storage, self.ignored.discard, key)
 

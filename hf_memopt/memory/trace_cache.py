@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_memopt import compat
@@ -15,7 +16,7 @@ from hf_memopt.memory.chips import Chip
 from hf_memopt.memory.cuda import CudaSemantics
 from hf_memopt.memory.example_batch import cut_batch, example_batch
 from hf_memopt.memory.kernels import hidden_bytes
-from hf_memopt.memory.models import LoadedModel
+from hf_memopt.memory.models import LoadedModel, unwrap
 from hf_memopt.memory.optimizer_state import ParameterFacts, parameter_facts
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.step import StepTrace, autocast_dtype, record_step
@@ -73,6 +74,10 @@ def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Ch
         return _traces[key]
     lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
     batch = example_batch(loaded.model, batch_size=shape.batch_size, **lengths)
+    if settings.label_smoothing_factor and hasattr(unwrap(loaded.model), "prepare_decoder_input_ids_from_labels"):
+        batch["decoder_input_ids"] = torch.zeros_like(
+            batch["labels"]
+        )  # the Trainer takes the labels; the collator adds
     evaluation_batch = None
     if settings.eval_batch_size is not None:
         evaluation_batch = example_batch(loaded.model, batch_size=settings.eval_batch_size, **lengths)
@@ -85,16 +90,17 @@ def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Ch
         cache=settings.autocast_cache,
         tracker=tracker,
     )
-    trace = record_step(
-        model,
-        batch,
-        settings,
-        piece=cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None,
-        releases_gradients=_releases(settings),
-        evaluation_batch=evaluation_batch,
-        tracker=tracker,
-        semantics=semantics,
-    )
+    with torch.enable_grad():  # also within a caller's torch.no_grad()
+        trace = record_step(
+            model,
+            batch,
+            settings,
+            piece=cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None,
+            releases_gradients=_releases(settings),
+            evaluation_batch=evaluation_batch,
+            tracker=tracker,
+            semantics=semantics,
+        )
     facts = tuple(parameter_facts(model))
     found = Recorded(trace, facts, sum(parameter.numel() for parameter in model.parameters()), _notes(model))
     _traces[key] = found
