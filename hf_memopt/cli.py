@@ -127,6 +127,15 @@ def lengths(
         typer.echo(f"Picture: {plot}")
 
 
+def _list_models(wanted: bool) -> None:
+    if wanted:
+        from hf_memopt.memory.models import known_models
+
+        for name in known_models():
+            typer.echo(name)
+        raise typer.Exit
+
+
 @app.command()
 def estimate(
     model: Annotated[str, typer.Argument(help="A well-known name, a folder with config.json, or a name on the Hub.")],
@@ -150,6 +159,12 @@ def estimate(
     plot: Annotated[Path | None, typer.Option(help="Also draw the timeline to this PNG file.")] = None,
     json_output: AsJson = False,
     compare: Annotated[bool, typer.Option("--compare", help="Compare two ladders of techniques.")] = False,
+    list_models: Annotated[
+        bool,
+        typer.Option(
+            "--list-models", callback=_list_models, is_eager=True, help="Print the well-known names and stop."
+        ),
+    ] = False,
 ) -> None:
     """Predict the memory of a training step; exit code 0 if it fits or no card is known, 1 if not, 2 on errors."""
     from rich.console import Console

@@ -179,6 +179,7 @@ def test_tiles_are_those_of_torchs_own_kernels(capability: tuple[int, int], dtyp
         ("math", A100, BF16, {"key_len": 0}),
         ("cudnn", H100, BF16, {}),
         ("cudnn", H100, BF16, {"has_mask": True, "gqa": True}),
+        ("efficient", H100, BF16, {"has_mask": True, "mask_requires_grad": True}),  # T5's bias of positions
         ("cudnn", H100, BF16, {"head_dim": 256}),
         ("flash", (10, 0), BF16, {"head_dim": 256}),
         ("cudnn", (10, 3), BF16, {"head_dim": 192, "value_dim": 128}),

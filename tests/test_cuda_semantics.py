@@ -288,6 +288,8 @@ CUDA_DTYPES: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype, tor
     (lambda x: 1.0 / x, FP32, FP32),
     (lambda x: F.interpolate(x[None, None], scale_factor=2.0, mode="bilinear"), FP32, FP32),
     (lambda x: x.norm(), FP32, FP32),
+    (lambda x: F.normalize(x), FP32, FP32),
+    (lambda x: F.gumbel_softmax(x), FP32, FP32),
     (lambda x: x.sum(), FP32, FP32),
     (lambda x: x.sum(-1), FP32, FP32),
     (lambda x: x.sum(dtype=BF16), BF16, BF16),
@@ -384,6 +386,128 @@ def test_cross_entropy_without_autocast_or_of_float32_is_the_operators_own() -> 
         size = logits.element_size()
         found = allocated(lambda x=logits: F.cross_entropy(x, labels), logits, labels, autocast=autocast)
         assert found[:3] == [60 * size, size, size]
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize("shape", [(6, 10), (2, 10, 3), (10,)], ids=["rows", "rows of rows", "one"])
+@pytest.mark.parametrize("soft", [False, True], ids=["classes", "probabilities"])
+def test_cross_entropy_is_spelled_out_as_in_c(
+    reduction: str, smoothing: float, weighted: bool, shape: tuple[int, ...], soft: bool
+) -> None:
+    """The same loss and gradient as the operator's own, and of plain classes by the same operators."""
+    logits = draw(*shape).requires_grad_()
+    target = draw(*shape) if soft else torch.zeros(*shape[:1], *shape[2:], dtype=torch.int64)
+    if not soft:
+        target = target[0] if len(shape) == 1 else target
+        target.view(-1)[0] = 3
+    weight = draw(10) if weighted else None
+    number = ("none", "mean", "sum").index(reduction)
+    results, seen = [], []
+    for run in (torch._C._nn.cross_entropy_loss, cuda.cross_entropy):
+        with Operators() as operators:
+            loss = run(logits, target, weight, number, -100, smoothing)
+        (gradient,) = torch.autograd.grad(loss.sum(), logits)
+        results.append((loss.detach(), gradient))
+        seen.append([name for name in operators.seen if name not in ("view", "detach", "_to_copy")])
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected)
+    if not (weighted and smoothing and reduction == "mean" and not soft):  # C++ gathers by masked_select there
+        assert sorted(seen[1]) == sorted(seen[0])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_cross_entropy_of_16_bit_logits_with_smoothing_or_weights(dtype: torch.dtype) -> None:
+    """The sum over classes is told float32 and copies nothing; class weights widen a product, which autocast keeps."""
+    logits, labels, weight = meta(6, 10, dtype=dtype, requires_grad=True), meta(6, dtype=torch.int64), meta(10)
+    low, high = 6 * 10 * 2, 6 * 10 * 4
+    given = (logits, labels, weight)
+
+    def wide(**options: Any) -> list[int]:
+        found = allocated(lambda: F.cross_entropy(logits, labels, **options), *given, autocast=dtype)
+        return [delta for delta in found if abs(delta) in (low, high)]
+
+    assert wide() == [low, high]
+    assert wide(weight=weight) == [low, high]
+    assert wide(label_smoothing=0.1) == [low, high]
+    assert wide(label_smoothing=0.1, weight=weight) == [low, high, high, -high]
+    soft = meta(6, 10)
+    found = allocated(lambda: F.cross_entropy(logits, soft), logits, soft, autocast=dtype)
+    assert [delta for delta in found if abs(delta) in (low, high)] == [low, high, -high]
+
+
+# ---- Functions that torch writes in Python --------------------------------------------------------------------------
+
+
+def test_python_functions_of_torch_are_looked_into() -> None:
+    """Multi-head attention under autocast: projections, attention and dropout are those of CUDA."""
+    with torch.device("meta"):
+        layer = nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True)
+    x = meta(2, 16, 32)
+    for weights, kernel in ((False, "_scaled_dot_product_flash_attention"), (True, "bmm")):
+        with Operators() as operators, CudaSemantics(autocast=BF16) as semantics, semantics.autocast_region():
+            out = layer(x, x, x, need_weights=weights)[0]
+        assert out.dtype == BF16
+        assert kernel in operators.seen
+        assert ("native_dropout" in operators.seen) == weights
+
+
+def test_cache_of_weights_outlives_a_function_that_is_looked_into() -> None:
+    weight, x = nn.Parameter(meta(8, 8)), meta(2, 8, dtype=BF16)
+    found = allocated(lambda: (F.linear(x, weight), F.normalize(x), F.linear(x, weight)), x, weight, autocast=BF16)
+    assert found.count(8 * 8 * 2) == 1
+
+
+def test_mode_is_as_before_after_an_error_within_a_function_that_is_looked_into() -> None:
+    semantics = CudaSemantics(autocast=BF16)
+    with semantics, semantics.autocast_region():
+        with pytest.raises(NotImplementedError):
+            F.interpolate(meta(1, 1, 4), scale_factor=2.0, mode="bilinear")
+        stack = torch.overrides._get_current_function_mode_stack()
+        assert F.linear(meta(4, 4), meta(4, 4)).dtype == BF16
+    assert stack[-1:] == [semantics]
+    assert semantics not in torch.overrides._get_current_function_mode_stack()
+
+
+def test_norms_are_told_float32_and_copy_nothing() -> None:
+    """``Tensor.norm`` calls ``linalg.vector_norm``, whose kernel reads 16 bits."""
+    x = meta(64, 8, dtype=BF16)
+    assert allocated(lambda: x.norm(dim=-1), x, autocast=BF16) == [64 * 4]
+
+
+# ---- Grouped products -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.10 and later")
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("turned", [False, True])
+def test_grouped_product_of_other_types_than_bfloat16(dtype: torch.dtype, turned: bool) -> None:
+    """One row of the result for each row; the gradient of the weights has their layout."""
+    weights = meta(4, 16, 32, dtype=dtype, requires_grad=True)
+    rows, offsets = meta(24, 32 if turned else 16, dtype=dtype, requires_grad=True), meta(4, dtype=torch.int32)
+    shape = (24, 16 if turned else 32)
+    given = weights.transpose(-2, -1) if turned else weights
+    assert allocated(lambda: F.grouped_mm(rows, given, offs=offsets), rows, weights) == [
+        shape[0] * shape[1] * dtype.itemsize
+    ]
+    tracker = StorageTracker()
+    with recording(tracker, CudaSemantics()):
+        out = F.grouped_mm(rows, given, offs=offsets)
+        with tracker.backward():
+            run_backward(out, torch.ones_like(out))
+    assert rows.grad is not None
+    assert weights.grad is not None
+    assert (weights.grad.shape, weights.grad.stride()) == (weights.shape, weights.stride())
+    assert tracker.flops == 3 * 2 * 24 * 16 * 32
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.10 and later")
+def test_grouped_product_of_bfloat16_is_the_operators_own() -> None:
+    rows, weights, offsets = meta(24, 16, dtype=BF16), meta(4, 16, 32, dtype=BF16), meta(4, dtype=torch.int32)
+    with Operators() as operators, CudaSemantics():
+        assert F.grouped_mm(rows, weights, offs=offsets).shape == (24, 32)
+    assert "_grouped_mm" in operators.seen
 
 
 # ---- Attention ------------------------------------------------------------------------------------------------------
@@ -490,6 +614,49 @@ def test_autocast_lowers_the_inputs_of_attention() -> None:
     )
     assert [size for size in found if size > 0][:2] == [8192, 8192]
     assert 16384 not in found
+
+
+class AttentionDtypes(TorchDispatchMode):
+    """The dtypes of all that an attention operator is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in str(func):
+            given = (*args, *(kwargs or {}).values())
+            self.seen += [value.dtype for value in given if isinstance(value, torch.Tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def test_autocast_lowers_the_mask_of_attention() -> None:
+    """C++ autocast casts every argument of a listed operator, T5's bias of positions among them."""
+    query, bias = meta(2, 4, 16, 32, dtype=BF16), meta(1, 4, 16, 16)
+    size = 4 * 16 * 16 * 2
+    found = allocated(
+        lambda: F.scaled_dot_product_attention(query, query, query, attn_mask=bias), query, bias, autocast=BF16
+    )
+    assert found[0] == size
+    with AttentionDtypes() as emulated, CudaSemantics(autocast=BF16) as semantics, semantics.autocast_region():
+        F.scaled_dot_product_attention(query, query, query, attn_mask=bias)
+    with AttentionDtypes() as real, torch.autocast("cpu", dtype=BF16):
+        x = draw(2, 4, 16, 32)
+        F.scaled_dot_product_attention(x, x, x, attn_mask=draw(1, 4, 16, 16))
+    assert emulated.seen == real.seen == [BF16] * 4
+
+
+def test_learned_bias_is_not_for_cudnn() -> None:
+    """T5 without dropout on a Hopper card: cuDNN takes no mask that requires a gradient."""
+    query = meta(2, 4, 16, 64, dtype=BF16, requires_grad=True)
+    bias = meta(1, 4, 16, 16, dtype=BF16, requires_grad=True)
+    for mask, kernel in ((bias.detach(), "cudnn"), (bias, "efficient")):
+        with Operators() as operators, CudaSemantics(capability=(9, 0)):
+            out = F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+            run_backward(out, torch.ones_like(out))
+        assert [name for name in operators.seen if name.startswith("_scaled")] == pair(kernel)
+    assert bias.grad is not None
+    assert bias.grad.shape == bias.shape
 
 
 # ---- Offload --------------------------------------------------------------------------------------------------------
@@ -617,6 +784,28 @@ def test_c_nn_holds_the_functions_that_functional_calls() -> None:
     assert F.linear is torch._C._nn.linear
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
     assert torch._C._nn.cross_entropy_loss in cuda._functions(("cross_entropy_loss",))
+
+
+def test_python_functions_of_functional_ask_for_overrides_by_these_names() -> None:
+    """``has_torch_function`` and its two fast forms, as globals of ``torch.nn.functional``."""
+    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
+        assert callable(vars(F)[name])
+    functions = (F.multi_head_attention_forward, F.normalize, F.gumbel_softmax, F.interpolate, F.cross_entropy)
+    assert set(functions) <= set(cuda._OPENED)
+    calls: list[Any] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        F.normalize(torch.ones(2, 2))
+        assert F.normalize in calls
+        calls.clear()
+        cuda._OPENED[F.normalize](torch.ones(2, 2))
+    assert F.normalize not in calls
+    assert torch.Tensor.norm in calls
 
 
 def test_is_view_tells_views_of_other_tensors() -> None:

@@ -14,6 +14,7 @@ from hf_memopt import recipe
 from hf_memopt.cli import app
 from hf_memopt.gpus import custom_gpu, find_gpu
 from hf_memopt.memory.estimate_output import as_dict, estimate_table
+from hf_memopt.memory.models import known_models
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.recipes import estimate_command, estimate_ladder
@@ -254,6 +255,11 @@ def test_unknown_names_end_with_2_and_one_line(simulation, options) -> None:
         f"{'memory' if 'lots' in options else options[0][2:] if '--gpu' in options else 'name'}="
     )
     assert simulation.calls == []
+
+
+def test_the_well_known_names_are_listed() -> None:
+    result = runner.invoke(app, ["estimate", "--list-models"])
+    assert (result.exit_code, result.stdout.splitlines()) == (0, list(known_models()))
 
 
 @pytest.mark.parametrize("compare", [[], ["--compare"]])

@@ -260,6 +260,25 @@ def mostly(component: str, **changed: Any) -> Estimate:
         ),
         (
             "logits and loss",
+            {"phase": "evaluation", "settings": {"eval_batch_size": 8, "eval_batches": 40}},
+            "eval_accumulation_steps=1, or prediction_loss_only=True where no metric needs logits: 4.00 GiB of the "
+            "peak are logits and loss that gather on the card",
+        ),
+        *(
+            (
+                component,
+                {"phase": "evaluation", "settings": {"eval_batch_size": 8, "eval_batches": 40, **changed}},
+                "eval_batch_size=4: the peak stands in the evaluation",
+            )
+            for component, changed in (
+                ("activations", {}),
+                ("logits and loss", {"eval_accumulation_steps": 1}),
+                ("logits and loss", {"prediction_loss_only": True}),
+                ("logits and loss", {"batch_eval_metrics": True}),
+            )
+        ),
+        (
+            "logits and loss",
             {"phase": "evaluation", "settings": {"eval_batch_size": 8}},
             "eval_batch_size=4: the peak stands in the evaluation",
         ),

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import types
 from functools import partial
 from typing import Any
 
@@ -456,6 +457,8 @@ def test_bert_large_is_what_an_independent_simulation_gave(
 class PlainAllocator:
     """Torch's allocator on the host: no rounding, nothing reserved."""
 
+    retries = 0
+
     def __init__(self) -> None:
         self.allocated = self.peak_allocated = 0
         self.sizes: dict[Any, int] = {}
@@ -588,6 +591,72 @@ def test_the_same_partial_is_the_same_preparation(recordings: list[str]) -> None
     for patterns in ("*embeddings*", "*embeddings*", "*layer.0.*"):
         of_bert(prepare=(partial(freeze, patterns=(patterns,)),))
     assert len(recordings) == 2
+
+
+@peft_reads_old_name
+def test_adapters_of_other_ranks_are_other_preparations(recordings: list[str]) -> None:
+    def trained(config: LoraConfig) -> int:
+        adapt = (partial(get_peft_model, peft_config=config),)
+        return estimate(tiny.llama_config(), batch_size=1, seq_len=4, prepare=adapt).trainable_parameters
+
+    per_rank = 2 * 2 * 2 * 32  # matrices A and B of two projections in each of two layers
+    ranks = list(range(4, 18))
+    found = [trained(LoraConfig(r=rank, target_modules=["q_proj", "v_proj"])) for rank in ranks]
+    assert found == [per_rank * rank for rank in ranks]
+    mutable = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    assert trained(mutable) == per_rank * 4
+    mutable.r = 64
+    assert trained(mutable) == per_rank * 64
+    count = len(recordings)
+    assert trained(LoraConfig(r=64, target_modules=["q_proj", "v_proj"])) == per_rank * 64
+    assert len(recordings) == count
+
+
+def test_a_preparation_that_cannot_be_told_is_recorded_every_time(recordings: list[str]) -> None:
+    patterns = ["*embeddings*"]
+
+    def prepare(model: Any) -> None:
+        freeze(model, patterns)
+
+    first = of_bert(prepare=(prepare,))
+    patterns[:] = ["*embeddings*", "*layer.0.*"]
+    second = of_bert(prepare=(prepare,))
+    assert second.trainable_parameters < first.trainable_parameters
+    assert (len(recordings), len(trace_cache._traces)) == (2, 0)
+
+
+@pytest.mark.skipif(VERSION < (5, 17), reason="the experts of 5.8 do not run backward on the meta device")
+def test_experts_are_computed_as_the_configuration_says(recordings: list[str]) -> None:
+    peaks = {}
+    for experts in ("batched_mm", "grouped_mm", "batched_mm", "grouped_mm"):
+        config = transformers.MixtralConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=100,
+            num_local_experts=4,
+        )
+        config._experts_implementation = experts  # private, seen in transformers 5.8.1, 5.17.0 and 5.23.0
+        found = estimate(config, batch_size=4, seq_len=32).peak_allocated_bytes
+        assert peaks.setdefault(experts, found) == found
+    assert len(recordings) == len(set(peaks.values())) == 2
+
+
+def test_a_patched_method_is_recorded_every_time(recordings: list[str]) -> None:
+    model = tiny.llama()
+    plain = estimate(model, batch_size=8, seq_len=64).peak_allocated_bytes
+
+    def wasteful(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        many = [self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden) for _ in range(6)]
+        return self.down_proj(sum(many))
+
+    for layer in model.model.layers:
+        layer.mlp.forward = types.MethodType(wasteful, layer.mlp)
+    patched = [estimate(model, batch_size=8, seq_len=64).peak_allocated_bytes for _ in range(2)]
+    assert patched[0] == patched[1] > plain
+    assert len(recordings) == 3
 
 
 def untie(model: Any) -> None:
@@ -762,8 +831,23 @@ def test_a_card_that_is_too_small_does_not_fit_and_the_need_is_told() -> None:
     unlimited = of_bert(gpu="T4")
     found = of_bert(gpu=card_of(unlimited.peak_allocated_bytes - 1))
     assert found.fits is False
-    assert found.peak_reserved_bytes == unlimited.peak_reserved_bytes
     assert found.peak_allocated_bytes == unlimited.peak_allocated_bytes
+    assert found.peak_allocated_bytes <= found.peak_reserved_bytes <= unlimited.peak_reserved_bytes
+
+
+def test_the_need_is_that_of_the_smallest_card_and_not_of_an_endless_one() -> None:
+    evaluation = {"batch_size": 1, "seq_len": 64, "eval_batch_size": 16, "eval_batches": 60, "precision": "fp32"}
+    config = tiny.llama_config(vocab_size=20_000)
+    endless = estimate(config, gpu=card_of(2**50), **evaluation)
+    assert endless.peak_reserved_bytes > 3 * endless.peak_allocated_bytes  # every gathered tensor had its own block
+    small = estimate(config, gpu=card_of(2**30), **evaluation)
+    assert small.fits is False
+    assert small.peak_allocated_bytes == endless.peak_allocated_bytes
+    assert small.peak_reserved_bytes < 1.3 * small.peak_allocated_bytes
+    enough = estimate(config, gpu=card_of(small.peak_reserved_bytes), **evaluation)
+    assert enough.fits is True
+    retries = [note for note in (*small.notes, *enough.notes) if "gives unused blocks back" in note]
+    assert [note.split(" the allocator")[0] for note in retries] == ["this total is enough because", "it fits because"]
 
 
 def test_a_card_on_which_the_allocator_must_give_back_fits_with_a_note() -> None:
@@ -782,6 +866,80 @@ def test_a_card_on_which_the_allocator_must_give_back_fits_with_a_note() -> None
         f"it fits because the allocator gives unused blocks back to the driver {count} time(s) in three steps, which "
         "costs time; PYTORCH_ALLOC_CONF=expandable_segments:True may avoid it"
     ]
+
+
+@pytest.mark.parametrize(
+    ("retries", "places"),
+    [
+        ((2, 0), "2 time(s) in three steps"),
+        ((0, 7), "7 time(s) in the evaluation"),
+        ((2, 7), "2 time(s) in three steps and 7 time(s) in the evaluation"),
+    ],
+)
+def test_the_note_says_where_the_allocator_gives_back(
+    monkeypatch: pytest.MonkeyPatch, retries: tuple[int, int], places: str
+) -> None:
+    def retried(*args: Any) -> Any:
+        return dataclasses.replace(replay(*args), retries=retries)
+
+    monkeypatch.setattr(estimation, "replay", retried)
+    assert of_bert(gpu="T4", eval_batch_size=4).notes == (
+        f"it fits because the allocator gives unused blocks back to the driver {places}, which costs time; "
+        f"{compat.allocator_variable()}=expandable_segments:True may avoid it",
+    )
+    assert of_bert(gpu="T4", eval_batch_size=4, expandable_segments=True).notes == (
+        f"it fits because the allocator gives unused blocks back to the driver {places}, which costs time",
+    )
+
+
+# ---- The dtype of weights -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_module_tells_its_own_dtype(dtype: str) -> None:
+    model = tiny.bert().to(getattr(torch, dtype))
+    assert estimate(model, batch_size=2, seq_len=8).settings.weights_dtype == dtype
+    same = estimate(model, batch_size=2, seq_len=8, weights_dtype=dtype)
+    assert same.settings.weights_dtype == dtype
+
+
+def test_of_mixed_weights_the_dtype_of_most_bytes_is_told(tmp_path: Any) -> None:
+    model = tiny.bert().to(torch.bfloat16)
+    model.classifier.float()
+    found = estimate_from_arguments(model, tiny.arguments(tmp_path), 8)
+    assert found.settings.weights_dtype == "bfloat16"
+
+
+def test_a_dtype_that_is_not_the_modules_is_refused(tmp_path: Any) -> None:
+    for call in (
+        lambda: estimate(tiny.bert(), batch_size=2, seq_len=8, weights_dtype="bfloat16"),
+        lambda: estimate_from_arguments(tiny.bert(), tiny.arguments(tmp_path), 8, weights_dtype="bfloat16"),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value) == (
+            "weights_dtype='bfloat16' is not that of the module given, whose weights are float32; expected 'float32'. "
+            "Call: model.to(torch.bfloat16)"
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_weights_under_the_gradient_scaler_are_refused_where_they_train(dtype: str) -> None:
+    sizes = {"batch_size": 2, "seq_len": 8, "precision": "fp16", "weights_dtype": dtype}
+    with pytest.raises(ValueError) as error:
+        estimate(tiny.bert_config(), **sizes)
+    assert str(error.value) == (
+        f"precision='fp16' trains bert.embeddings.word_embeddings.weight in {dtype}, whose gradients torch's scaler "
+        "refuses; expected float32 for what is trained. Pass weights_dtype='float32' (for a module: model.float()), or "
+        "precision='fp32'"
+    )
+
+    def train_the_head_only(model: Any) -> None:
+        model.requires_grad_(False)
+        model.classifier.float().requires_grad_(True)
+
+    found = estimate(tiny.bert_config(), prepare=(train_the_head_only,), **sizes)
+    assert found.trainable_parameters == 3 * 33
 
 
 # ---- TrainingArguments ----------------------------------------------------------------------------------------------
@@ -805,6 +963,11 @@ def test_a_card_on_which_the_allocator_must_give_back_fits_with_a_note() -> None
         (
             {"eval_strategy": "epoch", "per_device_eval_batch_size": 3, "eval_accumulation_steps": 2},
             {"eval_batch_size": 3, "eval_accumulation_steps": 2, "prediction_loss_only": False},
+        ),
+        ({"eval_on_start": True, "per_device_eval_batch_size": 5}, {"eval_batch_size": 5}),
+        (
+            {"eval_strategy": "epoch", "batch_eval_metrics": True, "eval_do_concat_batches": False},
+            {"eval_batch_size": 8, "batch_eval_metrics": True, "eval_do_concat_batches": False},
         ),
         (
             {"eval_strategy": "steps", "prediction_loss_only": True},
@@ -876,6 +1039,7 @@ def test_overrides_beat_the_arguments(tmp_path: Any) -> None:
         ("use_liger_kernel", True, "use_liger_kernel=True: its Triton kernels do not run without a card"),
         ("deepspeed", "zero2.json", "deepspeed='zero2.json': sharding over processes is not simulated"),
         ("fsdp", "full_shard", "fsdp='full_shard': sharding over processes is not simulated"),
+        ("use_cache", True, "use_cache=True: a key-value cache in training is not simulated"),
         ("neftune_noise_alpha", 5.0, "neftune_noise_alpha=5.0: its noise on the embeddings is not simulated"),
     ],
 )
@@ -885,6 +1049,43 @@ def test_arguments_that_are_not_simulated(tmp_path: Any, name: str, value: Any, 
     with pytest.raises(NotEstimableError) as error:
         estimate_from_arguments(tiny.bert_config(), args, 8)
     assert str(error.value) == f"not estimable: {message}"
+
+
+def test_inputs_for_metrics_are_not_simulated(tmp_path: Any) -> None:
+    args = tiny.arguments(tmp_path, include_for_metrics=["loss", "inputs"])
+    assert estimate_from_arguments(tiny.bert_config(), args, 8).settings.eval_batch_size is None
+    with pytest.raises(NotEstimableError) as error:
+        estimate_from_arguments(tiny.bert_config(), args, 8, eval_batch_size=4)
+    assert str(error.value) == (
+        "not estimable: include_for_metrics=['loss', 'inputs']: inputs that gather on the card beside the logits are "
+        "not simulated"
+    )
+
+
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_evaluation_in_16_bits_changes_nothing_while_training(tmp_path: Any, name: str) -> None:
+    plain = tiny.arguments(tmp_path, eval_strategy="epoch")
+    args = tiny.arguments(tmp_path, eval_strategy="epoch")
+    setattr(args, name, True)
+    expected, found = (estimate_from_arguments(tiny.bert_config(), given, 8) for given in (plain, args))
+    assert found.peak_reserved_bytes == expected.peak_reserved_bytes
+    assert found.notes == (
+        *expected.notes,
+        f"{name} changes nothing while training: the Trainer casts the weights for an evaluate() by itself only",
+    )
+
+
+def test_how_evaluation_gathers_counts() -> None:
+    sizes = {"batch_size": 1, "seq_len": 64, "eval_batch_size": 8, "eval_batches": 10}
+    config = tiny.llama_config(vocab_size=2000)
+    logits_bytes = 8 * 64 * 2000 * 4
+    concatenated = estimate(config, **sizes)
+    listed = estimate(config, **sizes, eval_do_concat_batches=False)
+    by_batch = estimate(config, **sizes, batch_eval_metrics=True)
+    one = estimate(config, **{**sizes, "eval_batches": 1})
+    assert concatenated.components["logits and loss"] >= 2 * 10 * logits_bytes
+    assert 10 * logits_bytes <= listed.components["logits and loss"] < 14 * logits_bytes
+    assert by_batch.peak_allocated_bytes == one.peak_allocated_bytes < listed.peak_allocated_bytes
 
 
 @pytest.mark.parametrize("lengths", [[], (), np.array([], np.int32)])
@@ -1045,3 +1246,11 @@ def test_table_text_json_and_picture(tmp_path: Any) -> None:
     assert read["components"] == found.components
     found.plot(tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_estimate_under_inference_mode_is_the_same() -> None:
+    outside = of_bert()
+    trace_cache.forget_traces()
+    with torch.inference_mode():
+        inside = of_bert()
+    assert inside.peak_allocated_bytes == outside.peak_allocated_bytes

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import socket
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenClassification, DataCollatorWithPadding
 
 import tiny
+from hf_memopt.memory import models
 from hf_memopt.memory.example_batch import check_sequence, cut_batch, example_batch
 from hf_memopt.memory.meta_copies import copy_to_meta
 from hf_memopt.memory.models import TASKS, known_models, load_model, task_of
@@ -455,10 +459,54 @@ def test_peft_model_keeps_its_adapters() -> None:
     assert len(with_gradient) == 8
 
 
-def test_wrappers_of_distributed_and_compiled_models_are_taken_off() -> None:
+def test_wrappers_of_distributed_models_are_taken_off() -> None:
     model = tiny.bert()
     assert type(load_model(nn.DataParallel(model)).model) is type(model)
-    assert type(load_model(torch.compile(model, backend="eager")).model) is type(model)  # pins _orig_mod
+
+
+def _with_compiled_layer(model: Any) -> Any:
+    model.bert.encoder.layer[1] = torch.compile(model.bert.encoder.layer[1], backend="eager")
+    return model
+
+
+def _compiled_in_place(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def _with_layer_compiled_in_place(model: Any) -> Any:
+    model.bert.encoder.layer[1].compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "fix"),
+    [  # pins _orig_mod and _compiled_call_impl of torch
+        (partial(torch.compile, backend="eager"), "<OptimizedModule> is compiled", "Pass model._orig_mod"),
+        (
+            _with_compiled_layer,
+            "<BertForSequenceClassification> is compiled (bert.encoder.layer.1)",
+            "Put bert.encoder.layer.1._orig_mod in its place",
+        ),
+        (
+            _compiled_in_place,
+            "<BertForSequenceClassification> is compiled",
+            "Pass the model before it calls compile()",
+        ),
+        (
+            _with_layer_compiled_in_place,
+            "<BertForSequenceClassification> is compiled (bert.encoder.layer.1)",
+            "Pass the model before it calls compile()",
+        ),
+    ],
+)
+def test_compiled_models_are_not_estimable(change: Any, what: str, fix: str) -> None:
+    with pytest.raises(NotEstimableError) as error:
+        load_model(change(tiny.bert()))
+    assert str(error.value) == (
+        f"not estimable: model={what}: what the compiler fuses and saves is decided on the card; expected a module "
+        f"that runs as it is written. {fix}"
+    )
 
 
 def test_autocast_that_accelerate_hangs_around_forward_is_taken_off() -> None:
@@ -641,10 +689,10 @@ def test_limit_is_the_one_that_the_real_model_has(model_type: str, positions: in
 # ---- what is refused
 
 
-def _expected_names() -> str:
-    return "expected a module, a configuration, a folder with config.json, an id on the hub, or one of " + ", ".join(
-        known_models()
-    )
+EXPECTED_NAMES = (
+    "expected a module, a configuration, a folder with config.json, an id on the hub, or one of the well-known names "
+    "that hf-memopt estimate --list-models shows"
+)
 
 
 @pytest.mark.parametrize(
@@ -664,7 +712,7 @@ def test_unknown_name_tells_why_and_lists_the_nearest(
     with pytest.raises(ValueError) as error:
         load_model("bert-larg-uncased")
     assert str(error.value) == (
-        f"model='bert-larg-uncased' is neither a well-known name nor a folder, {told}; {_expected_names()}. "
+        f"model='bert-larg-uncased' is neither a well-known name nor a folder, {told}; {EXPECTED_NAMES}. "
         "Did you mean 'bert-large-uncased'? Pass, for example, model='bert-base-uncased'"
     )
 
@@ -684,19 +732,34 @@ def test_answer_of_the_hub_is_told(unreachable: list[Exception], kind: Any, told
     with pytest.raises(ValueError) as error:
         load_model("someone/zzzz")
     assert str(error.value) == (
-        f"model='someone/zzzz' is neither a well-known name nor a folder, {told}; {_expected_names()}. "
+        f"model='someone/zzzz' is neither a well-known name nor a folder, {told}; {EXPECTED_NAMES}. "
         "Pass, for example, model='bert-base-uncased'"
     )
 
 
-def test_hub_that_cannot_be_reached_is_told(unreachable: list[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    unreachable.append(errors.LocalEntryNotFoundError("no"))
+@pytest.fixture
+def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Refuse every connection, without a proxy and not told to be offline; return the list of who was asked for."""
+    asked: list[Any] = []
+
+    def refuse(address: Any, timeout: float) -> Any:
+        asked.append((*address, timeout))
+        raise ConnectionRefusedError
+
     monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(models, "getproxies", dict)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://hub.example")
+    return asked
+
+
+def test_hub_that_cannot_be_reached_is_asked_once_and_told(nobody_listens: list[Any]) -> None:
     with pytest.raises(ValueError) as error:
-        load_model("someone/zzzz")
+        load_model("someone/zzzz")  # with the real client of the hub, which looks at its cache only
+    assert nobody_listens == [("hub.example", 443, 3.0)]
     assert str(error.value) == (
         "model='someone/zzzz' is neither a well-known name nor a folder, and the hub is unreachable and its local "
-        f"cache has nothing of that name; {_expected_names()}. Pass, for example, model='bert-base-uncased'"
+        f"cache has nothing of that name; {EXPECTED_NAMES}. Pass, for example, model='bert-base-uncased'"
     )
 
 
@@ -710,16 +773,48 @@ def test_offline_hub_answers_by_itself() -> None:
 
 def test_id_on_the_hub_is_read_from_its_config(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny.bert_config(architectures=["BertForTokenClassification"]).save_pretrained(tmp_path)
-    asked: list[tuple[str, str]] = []
+    asked: list[tuple[str, str, bool]] = []
 
-    def download(repository: str, file: str) -> str:
-        asked.append((repository, file))
+    def download(repository: str, file: str, *, local_files_only: bool) -> str:
+        asked.append((repository, file, local_files_only))
         return str(tmp_path / file)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     loaded = load_model("someone/gpt2")  # a well-known name of another organisation is not the known model
-    assert asked == [("someone/gpt2", "config.json")]
+    assert asked == [("someone/gpt2", "config.json", True)]
     assert (loaded.name, type(loaded.model).__name__) == ("someone/gpt2", "BertForTokenClassification")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "proxies", "connected"),
+    [
+        ("https://hub.example", {}, [("hub.example", 443)]),
+        ("http://127.0.0.1:8080/hub", {}, [("127.0.0.1", 8080)]),
+        ("https://hub.example", {"https": "http://proxy.example:3128"}, []),
+    ],
+)
+def test_hub_that_answers_or_stands_behind_a_proxy_is_asked(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, endpoint: str, proxies: dict[str, str], connected: list[Any]
+) -> None:
+    tiny.bert_config().save_pretrained(tmp_path)
+    local: list[bool] = []
+    addresses: list[Any] = []
+
+    def connect(address: Any, timeout: float) -> Any:
+        addresses.append(address)
+        return nullcontext()
+
+    def download(repository: str, file: str, *, local_files_only: bool) -> str:
+        local.append(local_files_only)
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(models, "getproxies", lambda: proxies)
+    load_model("someone/bert")
+    assert (addresses, local) == (connected, [False])
 
 
 def test_folder_without_config_is_refused(tmp_path: Any) -> None:
@@ -815,6 +910,23 @@ def test_attention_that_needs_kernels_is_not_estimable(given: str) -> None:
         "not estimable: attn_implementation='flash_attention_3' needs kernels that are not installed; expected "
         "'sdpa', 'eager' or 'flash_attention_2'. Pass attn_implementation='sdpa'"
     )
+
+
+@pytest.mark.parametrize(
+    "model", ["bert-base-uncased", tiny.bert_config(), tiny.bert()], ids=["name", "config", "module"]
+)
+def test_unknown_attention_is_refused(model: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        load_model(model, attn_implementation="spda")
+    assert str(error.value) == (
+        "attn_implementation='spda' is unknown; expected one of 'eager', 'sdpa', 'flash_attention_2', or another that "
+        f"transformers {transformers.__version__} has registered. Did you mean 'sdpa'? Pass attn_implementation='sdpa'"
+    )
+
+
+def test_registered_attention_passes() -> None:
+    model = load_model(tiny.bert_config(), attn_implementation="flex_attention").model
+    assert model.config._attn_implementation == "flex_attention"
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "8", None])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch.distributed._tools.mem_tracker import MemTracker  # private package: an oracle of this test only
 from torch.profiler import ProfilerActivity, profile
@@ -400,6 +401,55 @@ def test_emulated_autocast_of_a_frozen_model_is_the_real_one(checkpointing: Any,
     emulated = record("bert", "cpu", step, prepare=freeze_first_layer).tracker
     assert peak_bytes(emulated) == peak_bytes(real)
     assert made(emulated) == made(real)
+
+
+def attention_layer(weights: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    layer = torch.nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True)
+    return lambda x: layer(x, x, x, need_weights=weights)[0]
+
+
+def biased_attention() -> Callable[[torch.Tensor], torch.Tensor]:
+    bias = torch.nn.Parameter(torch.zeros(1, 4, SEQ, SEQ))
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(BATCH, SEQ, 4, 8).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias * 1, dropout_p=0.1)
+
+    return call
+
+
+COMPOSITES: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "multi-head attention": lambda: attention_layer(False),
+    "multi-head attention with weights": lambda: attention_layer(True),
+    "attention with a float mask": biased_attention,
+    "normalize": lambda: lambda x: F.normalize(F.linear(x, x[0])) @ x[0],
+    "gumbel_softmax": lambda: lambda x: F.gumbel_softmax(F.linear(x, x[0])),
+    "interpolate": lambda: lambda x: F.interpolate(F.linear(x, x[0]), scale_factor=2.0, mode="linear"),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_composites_allocate_under_emulated_autocast_what_they_do_under_the_real_one(name: str) -> None:
+    """Functions that torch writes in Python, within which a mode is off by itself, and a mask that is cast as well."""
+    found = {}
+    for kind in ("real", "emulated"):
+        torch.manual_seed(0)
+        call, x = COMPOSITES[name](), torch.zeros(BATCH, SEQ, 32, requires_grad=True)
+        tracker = StorageTracker(device_type="cpu")
+        step = StepSettings(precision="bf16")
+        semantics = (
+            RealAutocast(step, tracker)
+            if kind == "real"
+            else CudaSemantics(cuda=False, autocast=torch.bfloat16, tracker=tracker)
+        )
+        with recording(tracker, semantics):
+            with semantics.autocast_region():
+                out = call(x)
+            with tracker.backward():
+                run_backward(out, torch.ones_like(out))
+        found[kind] = out.dtype, peak_bytes(tracker), made(tracker)
+        assert out.dtype == torch.bfloat16
+    assert found["emulated"] == found["real"]
 
 
 # ---- torch's MemTracker ---------------------------------------------------------------------------------------------

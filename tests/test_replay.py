@@ -393,6 +393,16 @@ def test_at_the_end_the_gathered_logits_lie_twice(eval_batches: int) -> None:
     assert sums(timeline)[-1] == 4 * eval_batches + 4
 
 
+def test_logits_that_stay_a_list_lie_there_once() -> None:
+    found, timeline = played(evaluated_trace(), plan(**NOTHING, eval_batches=4, eval_concat=False))
+    assert timeline[6:] == [
+        *["+I3", *PASS, "+L4", "-I3"] * 2,
+        *["+I3", "+L4", "-I3"],  # a pass that repeats the second is not played
+        *["+I3", *PASS, "+L4", "-I3"],
+    ]
+    assert found.peak_allocated == (10 + 2 + 3 + 3 * 4 + 6 + 4) * BLOCK
+
+
 def test_evaluation_without_logits_gathers_nothing() -> None:
     found, timeline = evaluated(4, gathers=False)
     assert timeline == ["+I3", *PASS, "-I3", "+I3", *PASS, "-I3", "+I3", "-I3", "+I3", *PASS, "-I3"]
@@ -446,6 +456,19 @@ def test_emptying_the_cache_lowers_reserved_bytes() -> None:
 def test_at_its_limit_the_allocator_gives_back_or_fails() -> None:
     tight = CachingAllocator(limit_bytes=64 * 2**20)
     found, _ = played(large_trace(), plan(**NOTHING), tight)
-    assert (tight.retries, found.peak_reserved) == (1, 50 * 2**20)
+    assert (tight.retries, found.retries, found.peak_reserved) == (1, (1, 0), 50 * 2**20)
     with pytest.raises(AllocationError):
         replay(large_trace(), plan(**NOTHING), CachingAllocator(limit_bytes=49 * 2**20))
+
+
+def test_retries_of_the_evaluation_are_counted_apart() -> None:
+    mib = 2**20 // BLOCK
+    script = Script()
+    trace = StepTrace(script.tracker, weights=(), inputs=())
+    script.died(script.born(50 * mib))
+    trace.micro_batches.append(MicroBatch(0, script.now, script.now, logits_event=script.now))
+    start = script.now
+    script.died(script.born(60 * mib))
+    trace.evaluation = MicroBatch(start, script.now, script.now, logits_event=script.now)
+    found, _ = played(trace, plan(**NOTHING, eval_batches=1), CachingAllocator(limit_bytes=64 * 2**20))
+    assert found.retries == (0, 1)

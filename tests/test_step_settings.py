@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 import tiny
 from hf_memopt import compat
@@ -157,3 +158,63 @@ def test_optimizers_by_layer_do_not_accumulate() -> None:
         "the backward pass, and stock Trainer refuses it; expected gradient_accumulation_steps=1. Pass "
         "gradient_accumulation_steps=1"
     )
+
+
+@pytest.mark.parametrize("value", [None, "1", True, float("nan")])
+def test_clipping_by_what_is_no_number(value: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        StepSettings(max_grad_norm=value)
+    assert str(error.value) == (
+        f"max_grad_norm={value!r} is no number, and the Trainer compares it with 0; expected a number, 0 for no "
+        "clipping. Pass max_grad_norm=0"
+    )
+
+
+def test_no_clipping_below_0_as_in_the_trainer() -> None:
+    assert StepSettings(max_grad_norm=-1.0).max_grad_norm == -1.0
+    assert StepSettings(max_grad_norm=-1.0, gradient_release=True).gradient_release
+
+
+@pytest.mark.parametrize("value", [-0.1, 1, 1.0, 5, None, "0.1", True, float("nan")])
+def test_label_smoothing_is_a_share(value: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        StepSettings(label_smoothing_factor=value)
+    assert str(error.value) == (
+        f"label_smoothing_factor={value!r} is no share of a target; expected a number from 0 to below 1. "
+        "Pass label_smoothing_factor=0.1"
+    )
+
+
+@pytest.mark.parametrize("optim", ["lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
+def test_optimizers_within_the_backward_pass_and_the_gradient_scaler(optim: str) -> None:
+    with pytest.raises(ValueError) as error:
+        StepSettings(optim=optim, precision="fp16")
+    assert str(error.value) == (
+        f"optim={optim!r}, precision='fp16' cannot work together: each parameter steps within the backward pass, and "
+        "the gradient scaler then stops the run; expected bf16 or fp32. Pass precision='bf16', or another optimizer"
+    )
+    assert StepSettings(optim=optim, precision="bf16").optim == optim
+
+
+def test_the_scaler_stops_at_the_stand_in_of_optimizers_by_layer() -> None:
+    from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
+
+    scaler = torch.amp.GradScaler("cpu")
+    model = torch.nn.Linear(2, 2)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        scaler.step(LayerWiseDummyOptimizer(optimizer_dict={}))
+
+
+def test_the_scaler_stops_lomo_where_gradients_are_clipped_and_only_there() -> None:
+    assert StepSettings(optim="lomo", precision="fp16", max_grad_norm=0).optim == "lomo"
+    lomo_optim = pytest.importorskip("lomo_optim")
+    model = torch.nn.Linear(2, 2)
+    optimizer, scaler = lomo_optim.Lomo(model), torch.amp.GradScaler("cpu")
+    for step in range(2):  # what accelerate does with it: backward and unscale to clip, never a step of the scaler
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        if step == 0:
+            scaler.unscale_(optimizer)
+            continue
+        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
+            scaler.unscale_(optimizer)

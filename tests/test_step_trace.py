@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import tiny
 from hf_memopt import compat
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.step import MicroBatch, StepTrace, autocast_dtype, record_step
+from hf_memopt.memory.trace import StorageTracker
 
 BATCH, SEQ, HIDDEN = 2, 12, 32
 FP32 = StepSettings(precision="fp32")
@@ -341,7 +343,105 @@ def test_loss_heads_of_every_kind_run() -> None:
     assert isinstance(model, transformers.PreTrainedModel)
 
 
-def test_error_of_the_callers_own_is_not_taken_for_the_devices() -> None:
-    with pytest.raises(TypeError) as error:
+def test_error_of_the_models_own_is_not_taken_for_the_devices() -> None:
+    with pytest.raises(NotEstimableError) as error:
         record_step(on_meta(ReadsANumber), {"y": ids(2)}, FP32)
-    assert str(error.value) == "ReadsANumber.forward() got an unexpected keyword argument 'y'"
+    assert str(error.value) == (
+        "not estimable: ReadsANumber fails with this batch and set-up (TypeError: ReadsANumber.forward() got an "
+        "unexpected keyword argument 'y')"
+    )
+    assert isinstance(error.value.__cause__, TypeError)
+
+
+def test_model_without_a_trainable_parameter_is_refused_first() -> None:
+    with pytest.raises(ValueError) as error:
+        record_step(on_meta(ReadsANumber).requires_grad_(False), {"y": ids(2)}, FP32)
+    assert not isinstance(error.value, NotEstimableError)
+    assert str(error.value) == (
+        "model=<ReadsANumber> has no trainable parameter; expected one or more with requires_grad=True. Call "
+        "model.requires_grad_(True)"
+    )
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_not_estimable(kind: type[nn.RNNBase]) -> None:
+    """The meta device unrolls their cells; cuDNN has one kernel and a reserve."""
+    with pytest.raises(NotEstimableError) as error:
+        record_step(on_meta(lambda: nn.Sequential(nn.Linear(4, 4), kind(4, 4))), {"x": ids(2)}, FP32)
+    assert str(error.value) == (
+        f"not estimable: 1 is an nn.{kind.__name__}, for which cuDNN reserves memory by rules of its own; expected a "
+        "model without recurrent layers. Measure the step on the card"
+    )
+
+
+def bart(**settings: Any) -> transformers.BartForConditionalGeneration:
+    tiny_bart = {"vocab_size": 100, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    for side in ("encoder", "decoder"):
+        tiny_bart |= {f"{side}_layers": 4, f"{side}_attention_heads": 2}
+    config = transformers.BartConfig(**tiny_bart, max_position_embeddings=64, **settings)
+    return transformers.BartForConditionalGeneration(config)
+
+
+def test_layers_that_are_dropped_at_random_all_run_and_are_told_of() -> None:
+    dropping = {"encoder_layerdrop": 0.9, "decoder_layerdrop": 0.5}
+    model = on_meta(bart, **dropping)
+    some, every = (record_step(m, llama_batch(), FP32) for m in (model, on_meta(bart)))
+    assert some.tracker.events == every.tracker.events
+    assert every.notes == ()
+    assert some.notes == (
+        "decoder_layerdrop=0.5, encoder_layerdrop=0.9, layerdrop=0.5, layerdrop=0.9: with every layer, the most that a "
+        "step takes",
+    )
+    assert (model.model.encoder.layerdrop, model.model.decoder.layerdrop) == (0.9, 0.5)
+    assert (model.config.encoder_layerdrop, model.config.decoder_layerdrop) == (0.9, 0.5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_trace_ends_with_the_step_whatever_dies_later(fails: bool) -> None:
+    """A trace that is kept would change when its model is collected."""
+    tracker = StorageTracker()
+    model, batch = on_meta(tiny.bert), bert_batch()
+    if fails:
+        batch["labels"] = ids(BATCH + 1)
+        with pytest.raises(NotEstimableError):
+            record_step(model, batch, FP32, tracker=tracker)
+    else:
+        record_step(model, batch, FP32, tracker=tracker)
+    events = list(tracker.events)
+    del model, batch
+    gc.collect()
+    assert tracker.events == events != []
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_callers_mode_of_gradients_does_not_matter(context: Any) -> None:
+    model, batch = on_meta(tiny.bert), bert_batch()
+    expected = record_step(model, batch, FP32).tracker.events
+    with context():
+        found = record_step(model, batch, FP32).tracker.events
+    assert found == expected
+
+
+def test_step_takes_nothing_from_the_callers_random_numbers() -> None:
+    states = torch.get_rng_state(), random.getstate()
+    record_step(on_meta(bart, encoder_layerdrop=0.5, dropout=0.1), llama_batch(), FP32)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_experts_with_float32_weights_run(precision: str) -> None:
+    """Autocast leaves the grouped product alone, so it is in float32, which the meta device refuses and CUDA takes."""
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = transformers.MixtralConfig(
+        **sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
+    )
+    trace = record_step(
+        on_meta(lambda: transformers.MixtralForCausalLM(config)), llama_batch(), StepSettings(precision)
+    )
+    tokens, made = 2 * BATCH * SEQ, [delta for _, delta in births(trace, trace.micro_batches[0], backward=False)]
+    assert tokens * 2 * 64 * 4 in made  # gate and up
+    of_experts = {4 * 128 * 32 * 4, 4 * 64 * 32 * 4}
+    assert of_experts <= {trace.tracker.sizes[number] for number in trace.gradients}
+    backward = [delta for _, delta in births(trace, trace.micro_batches[0], backward=True)]
+    assert [backward.count(size) for size in of_experts] == [1, 1]  # nothing is copied to the weights' layout

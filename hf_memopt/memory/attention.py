@@ -29,6 +29,7 @@ def attention_kernel(
     query_len: int,
     key_len: int,
     has_mask: bool = False,
+    mask_requires_grad: bool = False,
     is_causal: bool = False,
     dropout_p: float = 0.0,
     gqa: bool = False,
@@ -42,7 +43,8 @@ def attention_kernel(
     The order is flash, efficient, math; cuDNN comes first on 9.0 and 10.x where the release and its cuDNN say so:
     never before torch 2.9; in 2.9 with cuDNN 9.9 and later; since 2.10 with cuDNN after 9.15, which the wheels bundle
     since 2.11. Otherwise cuDNN stands after math and is never reached. Assumed: all kernels enabled, no environment
-    variable, last dimensions with stride 1, a mask without gradient that broadcasts over (batch, heads, query, key).
+    variable, last dimensions with stride 1, a mask that broadcasts over (batch, heads, query, key). cuDNN takes no mask
+    that requires a gradient, such as a learned bias of positions; efficient does.
     The head dimensions that cuDNN takes are those of 2.9 to 2.13.
 
     What the call does around its kernel, as ATen operators that a tracker sees:
@@ -59,9 +61,9 @@ def attention_kernel(
     key).
 
     Source: transformers/cuda/sdp_utils.cpp, ``select_sdp_backend``, ``can_use_*_attention``,
-    ``check_prefer_cudnn_attention``; transformers/attention.cpp, ``scaled_dot_product_attention``. Pull requests
-    162073 (2.9), 171627 (2.10), 174245 (2.12) of pytorch/pytorch; for the bundled cuDNN, 48163 of
-    huggingface/transformers.
+    ``check_prefer_cudnn_attention``; transformers/sdp_utils_cpp.h, ``check_attn_mask_shape``;
+    transformers/attention.cpp, ``scaled_dot_product_attention``. Pull requests 162073 (2.9), 171627 (2.10), 174245
+    (2.12) of pytorch/pytorch; for the bundled cuDNN, 48163 of huggingface/transformers.
 
     Args:
         dtype: of query, key and value.
@@ -70,6 +72,7 @@ def attention_kernel(
         query_len: rows of the query.
         key_len: rows of key and value.
         has_mask: whether ``attn_mask`` is given.
+        mask_requires_grad: whether it requires a gradient.
         is_causal: as in the call.
         dropout_p: as in the call.
         gqa: whether key and value have fewer heads, with ``enable_gqa=True``.
@@ -90,7 +93,7 @@ def attention_kernel(
         cudnn_version = 91002 if release < (2, 11) else 91900
     half = dtype in _HALF and capability >= (8, 0)
     newest = (9, 0) if release < (2, 7) else (12, 1)
-    if half and _prefers_cudnn(release, capability, cudnn_version):
+    if half and not mask_requires_grad and _prefers_cudnn(release, capability, cudnn_version):
         limit = 256 if capability == (9, 0) else 128
         widths = max(head_dim, value_dim) <= limit or (head_dim, value_dim) == (192, 128)
         whole = head_dim % 8 == 0 and value_dim % 8 == 0 and key_len > 1

@@ -1,10 +1,11 @@
 """What CUDA does differently above the dispatcher: dropout masks, attention kernels, autocast, copies to the host.
 
 ``CudaSemantics`` replaces only what allocates other bytes there than on the meta device; everything else runs as it
-is. Left out: what a kernel allocates inside itself (``kernels``); model code that switches autocast off for a few
-operations (rotary angles): autocast does not exist on the meta device, so they are cast all the same; and functions
-that torch itself writes in Python (``F.multi_head_attention_forward``, ``F.normalize``): inside them a function mode is
-off, so under autocast they stay in float32, which estimates too much.
+is. Functions that ``torch.nn.functional`` writes in Python (``multi_head_attention_forward``, ``normalize``) are looked
+into: a function mode is off inside them, so they run as copies that do not ask for it. Left out: what a kernel
+allocates inside itself (``kernels``); model code that switches autocast off for a few operations (rotary angles):
+autocast does not exist on the meta device, so they are cast all the same; the fused kernel that
+``nn.MultiheadAttention`` has for evaluation.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from hf_memopt.memory import autocast_lists
-from hf_memopt.memory.attention import attention_kernel
+from hf_memopt.memory.attention_calls import attend
 from hf_memopt.memory.trace import StorageTracker
 
 __all__ = ["CudaSemantics", "run_backward"]
@@ -89,7 +91,8 @@ class CudaSemantics(TorchFunctionMode):
                 torch.empty: self._empty,
                 torch.Tensor.to: self._to,
             }
-            self._handlers |= dict.fromkeys(_CROSS_ENTROPY, self._cross_entropy)
+            self._handlers[torch._C._nn.cross_entropy_loss] = self._cross_entropy
+            self._handlers |= {function: _grouped_product(function) for function in _GROUPED_PRODUCTS}
             for fused, functions in _FUSED_SOFTMAX.items():
                 for function in functions:
                     self._handlers[function] = self._softmax(function, fused)
@@ -125,7 +128,19 @@ class CudaSemantics(TorchFunctionMode):
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
+        if func in _OPENED and func not in self._casts:
+            with self._on_again():
+                return _OPENED[func](*args, **kwargs)
         return self._cast_and_call(func, args, kwargs)
+
+    @contextmanager
+    def _on_again(self) -> Iterator[None]:
+        """Put the mode on within one of its handlers, where torch has taken it off."""
+        TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
 
     # ---- Autocast ---------------------------------------------------------------------------------------------------
 
@@ -195,18 +210,12 @@ class CudaSemantics(TorchFunctionMode):
 
         return softmax
 
-    def _cross_entropy(self, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Run the cross entropy of 16-bit logits as autocast does: log-softmax in 16 bits, its float32 copy, the loss.
-
-        The operator itself is on no list. Its log-softmax gets the logits' dtype told, which autocast respects; only
-        ``nll_loss`` is cast.
-        """
-        plain = not args and kwargs.get("label_smoothing", 0.0) == 0.0 and not target.is_floating_point()
-        if not (plain and input.dtype in _HALVES and self._autocasting()):
-            return F.cross_entropy(input, target, weight, *args, **kwargs)
-        log_probabilities = F.log_softmax(input, 1 if input.dim() > 1 else 0, dtype=input.dtype).float()
-        options = {name: value for name, value in kwargs.items() if name in ("ignore_index", "reduction")}
-        return F.nll_loss(log_probabilities, target, weight, **options)
+    def _cross_entropy(self, logits: Any, *rest: Any) -> Any:
+        """Run the cross entropy of 16-bit logits as autocast does, which does not list it but some of its parts."""
+        if not (logits.dtype in _HALVES and self._autocasting()):
+            return torch._C._nn.cross_entropy_loss(logits, *rest)
+        with self._on_again():
+            return cross_entropy(logits, *rest)
 
     def _attention(
         self,
@@ -220,7 +229,7 @@ class CudaSemantics(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Any:
         if self._autocasting():
-            query, key, value = self._lower(query), self._lower(key), self._lower(value)
+            query, key, value, attn_mask = (self._lower(tensor) for tensor in (query, key, value, attn_mask))
         return attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, capability=self._capability
         )
@@ -265,75 +274,87 @@ class CudaSemantics(TorchFunctionMode):
         return tensor.to(*args, **kwargs)
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    *,
-    capability: tuple[int, int],
-) -> Any:
-    """Run ``F.scaled_dot_product_attention`` by the kernel that CUDA takes; shapes (batch, heads, seq, head)."""
-    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    kernel = attention_kernel(
-        dtype=query.dtype,
-        head_dim=query.shape[-1],
-        value_dim=value.shape[-1],
-        capability=capability,
-        query_len=query.shape[-2],
-        key_len=key.shape[-2],
-        has_mask=attn_mask is not None,
-        is_causal=is_causal,
-        dropout_p=dropout_p,
-        gqa=enable_gqa and key.shape[-3] != query.shape[-3],
-        requires_grad=needs_gradient,
-    )
-    if kernel == "flash":
-        width = query.shape[-1]
-        scale = width**-0.5 if scale is None else scale
-        query, key, value = (F.pad(tensor, (0, -width % 8)) if width % 8 else tensor for tensor in (query, key, value))
-        out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-        return out[..., :width]
-    if kernel == "math":
-        return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    bias = None if attn_mask is None else _bias(attn_mask, query, key, padded=kernel == "efficient")
-    if kernel == "cudnn":
-        return _aten._scaled_dot_product_cudnn_attention(
-            query, key, value, bias, needs_gradient, dropout_p, is_causal, False, scale=scale
-        )[0]
-    return _aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale
-    )[0]
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Run ``cross_entropy_loss`` in the steps of its C++ code, each of which autocast then casts or not.
 
+    The log-softmax is told to stay in the type of the logits; ``nll_loss`` wants it, and saves it, in float32.
 
-def _math_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *rest: Any
-) -> Any:
-    """Run the kernel without fusion; in 16 bits it computes in float32."""
-    dropout_p, is_causal, scale, enable_gqa = rest
-    wide = (tensor.float() if tensor.dtype in _HALVES else tensor for tensor in (query, key, value))
-    out = _aten._scaled_dot_product_attention_math(
-        *wide, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    return out.to(query.dtype)
+    Source: torch 2.13, ``aten/src/ATen/native/LossNLL.cpp``.
 
-
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *, padded: bool) -> torch.Tensor:
-    """Return a mask as the additive bias of a kernel, (batch, heads, query, key).
-
-    A bool mask becomes a new tensor in every call; the memory-efficient kernel wants rows at multiples of 8 elements.
+    Args:
+        logits: (batch, classes, ...) or (classes,).
+        target: classes, or probabilities in the shape of ``logits``.
+        weight: (classes,).
+        reduction: 0 none, 1 mean, 2 sum.
+        ignore_index: of targets that do not count.
+        label_smoothing: share of the loss that is spread over all classes.
     """
-    if mask.dtype == torch.bool:
-        zero, least = (torch.full((), v, dtype=query.dtype, device=mask.device) for v in (0.0, float("-inf")))
-        mask = torch.where(mask, zero, least)
-    width = mask.shape[-1]
-    if padded and width % 8:
-        mask = F.pad(mask, (0, -width % 8))[..., :width]
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    dim = 1 if logits.dim() > 1 else 0
+    classes = logits.shape[dim]
+    found = F.log_softmax(logits, dim, dtype=logits.dtype)
+    wide = None if weight is None else weight.view([-1 if axis == dim else 1 for axis in range(logits.dim())])
+    if logits.shape == target.shape:
+        if label_smoothing > 0:
+            target = target * (1 - label_smoothing) + label_smoothing / classes
+        product = found * target if wide is None else found * target * wide
+        if reduction == 0:
+            return -product.sum(dim)
+        return -product.sum() / (logits.numel() / classes) if reduction == 1 else -product.sum()
+    name = ("none", "mean", "sum")[reduction]
+    loss = F.nll_loss(found, target, weight, ignore_index=ignore_index, reduction=name)
+    if label_smoothing <= 0:
+        return loss
+    smooth = -(found if wide is None else found * wide).sum(dim)
+    ignored = target == ignore_index
+    smooth.masked_fill_(ignored, 0.0)
+    if reduction:
+        smooth = smooth.sum()
+    if reduction == 1 and weight is None:
+        smooth = smooth / (~ignored).sum()
+    elif reduction == 1 and weight is not None:
+        smooth = smooth / weight.gather(0, target.masked_fill(ignored, 0).flatten()).sum()
+    return (1 - label_smoothing) * loss + smooth * (label_smoothing / classes)
+
+
+def _grouped_product(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the handler of a grouped matrix product: CUDA takes more types than the meta device.
+
+    Source: torch 2.13, ``aten/src/ATen/native/cuda/GroupedBlas.cpp``, ``_grouped_mm_cuda``.
+    """
+
+    def grouped(rows: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+        options = {name: value for name, value in kwargs.items() if name != "offs" and value is not None}
+        if rows.dtype == torch.bfloat16 or rows.dim() != 2 or weights.dim() != 3 or options:
+            return function(rows, weights, *args, **kwargs)
+        return _GroupedProduct.apply(rows, weights)  # type: ignore[no-untyped-call]
+
+    return grouped
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Rows (tokens, inputs), sorted by expert, times weights (experts, inputs, outputs): one product for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows @ weights[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        rows, weights = ctx.saved_tensors
+        of_rows = grad @ weights[0].t() if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return of_rows, None
+        of_weights = torch.empty_like(weights)
+        torch.mm(rows.t(), grad, out=of_weights[0])
+        return of_rows, of_weights
 
 
 def _raise(value: Any) -> Any:
@@ -350,8 +371,6 @@ _ALIASES = {  # functions of another name, within which the mode is off
     "matmul": ("__matmul__", "__rmatmul__"),
     "pow": ("__pow__", "__rpow__"),
     "reciprocal": ("__rdiv__",),
-    "grid_sampler": ("grid_sample",),
-    "upsample_nearest2d": ("interpolate",),
 }
 
 
@@ -372,17 +391,42 @@ def _casts(lists: dict[int, tuple[str, ...]]) -> dict[Any, int]:
 _CUDA_CASTS = _casts(
     {
         _LOW: autocast_lists.LOWER_PRECISION,
-        _HIGH: autocast_lists.FLOAT32 + autocast_lists.FLOAT32_APPEND_DTYPE,
-        _HIGH_UNLESS_TOLD: autocast_lists.FLOAT32_SET_OPT_DTYPE,
+        _HIGH: autocast_lists.FLOAT32,
+        _HIGH_UNLESS_TOLD: autocast_lists.FLOAT32_SET_OPT_DTYPE + autocast_lists.FLOAT32_APPEND_DTYPE,
         _WIDEST: autocast_lists.PROMOTE,
     }
 )
 _CPU_CASTS = _casts(
     {
         _LOW: autocast_lists.CPU_LOWER_PRECISION,
-        _HIGH: (*autocast_lists.CPU_FLOAT32, "cross_entropy"),
+        _HIGH: autocast_lists.CPU_FLOAT32,
         _WIDEST: autocast_lists.CPU_PROMOTE,
     }
 )
 _FUSED_SOFTMAX = {_aten._softmax: _functions(("softmax",)), _aten._log_softmax: _functions(("log_softmax",))}
-_CROSS_ENTROPY = _functions(("cross_entropy", "cross_entropy_loss"))
+_GROUPED_PRODUCTS = _functions(("grouped_mm", "_grouped_mm"))  # torch._grouped_mm is private: seen in torch 2.8 to 2.13
+
+
+def _opened() -> dict[Any, FunctionType]:
+    """Return a copy of each Python function of ``torch.nn.functional`` that takes itself for not overridden.
+
+    Each begins by asking ``has_torch_function`` and hands itself to the mode then. The copies find a "no" under these
+    names, in globals of their own; what they call asks as ever. The names are pinned by a test, seen in torch 2.6 to
+    2.13.
+    """
+    asking = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    found = {**vars(F), **dict.fromkeys(asking, lambda *_: False)}
+    copies = {}
+    for function in vars(F).values():
+        if not isinstance(function, FunctionType) or function.__globals__ is not vars(F):
+            continue
+        if not set(asking).isdisjoint(function.__code__.co_names):
+            copy = FunctionType(
+                function.__code__, found, function.__name__, function.__defaults__, function.__closure__
+            )
+            copy.__kwdefaults__ = function.__kwdefaults__
+            copies[function] = copy
+    return copies
+
+
+_OPENED = _opened()

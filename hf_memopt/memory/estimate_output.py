@@ -155,6 +155,12 @@ def _advice(estimate: Estimate, gpu: Gpu) -> str:
             f"{allocator_variable()}=expandable_segments:True (estimate it with expandable_segments=True): tensors "
             f"hold {format_bytes(allocated_bytes)} of the {format_bytes(reserved_bytes)} reserved"
         )
+    if _gathers_logits(estimate):
+        return (
+            "eval_accumulation_steps=1, or prediction_loss_only=True where no metric needs logits: "
+            f"{format_bytes(estimate.components['logits and loss'])} of the peak are logits and loss that gather on "
+            "the card"
+        )
     if estimate.phase == "evaluation" and (settings.eval_batch_size or 1) > 1:
         return f"eval_batch_size={_half(settings.eval_batch_size or 1)}: the peak stands in the evaluation"
     for name in sorted(COMPONENTS, key=lambda name: estimate.components[name], reverse=True):
@@ -162,6 +168,16 @@ def _advice(estimate: Estimate, gpu: Gpu) -> str:
         if fix is not None:
             return f"{fix}: {format_bytes(estimate.components[name])} of the peak are {name}"
     return "a smaller model"
+
+
+def _gathers_logits(estimate: Estimate) -> bool:
+    """Tell whether most of what the evaluation adds to the weights is logits of several batches."""
+    settings, components = estimate.settings, estimate.components
+    gathered = min(settings.eval_batches, settings.eval_accumulation_steps or settings.eval_batches)
+    if settings.eval_batch_size is None or settings.prediction_loss_only or settings.batch_eval_metrics:
+        return False
+    of_a_pass = components["activations"] + components["temporaries"]
+    return estimate.phase == "evaluation" and gathered > 1 and components["logits and loss"] > of_a_pass
 
 
 def _fix(component: str, estimate: Estimate) -> str | None:

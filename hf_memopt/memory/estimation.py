@@ -5,20 +5,22 @@ through torch's allocator (``replay``, ``allocator``) with the bytes of the opti
 per architecture, no weights, no card.
 
 Left out, since no CPU can know it: workspaces of cuDNN's convolutions, what NCCL takes, other processes on the card.
-What cannot be simulated raises ``NotEstimableError``.
+What cannot be simulated raises ``NotEstimableError``; ``estimate`` lists it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from hf_memopt import compat
 from hf_memopt.gpus import Gpu, find_gpu, gpu_at_hand
 from hf_memopt.memory.allocator import AllocationError, CachingAllocator
+from hf_memopt.memory.arguments import notes_of_arguments, refuse_arguments, settings_of_arguments
 from hf_memopt.memory.chips import Chip
 from hf_memopt.memory.kernels import workspace_bytes
 from hf_memopt.memory.models import load_model
@@ -74,9 +76,13 @@ def estimate(
     Repeated calls with the same model reuse what was recorded as far as it is the same: another optimizer, another
     accumulation cost a replay only.
 
+    Not estimable: compiled models, Triton kernels (Liger), FlashAttention-3 and other kernels that are not installed,
+    models whose code reads a number off the card (the outcome of a router, of layer drop), weights quantised by
+    anything but bitsandbytes, sharding over processes, and optimizers whose memory depends on gradients.
+
     Raises:
         ValueError: an unknown model, card or setting; a batch or length below 1 or beyond the model's positions;
-            settings that contradict each other.
+            settings that contradict each other or the module given, or that stop a real run at its first steps.
         NotEstimableError: this set-up cannot be simulated; the message says why.
         TypeError: an override that is no field of ``StepSettings``; ``recipe`` is not a recipe.
 
@@ -87,33 +93,8 @@ def estimate(
     """
     card = gpu_at_hand() if gpu is None else find_gpu(gpu)
     settings = _settings(recipe, card, overrides)
-    loaded = load_model(
-        model, attn_implementation=settings.attn_implementation, weights_dtype=settings.weights_dtype, task=task
-    )
-    chip = Chip.of(_ASSUMED_CAPABILITY) if card is None else Chip.of(card.compute_capability, card.multiprocessors)
-    step = recorded(loaded, settings, Shape(batch_size, seq_len, labels_length), chip)
-    optimizer = _optimizer(step.trainable, settings)
-    plan = _replay_plan(step, settings, optimizer, batch_size, chip)
-    replayed, retries = _replayed(step.trace, plan, settings, card)
-    return Estimate(
-        model=loaded.name,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        settings=settings,
-        gpu=card,
-        peak_allocated_bytes=replayed.peak_allocated,
-        peak_reserved_bytes=replayed.peak_reserved,
-        context_bytes=None if card is None else card.context_bytes,
-        components=replayed.components,
-        phase=replayed.phase,
-        module=replayed.module,
-        host_bytes=step.trace.host_bytes + optimizer.host_state_bytes,
-        parameters=step.parameters,
-        trainable_parameters=sum(fact.elements for fact in step.trainable),
-        flops=step.trace.flops[0] * plan.batches * plan.pieces,
-        timeline=replayed.timeline,
-        notes=(*_notes(card, settings, retries), *step.notes, *optimizer.notes),
-    )
+    shape = Shape(batch_size, seq_len, labels_length)
+    return _estimate(model, shape, settings, card, task=task, weights_dtype=overrides.get("weights_dtype"))
 
 
 def estimate_from_arguments(
@@ -128,17 +109,18 @@ def estimate_from_arguments(
 
     Args:
         model: as for ``estimate``.
-        args: read, not changed. Evaluation counts where ``eval_strategy`` is not ``"no"``, with one batch unless
-            ``eval_batches=`` says how many gather on the card.
+        args: read, not changed. Evaluation counts where ``eval_strategy`` is not ``"no"`` or ``eval_on_start`` is set,
+            with one batch unless ``eval_batches=`` says how many there are.
         lengths: tokens of the examples, such as ``token_lengths(dataset)``, or of the longest; None for images.
         gpu: as for ``estimate``.
         overrides: fields of ``StepSettings`` that the arguments do not tell; ``task`` and ``labels_length``.
 
     Raises:
-        NotEstimableError: the arguments ask for what is not simulated: compilation, Liger kernels, sharding, NEFTune.
+        NotEstimableError: the arguments ask for what is not simulated: compilation, Liger kernels, sharding, NEFTune,
+            a key-value cache in training, inputs among what metrics are given.
         ValueError, TypeError: as ``estimate`` does; ``lengths`` is empty.
     """
-    _refuse_arguments(args)
+    refuse_arguments(args)
     longest = None
     if lengths is not None:
         values = np.atleast_1d(np.asarray(lengths))
@@ -149,14 +131,58 @@ def estimate_from_arguments(
             )
         longest = int(values.max())
     of_model = {name: overrides.pop(name) for name in ("task", "labels_length") if name in overrides}
-    settings = _settings_of_arguments(args).replace(**overrides)
-    return estimate(
-        model,
-        batch_size=args.per_device_train_batch_size,
-        seq_len=longest,
-        gpu=gpu,
-        **of_model,
-        **{item.name: getattr(settings, item.name) for item in fields(settings)},
+    card = gpu_at_hand() if gpu is None else find_gpu(gpu)
+    settings = settings_of_arguments(args).replace(**overrides)
+    if settings.eval_batch_size is not None and "inputs" in args.include_for_metrics:
+        raise NotEstimableError(
+            f"not estimable: include_for_metrics={args.include_for_metrics!r}: inputs that gather on the card beside "
+            "the logits are not simulated"
+        )
+    shape = Shape(args.per_device_train_batch_size, longest, of_model.pop("labels_length", None))
+    found = _estimate(model, shape, settings, card, **of_model, weights_dtype=overrides.get("weights_dtype"))
+    return replace(found, notes=(*found.notes, *notes_of_arguments(args)))
+
+
+def _estimate(
+    model: nn.Module | PretrainedConfig | str | os.PathLike[str],
+    shape: Shape,
+    settings: StepSettings,
+    card: Gpu | None,
+    *,
+    task: str | None = None,
+    weights_dtype: str | None = None,
+) -> Estimate:
+    """Return the estimate; ``weights_dtype`` is what the caller has asked for, None where it is a default."""
+    settings = _with_precision(settings, card)
+    chip = Chip.of(_ASSUMED_CAPABILITY) if card is None else Chip.of(card.compute_capability, card.multiprocessors)
+    with torch.inference_mode(False):  # a weight that is made under the caller's could not be trained
+        loaded = load_model(
+            model, attn_implementation=settings.attn_implementation, weights_dtype=settings.weights_dtype, task=task
+        )
+        if loaded.key is None:
+            settings = settings.replace(weights_dtype=_own_dtype(loaded.model, weights_dtype))
+        step = recorded(loaded, settings, shape, chip)
+    optimizer = _optimizer(step.trainable, settings)
+    plan = _replay_plan(step, settings, optimizer, shape.batch_size, chip)
+    replayed = _replayed(step.trace, plan, settings, card)
+    return Estimate(
+        model=loaded.name,
+        batch_size=shape.batch_size,
+        seq_len=shape.seq_len,
+        settings=settings,
+        gpu=card,
+        peak_allocated_bytes=replayed.peak_allocated,
+        peak_reserved_bytes=replayed.peak_reserved,
+        context_bytes=None if card is None else card.context_bytes,
+        components=replayed.components,
+        phase=replayed.phase,
+        module=replayed.module,
+        host_bytes=step.trace.host_bytes + optimizer.host_state_bytes,
+        parameters=step.parameters,
+        trainable_parameters=sum(fact.elements for fact in step.trainable),
+        flops=step.trace.flops[0] * plan.batches * plan.pieces,
+        timeline=replayed.timeline,
+        notes=(*_notes(card, settings, replayed), *step.notes, *optimizer.notes),
     )
 
 
@@ -164,7 +190,7 @@ def estimate_from_arguments(
 
 
 def _settings(recipe: Any, gpu: Gpu | None, overrides: Mapping[str, Any]) -> StepSettings:
-    """Return the settings of a recipe with the overrides, and a precision that is not "auto"."""
+    """Return the settings of a recipe with the overrides; their precision is not "auto"."""
     if recipe is None:
         settings = StepSettings()
     elif hasattr(recipe, "step_settings"):
@@ -174,59 +200,51 @@ def _settings(recipe: Any, gpu: Gpu | None, overrides: Mapping[str, Any]) -> Ste
             f"recipe={recipe!r} is not a recipe; expected an object with step_settings(). "
             "Pass recipe=hf_memopt.recipe('4gb-gpu')"
         )
-    settings = settings.replace(**overrides)
+    return _with_precision(settings.replace(**overrides), gpu)
+
+
+def _with_precision(settings: StepSettings, gpu: Gpu | None) -> StepSettings:
     if settings.precision != "auto":
         return settings
     native = "fp32" if gpu is None else "bf16" if gpu.bf16 else "fp16"
     return settings.replace(precision=native)
 
 
-_REFUSED = {
-    "torch_compile": "what the compiler fuses and saves is decided on the card",
-    "use_liger_kernel": "its Triton kernels do not run without a card",
-    "deepspeed": "sharding over processes is not simulated",
-    "fsdp": "sharding over processes is not simulated",
-    "neftune_noise_alpha": "its noise on the embeddings is not simulated",
-}
+def _own_dtype(model: nn.Module, asked: str | None) -> str:
+    """Return the dtype of a module's weights; of mixed ones that which most bytes have.
+
+    Raises:
+        ValueError: the caller has asked for another one.
+    """
+    sizes: dict[str, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            name = str(parameter.dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + parameter.nbytes
+    own = max(sizes, key=lambda name: sizes[name], default="float32")
+    if asked is not None and asked != own:
+        raise ValueError(
+            f"weights_dtype={asked!r} is not that of the module given, whose weights are {own}; expected {own!r}. "
+            f"Call: model.to(torch.{asked})"
+        )
+    return own
 
 
-def _refuse_arguments(args: TrainingArguments) -> None:
-    for name, reason in _REFUSED.items():
-        value = getattr(args, name, None)
-        if value:
-            raise NotEstimableError(f"not estimable: {name}={value!r}: {reason}")
-
-
-def _settings_of_arguments(args: TrainingArguments) -> StepSettings:
-    checkpointing, options = compat.checkpointing_of(args)
-    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "tf32" if args.tf32 else "fp32"
-    return StepSettings(
-        precision=precision,
-        optim=str(getattr(args.optim, "value", args.optim)),
-        optim_args=args.optim_args,
-        optim_target_modules=args.optim_target_modules,
-        weight_decay=args.weight_decay,
-        max_grad_norm=args.max_grad_norm,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        checkpointing=checkpointing and (options or True),
-        label_smoothing_factor=args.label_smoothing_factor,
-        eval_batch_size=None if args.eval_strategy == "no" else args.per_device_eval_batch_size,
-        prediction_loss_only=args.prediction_loss_only,
-        eval_accumulation_steps=args.eval_accumulation_steps,
-        torch_empty_cache_steps=args.torch_empty_cache_steps,
-    )
-
-
-def _notes(gpu: Gpu | None, settings: StepSettings, retries: int) -> tuple[str, ...]:
+def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple[str, ...]:
     notes = []
     if gpu is None:
         notes.append("no card named: kernels of compute capability 8.0, and the context is not in the total")
     elif gpu.context_bytes is None:
         notes.append(f"the size of the CUDA context on {gpu.name} is unknown and not in the total")
+    places = zip(replayed.retries, ("three steps", "the evaluation"), strict=True)
+    retries = [f"{count} time(s) in {place}" for count, place in places if count]
     if retries:
+        variable = f"; {compat.allocator_variable()}=expandable_segments:True may avoid it"
+        avoid = "" if settings.expandable_segments else variable
+        fits = gpu is not None and replayed.peak_reserved + (gpu.context_bytes or 0) <= gpu.usable_bytes
         notes.append(
-            f"it fits because the allocator gives unused blocks back to the driver {retries} time(s) in three steps, "
-            f"which costs time; {compat.allocator_variable()}=expandable_segments:True may avoid it"
+            f"{'it fits' if fits else 'this total is enough'} because the allocator gives unused blocks back to the "
+            f"driver {' and '.join(retries)}, which costs time{avoid}"
         )
     if settings.eval_batch_size is None:
         notes.append("evaluation not included: give eval_batch_size")
@@ -236,20 +254,37 @@ def _notes(gpu: Gpu | None, settings: StepSettings, retries: int) -> tuple[str, 
 # ---- The replay -----------------------------------------------------------------------------------------------------
 
 
-def _replayed(trace: StepTrace, plan: ReplayPlan, settings: StepSettings, gpu: Gpu | None) -> tuple[Replayed, int]:
-    """Return the replay, and how often the allocator had to empty its cache to stay within the card.
+def _replayed(trace: StepTrace, plan: ReplayPlan, settings: StepSettings, gpu: Gpu | None) -> Replayed:
+    """Return the replay on a card of this size: at its limit the allocator empties its cache.
 
-    Where even that does not help, the run would end in an out-of-memory error: then the replay goes on without a limit,
-    to tell how much it would have needed.
+    Where even that does not help, the run would end in an out-of-memory error. Then the card grows until the replay
+    ends, from what the tensors hold at their peak in steps of 5 %. Without a limit the allocator would keep every block
+    that it ever had, and the need that is told would be a multiple of the real one.
     """
-    if gpu is not None:
-        limit_bytes = max(gpu.usable_bytes - (gpu.context_bytes or 0), 0)
-        allocator = CachingAllocator(expandable_segments=settings.expandable_segments, limit_bytes=limit_bytes)
-        try:
-            return replay(trace, plan, allocator), allocator.retries
-        except AllocationError:
-            pass
-    return replay(trace, plan, CachingAllocator(expandable_segments=settings.expandable_segments)), 0
+    limit_bytes = None if gpu is None else max(gpu.usable_bytes - (gpu.context_bytes or 0), 0)
+    found = _replayed_within(limit_bytes, trace, plan, settings)
+    if found is not None:
+        return found
+    unlimited = _replayed_within(None, trace, plan, settings)
+    if unlimited is None:  # an allocator without a limit does not fail
+        raise RuntimeError("the replay without a limit failed. Report it with the model and the settings")
+    larger_bytes = max(unlimited.peak_allocated, limit_bytes or 0)
+    while larger_bytes < unlimited.peak_reserved:
+        larger_bytes += larger_bytes // 20 + 1
+        found = _replayed_within(larger_bytes, trace, plan, settings)
+        if found is not None:
+            return found
+    return unlimited
+
+
+def _replayed_within(
+    limit_bytes: int | None, trace: StepTrace, plan: ReplayPlan, settings: StepSettings
+) -> Replayed | None:
+    allocator = CachingAllocator(expandable_segments=settings.expandable_segments, limit_bytes=limit_bytes)
+    try:
+        return replay(trace, plan, allocator)
+    except AllocationError:
+        return None
 
 
 def _optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) -> OptimizerMemory:
@@ -276,7 +311,9 @@ def _replay_plan(
         alone = memory_by_parameter(step.trainable, settings.optim, **_optimizer_options(settings))
     clips = settings.max_grad_norm > 0 and not releases
     gathered = settings.eval_batches if settings.eval_batch_size is not None else 0
-    if settings.eval_accumulation_steps is not None:
+    if settings.batch_eval_metrics:
+        gathered = min(gathered, 1)
+    elif settings.eval_accumulation_steps is not None:
         gathered = min(gathered, settings.eval_accumulation_steps)
     return ReplayPlan(
         optimizer=optimizer if alone is None else alone,
@@ -285,5 +322,6 @@ def _replay_plan(
         pieces=-(-batch_size // (settings.micro_batch_size or batch_size)),
         workspaces=workspace_bytes(chip.capability),
         eval_batches=gathered,
+        eval_concat=settings.eval_do_concat_batches,
         empty_cache_steps=settings.torch_empty_cache_steps,
     )

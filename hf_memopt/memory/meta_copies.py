@@ -26,11 +26,12 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     come along; gradients and the hooks on parameters, which would step a real optimizer, do not.
 
     Raises:
-        NotEstimableError: a parameter has no form on meta, or the module holds what cannot be copied.
+        NotEstimableError: a parameter has no form on meta; the module, or one inside it, is compiled, or holds what
+            cannot be copied.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         model = model.module
-    model = getattr(model, "_orig_mod", model)  # of torch.compile's OptimizedModule, seen in torch 2.6 to 2.13
+    _refuse_compiled(model)
     memo = _stand_ins(model)
     _add_parameters(model, memo)
     try:
@@ -45,6 +46,25 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
         if "_original_forward" in vars(wrapped):
             vars(wrapped)["forward"] = vars(wrapped).pop("_original_forward")
     return rest_to_meta(copied)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse what ``torch.compile`` returned, and what ``module.compile()`` changed, anywhere in a model.
+
+    ``_orig_mod`` and ``_compiled_call_impl`` are private, seen in torch 2.6 to 2.13.
+    """
+    for name, module in model.named_modules():
+        place = f" ({name})" if name else ""
+        if "_orig_mod" in module._modules:
+            fix = "Pass model._orig_mod" if not name else f"Put {name}._orig_mod in its place"
+        elif getattr(module, "_compiled_call_impl", None) is not None:
+            fix = "Pass the model before it calls compile()"
+        else:
+            continue
+        raise NotEstimableError(
+            f"not estimable: model=<{type(model).__name__}> is compiled{place}: what the compiler fuses and saves is "
+            f"decided on the card; expected a module that runs as it is written. {fix}"
+        )
 
 
 def rest_to_meta(model: nn.Module) -> nn.Module:

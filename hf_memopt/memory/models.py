@@ -15,12 +15,15 @@ from __future__ import annotations
 import copy
 import json
 import os
+import socket
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 import transformers
@@ -56,6 +59,8 @@ _HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 # The first that fits is the head of a class that several of them list: BartForConditionalGeneration is no masked LM.
+
+_PATIENCE_SECONDS = 3.0
 
 TASKS = tuple(_HEADS)
 """What a head is for, as ``task`` names it."""
@@ -97,8 +102,8 @@ def load_model(
 
     Raises:
         ValueError: nothing has that name (the message says whether the hub could be asked); a folder without
-            ``config.json``; a head without a loss or without a batch known here; an unknown task.
-        NotEstimableError: weights or kernels that have no form on the meta device.
+            ``config.json``; a head without a loss or without a batch known here; an unknown task or attention.
+        NotEstimableError: weights or kernels that have no form on the meta device; a compiled module.
         TypeError: ``model`` is none of the above.
 
     Example:
@@ -111,6 +116,8 @@ def load_model(
             f"task={task!r} is unknown; expected one of {', '.join(map(repr, TASKS))}.{nearest(task, TASKS)} "
             "Pass task='sequence-classification'"
         )
+    if attn_implementation is not None:
+        _check_attention(attn_implementation)
     if isinstance(model, nn.Module):
         copied = copy_to_meta(model)
         # private, seen in transformers 5.8.1, 5.17.0 and 5.23.0
@@ -208,7 +215,7 @@ def _download_config(text: str) -> Path:
 
     cause: Exception
     try:
-        return Path(hf_hub_download(text, "config.json"))
+        return Path(hf_hub_download(text, "config.json", local_files_only=not _hub_answers()))
     except errors.HFValidationError as error:
         cause, reason = error, "nor can it be an id on the hub"
     except errors.LocalEntryNotFoundError as error:
@@ -225,9 +232,29 @@ def _download_config(text: str) -> Path:
     names = list(known_models())
     raise ValueError(
         f"model={text!r} is neither a well-known name nor a folder, {reason}; expected a module, a configuration, a "
-        f"folder with config.json, an id on the hub, or one of {', '.join(names)}.{nearest(text, names)} "
-        "Pass, for example, model='bert-base-uncased'"
+        "folder with config.json, an id on the hub, or one of the well-known names that "
+        f"hf-memopt estimate --list-models shows.{nearest(text, names)} Pass, for example, model='bert-base-uncased'"
     ) from cause
+
+
+def _hub_answers() -> bool:
+    """Tell whether anything listens where the hub is; its client would try for half a minute and log every attempt.
+
+    Behind a proxy nobody can tell but the client.
+    """
+    from huggingface_hub import constants, is_offline_mode
+
+    if is_offline_mode():
+        return False
+    if getproxies():
+        return True
+    endpoint = urlsplit(constants.ENDPOINT)
+    port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
+    try:
+        with socket.create_connection((endpoint.hostname or "", port), timeout=_PATIENCE_SECONDS):
+            return True
+    except OSError:
+        return False
 
 
 # ---- building
@@ -363,6 +390,20 @@ def _set_attention(model: nn.Module, attn_implementation: str) -> None:
     except ValueError:
         if attn_implementation != "sdpa":
             raise
+
+
+def _check_attention(name: str) -> None:
+    """Refuse a name that transformers knows no attention by; ``owner/repository`` are kernels of the hub."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if name == "eager" or "/" in name or name in ALL_ATTENTION_FUNCTIONS:
+        return
+    usual = ("eager", "sdpa", "flash_attention_2")
+    raise ValueError(
+        f"attn_implementation={name!r} is unknown; expected one of {', '.join(map(repr, usual))}, or another that "
+        f"transformers {transformers.__version__} has registered.{nearest(name, usual)} "
+        "Pass attn_implementation='sdpa'"
+    )
 
 
 def _no_kernels(attn_implementation: str | None) -> NotEstimableError:

@@ -36,6 +36,7 @@ class ReplayPlan:
         pieces: pieces that each of them is cut into.
         workspaces: blocks that cuBLAS keeps for the forward thread, then for the backward thread.
         eval_batches: evaluation batches whose outputs gather on the card; 0 for no evaluation.
+        eval_concat: whether they are concatenated at every batch, or stay a list.
         empty_cache_steps: steps between two returns of unused blocks to the driver, each before a backward pass; None
             for no return.
     """
@@ -46,12 +47,16 @@ class ReplayPlan:
     pieces: int
     workspaces: tuple[int, ...]
     eval_batches: int = 0
+    eval_concat: bool = True
     empty_cache_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What the replay found: peaks in bytes, and what stands at the allocated one."""
+    """What the replay found: peaks in bytes, what stands at the allocated one, how often the cache had to be emptied.
+
+    ``retries`` are those of the allocator at its limit: in the training steps, in the evaluation.
+    """
 
     peak_allocated: int
     peak_reserved: int
@@ -59,6 +64,7 @@ class Replayed:
     phase: str
     module: str
     timeline: Timeline
+    retries: tuple[int, int] = (0, 0)
 
 
 def replay(trace: StepTrace, plan: ReplayPlan, allocator: CachingAllocator) -> Replayed:
@@ -69,6 +75,7 @@ def replay(trace: StepTrace, plan: ReplayPlan, allocator: CachingAllocator) -> R
         run.malloc(number, trace.tracker.sizes[number], _WEIGHTS)
     for step in range(_STEPS):
         run.step(step)
+    run.retries_in_steps = allocator.retries
     if trace.evaluation is not None and plan.eval_batches:
         run.evaluation(trace.evaluation)
     return run.result()
@@ -86,6 +93,7 @@ class _Run:
         self._reserved: list[int] = []
         self._phases: list[tuple[int, str]] = []
         self._steps: list[tuple[int, int]] = []
+        self.retries_in_steps = 0
         self._peak = 0
         self._peak_event = 0
         self._peak_key: Any = None
@@ -222,10 +230,11 @@ class _Run:
             self.free((name, index))
 
     def evaluation(self, part: MicroBatch) -> None:
-        """Replay evaluation batches whose outputs are concatenated on the card, as the Trainer does.
+        """Replay evaluation batches whose outputs gather on the card, as the Trainer does.
 
-        The outputs of the first batch are the first of the gathered ones; those of a later one are held beside what
-        they were concatenated into until the next forward pass is over, as are the inputs of the last training step.
+        Concatenated: the outputs of the first batch are the first of the gathered ones; those of a later one are held
+        beside what they were concatenated into until the next forward pass is over, as are the inputs of the last
+        training step. As a list, each batch's outputs lie there once.
         """
         self.phase("evaluation")
         events = self._classified(part)
@@ -242,6 +251,10 @@ class _Run:
                 self.free(("evaluated", batch, number))
 
     def _gather(self, batch: int, sizes: list[int]) -> None:
+        if not self.plan.eval_concat:
+            for index, size_bytes in enumerate(sizes):
+                self.malloc(("output", batch, index), size_bytes, _LOGITS)
+            return
         for index, size_bytes in enumerate(sizes):
             self.free(("output", batch - 1, index))
             self.malloc(("output", batch, index) if batch else ("gathered", 0, index), size_bytes, _LOGITS)
@@ -264,5 +277,11 @@ class _Run:
         timeline = Timeline(table, np.array(self._reserved, np.int64), tuple(self._phases), tuple(self._steps))
         components = {name: int(size) for name, size in zip(COMPONENTS, at_peak, strict=True)}
         return Replayed(
-            self.allocator.peak_allocated, self.allocator.peak_reserved, components, phase, module, timeline
+            peak_allocated=self.allocator.peak_allocated,
+            peak_reserved=self.allocator.peak_reserved,
+            components=components,
+            phase=phase,
+            module=module,
+            timeline=timeline,
+            retries=(self.retries_in_steps, self.allocator.retries - self.retries_in_steps),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -28,7 +29,8 @@ class StepSettings:
 
     Attributes:
         precision: of the autocast region; ``"auto"`` follows the card, ``"tf32"`` has the bytes of fp32.
-        weights_dtype: of the weights as loaded; 16 bits without autocast is "pure" 16-bit training.
+        weights_dtype: of the weights as loaded; 16 bits without autocast is "pure" 16-bit training. A module has its
+            own, and in an ``Estimate`` of one this is it: of mixed weights the dtype that most bytes have.
         autocast_cache: whether autocast keeps the 16-bit copy of each trainable weight through a forward pass.
         optim: a name that ``TrainingArguments(optim=...)`` knows.
         optim_args: its text of extra arguments, as ``TrainingArguments(optim_args=...)``.
@@ -36,18 +38,20 @@ class StepSettings:
         weight_decay: as there; some optimizers copy gradients for it.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
         gradient_release: whether each parameter steps, and frees its gradient, as soon as it has one.
-        max_grad_norm: 0 for no clipping.
+        max_grad_norm: 0 (or less, as in the Trainer) for no clipping.
         gradient_accumulation_steps: micro-batches of ``batch_size`` examples per optimizer step.
         micro_batch_size: examples of a piece, where a batch is cut within the step; None for the whole batch.
         checkpointing: whether activations are recomputed; a mapping for the options of
             ``activation_checkpointing_kwargs`` (``every_n_layers``, ``offload``, ``use_reentrant``, ``context_fn``).
-        label_smoothing_factor: 0 for the model's own loss.
+        label_smoothing_factor: 0 for the model's own loss, below 1.
         attn_implementation: None for the model's own.
         padding: whether batches hold padding, so that attention needs a mask.
         eval_batch_size: examples of an evaluation batch; None for no evaluation.
         eval_batches: how many evaluation batches.
         prediction_loss_only: whether evaluation drops the logits (stock does without ``compute_metrics``).
         eval_accumulation_steps: evaluation batches whose logits gather on the card; None for all of them.
+        eval_do_concat_batches: whether gathered logits are concatenated, a copy at every batch, or stay a list.
+        batch_eval_metrics: whether metrics are computed batch by batch, so that no logits gather.
         torch_empty_cache_steps: steps between two returns of unused blocks to the driver.
         expandable_segments: ``expandable_segments:True`` in ``compat.allocator_variable()``.
         prepare: functions that change the model, the very ones of the real run: freeze, LoRA, checkpoint policies.
@@ -73,6 +77,8 @@ class StepSettings:
     eval_batches: int = 1
     prediction_loss_only: bool = False
     eval_accumulation_steps: int | None = None
+    eval_do_concat_batches: bool = True
+    batch_eval_metrics: bool = False
     torch_empty_cache_steps: int | None = None
     expandable_segments: bool = False
     prepare: tuple[Callable[[Any], Any], ...] = ()
@@ -96,10 +102,24 @@ class StepSettings:
                 f"embedding_bits={self.embedding_bits!r} is no width of an optimizer's state; expected 8 or 32. "
                 "Pass embedding_bits=32"
             )
+        self._check_numbers()
         self._check_together()
+
+    def _check_numbers(self) -> None:
+        if not _is_number(self.max_grad_norm):
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm!r} is no number, and the Trainer compares it with 0; expected a "
+                "number, 0 for no clipping. Pass max_grad_norm=0"
+            )
+        if not _is_number(self.label_smoothing_factor) or not 0 <= self.label_smoothing_factor < 1:
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing_factor!r} is no share of a target; expected a number "
+                "from 0 to below 1. Pass label_smoothing_factor=0.1"
+            )
 
     def _check_together(self) -> None:
         """Refuse what cannot work together in a real run either."""
+        self._check_scaler()
         if self.optim.endswith("_layerwise") and self.gradient_accumulation_steps > 1:
             raise ValueError(
                 f"optim={self.optim!r}, gradient_accumulation_steps={self.gradient_accumulation_steps!r} cannot work "
@@ -113,7 +133,7 @@ class StepSettings:
             ("micro_batch_size", self.micro_batch_size, None),
             ("max_grad_norm", self.max_grad_norm, 0),
         ):
-            if value != works:
+            if value != works and not (name == "max_grad_norm" and self.max_grad_norm <= 0):
                 raise ValueError(
                     f"gradient_release=True, {name}={value!r} cannot work together: a gradient is gone as soon as its "
                     f"parameter has stepped; expected {name}={works!r}. Pass {name}={works!r}, or drop gradient_release"
@@ -122,6 +142,23 @@ class StepSettings:
             raise ValueError(
                 "gradient_release=True, precision='fp16' cannot work together: the gradient scaler looks at all "
                 "gradients at once; expected bf16 or fp32. Pass precision='bf16', or drop gradient_release"
+            )
+
+    def _check_scaler(self) -> None:
+        """Refuse optimizers that step within the backward pass where torch's gradient scaler stops the run.
+
+        By layer: the stand-in that the Trainer hands the scaler has no gradients ("No inf checks were recorded for this
+        optimizer", first step). LOMO: accelerate never updates the scaler, and clipping unscales again ("unscale_() has
+        already been called", second step); without clipping it runs.
+        """
+        if self.precision != "fp16":
+            return
+        lomo = self.optim in ("lomo", "adalomo") and self.max_grad_norm > 0
+        if lomo or self.optim.endswith("_layerwise"):
+            raise ValueError(
+                f"optim={self.optim!r}, precision='fp16' cannot work together: each parameter steps within the "
+                "backward pass, and the gradient scaler then stops the run; expected bf16 or fp32. Pass "
+                "precision='bf16', or another optimizer"
             )
 
     def replace(self, **changed: Any) -> StepSettings:
@@ -138,3 +175,7 @@ class StepSettings:
                     f"{', '.join(known)}.{nearest(name, known)} See help(hf_memopt.StepSettings)"
                 )
         return replace(self, **changed)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)

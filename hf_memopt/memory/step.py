@@ -7,8 +7,8 @@ steps. The optimizer is not run: its bytes are known (``optimizer_state``) and e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,7 @@ class StepTrace:
     """What was recorded: the tracker's events, cut into micro-batches, and which storages are what.
 
     ``micro_batches`` are the first, whose gradients are new, and where there are more the second, which adds to them.
+    ``notes`` tell what of the model was changed for the recording.
     """
 
     tracker: StorageTracker
@@ -70,6 +71,7 @@ class StepTrace:
     evaluation_inputs: tuple[int, ...] = ()
     flops: list[int] = field(default_factory=list)
     host_bytes: int = 0
+    notes: tuple[str, ...] = ()
 
 
 def record_step(
@@ -85,6 +87,8 @@ def record_step(
 ) -> StepTrace:
     """Record a step of ``model`` on ``batch``; both stay on their device, meta or a real CPU.
 
+    Layers that are dropped at random (``layerdrop``) all run, the most that a step can take.
+
     Args:
         model: in training mode afterwards, without gradients.
         batch: of one forward and backward pass of the Trainer.
@@ -96,21 +100,33 @@ def record_step(
         semantics: of the device to simulate; CUDA's, unless given.
 
     Raises:
-        NotEstimableError: the model's code asks for values that only real data has.
+        ValueError: the model has no trainable parameter.
+        NotEstimableError: the model's code asks for values that only real data has, or fails; a recurrent layer of
+            cuDNN.
     """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError(
+            f"model=<{type(model).__name__}> has no trainable parameter; expected one or more with requires_grad=True. "
+            "Call model.requires_grad_(True)"
+        )
+    _refuse_recurrent_layers(model)
     tracker = StorageTracker(padding=settings.padding) if tracker is None else tracker
     if semantics is None:
         autocast = autocast_dtype(settings.precision)
         semantics = CudaSemantics(autocast=autocast, cache=settings.autocast_cache, tracker=tracker)
     model.zero_grad()
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trace = StepTrace(tracker, _weights(model, tracker), _numbers(batch, tracker))
     count = 2 if settings.gradient_accumulation_steps > 1 or piece is not None else 1
     releasing = parameters if releases_gradients else []
     recorder = _Recorder(model, settings, tracker, semantics)
     model.train()
     try:
-        with recording(tracker, semantics), tracker.watching(model), recorder.releasing(releasing):
+        with ExitStack() as around:
+            for context in (recording(tracker, semantics), tracker.watching(model), recorder.releasing(releasing)):
+                around.enter_context(context)
+            around.enter_context(torch.inference_mode(False))  # whatever the caller is in; gradients are on with it
+            trace.notes = around.enter_context(_every_layer(model))
             for _ in range(count):
                 flops = tracker.flops
                 trace.micro_batches.append(recorder.train(batch if piece is None else piece))
@@ -122,18 +138,55 @@ def record_step(
             if evaluation_batch is not None:
                 trace.evaluation_inputs = _numbers(evaluation_batch, tracker)
                 trace.evaluation = recorder.evaluate(evaluation_batch)
-    except (NotImplementedError, RuntimeError, TypeError) as error:
-        if isinstance(error, TypeError) and "meta" not in str(error):  # ".numpy()" raises one of these
-            raise
-        raise NotEstimableError(
-            f"not estimable: {type(model).__name__} does not run on the meta device, where tensors have shapes but no "
-            f"values ({type(error).__name__}: {str(error).splitlines()[0]})"
-        ) from error
+    except NotEstimableError:
+        raise
+    except Exception as error:  # of the model's code, which may raise anything
+        raise _not_estimable(model, error) from error
     finally:
+        tracker.close()
         model.zero_grad()
         model.train()
     trace.host_bytes = semantics.peak_host_bytes
     return trace
+
+
+def _refuse_recurrent_layers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise NotEstimableError(
+                f"not estimable: {name or 'the model'} is an nn.{type(module).__name__}, for which cuDNN reserves "
+                "memory by rules of its own; expected a model without recurrent layers. Measure the step on the card"
+            )
+
+
+def _not_estimable(model: nn.Module, error: Exception) -> NotEstimableError:
+    """Return the error that tells what the model's code failed with."""
+    name, cause = type(model).__name__, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if "meta" in str(error).lower():
+        return NotEstimableError(
+            f"not estimable: {name} does not run on the meta device, where tensors have shapes but no values ({cause})"
+        )
+    return NotEstimableError(f"not estimable: {name} fails with this batch and set-up ({cause})")
+
+
+@contextmanager
+def _every_layer(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Let no layer be dropped at random inside; yield a note of it, or nothing where none would be."""
+    holders = [holder for module in model.modules() for holder in (module, getattr(module, "config", None))]
+    found = {
+        (id(holder), name): (holder, value)
+        for holder in holders
+        for name, value in getattr(holder, "__dict__", {}).items()
+        if "layerdrop" in name and isinstance(value, float) and value > 0
+    }
+    told = ", ".join(sorted({f"{name}={value:g}" for (_, name), (_, value) in found.items()}))
+    try:
+        for (_, name), (holder, _) in found.items():
+            setattr(holder, name, 0.0)
+        yield (f"{told}: with every layer, the most that a step takes",) if found else ()
+    finally:
+        for (_, name), (holder, value) in found.items():
+            setattr(holder, name, value)
 
 
 class _Recorder:

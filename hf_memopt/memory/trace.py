@@ -11,13 +11,18 @@ above autograd on CUDA (``CudaSemantics``).
 from __future__ import annotations
 
 import gc
+import inspect
+import random
+import threading
 import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from logging import ERROR
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,11 +30,14 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["StorageTracker", "recording"]
+__all__ = ["RECORDING_LOCK", "StorageTracker", "recording"]
 
 _aten = torch.ops.aten
 _NO_SEQUENCE = 2**64 - 1  # torch's number of nodes that accumulate a gradient
 Hidden = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
+
+RECORDING_LOCK = threading.RLock()
+"""Held by ``recording``: the collector, warnings, random numbers and torch's configuration are the whole process's."""
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
@@ -37,7 +45,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     Args:
         device_type: count storages of this device only; None for all.
-        padding: what data-dependent questions about meta tensors are answered with: a mask is not all ones.
+        padding: what transformers' code for masks is answered when it asks a meta tensor: a mask is not all ones.
         hidden: bytes that an operation's kernel takes and gives back inside itself, by ``(func, args, kwargs, out)``.
         flops: whether to sum floating-point operations.
 
@@ -88,7 +96,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     ) -> Any:
         kwargs = kwargs or {}
         if func in _QUESTIONS and args[0].is_meta:
-            return self._answer(func, args[0])
+            return self._answer(func, args[0].dtype)
         if self._backward and (self._recomputing >= 0) != torch.is_grad_enabled() and func is not _aten.detach.default:
             self._toggle_recomputation()  # gradients are off in a backward pass, but not in what is recomputed there
         out = func(*args, **kwargs)
@@ -106,13 +114,21 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self._add_hidden(self._hidden(func, args, kwargs, out))
         return out
 
-    def _answer(self, func: Any, tensor: torch.Tensor) -> Any:
-        """Answer whether a condition holds everywhere, as of a mask: with padding no mask is all ones."""
-        if func is _aten.equal.default or tensor.dtype == torch.bool:
+    def _answer(self, func: Any, dtype: torch.dtype) -> bool:
+        """Answer transformers' code for masks whether a mask is all ones: with padding none is. Refuse all else."""
+        module, line = _asker()
+        number = func is not _aten.equal.default and dtype != torch.bool
+        if module in _MASK_CODE and not number:
             return not self._padding
+        if number:
+            raise NotEstimableError(
+                f"not estimable: the model's code reads a number ({dtype}) off the card, in {self.here()}, and only "
+                "real data has it"
+            )
         raise NotEstimableError(
-            f"not estimable: the model's code reads a number ({tensor.dtype}) off the card, in {self.here()}, and only "
-            "real data has it"
+            f"not estimable: {module}, line {line}, lets values on the card decide what runs, in {self.here()}, and "
+            "only real data has them; expected a pass that shapes and settings decide. Estimate the model without "
+            "that branch"
         )
 
     def add(self, tensor: torch.Tensor) -> int:
@@ -147,6 +163,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 column.pop()
         self.ignored.add(key)
         weakref.finalize(storage, self.ignored.discard, key)
+
+    def close(self) -> None:
+        """End the list: what still lives has no death in it, whenever it dies."""
+        self._live.clear()  # with the weak references, so that none is called
+        self.after_recomputation.clear()
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return the number of a live storage; -1 if it was never counted."""
@@ -251,28 +272,68 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 _FLOPS = {**flop_registry, _aten._int_mm: flop_registry[_aten.mm]}
 _QUESTIONS = {_aten._local_scalar_dense.default, _aten.equal.default}
+_MASK_CODE = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
+
+
+def _asker() -> tuple[str, int]:
+    """Return module and line of the code, neither torch's nor ours, that asks for a value."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] != "torch" and not module.startswith("hf_memopt.memory."):
+            return module, frame.f_lineno
+        frame = frame.f_back
+    return "torch", 0  # nobody but torch
 
 
 @contextmanager
 def recording(*modes: Any) -> Iterator[None]:
     """Enter the modes; outside things that would disturb a recording are kept still and put back afterwards.
 
-    The garbage collector is paused: it would free storages at random moments and costs more than the recording.
+    The garbage collector is paused: it would free storages at random moments and costs more than the recording. Random
+    numbers come from one seed, and the caller's generators go on where they were. transformers logs errors only. One
+    thread records at a time.
     """
     import torch.fx.experimental._config as fx_config
 
-    collected = gc.isenabled()
-    gc.disable()
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            # torch's checkpoint enters it again where it recomputes; a build without CUDA says so each time
-            warnings.filterwarnings("ignore", "User provided device_type of 'cuda', but CUDA is not available")
-            # private, pinned by a test, seen in torch 2.6 to 2.13: how many elements are nonzero cannot be known
-            stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
-            for mode in modes:
-                stack.enter_context(mode)
+    with RECORDING_LOCK, ExitStack() as stack:
+        stack.callback(gc.enable if gc.isenabled() else gc.disable)
+        gc.disable()
+        stack.enter_context(_one_seed())
+        stack.enter_context(_only_errors())
+        stack.enter_context(warnings.catch_warnings())
+        # torch's checkpoint enters it again where it recomputes; a build without CUDA says so each time
+        warnings.filterwarnings("ignore", "User provided device_type of 'cuda', but CUDA is not available")
+        # private, pinned by a test, seen in torch 2.6 to 2.13: how many elements are nonzero cannot be known
+        stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
+
+
+@contextmanager
+def _one_seed() -> Iterator[None]:
+    """Draw random numbers of the host from one seed inside: models toss coins with torch, Python or numpy."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        try:
             yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Keep transformers' advice for the real run."""
+    from transformers.utils import logging  # of transformers' own, with the levels of Python's
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(max(verbosity, ERROR))
+    try:
+        yield
     finally:
-        if collected:
-            gc.enable()
+        logging.set_verbosity(verbosity)

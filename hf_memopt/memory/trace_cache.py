@@ -15,6 +15,7 @@ from hf_memopt import compat
 from hf_memopt.memory.chips import Chip
 from hf_memopt.memory.cuda import CudaSemantics
 from hf_memopt.memory.example_batch import cut_batch, example_batch
+from hf_memopt.memory.fingerprints import code_of, module_fingerprint, value_fingerprint
 from hf_memopt.memory.kernels import hidden_bytes
 from hf_memopt.memory.models import LoadedModel, unwrap
 from hf_memopt.memory.optimizer_state import ParameterFacts, parameter_facts
@@ -35,6 +36,8 @@ _NOT_IN_TRACE = {
     "gradient_accumulation_steps",
     "eval_batches",
     "eval_accumulation_steps",
+    "eval_do_concat_batches",
+    "batch_eval_metrics",
     "torch_empty_cache_steps",
     "expandable_segments",
 }
@@ -69,7 +72,7 @@ def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Ch
         NotEstimableError: as ``record_step`` does.
     """
     key = _key(loaded, settings, shape, chip)
-    if key in _traces:
+    if key is not None and key in _traces:
         _traces.move_to_end(key)
         return _traces[key]
     lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
@@ -83,6 +86,7 @@ def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Ch
         evaluation_batch = example_batch(loaded.model, batch_size=settings.eval_batch_size, **lengths)
     rows = settings.micro_batch_size
     model = _prepared(loaded.model, settings)
+    _check_scaled_gradients(model, settings)
     tracker = StorageTracker(padding=settings.padding, hidden=partial(_hidden, chip))
     semantics = CudaSemantics(
         autocast=autocast_dtype(settings.precision),
@@ -102,8 +106,10 @@ def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Ch
             semantics=semantics,
         )
     facts = tuple(parameter_facts(model))
-    found = Recorded(trace, facts, sum(parameter.numel() for parameter in model.parameters()), _notes(model))
-    _traces[key] = found
+    notes = (*_notes(model), *getattr(trace, "notes", ()))
+    found = Recorded(trace, facts, sum(parameter.numel() for parameter in model.parameters()), notes)
+    if key is not None:
+        _traces[key] = found
     if len(_traces) > _KEPT_TRACES:
         _traces.popitem(last=False)
     return found
@@ -129,6 +135,19 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
     return model
 
 
+def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:
+    """Refuse 16-bit weights that train under the gradient scaler, which raises at the first real step."""
+    if settings.precision != "fp16":
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"precision='fp16' trains {name} in {dtype}, whose gradients torch's scaler refuses; expected float32 "
+                "for what is trained. Pass weights_dtype='float32' (for a module: model.float()), or precision='fp32'"
+            )
+
+
 def _notes(model: nn.Module) -> tuple[str, ...]:
     """Return what the simulation assumes of a model's modules."""
     found = {type(module).__name__ for module in model.modules()}
@@ -141,55 +160,17 @@ def _notes(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for name, text in notes.items() if name in found))
 
 
-def _key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Hashable:
-    """Return what a trace depends on."""
-    of_model = loaded.key if loaded.key is not None else _fingerprint(loaded.model)
+def _key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Hashable | None:
+    """Return what a trace depends on, or None where that cannot be told."""
+    of_model = loaded.key if loaded.key is not None else module_fingerprint(loaded.model)
     names = [item.name for item in fields(settings) if item.name not in _NOT_IN_TRACE]
-    of_settings = tuple((name, _hashable(getattr(settings, name))) for name in names)
+    of_settings = value_fingerprint([getattr(settings, name) for name in names])
+    if of_model is None or of_settings is None:
+        return None
     accumulates = settings.gradient_accumulation_steps > 1
-    return of_model, _attention(loaded.model), of_settings, accumulates, _releases(settings), shape, chip
-
-
-def _attention(model: nn.Module) -> Hashable:
-    """Return the attention of every part, which no configuration's text tells.
-
-    ``_attn_implementation`` is private, seen in transformers 5.8.1, 5.17.0 and 5.23.0.
-    """
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return tuple(str(getattr(config, "_attn_implementation", None)) for config in configs if config is not None)
-
-
-def _hashable(value: Any) -> Hashable:
-    """Return what stands for a setting in a key; a ``partial`` for what it calls with what."""
-    if isinstance(value, Mapping):
-        return tuple((key, _hashable(inner)) for key, inner in value.items())
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_hashable, value))
-    if isinstance(value, partial):
-        return value.func, _hashable(value.args), _hashable(value.keywords)
-    return value if isinstance(value, Hashable) else id(value)
+    return of_model, code_of(loaded.model), of_settings, accumulates, _releases(settings), shape, chip
 
 
 def _releases(settings: StepSettings) -> bool:
     """Tell whether each parameter steps within the backward pass."""
     return settings.gradient_release or settings.optim in ("lomo", "adalomo") or settings.optim.endswith("_layerwise")
-
-
-def _fingerprint(model: nn.Module) -> Hashable:
-    """Return what of a module's state can change its trace: tensors by shape, which are shared, attributes, hooks."""
-    order: dict[int, int] = {}
-    return tuple(
-        (
-            name,
-            type(module),
-            tuple((key, value) for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))),
-            tuple(
-                (key, tensor.shape, tensor.dtype, tensor.requires_grad, order.setdefault(id(tensor), len(order)))
-                for key, tensor in (*module._parameters.items(), *module._buffers.items())
-                if tensor is not None
-            ),
-            tuple(map(id, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))),
-            str(getattr(module, "config", "")) if not name else "",
-        )
-        for name, module in model.named_modules()
-    )
