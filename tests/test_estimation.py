@@ -397,8 +397,6 @@ OTHERS = {
 }
 
 
-# DeBERTa before transformers 5.23 scripts functions, which torch 2.13 calls deprecated
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", KNOWN)
 def test_well_known_architectures(name: str) -> None:
     found = checked(estimate(name, batch_size=2, seq_len=None if name.startswith("vit") else 16, precision="bf16"))

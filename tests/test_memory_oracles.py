@@ -28,8 +28,6 @@ from hf_memopt.memory.trace import StorageTracker, recording
 pytestmark = [
     # the deprecated name of activation checkpointing, asked for by peft; seen in peft 0.18 with transformers 5.23
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    # DeBERTa of transformers below 5.23 scripts its functions
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     # MemTracker skips modules that a model makes and drops within forward, such as a CrossEntropyLoss
     pytest.mark.filterwarnings("ignore:Module is None:UserWarning"),
     # torch 2.13 says so whenever the state of oneDNN is read
