@@ -77,8 +77,8 @@ def estimate(
     accumulation cost a replay only.
 
     Not estimable: compiled models, Triton kernels (Liger), FlashAttention-3 and other kernels that are not installed,
-    models whose code reads a number off the card (the outcome of a router, of layer drop), weights quantised by
-    anything but bitsandbytes, sharding over processes, and optimizers whose memory depends on gradients.
+    recurrent layers, models whose code reads values off the card (the outcome of a router, an early exit), weights
+    quantised by anything but bitsandbytes, sharding over processes, and optimizers whose state is not known.
 
     Raises:
         ValueError: an unknown model, card or setting; a batch or length below 1 or beyond the model's positions;
@@ -92,7 +92,7 @@ def estimate(
         (True, 'backward')
     """
     card = gpu_at_hand() if gpu is None else find_gpu(gpu)
-    settings = _settings(recipe, card, overrides)
+    settings = _settings(recipe, overrides)
     shape = Shape(batch_size, seq_len, labels_length)
     return _estimate(model, shape, settings, card, task=task, weights_dtype=overrides.get("weights_dtype"))
 
@@ -189,8 +189,8 @@ def _estimate(
 # ---- Settings -------------------------------------------------------------------------------------------------------
 
 
-def _settings(recipe: Any, gpu: Gpu | None, overrides: Mapping[str, Any]) -> StepSettings:
-    """Return the settings of a recipe with the overrides; their precision is not "auto"."""
+def _settings(recipe: Any, overrides: Mapping[str, Any]) -> StepSettings:
+    """Return the settings of a recipe with the overrides."""
     if recipe is None:
         settings = StepSettings()
     elif hasattr(recipe, "step_settings"):
@@ -200,7 +200,7 @@ def _settings(recipe: Any, gpu: Gpu | None, overrides: Mapping[str, Any]) -> Ste
             f"recipe={recipe!r} is not a recipe; expected an object with step_settings(). "
             "Pass recipe=hf_memopt.recipe('4gb-gpu')"
         )
-    return _with_precision(settings.replace(**overrides), gpu)
+    return settings.replace(**overrides)
 
 
 def _with_precision(settings: StepSettings, gpu: Gpu | None) -> StepSettings:

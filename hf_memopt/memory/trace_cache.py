@@ -78,9 +78,8 @@ def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Ch
     lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
     batch = example_batch(loaded.model, batch_size=shape.batch_size, **lengths)
     if settings.label_smoothing_factor and hasattr(unwrap(loaded.model), "prepare_decoder_input_ids_from_labels"):
-        batch["decoder_input_ids"] = torch.zeros_like(
-            batch["labels"]
-        )  # the Trainer takes the labels; the collator adds
+        # the Trainer takes the labels out; what the model then makes its targets of comes from the collator
+        batch["decoder_input_ids"] = torch.zeros_like(batch["labels"])
     evaluation_batch = None
     if settings.eval_batch_size is not None:
         evaluation_batch = example_batch(loaded.model, batch_size=settings.eval_batch_size, **lengths)
@@ -94,19 +93,18 @@ def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Ch
         cache=settings.autocast_cache,
         tracker=tracker,
     )
-    with torch.enable_grad():  # also within a caller's torch.no_grad()
-        trace = record_step(
-            model,
-            batch,
-            settings,
-            piece=cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None,
-            releases_gradients=_releases(settings),
-            evaluation_batch=evaluation_batch,
-            tracker=tracker,
-            semantics=semantics,
-        )
+    trace = record_step(
+        model,
+        batch,
+        settings,
+        piece=cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None,
+        releases_gradients=_releases(settings),
+        evaluation_batch=evaluation_batch,
+        tracker=tracker,
+        semantics=semantics,
+    )
     facts = tuple(parameter_facts(model))
-    notes = (*_notes(model), *getattr(trace, "notes", ()))
+    notes = (*_notes(model), *trace.notes)
     found = Recorded(trace, facts, sum(parameter.numel() for parameter in model.parameters()), notes)
     if key is not None:
         _traces[key] = found
