@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.changes import Change
+from hf_memopt.compatibility import check_compatibility
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from transformers import Trainer, TrainerCallback
 
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_EXAMPLES = 4
 CHANGES = "memopt_changes"  # the attribute of the trainer that tells what attach changed
+PROBES = "memopt_probes_gradient_scale"  # set on a trainer whose first step attach probes
 RESTORES_ORDER = "memopt_restores_order"  # set on a trainer whose evaluation_loop attach has wrapped
 
 
@@ -44,9 +45,11 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
 
     Raises:
         RuntimeError: several GPUs in one process (``torch.nn.DataParallel``).
-        ValueError: data view, collator and arguments do not fit each other, or fp16 training of float16 weights.
+        ValueError: data view, collator and arguments do not fit each other, two techniques or a technique and a
+            setting cannot work together (``hf_memopt.compatibility``), or fp16 training of float16 weights.
     """
     refuse_data_parallel(trainer.args.n_gpu)
+    check_compatibility(trainer, *callbacks)
     for part in (trainer.train_dataset, trainer.compute_loss_func):
         bind_part = getattr(part, "bind_trainer", None)
         if bind_part is not None:
@@ -59,7 +62,8 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         if callback not in trainer.callback_handler.callbacks:
             trainer.add_callback(callback)
     _repair_gradient_scale(trainer)  # before any callback is bound: a memory report begins to measure there
-    for callback in list(trainer.callback_handler.callbacks):
+    outermost_last = sorted(trainer.callback_handler.callbacks, key=lambda callback: hasattr(callback, "binds_last"))
+    for callback in outermost_last:
         bind = getattr(callback, "bind", None)
         if bind is not None:
             bind(trainer)
@@ -124,15 +128,18 @@ def _bind_evaluation(trainer: Any) -> None:
             check(trainer)
     if getattr(trainer, RESTORES_ORDER, False):
         return
-    before = trainer.evaluation_loop
+    from hf_memopt.undo import override_method
 
-    def evaluation_loop(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        evaluate = getattr(getattr(dataloader, "dataset", None), "evaluate_in_order", None)
-        if evaluate is None:
-            return before(dataloader, *args, **kwargs)
-        return evaluate(trainer, before, dataloader, *args, **kwargs)
+    def in_order(before: Callable[..., Any]) -> Callable[..., Any]:
+        def evaluation_loop(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+            evaluate = getattr(getattr(dataloader, "dataset", None), "evaluate_in_order", None)
+            if evaluate is None:
+                return before(dataloader, *args, **kwargs)
+            return evaluate(trainer, before, dataloader, *args, **kwargs)
 
-    trainer.evaluation_loop = evaluation_loop
+        return evaluation_loop
+
+    override_method(trainer, "evaluation_loop", in_order)
     setattr(trainer, RESTORES_ORDER, True)
 
 
@@ -165,27 +172,21 @@ def _probe_at_first_step(trainer: Any) -> None:
     """Probe with the first real batch: reading a stream beforehand could lose examples, and FSDP and DeepSpeed give
     the model its weights only when training begins.
     """
-    before = trainer.training_step
-    if getattr(before, "probes_gradient_scale", False):
+    from hf_memopt.undo import override_method
+
+    if getattr(trainer, PROBES, False):
         return
-    is_own = "training_step" in vars(trainer)
-    has_probed = False
+    setattr(trainer, PROBES, True)
 
-    def probing_step(model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal has_probed
-        if vars(trainer).get("training_step") is probing_step:  # else another wrapper stands around this one
-            if is_own:
-                trainer.training_step = before
-            else:
-                del trainer.training_step
-        if not has_probed:
-            has_probed = True
-            _probe(trainer, model, lambda: inputs, stacklevel=3)
-        loss: torch.Tensor = before(model, inputs, *args, **kwargs)
-        return loss
+    def probing(before: Callable[..., Any]) -> Callable[..., Any]:
+        def probing_step(model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            handle.remove()
+            _probe(trainer, model, lambda: inputs, stacklevel=4)
+            return before(model, inputs, *args, **kwargs)
 
-    probing_step.probes_gradient_scale = True  # type: ignore[attr-defined]
-    trainer.training_step = probing_step
+        return probing_step
+
+    handle = override_method(trainer, "training_step", probing)
 
 
 def _probe(trainer: Any, model: nn.Module, read_batch: Callable[[], Any], *, stacklevel: int) -> None:

@@ -82,6 +82,8 @@ class BucketedStream(torch.utils.data.IterableDataset[Any]):
 
     takes_seed = False  # attach may set the seed
 
+    technique = "length buckets"
+
     def __init__(
         self,
         dataset: Iterable[Any],

@@ -134,6 +134,8 @@ class _BucketedView(torch.utils.data.Dataset[Any]):
 
     takes_seed = False  # attach may set the seed
 
+    technique = "length buckets"
+
     def __init__(self, dataset: Any, buckets: LengthBuckets) -> None:
         self.dataset = dataset
         self.buckets = buckets

@@ -83,6 +83,8 @@ class MemoryReportCallback(TrainerCallback):
         ({}, 'no phase measured yet')
     """
 
+    technique = "memory report"
+
     def __init__(self) -> None:
         self._reset()
 

@@ -29,7 +29,7 @@ from bitsandbytes.optim.optimizer import GlobalOptimManager, Optimizer8bit
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_memopt.techniques.undo import UndoHandle
+from hf_memopt.undo import UndoHandle
 from hf_memopt.units import format_bytes
 
 __all__ = ["EmbeddingBitsCallback", "GroupState", "StateReport", "optimizer_state_bytes", "override_embedding_bits"]
@@ -170,6 +170,8 @@ class EmbeddingBitsCallback(TrainerCallback):
         TypeError: as ``override_embedding_bits`` does, when training begins.
         RuntimeError: an embedding's state does not have the bits asked for after the first step.
     """
+
+    technique = "32-bit embeddings"
 
     def __init__(self, bits: int = 32) -> None:
         _check_bits(bits)

@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memopt.changes import Change, nearest
 from hf_memopt.compat import is_checkpointing
-from hf_memopt.techniques.undo import UndoHandle
+from hf_memopt.undo import UndoHandle
 
 __all__ = ["FreezeCallback", "drop_input_gradients", "freeze", "layer_stacks", "trainable_parameters"]
 
@@ -175,6 +175,8 @@ class FreezeCallback(TrainerCallback):
     Raises:
         ValueError: as ``freeze`` does; empty or malformed patterns at once, the others when ``Trainer`` is constructed.
     """
+
+    technique = "freezing"
 
     def __init__(self, patterns: str | Iterable[str]) -> None:
         self.patterns = _checked(patterns)

@@ -1,0 +1,279 @@
+"""What can be used together: one table, which ``attach`` enforces and from which README's matrix is printed.
+
+A technique is a callback, a data view or an optimizer class of this package that bears its name as ``technique``; a
+setting is what ``TrainingArguments`` or the launcher ask stock for. What is refused would train wrongly, hang or stop
+in the middle of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt import compat
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+__all__ = [
+    "REFUSALS",
+    "SETTINGS",
+    "TECHNIQUES",
+    "Refusal",
+    "check_compatibility",
+    "compatibility_matrix",
+    "refusal_of",
+    "settings_in_use",
+    "techniques_in_use",
+]
+
+TECHNIQUES = (
+    "length buckets",
+    "freezing",
+    "gradual unfreezing",
+    "32-bit embeddings",
+    "gradient release",
+    "checkpointing policy",
+    "micro-batching",
+    "overflow triage",
+    "precision",
+    "evaluation guard",
+    "memory report",
+    "lean checkpoints",
+)
+"""The techniques, by the name that each bears as ``technique``."""
+
+SETTINGS: Mapping[str, str] = {
+    "bf16": "bf16=True",
+    "fp16": "fp16=True",
+    "accumulation": "gradient_accumulation_steps > 1",
+    "norm clipping": "max_grad_norm > 0, which is stock's default",
+    "reentrant checkpointing": 'activation_checkpointing_kwargs={"use_reentrant": True}',
+    "layer-wise optimizer": "LOMO, AdaLOMO and the *_layerwise optimizers, which step within the backward pass",
+    "auto_find_batch_size": "auto_find_batch_size=True",
+    "DDP": "several processes with ddp_broadcast_buffers=False and ddp_find_unused_parameters=False",
+    "DDP, default flags": "several processes with either of the two left to its default",
+    "FSDP": "sharded weights",
+    "DeepSpeed": "its engine in place of backward and step",
+}
+"""The settings of stock that some technique cannot work with, and what is meant by each."""
+
+RUN_ON_CPU = ("bf16", "accumulation", "norm clipping", "reentrant checkpointing", "auto_find_batch_size")
+"""The settings with which the tests run every technique that is not refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Two things that cannot be used together, why, and what to do instead."""
+
+    one: str
+    other: str
+    reason: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.one} and {self.other} cannot work together: {self.reason}; expected one of the two. {self.fix}"
+
+
+DROP_RELEASE = "Train with the plain optimizer class"
+DROP_MICROBATCH = "Take MicrobatchCallback out of callbacks="
+
+REFUSALS = (
+    Refusal(
+        "gradient release",
+        "norm clipping",
+        "the global norm is known only when the first gradients are gone",
+        "Set max_grad_norm=0 (or max_grad_norm=0 and gradient_release(..., max_tensor_norm=1.0))",
+    ),
+    Refusal(
+        "gradient release",
+        "fp16",
+        "the gradient scaler looks at all gradients at once",
+        "Set bf16=True, or neither of them",
+    ),
+    Refusal(
+        "gradient release",
+        "accumulation",
+        "gradients have to stay until the last micro-batch of a step",
+        "Set gradient_accumulation_steps=1",
+    ),
+    Refusal(
+        "gradient release",
+        "micro-batching",
+        "gradients have to stay until the last piece, and a weight that has stepped cannot be taken back",
+        DROP_MICROBATCH,
+    ),
+    Refusal(
+        "gradient release",
+        "overflow triage",
+        "a poisoned step is dropped before the optimizer steps, and here it steps within the backward pass",
+        "Take OverflowCallback out of callbacks=",
+    ),
+    Refusal(
+        "gradient release",
+        "reentrant checkpointing",
+        "a parameter that two checkpointed segments share would step twice",
+        'Pass "use_reentrant": False',
+    ),
+    *(
+        Refusal("gradient release", name, "weights would step before the processes have shared gradients", DROP_RELEASE)
+        for name in ("DDP", "DDP, default flags", "FSDP", "DeepSpeed")
+    ),
+    Refusal(
+        "micro-batching",
+        "DDP, default flags",
+        "a forward pass that is run again would wait for the buffers of processes that do not run it",
+        "Set ddp_broadcast_buffers=False, ddp_find_unused_parameters=False",
+    ),
+    *(
+        Refusal(
+            "micro-batching",
+            name,
+            "processes wait for each other within a step, and only one would repeat it",
+            DROP_MICROBATCH,
+        )
+        for name in ("FSDP", "DeepSpeed")
+    ),
+    Refusal(
+        "micro-batching",
+        "layer-wise optimizer",
+        "weights step within the backward pass, so an interrupted step cannot be repeated",
+        "Choose another optim",
+    ),
+    Refusal(
+        "micro-batching",
+        "auto_find_batch_size",
+        "both recover from out of memory, and stock's restarts the run with a smaller batch",
+        "Leave auto_find_batch_size out",
+    ),
+    Refusal(
+        "overflow triage",
+        "layer-wise optimizer",
+        "weights step within the backward pass, so a poisoned step cannot be dropped",
+        "Choose another optim",
+    ),
+    Refusal(
+        "overflow triage",
+        "FSDP",
+        "the diagnosis runs rows in one process, and sharded weights need all of them",
+        "Take OverflowCallback out of callbacks=",
+    ),
+    Refusal(
+        "overflow triage",
+        "DeepSpeed",
+        "its engine steps by itself, so a poisoned step cannot be dropped",
+        "Take OverflowCallback out of callbacks=",
+    ),
+    Refusal(
+        "checkpointing policy",
+        "reentrant checkpointing",
+        "policies need the non-reentrant variant",
+        'Leave activation_checkpointing_kwargs={"use_reentrant": True} out',
+    ),
+    *(
+        Refusal(
+            "gradual unfreezing",
+            name,
+            "which parameters have gradients is settled when the model is wrapped",
+            "Take GradualUnfreezeCallback out of callbacks=, or train in one process",
+        )
+        for name in ("DDP", "DDP, default flags", "FSDP", "DeepSpeed")
+    ),
+    *(
+        Refusal(
+            "evaluation guard",
+            name,
+            "processes wait for each other within a forward pass, and only one would repeat it",
+            "Take EvaluationGuardCallback out of callbacks=",
+        )
+        for name in ("FSDP", "DeepSpeed")
+    ),
+)
+"""Every pair that is refused. Symmetric."""
+
+
+def check_compatibility(trainer: Trainer, *callbacks: TrainerCallback) -> None:
+    """Refuse techniques and settings that cannot work together: those of a Trainer, and callbacks it is to get.
+
+    Raises:
+        ValueError: naming the first such pair, the reason and the fix.
+    """
+    techniques = techniques_in_use(trainer, *callbacks)
+    used = [*techniques, *settings_in_use(trainer.args, world_size=trainer.args.world_size)]
+    if trainer.is_fsdp_enabled:
+        used.append("FSDP")
+    if trainer.is_deepspeed_enabled:
+        used.append("DeepSpeed")
+    for technique in techniques:
+        for other in used:
+            found = refusal_of(technique, other)
+            if found is not None:
+                raise ValueError(str(found))
+
+
+def refusal_of(one: str, other: str) -> Refusal | None:
+    """Return why two techniques, or a technique and a setting, are refused together; None if they are not."""
+    return next((found for found in REFUSALS if {found.one, found.other} == {one, other}), None)
+
+
+def techniques_in_use(trainer: Trainer, *callbacks: TrainerCallback) -> tuple[str, ...]:
+    """Return the names of this package's techniques that a Trainer uses, in the order of ``TECHNIQUES``."""
+    given = (*trainer.callback_handler.callbacks, *callbacks, trainer.train_dataset, *optimizers_of(trainer))
+    names = {getattr(part, "technique", None) for part in given}
+    return tuple(name for name in TECHNIQUES if name in names)
+
+
+def optimizers_of(trainer: Any) -> tuple[Any, ...]:
+    """Return the optimizer that a Trainer was given or has built, and the class it is to build one from."""
+    optimizer = trainer.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's AcceleratedOptimizer
+    asked = trainer.optimizer_cls_and_kwargs
+    return (inner, None if asked is None else asked[0])
+
+
+def settings_in_use(args: TrainingArguments, *, world_size: int = 1) -> tuple[str, ...]:
+    """Return the names among ``SETTINGS`` that ``TrainingArguments`` ask for."""
+    is_checkpointed, options = compat.checkpointing_of(args)
+    optim = str(getattr(args.optim, "value", args.optim))
+    flags = (args.ddp_broadcast_buffers, args.ddp_find_unused_parameters)
+    asked = {
+        "bf16": args.bf16,
+        "fp16": args.fp16,
+        "accumulation": args.gradient_accumulation_steps > 1,
+        "norm clipping": (args.max_grad_norm or 0) > 0,
+        "reentrant checkpointing": is_checkpointed and options.get("use_reentrant") is True,
+        "layer-wise optimizer": optim in ("lomo", "adalomo") or optim.endswith("_layerwise"),
+        "auto_find_batch_size": args.auto_find_batch_size,
+        "DDP": world_size > 1 and flags == (False, False),
+        "DDP, default flags": world_size > 1 and flags != (False, False),
+    }
+    return tuple(name for name in SETTINGS if asked.get(name))
+
+
+def compatibility_matrix(techniques: Iterable[str] = TECHNIQUES) -> str:
+    """Return the matrix as a Markdown table: technique by technique, then by setting, and the reasons below."""
+    rows = tuple(techniques)
+    numbers = {id(found): number for number, found in enumerate(_distinct(), 1)}
+    heads = [*(f"{number}" for number in range(1, len(rows) + 1)), *SETTINGS]
+    lines = [f"| | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+    for number, row in enumerate(rows, 1):
+        cells = [_cell(row, column, numbers) for column in (*rows, *SETTINGS)]
+        lines.append(f"| {number} {row} | {' | '.join(cells)} |")
+    notes = [f"{number}. {found.reason}" for number, found in enumerate(_distinct(), 1)]
+    return "\n".join([*lines, "", *notes])
+
+
+def _distinct() -> list[Refusal]:
+    """Return one refusal for each reason."""
+    return list({found.reason: found for found in reversed(REFUSALS)}.values())[::-1]
+
+
+def _cell(row: str, column: str, numbers: Mapping[int, int]) -> str:
+    if row == column:
+        return ""
+    found = refusal_of(row, column)
+    if found is not None:
+        same = next(one for one in _distinct() if one.reason == found.reason)
+        return f"no ({numbers[id(same)]})"
+    return "yes" if column in TECHNIQUES or column in RUN_ON_CPU else "?"
