@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer, TrainerCallback
 
-__all__ = ["attach", "refuse_data_parallel", "unbound_error", "used_columns"]
+__all__ = ["attach", "refuse_data_parallel", "unbound_error", "undisturbed", "used_columns"]
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ def _probe_at_first_step(trainer: Any) -> None:
 def _probe(trainer: Any, model: nn.Module, read_batch: Callable[[], Any], *, stacklevel: int) -> None:
     """Repair the scale if a few rows of the batch show that the head ignores the count; warn if they do not tell."""
     ignores, finding = False, ""
-    with _undisturbed(trainer, model):
+    with undisturbed(trainer, model):
         try:
             ignores, finding = _head_ignores_item_count(trainer, model, _first_rows(read_batch(), _most_rows(trainer)))
         except Exception as error:  # whatever the user's data, collator, model or compute_loss raise
@@ -255,7 +255,7 @@ def _most_rows(trainer: Any) -> int:
 
 
 @contextmanager
-def _undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
+def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode; leave modes and random numbers as they were."""
     import numpy as np
     import torch

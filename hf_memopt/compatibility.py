@@ -148,6 +148,12 @@ REFUSALS = (
         "Leave auto_find_batch_size out",
     ),
     Refusal(
+        "length buckets",
+        "auto_find_batch_size",
+        "it would shrink the batches that the buckets are made for",
+        "Leave auto_find_batch_size out",
+    ),
+    Refusal(
         "overflow triage",
         "layer-wise optimizer",
         "weights step within the backward pass, so a poisoned step cannot be dropped",

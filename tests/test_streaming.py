@@ -625,8 +625,8 @@ CUT_UP = "=True would cut the batches of the bucketed stream up; expected False.
 REFUSED = {
     "auto_find_batch_size": (
         {"auto_find_batch_size": True},
-        "auto_find_batch_size=True would shrink the batches that the bucketed stream is made for; expected False. "
-        "Pass TrainingArguments(..., auto_find_batch_size=False)",
+        "length buckets and auto_find_batch_size cannot work together: it would shrink the batches that the buckets "
+        "are made for; expected one of the two. Leave auto_find_batch_size out",
     ),
     "dispatch_batches": (
         {"accelerator_config": {"dispatch_batches": True}},

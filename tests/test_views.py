@@ -280,8 +280,8 @@ REFUSED = {
     "auto_find_batch_size": (
         "batches",
         {"auto_find_batch_size": True},
-        "auto_find_batch_size=True would shrink the batches that the bucketed view was built for; expected False. "
-        "Pass TrainingArguments(..., auto_find_batch_size=False)",
+        "length buckets and auto_find_batch_size cannot work together: it would shrink the batches that the buckets "
+        "are made for; expected one of the two. Leave auto_find_batch_size out",
     ),
     "no divisor": (
         "examples",
@@ -421,3 +421,15 @@ def test_bad_limits_are_refused_before_the_dataset_is_read():
         "batch_size=None, max_tokens=None; expected exactly one of them. "
         "Pass batch_size=32 (examples per batch) or max_tokens=4096 (padded tokens per batch)"
     )
+
+
+@pytest.mark.parametrize("size", [{"batch_size": 4}, {"max_tokens": 40}], ids=["batch_size", "max_tokens"])
+def test_indices_of_names_the_examples_that_an_item_holds(size) -> None:
+    dataset = [{"input_ids": [i] * (3 + i % 7)} for i in range(1, 22)]
+    view = bucketed(dataset, **size)
+    view.set_epoch(1)
+    for position in range(len(view)):
+        item = view[position]
+        rows = item if "max_tokens" in size else [item]
+        assert view.indices_of([position]) == [row["input_ids"][0] - 1 for row in rows]
+    assert view.indices_of([len(view)]) == view.indices_of([0])

@@ -443,11 +443,6 @@ def _check_trainer(stream: BucketedStream, trainer: Any) -> None:
                 "eval_dataset=<BucketedStream> never ends, and neither would the evaluation; expected the dataset "
                 "itself. Pass Trainer(..., eval_dataset=stream.dataset)"
             )
-    if args.auto_find_batch_size:
-        raise ValueError(
-            "auto_find_batch_size=True would shrink the batches that the bucketed stream is made for; expected False. "
-            "Pass TrainingArguments(..., auto_find_batch_size=False)"
-        )
     if args.world_size != stream.world_size:
         raise ValueError(
             f"world_size={stream.world_size} of the bucketed stream differs from the run's {args.world_size}; expected "

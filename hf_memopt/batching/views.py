@@ -249,6 +249,12 @@ class BucketedExamples(_BucketedView):
         rows = self._at(positions)
         return [rows] if self._as_batches else rows
 
+    def indices_of(self, positions: Sequence[int]) -> list[int]:
+        """Return the dataset's indices of the examples at ``positions`` of the current epoch."""
+        plan, size = self.plan, self.buckets.batch_size or 1
+        numbers, within = np.divmod(np.asarray(positions) % len(self), size)
+        return [int(index) for index in plan.order[plan.starts[plan.sequence[numbers]] + within]]
+
     def _at(self, positions: Sequence[int]) -> RowBatch:
         """Return the rows at positions that follow each other, or start over at the end."""
         plan, size = self.plan, self.buckets.batch_size or 1
@@ -300,6 +306,10 @@ class BucketedBatches(_BucketedView):
         self._check_in_order(positions, most=1)
         return [self[position] for position in positions]
 
+    def indices_of(self, positions: Sequence[int]) -> list[int]:
+        """Return the dataset's indices of all examples in the batches at ``positions`` of the current epoch."""
+        return [int(index) for position in positions for index in self.plan.batch(position % len(self))]
+
     def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
         """Fit the view to a Trainer and make the Trainer count examples; ``attach`` calls it. Returns what was changed.
 
@@ -324,11 +334,6 @@ def _check_arguments(args: Any, world_size: int) -> None:
         raise ValueError(
             f"train_sampling_strategy={args.train_sampling_strategy!r} would read the bucketed view out of order; "
             f'expected "sequential", since the view brings its own shuffled order. Pass {IN_ORDER}'
-        )
-    if args.auto_find_batch_size:
-        raise ValueError(
-            "auto_find_batch_size=True would shrink the batches that the bucketed view was built for; expected "
-            "False. Pass TrainingArguments(..., auto_find_batch_size=False)"
         )
     if args.world_size != world_size:
         raise ValueError(
