@@ -158,7 +158,7 @@ def estimate(
     eval_batch_size: Annotated[int | None, typer.Option(min=1, help="Also an evaluation, with such batches.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the timeline to this PNG file.")] = None,
     json_output: AsJson = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Compare two ladders of techniques.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare ladders of techniques.")] = False,
     list_models: Annotated[
         bool,
         typer.Option(

@@ -1,4 +1,4 @@
-"""``hf-memopt estimate``: options, exit codes, whole messages, both ladders; the simulation stands in, but for one."""
+"""``hf-memopt estimate``: options, exit codes, whole messages, the ladders; the simulation stands in, but for one."""
 
 from __future__ import annotations
 
@@ -294,9 +294,9 @@ def test_a_count_below_1_is_refused_by_name() -> None:
 # ---- Ladders
 
 
-def test_both_ladders_climb_from_one_baseline_and_keep_the_effective_batch() -> None:
+def test_the_ladders_climb_from_one_baseline_and_keep_the_effective_batch() -> None:
     rungs = ladder_rungs(32, 128)
-    usual, whole = estimate_ladder.USUAL, estimate_ladder.WHOLE
+    usual, whole, released = estimate_ladder.USUAL, estimate_ladder.WHOLE, estimate_ladder.RELEASED
     assert [(rung.ladder, rung.added, rung.batch_size, rung.seq_len) for rung in rungs] == [
         ("baseline", "fp32, batch 32", 32, 128),
         (usual, "+ accumulation 1 x 32", 1, 128),
@@ -308,8 +308,15 @@ def test_both_ladders_climb_from_one_baseline_and_keep_the_effective_batch() -> 
         (whole, "+ 8-bit Adam", 32, 128),
         (whole, "+ accumulation 8 x 4", 8, 128),
         (whole, "+ checkpointing", 8, 128),
+        (whole, "+ autocast cache off", 8, 128),
         (whole, "+ paged state", 8, 128),
         (whole, "+ expandable segments", 8, 128),
+        (released, "+ bf16 autocast", 32, 128),
+        (released, "+ 8-bit Adam", 32, 128),
+        (released, "+ checkpointing", 32, 128),
+        (released, "+ autocast cache off", 32, 128),
+        (released, "+ release, unclipped", 32, 128),
+        (released, "+ paged state", 32, 128),
     ]
     assert all(rung.batch_size * rung.settings["gradient_accumulation_steps"] == 32 for rung in rungs)
     stock = {"precision": "fp32", "optim": "adamw_torch_fused", "gradient_accumulation_steps": 1}
@@ -318,14 +325,16 @@ def test_both_ladders_climb_from_one_baseline_and_keep_the_effective_batch() -> 
     prepare, dropped = top.pop("prepare")
     assert (prepare.func, prepare.keywords, dropped) == (freeze, {"patterns": ("base",)}, drop_input_gradients)
     assert top == {**stock, "optim": "adafactor", "gradient_accumulation_steps": 32, "checkpointing": True}
-    assert rungs[-1].settings == {
+    common = {
         "precision": "bf16",
         "optim": "paged_adamw_8bit",
         "embedding_bits": 32,
-        "gradient_accumulation_steps": 4,
         "checkpointing": True,
-        "expandable_segments": True,
+        "autocast_cache": False,
     }
+    assert rungs[12].settings == {**common, "gradient_accumulation_steps": 4, "expandable_segments": True}
+    release = {"gradient_release": True, "max_grad_norm": 0.0}
+    assert rungs[-1].settings == {**common, **release, "gradient_accumulation_steps": 1}
 
 
 @pytest.mark.parametrize("effective", [1, 2, 6, 7, 20, 31, 256])
@@ -354,7 +363,7 @@ def test_a_rung_that_cannot_be_is_a_row_with_its_reason(simulation, monkeypatch)
     rows = ladder("gpt2", batch_size=16, gradient_accumulation_steps=2, seq_len=128, announce=told.append)
     assert [row.rung.added for row in rows if row.estimate is None] == ["+ frozen body", "+ half the length"]
     assert {row.reason for row in rows if row.estimate is None} == {"not estimable: all is frozen"}
-    assert told == [f"{number} of 12: {row.rung.added}" for number, row in enumerate(rows, 1)]
+    assert told == [f"{number} of 19: {row.rung.added}" for number, row in enumerate(rows, 1)]
     result = run("--compare", "--seq-len", "128")
     assert result.exit_code == 0
     assert "\n+ frozen body (the usual ladder): not estimable: all is frozen\n" in lines(result.stdout)
@@ -387,14 +396,24 @@ def test_the_whole_comparison(simulation) -> None:
         f"+ 8-bit Adam             {LARGE}\n"
         f"+ accumulation 8 x 4     {LARGE}\n"
         f"+ checkpointing          {SMALL}\n"
+        f"+ autocast cache off     {SMALL}\n"
         f"+ paged state            {SMALL}\n"
         f"+ expandable segments    {SMALL}\n"
+        "\n"
+        "gradients released\n"
+        f"+ bf16 autocast          {LARGE}\n"
+        f"+ 8-bit Adam             {LARGE}\n"
+        f"+ checkpointing          {SMALL}\n"
+        f"+ autocast cache off     {SMALL}\n"
+        f"+ release, unclipped     {SMALL}\n"
+        f"+ paged state            {SMALL}\n"
         "\n"
         "Components at the peak of allocated bytes; other: logits and loss, temporaries,\n"
         "workspace, inputs. Total: reserved bytes and CUDA's context, 224.0 MiB. 8-bit\n"
         "Adam keeps 32 bits for embeddings.\n"
         "fits RTX 3050 4GB, 3.81 GiB usable: the usual ladder from '+ checkpointing';\n"
-        "nothing frozen or cut from '+ checkpointing'"
+        "nothing frozen or cut from '+ checkpointing'; gradients released from '+\n"
+        "checkpointing'"
     )
 
 
@@ -424,7 +443,7 @@ def test_the_comparison_without_card_and_length(simulation) -> None:
     assert text.endswith(
         "Total: reserved bytes and CUDA's context, which is unknown.\n8-bit Adam keeps 32 bits for embeddings."
     )
-    assert len(simulation.calls) == text.count("   ?\n") == 11
+    assert len(simulation.calls) == text.count("   ?\n") == 18
     assert {call["batch_size"] for call in simulation.calls} == {12, 1, 6}
 
 
@@ -436,12 +455,12 @@ def test_the_comparison_as_json(simulation) -> None:
     first, *_, last = json.loads(result.stdout)
     shape = ("ladder", "added", "batch_size", "gradient_accumulation_steps", "seq_len", "reason")
     assert [first[name] for name in shape] == ["baseline", "fp32, batch 32", 32, 1, 128, ""]
-    assert [last[name] for name in shape] == ["nothing frozen or cut", "+ expandable segments", 8, 4, 128, ""]
+    assert [last[name] for name in shape] == ["gradients released", "+ paged state", 32, 1, 128, ""]
     assert (first["estimate"]["fits"], last["estimate"]["fits"]) == (False, True)
 
 
 def test_a_real_model_from_a_folder(tmp_path, monkeypatch) -> None:
-    """Through the true simulation: every rung of both ladders, and a table."""
+    """Through the true simulation: every rung of the ladders, and a table."""
     monkeypatch.undo()
     BertConfig(
         vocab_size=500, hidden_size=64, intermediate_size=128, num_attention_heads=2, num_hidden_layers=2,
@@ -455,9 +474,10 @@ def test_a_real_model_from_a_folder(tmp_path, monkeypatch) -> None:
     assert found["phase_peaks"][found["phase"]]["allocated_bytes"] == found["peak_allocated_bytes"]
     result = runner.invoke(app, ["estimate", str(tmp_path), *options, "--json", "--compare"])
     rows = json.loads(result.stdout)
-    assert [row["reason"] for row in rows] == [""] * 12
+    assert [row["reason"] for row in rows] == [""] * 19
     peaks = [row["estimate"]["peak_allocated_bytes"] for row in rows]
-    assert peaks[5] < peaks[0] > peaks[11]  # the tops of both ladders, under their baseline
+    assert peaks[5] < peaks[0]  # the tops of the ladders, under their baseline
+    assert peaks[12] < peaks[0] > peaks[18]
     result = runner.invoke(app, ["estimate", str(tmp_path), "--seq-len", "65"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("seq_len=65 ")

@@ -1,4 +1,4 @@
-"""What ``hf-memopt estimate`` does: one set-up from its options, or two ladders of techniques (``estimate_ladder``)."""
+"""What ``hf-memopt estimate`` does: one set-up from its options, or ladders of techniques (``estimate_ladder``)."""
 
 from __future__ import annotations
 

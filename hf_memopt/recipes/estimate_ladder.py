@@ -1,9 +1,10 @@
-"""Two ladders of techniques from the same baseline, for ``hf-memopt estimate --compare``. Every rung is one simulation.
+"""Ladders of techniques from one baseline, for ``hf-memopt estimate --compare``. Every rung is one simulation.
 
 The first ladder is the one that write-ups of small cards climb (gradient accumulation, checkpointing, Adafactor, a
 frozen body, half the length; so for chinese-macbert-large in "Transformers显存优化策略",
-crazybuddha-max.github.io/CBuddhaDocs). The second reaches small cards with every weight trained on the whole text.
-Examples per optimizer step stay the same on every rung.
+crazybuddha-max.github.io/CBuddhaDocs). The second reaches small cards with every weight trained on the whole text. The
+third does so without cutting the batch, since no gradient outlives its parameter's step; clipping by the global norm
+is what that costs. Examples per optimizer step stay the same on every rung.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ LADDER_BATCH_SIZE = 32
 SHOWN_ALONE = ("weights", "gradients", "optimizer state", "activations")
 HEADINGS = ("weights", "grads", "state", "activ.", "other", "alloc.", "re-\nserved", "total", "fits")
 BASELINE, USUAL, WHOLE = "baseline", "the usual ladder", "nothing frozen or cut"
+RELEASED = "gradients released"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool = True) -> list[Rung]:
-    """Return the baseline and both ladders from it; ``bf16`` is whether the card computes in it."""
+    """Return the baseline and the ladders from it; ``bf16`` is whether the card computes in it."""
     stock = {"precision": "fp32", "optim": "adamw_torch_fused", "gradient_accumulation_steps": 1}
     baseline = Rung(BASELINE, f"fp32, batch {effective_batch_size}", effective_batch_size, seq_len, stock)
     precision = "bf16" if bf16 else "fp16"
@@ -91,15 +93,30 @@ def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool =
         "+ frozen body": {"prepare": frozen(("base",), checkpointing=True)},
         **half,
     }
+    eight_bit = {"+ 8-bit Adam": {"optim": "adamw_8bit", "embedding_bits": 32}}
+    no_cache = {"+ autocast cache off": {"autocast_cache": False}}
+    paged = {"+ paged state": {"optim": "paged_adamw_8bit"}}
     whole: dict[str, dict[str, Any]] = {
         f"+ {precision} autocast": {"precision": precision},
-        "+ 8-bit Adam": {"optim": "adamw_8bit", "embedding_bits": 32},
+        **eight_bit,
         f"+ accumulation {piece} x {effective_batch_size // piece}": {"batch_size": piece},
         "+ checkpointing": {"checkpointing": True},
-        "+ paged state": {"optim": "paged_adamw_8bit"},
+        **no_cache,
+        **paged,
         "+ expandable segments": {"expandable_segments": True},
     }
-    return [baseline, *_climb(baseline, USUAL, usual), *_climb(baseline, WHOLE, whole)]
+    released: dict[str, dict[str, Any]] = {
+        **(
+            {"+ bf16 autocast": {"precision": "bf16"}} if bf16 else {}
+        ),  # the scaler of fp16 wants all gradients at once
+        **eight_bit,
+        "+ checkpointing": {"checkpointing": True},
+        **(no_cache if bf16 else {}),
+        "+ release, unclipped": {"gradient_release": True, "max_grad_norm": 0.0},
+        **paged,
+    }
+    ladders = {USUAL: usual, WHOLE: whole, RELEASED: released}
+    return [baseline, *(rung for name, additions in ladders.items() for rung in _climb(baseline, name, additions))]
 
 
 def _climb(rung: Rung, name: str, additions: Mapping[str, Mapping[str, Any]]) -> Iterator[Rung]:
@@ -123,7 +140,7 @@ def ladder(
     announce: Callable[[str], object] = lambda text: None,
     **overrides: Any,
 ) -> list[Row]:
-    """Estimate every rung of both ladders; a rung that cannot be is a row with its reason.
+    """Estimate every rung of the ladders; a rung that cannot be is a row with its reason.
 
     Args:
         model: as for ``estimate``.
