@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer, TrainerCallback
 
-__all__ = ["attach", "refuse_data_parallel", "unbound_error", "undisturbed", "used_columns"]
+__all__ = ["attach", "record_changes", "refuse_data_parallel", "unbound_error", "undisturbed", "used_columns"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     for part in (trainer.train_dataset, trainer.compute_loss_func):
         bind_part = getattr(part, "bind_trainer", None)
         if bind_part is not None:
-            _record(trainer, bind_part(trainer))
+            record_changes(trainer, bind_part(trainer))
     _bind_evaluation(trainer)
     _check_master_weights(trainer)
     adapt = getattr(trainer.data_collator, "adapt", None)
-    _record(trainer, () if adapt is None else adapt(trainer.model))
+    record_changes(trainer, () if adapt is None else adapt(trainer.model))
     for callback in callbacks:
         if callback not in trainer.callback_handler.callbacks:
             trainer.add_callback(callback)
@@ -110,8 +110,8 @@ def _check_master_weights(trainer: Any) -> None:
             )
 
 
-def _record(trainer: Any, changes: Iterable[Change]) -> None:
-    """Append changes to those that ``attach`` already made on this trainer."""
+def record_changes(trainer: Any, changes: Iterable[Change]) -> None:
+    """Append changes to those that are known of this trainer, ``trainer.memopt_changes``."""
     known = getattr(trainer, CHANGES, ())
     setattr(trainer, CHANGES, (*known, *(change for change in changes if change not in known)))
 
@@ -207,7 +207,7 @@ def _probe(trainer: Any, model: nn.Module, read_batch: Callable[[], Any], *, sta
         )
         change = Change("model_accepts_loss_kwargs", True, False, reason)
         logger.info("%s", change)
-        _record(trainer, (change,))
+        record_changes(trainer, (change,))
     elif finding:
         warnings.warn(
             f"attach could not find out whether the loss of {type(trainer.model).__name__} is normalised by "

@@ -24,6 +24,7 @@ __all__ = [
     "check_compatibility",
     "compatibility_matrix",
     "refusal_of",
+    "refusals_of",
     "settings_in_use",
     "techniques_in_use",
 ]
@@ -116,6 +117,12 @@ REFUSALS = (
         "a parameter that two checkpointed segments share would step twice",
         'Pass "use_reentrant": False',
     ),
+    Refusal(
+        "gradient release",
+        "layer-wise optimizer",
+        "its optimizer steps within the backward pass already",
+        "Choose another optim",
+    ),
     *(
         Refusal("gradient release", name, "weights would step before the processes have shared gradients", DROP_RELEASE)
         for name in ("DDP", "DDP, default flags", "FSDP", "DeepSpeed")
@@ -205,17 +212,21 @@ def check_compatibility(trainer: Trainer, *callbacks: TrainerCallback) -> None:
     Raises:
         ValueError: naming the first such pair, the reason and the fix.
     """
+    for found in refusals_of(trainer, *callbacks):
+        raise ValueError(str(found))
+
+
+def refusals_of(trainer: Trainer, *callbacks: TrainerCallback) -> list[Refusal]:
+    """Return every pair in use that is refused, of a Trainer and callbacks it is to get."""
     techniques = techniques_in_use(trainer, *callbacks)
     used = [*techniques, *settings_in_use(trainer.args, world_size=trainer.args.world_size)]
     if trainer.is_fsdp_enabled:
         used.append("FSDP")
     if trainer.is_deepspeed_enabled:
         used.append("DeepSpeed")
-    for technique in techniques:
-        for other in used:
-            found = refusal_of(technique, other)
-            if found is not None:
-                raise ValueError(str(found))
+    pairs = ((one, other) for one in techniques for other in used)
+    found = dict.fromkeys(refusal_of(one, other) for one, other in pairs)
+    return [refusal for refusal in found if refusal is not None]
 
 
 def refusal_of(one: str, other: str) -> Refusal | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import update_wrapper
@@ -47,7 +48,7 @@ def override_method(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], 
         wrap: takes the method as it is now and returns what is called instead.
 
     Returns:
-        A handle whose ``remove()`` takes this override out.
+        A handle whose ``remove()`` takes this override out; it does not keep the object alive.
 
     Example:
         >>> class Greeter:
@@ -59,8 +60,15 @@ def override_method(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], 
         'hello'
         {}
     """
-    override = _Override(owner, name, wrap)
-    return UndoHandle(lambda: override.remove(owner))
+    # weakly: the override holds the method before, that the owner, and a handle may outlive both
+    override, reference = weakref.ref(_Override(owner, name, wrap)), weakref.ref(owner)
+
+    def undo() -> None:
+        standing, alive = override(), reference()
+        if standing is not None and alive is not None:
+            standing.remove(alive)
+
+    return UndoHandle(undo)
 
 
 class _Override:
