@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RENAMED_ARGUMENTS",
     "allocator_variable",
+    "can_offload_checkpoints",
     "checkpointing_arguments",
     "checkpointing_of",
     "enable_checkpointing",
@@ -86,6 +87,14 @@ def checkpointing_of(args: TrainingArguments) -> tuple[bool, dict[str, Any]]:
     prefix = "activation" if "activation_checkpointing" in training_argument_names() else "gradient"
     options = getattr(args, f"{prefix}_checkpointing_kwargs")
     return bool(getattr(args, f"{prefix}_checkpointing")), dict(options or {})
+
+
+def can_offload_checkpoints() -> bool:
+    """Tell whether transformers can keep the inputs of checkpointed layers in host memory: from 5.17 on."""
+    from transformers import PreTrainedModel
+
+    renamed = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
+    return "offload" in inspect.signature(renamed or PreTrainedModel.gradient_checkpointing_enable).parameters
 
 
 def enable_checkpointing(model: Any, options: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ embeddings and first 3 layers are frozen, the graph holds 3.08 MiB instead of 6.
 0.25 MiB, but 0.50 MiB and twice the frozen layers' forward passes while the hooks that stock ``Trainer`` puts on the
 embeddings stay there (``tests/test_freezing.py`` measures it).
 
-Left out: unfreezing on a schedule (a parameter frozen before the optimizer is built never enters its groups), and the
+Left out: unfreezing on a schedule (``unfreezing.py``: it needs all parameters in the optimizer), and the
 speed of a frozen layer's forward pass, which is the same.
 """
 
@@ -27,7 +27,16 @@ from hf_memopt.changes import Change, nearest
 from hf_memopt.compat import is_checkpointing
 from hf_memopt.undo import UndoHandle
 
-__all__ = ["FreezeCallback", "drop_input_gradients", "freeze", "layer_stacks", "trainable_parameters"]
+__all__ = [
+    "FreezeCallback",
+    "checked_patterns",
+    "drop_input_gradients",
+    "freeze",
+    "input_gradient_hooks",
+    "layer_stacks",
+    "matching_parameters",
+    "trainable_parameters",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +78,8 @@ def freeze(model: nn.Module, patterns: str | Iterable[str]) -> UndoHandle:
         >>> handle.remove(); trainable_parameters(model)
         12
     """
-    names = _checked(patterns)
-    chosen = {id(parameter): parameter for name in names for parameter in _matching(model, name)}
+    names = checked_patterns(patterns)
+    chosen = {id(parameter): parameter for name in names for parameter in matching_parameters(model, name)}
     if all(id(parameter) in chosen for parameter in model.parameters() if parameter.requires_grad):
         raise ValueError(
             f"patterns={_shown(names)} would leave {type(model).__name__} nothing to train; expected at least one "
@@ -143,7 +152,7 @@ def drop_input_gradients(model: Any) -> UndoHandle | None:
     """
     if hasattr(model, "peft_config") or not is_checkpointing(model) or not _is_non_reentrant(model):
         return None
-    hooks = _input_gradient_hooks(model)
+    hooks = input_gradient_hooks(model)
     if not hooks:
         return None
     model.disable_input_require_grads()
@@ -153,7 +162,7 @@ def drop_input_gradients(model: Any) -> UndoHandle | None:
 
     def enable() -> None:
         alive = reference()
-        if alive is not None and not _input_gradient_hooks(alive):
+        if alive is not None and not input_gradient_hooks(alive):
             alive.enable_input_require_grads()
 
     return UndoHandle(enable)
@@ -179,7 +188,7 @@ class FreezeCallback(TrainerCallback):
     technique = "freezing"
 
     def __init__(self, patterns: str | Iterable[str]) -> None:
-        self.patterns = _checked(patterns)
+        self.patterns = checked_patterns(patterns)
         self.changes: list[Change] = []
         self.handle: UndoHandle | None = None
         self._model: Callable[[], nn.Module | None] = lambda: None
@@ -225,7 +234,7 @@ class FreezeCallback(TrainerCallback):
             self.changes.append(change)
 
 
-def _checked(patterns: Any) -> tuple[str, ...]:
+def checked_patterns(patterns: Any) -> tuple[str, ...]:
     """Return the patterns as a tuple, or raise for what is no pattern whatever the model."""
     expected = "expected one pattern or several. Write, for example, patterns=['embeddings', 'layers:0-3']."
     if not isinstance(patterns, Iterable) or isinstance(patterns, bytes):
@@ -247,7 +256,7 @@ def _shown(names: tuple[str, ...]) -> str:
     return repr(names[0] if len(names) == 1 else list(names))
 
 
-def _matching(model: nn.Module, pattern: str) -> list[nn.Parameter]:
+def matching_parameters(model: nn.Module, pattern: str) -> list[nn.Parameter]:
     """Return the parameters that one pattern names; never none."""
     if pattern == "base":
         return _base_parameters(model)
@@ -284,7 +293,7 @@ def _attends(stack: nn.ModuleList) -> bool:
     return any("Attention" in type(module).__name__ for module in stack.modules())
 
 
-def _input_gradient_hooks(model: nn.Module) -> list[tuple[nn.Module, int]]:
+def input_gradient_hooks(model: nn.Module) -> list[tuple[nn.Module, int]]:
     """Return the hooks of ``enable_input_require_grads``, each as its module and its key there."""
     return [
         (module, key)

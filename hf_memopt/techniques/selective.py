@@ -1,0 +1,83 @@
+"""Which operations of a checkpointed layer keep their result: the costly ones whose result is small.
+
+Linear layers and fused attention take nearly all of a layer's arithmetic; norms, activation functions and dropouts are
+recomputed from their results at the speed of memory. Products of two activations (``bmm``) are recomputed too: those of
+unfused attention are scores, as large as the square of the length.
+
+Left out: a choice among the linear layers of one layer; what a kernel outside of torch's dispatcher computes (it is
+recomputed); code that writes into the result of a linear layer (torch raises "Tensor cached during selective activation
+checkpoint has been mutated" in the backward pass).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+
+__all__ = ["KEPT_ATTENTIONS", "KEPT_PRODUCTS", "selective_contexts"]
+
+KEPT_PRODUCTS = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::linear",  # one operation on MPS
+        "aten::convolution",
+        "aten::_scaled_mm",
+        "aten::_int_mm",
+        "aten::_grouped_mm",
+        "aten::_scaled_grouped_mm",
+        "aten::_weight_int4pack_mm",
+        "aten::_weight_int8pack_mm",
+        "bitsandbytes::gemm_4bit",
+        "bitsandbytes::gemv_4bit",
+        "bitsandbytes::int8_scaled_mm",
+        "bitsandbytes::int8_mixed_scaled_mm",
+    }
+)
+"""Operations of linear layers, by the dispatcher's names. torch 2.13, bitsandbytes 0.50."""
+
+KEPT_ATTENTIONS = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_attention_math_for_mps",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+        "aten::_cudnn_attention_forward",
+        "flash_attn::_flash_attn_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+        "flex_attention",
+    }
+)
+"""Fused attention, by the dispatcher's names: all that ``F.scaled_dot_product_attention`` chooses from, the package
+flash-attn (2.7 on), and the higher-order operation of flex attention."""
+
+
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of one checkpointed call: ``context_fn`` of non-reentrant ``torch.utils.checkpoint``."""
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return contexts
+
+
+def _policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = operation.name()
+    kept = name in KEPT_PRODUCTS or (name in KEPT_ATTENTIONS and not _draws(operation, args, kwargs))
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether an attention draws a dropout mask.
+
+    Then it must run again: the dropouts after it would draw other random numbers than in the forward pass. ``_schema``
+    is private, pinned by a test, seen in torch 2.6 to 2.13.
+    """
+    if "dropout_p" in kwargs:
+        return bool(kwargs["dropout_p"])
+    arguments = getattr(getattr(operation, "_schema", None), "arguments", ())
+    found = (value for argument, value in zip(arguments, args, strict=False) if argument.name == "dropout_p")
+    return bool(next(found, False))
