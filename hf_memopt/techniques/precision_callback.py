@@ -1,0 +1,229 @@
+"""The callback that decides when the ``Trainer``'s run gets TF32, autocast without a cache, and master weights.
+
+The functions that do it, and what each saves and costs, stand in ``precision.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_memopt.binding import unbound_error
+from hf_memopt.changes import Change
+from hf_memopt.compatibility import check_compatibility
+from hf_memopt.techniques.precision import (
+    allow_tf32,
+    disable_autocast_cache,
+    half_weights,
+    is_checkpointed,
+    is_under_autocast,
+    keep_master_weights,
+)
+from hf_memopt.undo import UndoHandle, override_method
+from hf_memopt.units import format_bytes
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = ["PrecisionCallback"]
+
+logger = logging.getLogger(__name__)
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "tf32": ("auto", True, False),
+    "autocast_cache": ("auto", False, True),
+    "master_weights": (True, False),
+}
+
+
+class PrecisionCallback(TrainerCallback):
+    """Set up what stock leaves undone in a run's floating-point formats.
+
+    Bound with ``attach(trainer)`` it does all of it. Passed in ``callbacks=`` alone it cannot reach autocast, gives no
+    master weights to what ``model_init`` builds, and leaves TF32 on if training raises. With ``FreezeCallback``, name
+    that first: weights that are frozen by then stay in 16 bits.
+
+    Args:
+        tf32: True for TF32 while training runs, ``"auto"`` for the same where the card has it, False to leave it alone.
+            A value in ``TrainingArguments(tf32=...)`` wins. Process-wide; what it was is restored when training ends,
+            unless another run of the process still wants it.
+        autocast_cache: False switches the cache off, ``"auto"`` does where the model is checkpointed and autocast runs,
+            True leaves it alone.
+        master_weights: whether trainable weights of 16 bits become float32 where autocast (bf16 or fp16) runs. Without
+            autocast they stay as they are: that is training in pure 16 bits.
+
+    Attributes:
+        changes: what was done, and what was not and why.
+        handle: undoes what was done to the Trainer and the model seen last; None before the first. Until ``attach`` is
+            called again it also unbinds the callback.
+
+    Raises:
+        ValueError: an unknown value, at once; ``tf32=True`` on hardware without it, when training begins; as
+            ``disable_autocast_cache`` and ``keep_master_weights`` do.
+        RuntimeError: it was not bound and needs to be, when training begins.
+    """
+
+    technique = "precision"
+
+    def __init__(
+        self,
+        tf32: bool | Literal["auto"] = "auto",
+        autocast_cache: bool | Literal["auto"] = "auto",
+        master_weights: bool = True,
+    ) -> None:
+        self.tf32 = _checked("tf32", tf32)
+        self.autocast_cache = _checked("autocast_cache", autocast_cache)
+        self.master_weights = _checked("master_weights", master_weights)
+        self.changes: list[Change] = []
+        self.handle: UndoHandle | None = None
+        self._trainer: Callable[[], Any] = lambda: None
+        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._undo_model: list[UndoHandle] = []
+        self._undo_trainer: list[UndoHandle] = []
+        self._tf32: UndoHandle | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a copy starts unused and unbound: handles belong to this process, its trainer and its model
+        return type(self), (self.tf32, self.autocast_cache, self.master_weights)
+
+    def bind(self, trainer: Trainer) -> None:
+        """Reach what only the trainer has; ``attach`` calls it."""
+        if self._trainer() is trainer:
+            return
+        _remove(self._undo_trainer)
+        self._undo_trainer = self._disable_autocast_cache(trainer)
+        self._undo_trainer += [
+            override_method(trainer, "train", self._ending_with_tf32),
+            override_method(trainer, "call_model_init", lambda before: self._with_master_weights(trainer.args, before)),
+        ]
+        self._trainer = weakref.ref(trainer)
+        self.handle = UndoHandle(self._undo)
+
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Give the model master weights before the optimizer is built."""
+        self._keep_master_weights(args, model, optimizer)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Check that what was asked for could be done, and switch TF32 on."""
+        trainer = self._trainer()
+        is_bound = trainer is not None and trainer.state is state
+        if is_bound:
+            check_compatibility(trainer)
+        elif self.autocast_cache is False or (model is not self._model() and self._needs_masters(args, model)):
+            raise unbound_error(self)
+        self._keep_master_weights(args, model, optimizer)
+        self._allow_tf32(args)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put TF32 back."""
+        self._put_tf32_back()
+
+    def _disable_autocast_cache(self, trainer: Trainer) -> list[UndoHandle]:
+        if self.autocast_cache is True:
+            return []
+        if self.autocast_cache == "auto":
+            if not (trainer.args.bf16 or trainer.args.fp16) or not is_checkpointed(trainer):
+                return []
+            if is_under_autocast(trainer.model):
+                self._record(
+                    "autocast_cache", True, True, "the model runs under autocast already, attach came too late"
+                )
+                return []
+        handle = disable_autocast_cache(trainer)
+        self._record("autocast_cache", True, False, "it would keep a 16-bit copy of each weight for the forward pass")
+        return [handle]
+
+    def _needs_masters(self, args: Any, model: nn.Module) -> bool:
+        return bool(self.master_weights and (args.bf16 or args.fp16) and half_weights(model))
+
+    def _keep_master_weights(self, args: Any, model: nn.Module, optimizer: Any = None) -> None:
+        if self._model() is not model:
+            self._model, self._undo_model = weakref.ref(model), []
+        self.handle = UndoHandle(self._undo)
+        if not self._needs_masters(args, model):
+            return
+        weights = half_weights(model).values()
+        size = sum(weight.numel() * weight.element_size() for weight in weights)
+        handle = keep_master_weights(model, getattr(optimizer, "optimizer", optimizer))
+        if handle is not None:
+            self._undo_model.append(handle)
+            reason = f"{len(weights)} trainable weights: autocast computes in 16 bits, updates need more"
+            self._record(
+                "master_weights", f"16 bits, {format_bytes(size)}", f"float32, {format_bytes(2 * size)}", reason
+            )
+
+    def _with_master_weights(self, args: Any, before: Callable[..., Any]) -> Callable[..., Any]:
+        def call_model_init(*positional: Any, **named: Any) -> Any:
+            model = before(*positional, **named)
+            self._keep_master_weights(args, model)
+            return model
+
+        return call_model_init
+
+    def _ending_with_tf32(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def train(*positional: Any, **named: Any) -> Any:
+            try:
+                return before(*positional, **named)
+            finally:  # no event tells that training has raised
+                self._put_tf32_back()
+
+        return train
+
+    def _allow_tf32(self, args: Any) -> None:
+        self._put_tf32_back()  # of a run that raised, unbound
+        if self.tf32 is False:
+            return
+        if args.tf32 is not None:
+            self._record("tf32", self.tf32, args.tf32, "TrainingArguments(tf32=...) says so")
+            return
+        self._tf32 = None if args.use_cpu else allow_tf32()
+        if self._tf32 is not None:
+            self._record("tf32", False, True, "this card has TF32, for the float32 products that autocast leaves")
+        elif self.tf32 is True:
+            raise ValueError(
+                "tf32=True is not what this machine computes; expected an NVIDIA card of compute capability 8.0 or "
+                "newer. Pass PrecisionCallback(tf32='auto')"
+            )
+        else:
+            self._record("tf32", False, False, "this machine has no TF32")
+
+    def _put_tf32_back(self) -> None:
+        handle, self._tf32 = self._tf32, None
+        if handle is not None:
+            handle.remove()
+
+    def _undo(self) -> None:
+        self._put_tf32_back()
+        _remove(self._undo_trainer)
+        _remove(self._undo_model)
+        self._trainer = lambda: None
+
+    def _record(self, name: str, old: Any, new: Any, reason: str) -> None:
+        change = Change(name, old, new, reason)
+        if change not in self.changes:
+            self.changes.append(change)
+            logger.info("PrecisionCallback: %s", change)
+
+
+def _checked(name: str, value: Any) -> Any:
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in _CHOICES[name]):
+        choices = _CHOICES[name]
+        raise ValueError(
+            f"{name}={value!r} is unknown; expected one of {', '.join(map(repr, choices))}. "
+            f"Pass PrecisionCallback({name}={choices[0]!r})"
+        )
+    return value
+
+
+def _remove(handles: list[UndoHandle]) -> None:
+    while handles:
+        handles.pop().remove()
