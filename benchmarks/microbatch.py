@@ -1,0 +1,174 @@
+"""What micro-batching costs where it does nothing, and gains on texts of mixed length: python benchmarks/microbatch.py
+
+Cost: ``MicrobatchCallback`` around a training step that does nothing, over a real step of BERT-tiny (2 layers, hidden
+128) on 8 short texts. Gain: BERT-mini (4 layers, hidden 256) on the docstrings that Python ships with, 32 to an
+optimizer step; stock in 4 micro-batches of 8, padded to their longest, against one batch that is cut into as many rows
+or as many tokens at most. Every arm trains on the same texts at the same step; the arms take turns, and of each step
+the median of the turns counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from typing import Any
+
+from transformers import TrainerCallback
+
+CALLS, REPEATS = 2000, 7
+TURNS, STEPS = 3, 12
+ROWS, MICROBATCH_ROWS = 32, 8
+TINY: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
+MINI: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+MOST_TOKENS = 256  # of a text
+
+STOCK = {"per_device_train_batch_size": MICROBATCH_ROWS, "gradient_accumulation_steps": ROWS // MICROBATCH_ROWS}
+ARMS: dict[str, dict[str, int]] = {
+    "stock, 4 micro-batches of 8 rows": {},
+    "pieces of 8 rows at most": {"max_examples": MICROBATCH_ROWS},
+    "pieces of 2048 tokens at most": {"max_tokens": MICROBATCH_ROWS * MOST_TOKENS},
+}
+"""Arms by name: the caps of ours, none for stock."""
+
+
+class StepClock(TrainerCallback):
+    """Time of each optimizer step, and the padded tokens that the model saw in it."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.tokens: list[int] = []
+
+    def count(self, module: Any, args: Any, inputs: dict[str, Any]) -> None:
+        """Count a forward pass; a hook of the model."""
+        self.tokens[-1] += inputs["input_ids"].numel()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.tokens.append(0)
+        self._started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._started)
+
+
+def read_texts() -> tuple[Any, list[dict[str, Any]]]:
+    """Return a tokenizer and the tokenized docstrings with their labels."""
+    from hf_memopt.docstrings import docstring_task, read_docstrings, source_files, train_tokenizer
+
+    task = docstring_task(read_docstrings(source_files()))
+    tokenizer = train_tokenizer(task.train_texts)
+    ids = tokenizer(list(task.train_texts), truncation=True, max_length=MOST_TOKENS)["input_ids"]
+    return tokenizer, [{"input_ids": row, "labels": label} for row, label in zip(ids, task.train_labels, strict=True)]
+
+
+def build_trainer(tokenizer: Any, rows: Any, sizes: dict[str, Any], **settings: Any) -> Any:
+    """Return a stock Trainer on a new BERT."""
+    import torch
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        DataCollatorWithPadding,
+        PrinterCallback,
+        Trainer,
+        TrainingArguments,
+    )
+
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=len(tokenizer), num_labels=20, **sizes)
+    quiet = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+    settings = {"per_device_train_batch_size": ROWS, "learning_rate": 1e-4, "max_steps": STEPS, **quiet, **settings}
+    trainer = Trainer(
+        model=BertForSequenceClassification(config),
+        args=TrainingArguments(**settings, dataloader_pin_memory=torch.accelerator.is_available()),
+        train_dataset=rows,
+        data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def attached(trainer: Any, **caps: int) -> Any:
+    """Attach micro-batching, which without ``caps`` has no reason to cut."""
+    from hf_memopt import MicrobatchCallback, attach
+
+    return attach(trainer, MicrobatchCallback(**caps))
+
+
+def overhead(tokenizer: Any, rows: list[dict[str, Any]], folder: str) -> dict[str, float]:
+    """Time the callback around a step that does nothing, and a real step of the smallest model on short texts."""
+    from hf_memopt.undo import override_method
+
+    few = [row for row in rows if len(row["input_ids"]) <= 64][: MICROBATCH_ROWS * STEPS]
+    settings = {"output_dir": folder, "per_device_train_batch_size": MICROBATCH_ROWS}
+    trainer = build_trainer(tokenizer, few, TINY, **settings)
+    clock = StepClock()
+    trainer.add_callback(clock)
+    trainer.train()
+    real = statistics.median(clock.seconds[1:])
+
+    inputs = trainer.data_collator(few[:MICROBATCH_ROWS])
+    loss = trainer.compute_loss(trainer.model, dict(inputs)).detach()
+    override_method(trainer, "training_step", lambda before: lambda *args: loss)
+    bare = seconds_per_call(trainer, inputs)
+    extra = seconds_per_call(attached(trainer), inputs) - bare
+    return {"callback_seconds": extra, "step_seconds": real, "fraction": extra / real}
+
+
+def seconds_per_call(trainer: Any, inputs: Any) -> float:
+    """Return the time of one step with its event, the least of several repeats."""
+    found = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            trainer.callback_handler.on_step_begin(trainer.args, trainer.state, trainer.control)
+            trainer.training_step(trainer.model, inputs, None)
+        found.append((time.perf_counter() - started) / CALLS)
+    return min(found)
+
+
+def mixed_lengths(tokenizer: Any, rows: list[dict[str, Any]], folder: str) -> dict[str, dict[str, float]]:
+    """Train the arms in turns; return the seconds and padded tokens of an optimizer step of each."""
+    seconds: dict[str, list[list[float]]] = defaultdict(list)
+    clocks: dict[str, StepClock] = {}
+    for _ in range(TURNS):
+        for name, caps in ARMS.items():
+            trainer = build_trainer(tokenizer, rows, MINI, output_dir=folder, **({} if caps else STOCK))
+            if caps:
+                attached(trainer, **caps)
+            clocks[name] = clock = StepClock()
+            trainer.add_callback(clock)
+            trainer.model.register_forward_pre_hook(clock.count, with_kwargs=True)
+            trainer.train()
+            seconds[name].append(clock.seconds[1:])  # the first one finds out how the loss is scaled
+    return {
+        name: {
+            "seconds_per_step": statistics.mean(statistics.median(turns) for turns in zip(*seconds[name], strict=True)),
+            "padded_tokens_per_step": statistics.mean(clock.tokens[1:]),
+        }
+        for name, clock in clocks.items()
+    }
+
+
+def main() -> int:
+    """Run both, print two tables, append the figures to the results."""
+    from results_file import append
+
+    tokenizer, rows = read_texts()
+    with tempfile.TemporaryDirectory() as folder:
+        cost = overhead(tokenizer, rows, folder)
+        gain = mixed_lengths(tokenizer, rows, folder)
+    print(f"{'nothing to cut, nothing fails':<44}{'callback':>12}{'real step':>12}{'cost':>8}")
+    times = f"{1e6 * cost['callback_seconds']:>9.0f} us{1e3 * cost['step_seconds']:>9.1f} ms"
+    print(f"{'BERT-tiny, 8 texts of 64 tokens at most':<44}{times}{cost['fraction']:>8.2%}\n")
+    stock = next(iter(gain.values()))["seconds_per_step"]
+    print(f"{'BERT-mini, 32 docstrings a step':<44}{'seconds':>10}{'padded tokens':>16}{'speed':>8}")
+    for name, found in gain.items():
+        figures = f"{found['seconds_per_step']:>10.3f}{found['padded_tokens_per_step']:>16.0f}"
+        print(f"{name:<44}{figures}{stock / found['seconds_per_step']:>7.2f}x")
+    append("microbatch", {"overhead": cost, "mixed_lengths": gain})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

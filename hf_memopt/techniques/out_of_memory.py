@@ -1,0 +1,149 @@
+"""Tell an out-of-memory error from every other, free what the failed step holds, and repeat its random numbers.
+
+Only allocators of torch raise ``torch.OutOfMemoryError``. A driver, a math library or the host raises a plain
+``RuntimeError`` whose text alone tells; ``OUT_OF_MEMORY_TEXTS`` lists those texts.
+
+Left out, since a smaller batch is no remedy or the process is past saving: ``CUDNN_STATUS_NOT_SUPPORTED`` (a layout or
+a size that cuDNN has no kernel for), shared memory that a Triton kernel lacks, NCCL's "Cuda failure 'out of memory'"
+(the other ranks wait for ever), and bitsandbytes' own kernels, which print and exit.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["OUT_OF_MEMORY_TEXTS", "RandomState", "is_out_of_memory", "release_memory"]
+
+OUT_OF_MEMORY_TEXTS: Mapping[str, str] = {
+    "CUDA out of memory": "torch's CUDA allocator (c10/cuda/CUDACachingAllocator.cpp)",
+    "CUDA error: out of memory": "a call of the CUDA runtime (c10/cuda/CUDAException.cpp)",
+    "CUDA driver error: out of memory": "expandable segments (c10/cuda/driver_api.h)",
+    "CUBLAS_STATUS_ALLOC_FAILED": "cuBLAS' workspace (aten/src/ATen/cuda/Exceptions.cpp)",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate": (
+        "cuBLAS' handle on a full card (https://discuss.pytorch.org/t/125450). After a failed assertion on the device "
+        "cuBLAS says the same, but then whatever is run next fails with that assertion"
+    ),
+    "CUDNN_STATUS_NOT_INITIALIZED": "cuDNN's handle on a full card (https://github.com/haotian-liu/LLaVA/issues/392)",
+    "CUDNN_STATUS_ALLOC_FAILED": "cuDNN 8 (docs.nvidia.com/deeplearning/cudnn, cudnnStatus_t)",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED": "cuDNN 9 (the same page)",
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED": "cuDNN 9 (the same page)",
+    "CUSOLVER_STATUS_ALLOC_FAILED": "cuSOLVER's workspace (aten/src/ATen/cuda/Exceptions.cpp)",
+    "HIP out of memory": "torch's allocator on ROCm, whose sources are translated from CUDA's",
+    "HIP error: out of memory": "a call of the HIP runtime (c10/hip/HIPException.cpp, translated)",
+    "HIPBLAS_STATUS_ALLOC_FAILED": "hipBLAS' workspace (aten/src/ATen/cuda/Exceptions.cpp)",
+    "XPU out of memory": "torch's XPU allocator (c10/xpu/XPUCachingAllocator.cpp)",
+    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY": "Level Zero (https://github.com/intel/torch-xpu-ops/issues/5432)",
+    "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY": "Level Zero (ur_api.h)",
+    "UR_RESULT_ERROR_OUT_OF_RESOURCES": "Level Zero (https://github.com/pytorch/pytorch/issues/190972)",
+    "MPS backend out of memory": "torch's MPS allocator (aten/src/ATen/mps/MPSAllocator.mm)",
+    "Invalid buffer size: ": "the same, for a tensor larger than one Metal buffer may be",
+    "DefaultCPUAllocator: can't allocate memory": "the host on Linux and macOS (c10/core/impl/alloc_cpu.cpp)",
+    "DefaultCPUAllocator: not enough memory": "the host on Windows (the same file)",
+}
+"""Texts of a ``RuntimeError`` that mean out of memory, each with who says so and where that was seen."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory ran out: on the accelerator, in the workspace of a math library, or on the host.
+
+    An error that was raised ``from`` such a one is one too; an error that came up while another was handled is not.
+
+    Example:
+        >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+        True
+        >>> is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+        False
+    """
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(cause, RuntimeError) and any(text in str(cause) for text in OUT_OF_MEMORY_TEXTS):
+            return True
+        seen.add(id(cause))
+        cause = cause.__cause__
+    return False
+
+
+def release_memory() -> None:
+    """Free what a failed step holds; call it once the ``except`` block that caught the error was left.
+
+    An exception keeps the frames it passed through, and they keep their tensors. The caught one dies with its
+    ``except`` block; one that ended a notebook's cell or a line of the interpreter lives on in ``sys``, and one that
+    somebody further up is handling now lives until he is done. Of those the variables of finished frames are dropped,
+    whatever the errors were: their type, text and lines remain, but a debugger finds no variables any more. Then
+    reference cycles are collected and the caches of the accelerators' allocators given back.
+    """
+    for kept in _kept_tracebacks():
+        traceback.clear_frames(kept)  # leaves frames alone that still run
+    gc.collect()
+    for module in (torch.cuda, torch.xpu):
+        if module.is_initialized():
+            module.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+
+
+def _kept_tracebacks() -> Iterator[TracebackType]:
+    """Yield the tracebacks of the last errors that nobody caught and of the one being handled, with their causes."""
+    last = getattr(sys, "last_traceback", None)
+    if last is not None:
+        yield last
+    waiting = [getattr(sys, "last_exc", None), getattr(sys, "last_value", None), sys.exception()]
+    seen: set[int] = set()
+    while waiting:
+        error = waiting.pop()
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
+        waiting += [error.__cause__, error.__context__]
+        if error.__traceback__ is not None:
+            yield error.__traceback__
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """What the random number generators were that a training step can draw from.
+
+    torch's for the host and for one device (dropout), numpy's (the masks of Wav2Vec2, BigBird's attention) and Python's
+    (a user's own loss). The generators of other devices are left alone, since to read one starts CUDA there.
+    """
+
+    device: torch.device
+    host: torch.Tensor
+    accelerator: torch.Tensor | None
+    numpy: Any
+    python: Any
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RandomState:
+        """Read the generators of the host and of ``device``."""
+        accelerator = None
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            accelerator = module.get_rng_state(*_arguments(device))
+        return cls(device, torch.get_rng_state(), accelerator, np.random.get_state(), random.getstate())
+
+    def restore(self) -> None:
+        """Set the generators to what they were, as often as needed."""
+        torch.set_rng_state(self.host)
+        if self.accelerator is not None:
+            module = torch.get_device_module(self.device)
+            module.set_rng_state(self.accelerator, *_arguments(self.device))
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+def _arguments(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # there is one only
