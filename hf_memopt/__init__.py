@@ -30,8 +30,18 @@ if TYPE_CHECKING:
     from hf_memopt.reading import MemoryReading, read_memory
     from hf_memopt.recipes.presets import PRESETS, preset, recipe
     from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.techniques.allocator_settings import use_expandable_segments
+    from hf_memopt.techniques.checkpoint_files import LeanCheckpointCallback
+    from hf_memopt.techniques.checkpointing import CheckpointingCallback, checkpoint_layers
     from hf_memopt.techniques.embedding_bits import EmbeddingBitsCallback, override_embedding_bits
+    from hf_memopt.techniques.evaluation import EvaluationGuardCallback
     from hf_memopt.techniques.freezing import FreezeCallback, freeze
+    from hf_memopt.techniques.gradient_release import gradient_release
+    from hf_memopt.techniques.microbatch import MicrobatchCallback
+    from hf_memopt.techniques.overflow import OverflowCallback
+    from hf_memopt.techniques.precision_callback import PrecisionCallback
+    from hf_memopt.techniques.released_optimizer import released_optimizer
+    from hf_memopt.techniques.unfreezing import GradualUnfreezeCallback
 
 _MODULES = {
     "hf_memopt.batching.buckets": ("LengthBuckets",),
@@ -52,8 +62,18 @@ _MODULES = {
     "hf_memopt.reading": ("MemoryReading", "read_memory"),
     "hf_memopt.recipes.presets": ("PRESETS", "preset", "recipe"),
     "hf_memopt.recipes.recipe": ("Recipe",),
+    "hf_memopt.techniques.allocator_settings": ("use_expandable_segments",),
+    "hf_memopt.techniques.checkpoint_files": ("LeanCheckpointCallback",),
+    "hf_memopt.techniques.checkpointing": ("CheckpointingCallback", "checkpoint_layers"),
     "hf_memopt.techniques.embedding_bits": ("EmbeddingBitsCallback", "override_embedding_bits"),
+    "hf_memopt.techniques.evaluation": ("EvaluationGuardCallback",),
     "hf_memopt.techniques.freezing": ("FreezeCallback", "freeze"),
+    "hf_memopt.techniques.gradient_release": ("gradient_release",),
+    "hf_memopt.techniques.microbatch": ("MicrobatchCallback",),
+    "hf_memopt.techniques.overflow": ("OverflowCallback",),
+    "hf_memopt.techniques.precision_callback": ("PrecisionCallback",),
+    "hf_memopt.techniques.released_optimizer": ("released_optimizer",),
+    "hf_memopt.techniques.unfreezing": ("GradualUnfreezeCallback",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -63,29 +83,38 @@ __all__ = [
     "BucketedCollator",
     "BudgetError",
     "Change",
+    "CheckpointingCallback",
     "DynamicPaddingCollator",
     "EmbeddingBitsCallback",
     "Estimate",
+    "EvaluationGuardCallback",
     "FreezeCallback",
     "Gpu",
+    "GradualUnfreezeCallback",
+    "LeanCheckpointCallback",
     "LengthBucketedBatchSampler",
     "LengthBucketedSampler",
     "LengthBuckets",
     "MemoryReading",
     "MemoryReportCallback",
+    "MicrobatchCallback",
     "MissingExtraError",
     "NotEstimableError",
+    "OverflowCallback",
     "PaddingReport",
+    "PrecisionCallback",
     "Recipe",
     "StepSettings",
     "attach",
     "bucketed",
+    "checkpoint_layers",
     "custom_gpu",
     "estimate",
     "estimate_from_arguments",
     "exact_loss",
     "find_gpu",
     "freeze",
+    "gradient_release",
     "override_embedding_bits",
     "padding_report",
     "preset",
@@ -93,8 +122,10 @@ __all__ = [
     "print_summary",
     "read_memory",
     "recipe",
+    "released_optimizer",
     "sorted_by_length",
     "token_lengths",
+    "use_expandable_segments",
 ]
 
 

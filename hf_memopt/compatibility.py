@@ -60,8 +60,9 @@ SETTINGS: Mapping[str, str] = {
 }
 """The settings of stock that some technique cannot work with, and what is meant by each."""
 
-RUN_ON_CPU = ("bf16", "accumulation", "norm clipping", "reentrant checkpointing", "auto_find_batch_size")
-"""The settings with which the tests run every technique that is not refused."""
+RUN_IN_ONE_PROCESS = ("bf16", "accumulation", "norm clipping", "reentrant checkpointing", "auto_find_batch_size")
+RUN = (*RUN_IN_ONE_PROCESS, "DDP", "DDP, default flags")
+"""The settings with which the tests run every technique that is not refused, in one process or in two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +220,10 @@ def check_compatibility(trainer: Trainer, *callbacks: TrainerCallback) -> None:
 def refusals_of(trainer: Trainer, *callbacks: TrainerCallback) -> list[Refusal]:
     """Return every pair in use that is refused, of a Trainer and callbacks it is to get."""
     techniques = techniques_in_use(trainer, *callbacks)
-    used = [*techniques, *settings_in_use(trainer.args, world_size=trainer.args.world_size)]
-    if trainer.is_fsdp_enabled:
-        used.append("FSDP")
-    if trainer.is_deepspeed_enabled:
-        used.append("DeepSpeed")
+    engines = {"FSDP": trainer.is_fsdp_enabled, "DeepSpeed": trainer.is_deepspeed_enabled}
+    world_size = 1 if any(engines.values()) else trainer.args.world_size  # the model is not wrapped by DDP then
+    used = [*techniques, *settings_in_use(trainer.args, world_size=world_size)]
+    used += [name for name, is_used in engines.items() if is_used]
     pairs = ((one, other) for one in techniques for other in used)
     found = dict.fromkeys(refusal_of(one, other) for one, other in pairs)
     return [refusal for refusal in found if refusal is not None]
@@ -293,4 +293,4 @@ def _cell(row: str, column: str, numbers: Mapping[int, int]) -> str:
     if found is not None:
         same = next(one for one in _distinct() if one.reason == found.reason)
         return f"no ({numbers[id(same)]})"
-    return "yes" if column in TECHNIQUES or column in RUN_ON_CPU else "?"
+    return "yes" if column in TECHNIQUES or column in RUN else "?"

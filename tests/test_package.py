@@ -16,6 +16,17 @@ ROOMS = ("batching", "techniques", "memory")
 DEMO = ("demo", "demo_arms", "demo_output", "docstrings")
 
 PUBLIC = {
+    "use_expandable_segments",
+    "LeanCheckpointCallback",
+    "CheckpointingCallback",
+    "checkpoint_layers",
+    "EvaluationGuardCallback",
+    "gradient_release",
+    "MicrobatchCallback",
+    "OverflowCallback",
+    "PrecisionCallback",
+    "released_optimizer",
+    "GradualUnfreezeCallback",
     "GPUS",
     "Estimate",
     "Gpu",

@@ -20,8 +20,11 @@ from hf_memopt import (
     EmbeddingBitsCallback,
     FreezeCallback,
     MemoryReportCallback,
+    MicrobatchCallback,
+    PrecisionCallback,
     Recipe,
     compat,
+    gradient_release,
     preset,
     recipe,
 )
@@ -325,11 +328,40 @@ def test_model_kwargs_ask_for_float32_weights(tmp_path) -> None:
 
 def test_callbacks_follow_the_fields() -> None:
     kinds = [type(callback) for callback in recipe("4gb-gpu").callbacks()]
-    assert kinds == [EmbeddingBitsCallback, MemoryReportCallback]
-    assert [type(c) for c in recipe("cpu").callbacks()] == [MemoryReportCallback]
-    assert [type(c) for c in recipe("cpu").replace(freeze=("embeddings",), memory_report=False).callbacks()] == [
-        FreezeCallback
+    assert kinds == [PrecisionCallback, EmbeddingBitsCallback, MicrobatchCallback, MemoryReportCallback]
+    assert [recipe(name).callbacks()[0].autocast_cache for name in ("4gb-gpu", "cpu")] == [False, True]
+    assert [type(c) for c in recipe("cpu").callbacks()] == [PrecisionCallback, MicrobatchCallback, MemoryReportCallback]
+    least = recipe("cpu").replace(freeze=("embeddings",), micro_batching=False, memory_report=False)
+    assert [type(c) for c in least.callbacks()] == [FreezeCallback, PrecisionCallback]
+
+
+def test_what_cannot_work_with_what_the_caller_asks_for_is_left_out_and_told(tmp_path) -> None:
+    released = (gradient_release(torch.optim.SGD), {"lr": 0.1})
+    arguments = {"max_grad_norm": 0}
+    trainer = wired(tmp_path, recipe("cpu"), dataset(), training_arguments=arguments, optimizer_cls_and_kwargs=released)
+    assert not any(isinstance(c, MicrobatchCallback) for c in trainer.callback_handler.callbacks)
+    assert [str(change) for change in trainer.memopt_changes if change.name == "micro-batching"] == [
+        "micro-batching: True -> False (cannot work with gradient release: gradients have to stay until the last "
+        "piece, and a weight that has stepped cannot be taken back)"
     ]
+
+
+def test_a_callback_of_the_callers_own_is_refused_not_left_out(tmp_path) -> None:
+    released = (gradient_release(torch.optim.SGD), {"lr": 0.1})
+    with pytest.raises(ValueError) as error:
+        wired(
+            tmp_path,
+            recipe("cpu").replace(micro_batching=False),
+            dataset(),
+            training_arguments={"max_grad_norm": 0},
+            optimizer_cls_and_kwargs=released,
+            callbacks=[MicrobatchCallback()],
+        )
+    assert str(error.value) == (
+        "gradient release and micro-batching cannot work together: gradients have to stay until the last piece, and a "
+        "weight that has stepped cannot be taken back; expected one of the two. Take MicrobatchCallback out of "
+        "callbacks="
+    )
 
 
 # ---- The wired trainer

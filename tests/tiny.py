@@ -108,4 +108,4 @@ def train(model: torch.nn.Module, dataset: Any, output_dir: Any, **settings: Any
 def largest_difference(one: torch.nn.Module, other: torch.nn.Module) -> float:
     """Return the maximum absolute difference over all parameters of two models."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max((a.detach() - b.detach()).abs().max().item() for a, b in pairs)
+    return torch.stack([(a.detach() - b.detach()).abs().max().double() for a, b in pairs]).max().item()  # NaN stays

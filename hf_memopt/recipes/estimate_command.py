@@ -12,7 +12,8 @@ from hf_memopt.memory.estimate_output import as_dict, print_estimate
 from hf_memopt.memory.estimate_picture import check_picture, draw
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.settings import StepSettings
-from hf_memopt.recipes.estimate_ladder import LADDER_BATCH_SIZE, frozen, ladder, largest_divisor, print_ladder
+from hf_memopt.recipes.effective_batch import largest_divisor
+from hf_memopt.recipes.estimate_ladder import LADDER_BATCH_SIZE, frozen, ladder, print_ladder
 from hf_memopt.recipes.presets import recipe
 
 if TYPE_CHECKING:

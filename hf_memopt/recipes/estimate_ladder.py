@@ -18,6 +18,7 @@ from hf_memopt.gpus import gpu_at_hand
 from hf_memopt.memory.estimate_output import as_dict
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.result import COMPONENTS
+from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.techniques.freezing import drop_input_gradients, freeze
 from hf_memopt.units import format_bytes, to_gib
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from hf_memopt.gpus import Gpu
     from hf_memopt.memory.result import Estimate
 
-__all__ = ["Row", "Rung", "frozen", "ladder", "ladder_rungs", "largest_divisor", "print_ladder"]
+__all__ = ["Row", "Rung", "frozen", "ladder", "ladder_rungs", "print_ladder"]
 
 LADDER_BATCH_SIZE = 32
 SHOWN_ALONE = ("weights", "gradients", "optimizer state", "activations")
@@ -72,11 +73,6 @@ def frozen(patterns: tuple[str, ...], *, checkpointing: bool) -> tuple[Callable[
     """Return what ``FreezeCallback`` does to the model."""
     first = partial(freeze, patterns=patterns)
     return (first, drop_input_gradients) if checkpointing else (first,)
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor of ``number`` that is not above ``most``."""
-    return max(part for part in range(1, min(number, most) + 1) if number % part == 0)
 
 
 def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool = True) -> list[Rung]:

@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt import compat
 from hf_memopt.batching.collators import BucketedCollator
-from hf_memopt.binding import attach
+from hf_memopt.binding import attach, record_changes
 from hf_memopt.changes import Change, nearest
+from hf_memopt.compatibility import refusals_of
 from hf_memopt.memory.report import MemoryReportCallback
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
+from hf_memopt.recipes.effective_batch import cut_effective_batch
 from hf_memopt.techniques.embedding_bits import EmbeddingBitsCallback
 from hf_memopt.techniques.freezing import FreezeCallback, drop_input_gradients, freeze
+from hf_memopt.techniques.microbatch import MicrobatchCallback
 from hf_memopt.techniques.precision import accelerator_type, check_precision, choose_precision
+from hf_memopt.techniques.precision_callback import PrecisionCallback
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -55,6 +59,8 @@ class Recipe:
         eval_accumulation_steps: evaluation batches whose outputs stay on the card before they move to the host; None
             for all of them.
         dataloader_num_workers: processes that prepare batches.
+        autocast_cache: whether autocast keeps the 16-bit copy of each weight through a forward pass.
+        micro_batching: whether a batch that runs out of memory is cut into pieces and run again.
         memory_report: whether the log tells the memory of each phase.
         reasons: why a field has its value, by the field's name.
     """
@@ -74,6 +80,8 @@ class Recipe:
     attn_implementation: str = "sdpa"
     eval_accumulation_steps: int | None = None
     dataloader_num_workers: int = 0
+    autocast_cache: bool = True
+    micro_batching: bool = True
     memory_report: bool = True
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -191,7 +199,8 @@ class Recipe:
         arguments.update(precision)
         if why is not None:
             changes.append(why)
-        batch, why = self._batch(effective_batch_size or self.effective_batch_size, overrides)
+        preferred = self.per_device_train_batch_size, self.effective_batch_size // self.per_device_train_batch_size
+        batch, why = cut_effective_batch(effective_batch_size or self.effective_batch_size, preferred, overrides)
         arguments.update(batch)
         if why is not None:
             changes.append(why)
@@ -210,39 +219,6 @@ class Recipe:
             return asked, None
         chosen = choose_precision(use_cpu=use_cpu)
         return {"bf16": chosen.bf16, "fp16": chosen.fp16}, Change("precision", "auto", chosen.name, chosen.reason)
-
-    def _batch(self, effective: int, overrides: Mapping[str, Any]) -> tuple[dict[str, int], Change | None]:
-        """Cut the effective batch over processes, accumulation steps and devices without changing it."""
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
-        given = overrides.get("per_device_train_batch_size"), overrides.get("gradient_accumulation_steps")
-        old = self.per_device_train_batch_size, self.effective_batch_size // self.per_device_train_batch_size
-        per_device, steps = given
-        for name, value in zip(BATCH_NAMES, given, strict=True):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} is not a size; expected an integer of 1 or more. Pass {name}=8")
-        if per_device is not None and steps is not None:
-            if per_device * steps * processes != effective:
-                raise ValueError(
-                    f"per_device_train_batch_size={per_device}, gradient_accumulation_steps={steps} make "
-                    f"{per_device * steps * processes} examples per step on {processes} process(es); expected the "
-                    f"effective batch of {effective}. Give one of the two, or effective_batch_size="
-                    f"{per_device * steps * processes}"
-                )
-        elif per_device is not None:
-            steps = _share(effective, per_device * processes, "per_device_train_batch_size", per_device, processes)
-        elif steps is not None:
-            per_device = _share(effective, steps * processes, "gradient_accumulation_steps", steps, processes)
-        else:
-            share = _share(effective, processes, "WORLD_SIZE", processes, processes)
-            per_device = max(size for size in range(1, self.per_device_train_batch_size + 1) if share % size == 0)
-            steps = share // per_device
-        batch = dict(zip(BATCH_NAMES, (per_device, steps), strict=True))
-        if (per_device, steps) == old:
-            return batch, None
-        reason = f"keeps {effective} examples per optimizer step on {processes} process(es)"
-        return batch, Change(
-            "per_device_train_batch_size x gradient_accumulation_steps", old, (per_device, steps), reason
-        )
 
     def model_kwargs(self) -> dict[str, Any]:
         """Return keywords for ``from_pretrained``: float32 weights (its own default is the checkpoint's dtype) and
@@ -264,6 +240,7 @@ class Recipe:
             optim=self.optim,
             embedding_bits=self.embedding_bits,
             gradient_accumulation_steps=max(self.effective_batch_size // self.per_device_train_batch_size, 1),
+            autocast_cache=self.autocast_cache,
             checkpointing=self.checkpointing,
             attn_implementation=self.attn_implementation,
             eval_batch_size=self.per_device_eval_batch_size,
@@ -272,15 +249,20 @@ class Recipe:
         )
 
     def callbacks(self) -> list[TrainerCallback]:
-        """Return new callbacks: freezing, 32-bit embeddings of an 8-bit optimizer, the memory report."""
+        """Return new callbacks for a Trainer that ``attach`` is called on: freezing, float32 weights and autocast's
+        cache, 32-bit embeddings of an 8-bit optimizer, micro-batches after out of memory, the memory report.
+        """
         return self._callbacks(self.optim)
 
     def _callbacks(self, optim: str) -> list[TrainerCallback]:
         wanted: list[TrainerCallback] = []
         if self.freeze:
             wanted.append(FreezeCallback(self.freeze))
+        wanted.append(PrecisionCallback(tf32=False, autocast_cache=self.autocast_cache))
         if optim in BITSANDBYTES_8BIT:
             wanted.append(EmbeddingBitsCallback(bits=self.embedding_bits))
+        if self.micro_batching:
+            wanted.append(MicrobatchCallback())
         if self.memory_report:
             wanted.append(MemoryReportCallback())
         return wanted
@@ -315,6 +297,7 @@ class Recipe:
         """
         from transformers import Trainer
 
+        callbacks = tuple(callbacks)
         if training_arguments is not None and not isinstance(training_arguments, Mapping):
             raise TypeError(
                 f"training_arguments=<{type(training_arguments).__name__}> is not a mapping; expected a dict of "
@@ -345,10 +328,21 @@ class Recipe:
             callbacks=[*self._callbacks(args.optim), *callbacks],
             **trainer_kwargs,
         )
+        self._leave_out_what_is_refused(trainer, kept=callbacks)
         return attach(trainer)
 
+    def _leave_out_what_is_refused(self, trainer: Trainer, kept: Iterable[TrainerCallback]) -> None:
+        """Take the recipe's own callbacks out that cannot work with what the caller asked for."""
+        for refusal in refusals_of(trainer):
+            for callback in tuple(trainer.callback_handler.callbacks):
+                name = getattr(callback, "technique", None)
+                if name in (refusal.one, refusal.other) and not any(callback is own for own in kept):
+                    trainer.remove_callback(callback)
+                    other = refusal.other if name == refusal.one else refusal.one
+                    change = Change(name, True, False, f"cannot work with {other}: {refusal.reason}")
+                    logger.info("%s: %s", self.name, change)
+                    record_changes(trainer, (change,))
 
-BATCH_NAMES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 BITSANDBYTES_8BIT = (
     "adamw_8bit",
@@ -376,6 +370,8 @@ DEFAULT_REASONS = {
     "attn_implementation": "no attention matrix is kept",
     "eval_accumulation_steps": "logits stay on the card until evaluation ends",
     "dataloader_num_workers": "padding from Arrow is cheap beside a training step",
+    "autocast_cache": "a weight is cast once per pass",
+    "micro_batching": "a batch that is too large is cut, and the step repeated, instead of the run lost",
     "memory_report": "the log tells the peak of each phase",
 }
 
@@ -394,12 +390,3 @@ def _check_names(overrides: Mapping[str, Any]) -> None:
             f"{name}={overrides[name]!r} is not a field of TrainingArguments; expected one of its fields."
             f"{nearest(name, known)} List them: help(transformers.TrainingArguments)"
         )
-
-
-def _share(effective: int, divisor: int, name: str, value: int, processes: int) -> int:
-    if effective % divisor != 0:
-        raise ValueError(
-            f"{name}={value} on {processes} process(es) does not divide the effective batch of {effective}; expected a "
-            f"divisor. Pass effective_batch_size={divisor * max(1, round(effective / divisor))}"
-        )
-    return effective // divisor

@@ -1,0 +1,74 @@
+"""Cut an effective batch over processes, accumulation steps and devices without changing it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hf_memopt.changes import Change
+
+__all__ = ["cut_effective_batch", "largest_divisor"]
+
+BATCH_NAMES = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+def cut_effective_batch(
+    effective: int, preferred: tuple[int, int], overrides: Mapping[str, Any]
+) -> tuple[dict[str, int], Change | None]:
+    """Return ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` for an effective batch.
+
+    What ``overrides`` give of the two stays, and the other follows; without either, the largest batch per device that
+    divides this process's share and is not above the preferred one. Processes are counted by ``WORLD_SIZE``.
+
+    Args:
+        effective: examples per optimizer step.
+        preferred: the two sizes that are wanted.
+        overrides: ``TrainingArguments`` of the caller.
+
+    Returns:
+        The two arguments, and the ``Change`` if they are not the preferred ones.
+
+    Raises:
+        ValueError: a size below 1, or sizes that do not divide the effective batch.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    per_device, steps = given = tuple(overrides.get(name) for name in BATCH_NAMES)
+    for name, value in zip(BATCH_NAMES, given, strict=True):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r} is not a size; expected an integer of 1 or more. Pass {name}=8")
+    if per_device is not None and steps is not None:
+        if per_device * steps * processes != effective:
+            raise ValueError(
+                f"per_device_train_batch_size={per_device}, gradient_accumulation_steps={steps} make "
+                f"{per_device * steps * processes} examples per step on {processes} process(es); expected the "
+                f"effective batch of {effective}. Give one of the two, or effective_batch_size="
+                f"{per_device * steps * processes}"
+            )
+    elif per_device is not None:
+        steps = _share(effective, per_device * processes, "per_device_train_batch_size", per_device, processes)
+    elif steps is not None:
+        per_device = _share(effective, steps * processes, "gradient_accumulation_steps", steps, processes)
+    else:
+        share = _share(effective, processes, "WORLD_SIZE", processes, processes)
+        per_device = largest_divisor(share, preferred[0])
+        steps = share // per_device
+    batch = dict(zip(BATCH_NAMES, (per_device, steps), strict=True))
+    if (per_device, steps) == preferred:
+        return batch, None
+    reason = f"keeps {effective} examples per optimizer step on {processes} process(es)"
+    return batch, Change(" x ".join(BATCH_NAMES), preferred, (per_device, steps), reason)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of ``number`` that is not above ``most``."""
+    return max(part for part in range(1, min(number, most) + 1) if number % part == 0)
+
+
+def _share(effective: int, divisor: int, name: str, value: int, processes: int) -> int:
+    if effective % divisor != 0:
+        raise ValueError(
+            f"{name}={value} on {processes} process(es) does not divide the effective batch of {effective}; expected a "
+            f"divisor. Pass effective_batch_size={divisor * max(1, round(effective / divisor))}"
+        )
+    return effective // divisor

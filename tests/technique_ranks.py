@@ -1,0 +1,42 @@
+"""The techniques in two processes, as one program: python technique_ranks.py FOLDER, run by ``two_ranks.run_pair``."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+import tiny
+from hf_memopt.compatibility import TECHNIQUES, refusal_of
+from technique_table import GROUPS, run
+
+FLAGS = {
+    "DDP": {"ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False},
+    "DDP, default flags": {},
+}
+
+
+def names_under(setting: str, group: str) -> list[str]:
+    """Return the techniques of a group that are not refused under a setting."""
+    return [name for name in TECHNIQUES if name in GROUPS[group] and refusal_of(name, setting) is None]
+
+
+def main(folder: str) -> None:
+    """Write how far each group of techniques ends from stock alone."""
+    gc.freeze()  # the Trainer collects garbage at the start of each run
+    rank = os.environ["RANK"]
+    found = {}
+    for setting, flags in FLAGS.items():
+        for group in GROUPS:
+            names = names_under(setting, group)
+            ours, stock = (
+                run(names, Path(folder, f"{rank}-{use}"), use=use, ddp_backend="gloo", **flags) for use in (True, False)
+            )
+            found[f"{setting}: {group}"] = tiny.largest_difference(ours.trainer.model, stock.trainer.model)
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

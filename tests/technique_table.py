@@ -1,0 +1,160 @@
+"""Every technique as one row: how to use it, and the slow obvious way to the same weights with stock alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from bitsandbytes.optim import AdamW
+from transformers import DataCollatorWithPadding, Trainer, TrainerCallback
+
+import tiny
+from hf_memopt import (
+    BucketedCollator,
+    CheckpointingCallback,
+    EmbeddingBitsCallback,
+    EvaluationGuardCallback,
+    FreezeCallback,
+    GradualUnfreezeCallback,
+    LeanCheckpointCallback,
+    MemoryReportCallback,
+    MicrobatchCallback,
+    OverflowCallback,
+    PrecisionCallback,
+    attach,
+    bucketed,
+    gradient_release,
+)
+from hf_memopt.compatibility import TECHNIQUES
+
+LENGTHS = (12, 5, 9, 3, 7, 12, 4, 6)
+STEPS = 4
+EIGHT_BIT = {"optim": "adamw_bnb_8bit"}
+
+
+class Technique(NamedTuple):
+    """How a technique is used, and what stock has to be told to come to the same weights without it."""
+
+    callback: Callable[[], TrainerCallback] | None = None
+    reference: Callable[[], TrainerCallback] | None = None
+    settings: Mapping[str, Any] = MappingProxyType({})
+    tolerance: float = 0.0  # largest difference of a weight after the run
+
+
+class FrozenByHand(TrainerCallback):
+    """Stock's way to freeze."""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.bert.embeddings.requires_grad_(False)
+
+
+class UnfrozenByHand(TrainerCallback):
+    """The second layer has no gradient before step 2."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.bert.encoder.layer[1].requires_grad_(state.global_step >= 2)
+
+
+TABLE = {
+    "length buckets": Technique(),
+    "freezing": Technique(lambda: FreezeCallback("embeddings"), FrozenByHand),
+    "gradual unfreezing": Technique(lambda: GradualUnfreezeCallback({2: "layers:1"}), UnfrozenByHand),
+    "32-bit embeddings": Technique(EmbeddingBitsCallback, settings=EIGHT_BIT),
+    "gradient release": Technique(),
+    "checkpointing policy": Technique(lambda: CheckpointingCallback("selective")),
+    # sums in another order: one rounding of float32 per piece
+    "micro-batching": Technique(lambda: MicrobatchCallback(max_tokens=16), tolerance=1e-7),
+    "overflow triage": Technique(OverflowCallback),
+    "precision": Technique(PrecisionCallback),
+    "evaluation guard": Technique(lambda: EvaluationGuardCallback(reduce="argmax")),
+    "memory report": Technique(MemoryReportCallback),
+    "lean checkpoints": Technique(LeanCheckpointCallback),
+}
+assert tuple(TABLE) == TECHNIQUES
+
+
+GROUPS = {
+    "with micro-batches": set(TECHNIQUES) - {"gradient release", "32-bit embeddings"},
+    "with 8-bit state": set(TECHNIQUES) - {"gradient release", "micro-batching"},
+    "with released gradients": set(TECHNIQUES) - {"micro-batching", "overflow triage"},
+    "with micro-batches and 8-bit state": {"micro-batching", "32-bit embeddings"},
+}
+"""Sets in which every pair that is not refused stands."""
+
+
+class Run(NamedTuple):
+    """A trained Trainer, its losses and its metrics."""
+
+    trainer: Trainer
+    losses: list[float]
+    metrics: dict[str, float]
+
+
+def examples(count: int = 16) -> list[dict[str, Any]]:
+    """Classification examples of mixed lengths."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for i in range(count):
+        ids = torch.randint(5, 100, (LENGTHS[i % len(LENGTHS)],), generator=generator).tolist()
+        rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": i % 3})
+    return rows
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """Of logits, or of what is left of them after argmax."""
+    found = prediction.predictions
+    found = found.argmax(-1) if found.ndim == 2 else found
+    return {"accuracy": float(np.mean(found == prediction.label_ids))}
+
+
+def make_trainer(names: Iterable[str], folder: Path, *, use: bool = True, **settings: Any) -> Trainer:
+    """Return a Trainer on a tiny BERT with the named techniques, attached; or, not ``use``, stock's way to the same."""
+    names = tuple(names)
+    asked = {"learning_rate": 0.05, "per_device_train_batch_size": 4, "max_steps": STEPS, "logging_strategy": "steps"}
+    asked |= {"logging_steps": 1, "train_sampling_strategy": "sequential"}
+    for name in names:
+        asked |= TABLE[name].settings
+    asked |= settings
+    chosen = [TABLE[name].callback if use else TABLE[name].reference for name in names]
+    if use and {"micro-batching", "32-bit embeddings"} <= set(names):
+        # whole, since an 8-bit state turns a rounding of float32 into a step of its scale
+        chosen[names.index("micro-batching")] = MicrobatchCallback
+    data = {"train_dataset": examples(), "data_collator": DataCollatorWithPadding(tiny.tokenizer())}
+    if "length buckets" in names:
+        data = {
+            "train_dataset": bucketed(examples(), batch_size=4),
+            "data_collator": BucketedCollator(tiny.tokenizer()),
+        }
+    trainer = Trainer(
+        model=tiny.bert(vocab_size=200),  # 6,400 elements: large enough for an 8-bit state
+        args=tiny.arguments(folder, **asked),
+        callbacks=[build() for build in chosen if build is not None],
+        compute_metrics=accuracy,
+        eval_dataset=examples(8),
+        optimizer_cls_and_kwargs=_optimizer(use and "gradient release" in names, asked),
+        **data,
+    )
+    return attach(trainer)
+
+
+def _optimizer(is_released: bool, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Return the class that the Trainer would choose by itself, released; None to leave it the choice."""
+    if not is_released:
+        return None
+    rate = settings["learning_rate"]
+    if settings.get("optim") == EIGHT_BIT["optim"]:
+        return gradient_release(AdamW), {"lr": rate, "optim_bits": 8, "betas": (0.9, 0.999), "eps": 1e-8}
+    return gradient_release(torch.optim.SGD), {"lr": rate}
+
+
+def run(names: Iterable[str], folder: Path, *, use: bool = True, resume: Any = None, **settings: Any) -> Run:
+    """Train and evaluate."""
+    trainer = make_trainer(names, folder, use=use, **settings)
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    metrics = trainer.evaluate()
+    return Run(trainer, losses, {name: metrics[name] for name in ("eval_loss", "eval_accuracy")})
