@@ -7,7 +7,7 @@ in the middle of a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +123,12 @@ REFUSALS = (
         "layer-wise optimizer",
         "its optimizer steps within the backward pass already",
         "Choose another optim",
+    ),
+    Refusal(
+        "gradient release",
+        "auto_find_batch_size",
+        "weights that have stepped when memory runs out cannot be taken back",
+        "Leave auto_find_batch_size out",
     ),
     *(
         Refusal("gradient release", name, "weights would step before the processes have shared gradients", DROP_RELEASE)
@@ -268,17 +274,21 @@ def settings_in_use(args: TrainingArguments, *, world_size: int = 1) -> tuple[st
     return tuple(name for name in SETTINGS if asked.get(name))
 
 
-def compatibility_matrix(techniques: Iterable[str] = TECHNIQUES) -> str:
-    """Return the matrix as a Markdown table: technique by technique, then by setting, and the reasons below."""
-    rows = tuple(techniques)
-    numbers = {id(found): number for number, found in enumerate(_distinct(), 1)}
-    heads = [*(f"{number}" for number in range(1, len(rows) + 1)), *SETTINGS]
-    lines = [f"| | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
-    for number, row in enumerate(rows, 1):
-        cells = [_cell(row, column, numbers) for column in (*rows, *SETTINGS)]
+def compatibility_matrix() -> str:
+    """Return the matrix in Markdown: technique by technique, technique by setting, and the reasons."""
+    numbered = {name: str(number) for number, name in enumerate(TECHNIQUES, 1)}
+    reasons = [f"{number}. {found.reason}" for number, found in enumerate(_distinct(), 1)]
+    return "\n\n".join([_table(numbered), _table({name: name for name in SETTINGS}), "\n".join(reasons)])
+
+
+def _table(columns: Mapping[str, str]) -> str:
+    """Return one table of all techniques by these columns, each with its head."""
+    numbers = {found.reason: number for number, found in enumerate(_distinct(), 1)}
+    lines = [f"| | {' | '.join(columns.values())} |", f"|---|{'---|' * len(columns)}"]
+    for number, row in enumerate(TECHNIQUES, 1):
+        cells = [_cell(row, column, numbers) for column in columns]
         lines.append(f"| {number} {row} | {' | '.join(cells)} |")
-    notes = [f"{number}. {found.reason}" for number, found in enumerate(_distinct(), 1)]
-    return "\n".join([*lines, "", *notes])
+    return "\n".join(lines)
 
 
 def _distinct() -> list[Refusal]:
@@ -286,11 +296,10 @@ def _distinct() -> list[Refusal]:
     return list({found.reason: found for found in reversed(REFUSALS)}.values())[::-1]
 
 
-def _cell(row: str, column: str, numbers: Mapping[int, int]) -> str:
+def _cell(row: str, column: str, numbers: Mapping[str, int]) -> str:
     if row == column:
         return ""
     found = refusal_of(row, column)
     if found is not None:
-        same = next(one for one in _distinct() if one.reason == found.reason)
-        return f"no ({numbers[id(same)]})"
+        return f"no ({numbers[found.reason]})"
     return "yes" if column in TECHNIQUES or column in RUN else "?"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import logging
 import pickle
@@ -22,7 +23,7 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tiny
-from hf_memopt.binding import attach
+from hf_memopt.binding import attach, unbound_error
 from hf_memopt.changes import Change
 from hf_memopt.compat import (
     can_offload_checkpoints,
@@ -99,7 +100,7 @@ def attributes(model: nn.Module) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["bert", "llama-causal-lm", "t5", "vit", "gpt2", "bart"])
+@pytest.mark.parametrize("name", ["llama-causal-lm", "t5", "vit", "gpt2"])
 def test_gradients_are_those_without_checkpointing_bit_by_bit(name: str, policy: str) -> None:
     model = build(name)
     for module in model.modules():
@@ -299,13 +300,37 @@ class OldStyle(transformers.PreTrainedModel):
         self.post_init()
 
 
-def test_a_model_whose_layers_cannot_be_switched_one_by_one() -> None:
-    model = OldStyle(tiny.bert_config())
+class Layer(GradientCheckpointingLayer):
+    """A layer that nothing counts."""
+
+
+class InNoStack(OldStyle):
+    """Has a checkpointing layer, but in no list."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleDict({"only": Layer()})
+
+
+class OtherStack(InNoStack):
+    """Its only list is one of other layers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.others = nn.ModuleList([nn.Linear(2, 2)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [(OldStyle, "first_1"), (OldStyle, "every_1"), (InNoStack, "first_1"), (OtherStack, "first_1")],
+)
+def test_a_model_whose_layers_cannot_be_switched_one_by_one(kind: Any, policy: str) -> None:
+    model = kind(tiny.bert_config())
     with pytest.raises(ValueError) as error:
-        checkpoint_layers(model, "first_1")
+        checkpoint_layers(model, policy)
     assert str(error.value) == (
-        "policy='first_1' needs layers that are switched one by one, and OldStyle has no GradientCheckpointingLayer of "
-        "transformers; expected 'full' or 'selective'. Pass policy='full'"
+        f"policy={policy!r} needs layers that are switched one by one, and {kind.__name__} has no stack of "
+        "transformers' GradientCheckpointingLayer; expected 'full' or 'selective'. Pass policy='full'"
     )
     assert not is_checkpointing(model)
 
@@ -366,15 +391,15 @@ def test_the_estimator_tells_policies_apart() -> None:
     forget_traces()
     config = tiny.llama_config(num_hidden_layers=4, architectures=["LlamaForCausalLM"])
     for _ in range(2):  # the second time from the cache
-        found = {policy: forward_end_bytes(config, policy) for policy in (None, *POLICIES, "first_2")}
+        found = {policy: forward_end_bytes(config, policy) for policy in (None, *POLICIES)}
         held = {policy: bytes_ for policy, (bytes_, _) in found.items()}
         assert held["full"] < held["selective"] < held[None]
-        assert held["full"] < held["every_2"] == held["first_2"] < held["first_1"] < held[None]
+        assert held["full"] < held["every_2"] < held["first_1"] < held[None]
         flops = {policy: operations for policy, (_, operations) in found.items()}
         layer = flops["first_1"] - flops[None]
         assert layer > 0
         assert flops["full"] == flops[None] + 4 * layer
-        assert flops["every_2"] == flops["first_2"] == flops[None] + 2 * layer
+        assert flops["every_2"] == flops[None] + 2 * layer
         assert flops["selective"] == flops[None]  # every product is kept, and this attention has no dropout
 
 
@@ -391,29 +416,23 @@ def test_the_estimator_sees_what_is_offloaded() -> None:
 
 
 def test_attention_with_dropout_is_recomputed_whole() -> None:
-    flops = {}
-    for dropout in (0.0, 0.1):
-        config = tiny.bert_config(attention_probs_dropout_prob=dropout, architectures=["BertForSequenceClassification"])
-        flops[dropout] = [forward_end_bytes(config, policy)[1] for policy in (None, "selective", "full")]
-    assert flops[0.0][0] == flops[0.0][1] < flops[0.0][2]
-    plain, selective, full = flops[0.1]
-    assert plain < selective < full
+    config = tiny.bert_config(attention_probs_dropout_prob=0.1, architectures=["BertForSequenceClassification"])
+    (_, plain), (_, selective) = (forward_end_bytes(config, policy) for policy in (None, "selective"))
     heads_, width, seq, batch, layers = 2, 16, 48, 4, 2
     assert selective - plain == layers * 2 * (2 * batch * heads_ * seq * seq * width)  # two products of attention
 
 
-def test_the_names_of_operations_are_those_of_the_installed_torch() -> None:
-    names = {f"aten::{name}" for name in ("mm", "addmm", "linear", "convolution", "_scaled_mm", "_int_mm")}
-    kernels = {"flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable"}
-    fused = {f"aten::_scaled_dot_product_{kernel}" for kernel in (*kernels, "flash_attention_for_cpu")}
-    assert names <= KEPT_PRODUCTS
-    assert fused <= KEPT_ATTENTIONS
-    for name in (*names, *fused):
-        operation = getattr(torch.ops.aten, name.removeprefix("aten::")).default
-        assert operation.name() == name
-        drops = [argument.name for argument in operation._schema.arguments if argument.name == "dropout_p"]
-        assert len(drops) == (name in fused)
-    assert torch.ops.higher_order.flex_attention.name() in KEPT_ATTENTIONS
+def test_the_names_of_operations_are_those_of_the_installed_torch_and_bitsandbytes() -> None:
+    importlib.import_module("bitsandbytes")  # it registers its operations
+    for name in KEPT_PRODUCTS | KEPT_ATTENTIONS:
+        library, _, operation = name.rpartition("::")
+        if library in ("aten", "bitsandbytes"):
+            overload = getattr(getattr(torch.ops, library), operation).default
+            assert overload.name() == name
+            drops = [argument.name for argument in overload._schema.arguments if argument.name == "dropout_p"]
+            assert len(drops) == (name in KEPT_ATTENTIONS), name
+        else:
+            assert library == "flash_attn" or getattr(torch.ops.higher_order, operation).name() == name
 
 
 # ---- The callback ---------------------------------------------------------------------------------------------------
@@ -426,7 +445,7 @@ def train(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Trainer
     return tiny.train(tiny.bert(**dropouts), tiny.rows(), folder, **asked)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["first_1", "selective"])
 def test_training_ends_with_the_same_weights(tmp_path: Path, policy: str) -> None:
     plain = train(tmp_path)
     callback = CheckpointingCallback(policy)
@@ -441,20 +460,6 @@ def test_training_ends_with_the_same_weights(tmp_path: Path, policy: str) -> Non
     pickle.dumps(trainer.args)
 
 
-def test_resuming_equals_a_straight_run(tmp_path: Path) -> None:
-    straight = train(tmp_path / "straight", CheckpointingCallback("selective"))
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    train(tmp_path / "cut", CheckpointingCallback("selective"), **saving)
-    resumed = Trainer(
-        model=tiny.bert(seed=5, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1),
-        args=tiny.arguments(tmp_path / "cut", max_steps=3, **saving),
-        train_dataset=tiny.rows(),
-        callbacks=[CheckpointingCallback("selective")],
-    )
-    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
-    assert tiny.largest_difference(resumed.model, straight.model) == 0.0
-
-
 def test_a_second_train_undoes_back_to_before_the_first(tmp_path: Path) -> None:
     callback = CheckpointingCallback("first_1")
     model = tiny.bert()
@@ -465,15 +470,6 @@ def test_a_second_train_undoes_back_to_before_the_first(tmp_path: Path) -> None:
     assert callback.handle is not None
     callback.handle.remove()
     assert attributes(model) == before
-
-
-def test_two_trainers_do_not_disturb_each_other(tmp_path: Path) -> None:
-    first, second = CheckpointingCallback("first_1"), CheckpointingCallback("selective")
-    one, other = train(tmp_path, first, max_steps=1), train(tmp_path, second, max_steps=1)
-    assert (flags(one.model), flags(other.model)) == ([True, False], [True, True])
-    assert first.handle is not None
-    first.handle.remove()
-    assert (flags(one.model), flags(other.model)) == ([False, False], [True, True])
 
 
 def test_a_model_from_model_init_gets_the_policy(tmp_path: Path) -> None:
@@ -589,6 +585,20 @@ def test_a_budget_moves_with_the_trainer_that_it_is_attached_to(tmp_path: Path) 
     other = attach(budget_trainer(tmp_path, callback, Watched()))
     assert "training_step" not in vars(one)
     assert "training_step" in vars(other)
+
+
+def test_a_budget_that_was_taken_back_can_be_attached_again(tmp_path: Path) -> None:
+    callback = CheckpointingCallback("budget_0.25")
+    trainer = attach(budget_trainer(tmp_path, callback, Watched()))
+    assert callback.handle is not None
+    callback.handle.remove()
+    with pytest.raises(RuntimeError) as error:
+        trainer.train()
+    assert str(error.value) == str(unbound_error(callback))
+    attach(trainer)
+    trainer.model.inside.clear()  # attach has probed the loss
+    trainer.train()
+    assert trainer.model.inside == [0.25, 0.25]
 
 
 def test_a_budget_needs_attach(tmp_path: Path) -> None:

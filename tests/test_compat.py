@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -15,7 +16,7 @@ import tiny
 from hf_memopt import compat
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-EVERY_N_LAYERS_SINCE = (5, 17)
+EVERY_N_LAYERS_SINCE = OFFLOAD_SINCE = (5, 17)
 # peft 0.21 asks a transformers 5.23 model for is_gradient_checkpointing, which that version renamed.
 peft_reads_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -126,6 +127,22 @@ def test_every_n_layers_where_the_version_has_it(monkeypatch, options) -> None:
     compat.enable_checkpointing(model, {"use_reentrant": False, **options})
     calls = _calls_of_layers(monkeypatch, model)
     assert sorted(calls) == ([2, 2, 2, 2] if VERSION < EVERY_N_LAYERS_SINCE else [1, 1, 2, 2])
+
+
+def test_offload_where_the_version_has_it(monkeypatch) -> None:
+    moved = []
+
+    def save_on_cpu(**options: Any) -> Any:
+        moved.append(options)
+        return nullcontext()
+
+    # what stock imports from torch, in 5.17.0 and 5.23.0; the real one needs an accelerator
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", save_on_cpu, raising=False)
+    model = tiny.bert(num_hidden_layers=3)
+    compat.enable_checkpointing(model, {"use_reentrant": False, "offload": True})
+    model(input_ids=torch.full((2, 8), 7), labels=torch.tensor([0, 1])).loss.backward()
+    assert compat.can_offload_checkpoints() is (VERSION >= OFFLOAD_SINCE)
+    assert len(moved) == (3 if VERSION >= OFFLOAD_SINCE else 0)
 
 
 @peft_reads_old_name

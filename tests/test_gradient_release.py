@@ -144,6 +144,8 @@ def test_every_8_bit_optimizer_of_bitsandbytes_is_in_the_table_and_has_8_bit_sta
 
 
 @pytest.mark.slow  # it compiles a kernel for each shape
+# of torch 2.13, when its compiler is imported
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_torchao() -> None:
     torchao = pytest.importorskip("torchao.optim")
     for optimizer_class in (torchao.AdamW8bit, torchao.AdamW4bit):
@@ -199,7 +201,8 @@ def inner(trainer: Trainer) -> Any:
     return trainer.optimizer.optimizer
 
 
-def assert_same_training(build: Callable[[], nn.Module], tmp_path: Any, runs: int = 1, **settings: Any) -> None:
+def assert_same_training(build: Callable[[], nn.Module], tmp_path: Any, runs: int = 1, **settings: Any) -> Trainer:
+    """Train with the plain class and with the released one; return the Trainer of the latter."""
     make_callbacks = settings.pop("make_callbacks", lambda: ())
     trainers = []
     for is_released in (False, True):
@@ -213,22 +216,19 @@ def assert_same_training(build: Callable[[], nn.Module], tmp_path: Any, runs: in
     assert tiny.largest_difference(released.model, build()) > 0
     assert tiny.largest_difference(plain.model, released.model) == 0.0
     assert_same_state(inner(plain), inner(released))
+    return released
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {},
-        {"optim": "adamw_torch", "optim_args": None, "adam_beta1": 0.8},
         {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"},
         {"optim": "adafactor"},
-        {"optim": "adamw_8bit"},
         {"optim": "paged_adamw_8bit"},
-        {"optim": "lion_8bit", "bf16": True},
-        {"bf16": True},
-        checkpointing_arguments(),
+        {"optim": "adamw_torch", "adam_beta1": 0.8, "bf16": True, **checkpointing_arguments()},
     ],
-    ids=["fused", "adamw", "sgd", "adafactor", "8bit", "paged", "lion-bf16", "bf16", "checkpointing"],
+    ids=["fused", "sgd", "adafactor", "paged", "bf16-checkpointing"],
 )
 def test_training_is_the_plain_optimizers(tmp_path: Any, settings: dict[str, Any]) -> None:
     assert_same_training(wide_bert, tmp_path, **settings)
@@ -253,20 +253,13 @@ def embedding_dtypes(trainer: Trainer) -> set[torch.dtype]:
 
 
 def test_stock_registers_32_bit_embeddings_as_for_the_plain_class(tmp_path: Any) -> None:
-    trainer = make_trainer(wide_bert(), tmp_path, True, optim="adamw_8bit", max_steps=1)
-    trainer.train()
-    assert "bitsandbytes" in str(type(inner(trainer)))
+    trainer = assert_same_training(wide_bert, tmp_path, optim="adamw_8bit", max_steps=2)
     assert embedding_dtypes(trainer) == {torch.float32}
 
 
-@pytest.mark.parametrize("bits", [8, 32])
-def test_embedding_bits_callback(tmp_path: Any, bits: int) -> None:
-    assert_same_training(wide_bert, tmp_path, optim="adamw_8bit", make_callbacks=lambda: [EmbeddingBitsCallback(bits)])
-    trainer = make_trainer(
-        wide_bert(), tmp_path, True, optim="adamw_8bit", max_steps=1, callbacks=[EmbeddingBitsCallback(bits)]
-    )
-    trainer.train()
-    assert embedding_dtypes(trainer) == {{8: torch.uint8, 32: torch.float32}[bits]}
+def test_embedding_bits_callback(tmp_path: Any) -> None:
+    asked = {"optim": "adamw_8bit", "max_steps": 2, "make_callbacks": lambda: [EmbeddingBitsCallback(8)]}
+    assert embedding_dtypes(assert_same_training(wide_bert, tmp_path, **asked)) == {torch.uint8}
 
 
 class Unfreeze(TrainerCallback):
@@ -316,7 +309,7 @@ def test_checkpoints_go_both_ways(tmp_path: Any, optim: str) -> None:
 
     straight = trained("plain", False)
     assert tiny.largest_difference(straight, trained("released", True)) == 0.0
-    for start, is_released in (("plain", True), ("released", False), ("released", True)):
+    for start, is_released in (("plain", True), ("released", False)):
         resumed = trained("resumed", is_released, str(tmp_path / start / "checkpoint-2"))
         assert tiny.largest_difference(straight, resumed) == 0.0
 
@@ -481,6 +474,8 @@ def test_a_copy_is_a_plain_optimizer(copied: Callable[[Any], Any]) -> None:
         assert all(parameter.grad is not None for parameter in trained.parameters())
         own.step()
     assert tiny.largest_difference(plain_model, model) == 0.0
+    assert optimizer.last_grad_norm() is None
+    optimizer.handle.remove()  # there is nothing to undo
 
 
 def test_a_group_that_is_added_is_released_too() -> None:
@@ -519,21 +514,6 @@ def test_two_released_optimizers_of_one_parameter() -> None:
     model.zero_grad()
     backward(model)
     assert model[3].weight.grad is None
-
-
-def test_two_trainers_do_not_disturb_each_other(tmp_path: Any) -> None:
-    def two() -> list[Trainer]:
-        return [make_trainer(tiny.bert(seed), tmp_path, True) for seed in (0, 1)]
-
-    alone = two()
-    for trainer in alone:
-        trainer.train()
-    together = two()
-    for trainer in together:
-        trainer.create_optimizer()
-    for trainer, other in zip(together, alone, strict=True):
-        trainer.train()
-        assert tiny.largest_difference(trainer.model, other.model) == 0.0
 
 
 # ---- errors
@@ -715,7 +695,7 @@ def test_what_is_no_class_of_optimizers(given: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("norm", [0, -1.0, math.nan, True])
+@pytest.mark.parametrize("norm", [0, -1.0, math.nan, True, "1"])
 def test_bounds_that_are_refused(norm: Any) -> None:
     with pytest.raises(ValueError) as error:
         gradient_release(torch.optim.SGD, max_tensor_norm=norm)

@@ -202,17 +202,21 @@ def test_every_name_in_a_refusal_is_known() -> None:
 
 
 def test_the_matrix_tells_what_the_table_refuses() -> None:
-    lines = compatibility_matrix().splitlines()
-    header = [cell.strip() for cell in lines[0].strip("|").split("|")][1:]
-    columns = [TECHNIQUES[int(name) - 1] if name.isdigit() else name for name in header]
-    reasons = {line.split(". ", 1)[0]: line.split(". ", 1)[1] for line in lines if line[:1].isdigit()}
-    for row, line in zip(TECHNIQUES, lines[2:], strict=False):
-        cells = [cell.strip() for cell in line.strip("|").split("|")][1:]
-        for column, cell in zip(columns, cells, strict=True):
-            refusal = refusal_of(row, column)
-            if row == column:
-                assert cell == ""
-            elif refusal is not None:
-                assert reasons[cell.removeprefix("no (").removesuffix(")")] == refusal.reason
-            else:
-                assert cell == ("yes" if column in TECHNIQUES or column in compatibility.RUN else "?")
+    *tables, notes = compatibility_matrix().split("\n\n")
+    reasons = dict(note.split(". ", 1) for note in notes.splitlines())
+    told = {}
+    for table in tables:
+        head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+        columns = [TECHNIQUES[int(name) - 1] if name.isdigit() else name for name in head[1:]]
+        for row, (name, *cells) in zip(TECHNIQUES, lines, strict=True):
+            assert name == f"{TECHNIQUES.index(row) + 1} {row}"
+            told |= {(row, column): cell for column, cell in zip(columns, cells, strict=True)}
+    assert set(told) == {(row, column) for row in TECHNIQUES for column in (*TECHNIQUES, *SETTINGS)}
+    for (row, column), cell in told.items():
+        refusal = refusal_of(row, column)
+        if row == column:
+            assert cell == ""
+        elif refusal is not None:
+            assert reasons[cell.removeprefix("no (").removesuffix(")")] == refusal.reason
+        else:
+            assert cell == ("yes" if column in TECHNIQUES or column in compatibility.RUN else "?")

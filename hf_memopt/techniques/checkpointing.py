@@ -170,8 +170,14 @@ class CheckpointingCallback(TrainerCallback):
 
             return training_step
 
-        self.handle = override_method(trainer, "training_step", within_budget)
+        override = override_method(trainer, "training_step", within_budget)
         self._trainer = weakref.ref(trainer)
+
+        def unbind() -> None:
+            override.remove()
+            self._trainer = lambda: None
+
+        self.handle = UndoHandle(unbind)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Switch the policy on in the model that is trained now."""
@@ -263,26 +269,27 @@ def _chosen_layers(model: nn.Module, policy: _Policy) -> set[nn.Module] | None:
     if policy.kind not in ("every", "first"):
         return None
     layers = _checkpointing_layers(model)
-    if not layers:
+    if policy.kind == "every":
+        counted = {"": layers}
+    else:
+        counted = {name: [layer for layer in stack if layer in layers] for name, stack in layer_stacks(model).items()}
+    most = min(map(len, counted.values()), default=0)
+    if most == 0:
         raise ValueError(
             f"policy={policy.text!r} needs layers that are switched one by one, and {type(model).__name__} has no "
-            "GradientCheckpointingLayer of transformers; expected 'full' or 'selective'. Pass policy='full'"
+            "stack of transformers' GradientCheckpointingLayer; expected 'full' or 'selective'. Pass policy='full'"
         )
-    if policy.kind == "every":
-        _check_count(model, policy, len(layers), f"the {len(layers)} layers")
-        return set(layers[:: policy.count])
-    stacks = {name: [layer for layer in stack if layer in layers] for name, stack in layer_stacks(model).items()}
-    shown = " and ".join(f"the {len(stack)} layers of {name}" for name, stack in stacks.items())
-    _check_count(model, policy, min(map(len, stacks.values())), shown)
-    return {layer for stack in stacks.values() for layer in stack[: policy.count]}
-
-
-def _check_count(model: nn.Module, policy: _Policy, most: int, shown: str) -> None:
     if policy.count > most:
+        shown = " and ".join(
+            f"the {len(stack)} layers of {name}".removesuffix(" of ") for name, stack in counted.items()
+        )
         raise ValueError(
             f"policy={policy.text!r} exceeds {shown} of {type(model).__name__}; expected a number from 1 to {most}. "
             f"Pass policy='{policy.kind}_{most}'"
         )
+    if policy.kind == "every":
+        return set(layers[:: policy.count])
+    return {layer for stack in counted.values() for layer in stack[: policy.count]}
 
 
 def _check_model(model: Any, policy: _Policy) -> None:

@@ -80,7 +80,8 @@ def gradient_release(optimizer_class: type[torch.optim.Optimizer], *, max_tensor
             f"optimizer_class={optimizer_class!r} is no class of optimizers; expected a subclass of "
             f"torch.optim.Optimizer. {FIX}"
         )
-    if max_tensor_norm is not None and (isinstance(max_tensor_norm, bool) or not max_tensor_norm > 0):
+    is_number = isinstance(max_tensor_norm, (int, float)) and not isinstance(max_tensor_norm, bool)
+    if max_tensor_norm is not None and not (is_number and max_tensor_norm > 0):
         raise ValueError(
             f"max_tensor_norm={max_tensor_norm!r} is no bound; expected a norm above 0, or None not to clip. "
             "Pass max_tensor_norm=1.0."
@@ -260,7 +261,9 @@ def _released_class(optimizer_class: Any, max_tensor_norm: float | None) -> type
 
 def _copied(optimizer_class: Any, max_tensor_norm: float | None) -> Any:
     released: Any = _released_class(optimizer_class, max_tensor_norm)
-    return released.__new__(released)
+    copied = released.__new__(released)
+    copied.handle, copied._last_norms = UndoHandle(lambda: None), []
+    return copied
 
 
 def _check_class(optimizer_class: Any) -> None:
