@@ -18,7 +18,6 @@ import torch
 import transformers
 from torch import nn
 from transformers import Trainer
-from two_ranks import run_pair
 
 import tiny
 from hf_memopt.binding import attach
@@ -31,6 +30,7 @@ from hf_memopt.techniques.checkpoint_files import (
     page_state,
     save_leanly,
 )
+from two_ranks import run_pair
 
 # PEFT asks transformers 5.23 by the older name
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -66,6 +66,14 @@ def mixtral() -> nn.Module:
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, tie_word_embeddings=False))
+
+
+def llava() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=tiny.llama_config(), image_token_index=1)
+    return transformers.LlavaForConditionalGeneration(config)
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -117,13 +125,14 @@ def test_resume_equals_straight_run(tmp_path, case) -> None:
         assert tiny.largest_difference(straight, other) == 0.0
 
 
-def test_experts_are_resumed(tmp_path) -> None:
-    """Stock writes experts under the names of the hub and reads them back under none: it resumes with fresh ones."""
+@pytest.mark.parametrize("build", [mixtral, llava])
+def test_converted_weights_are_resumed(tmp_path, build) -> None:
+    """Stock writes these under the names of the hub and reads them back under none: it resumes with fresh ones."""
     differences = {}
     for name, callbacks in {"lean": [lean()], "stock": []}.items():
-        straight, resumed = mixtral(), mixtral()
+        straight, resumed = build(), build()
         trainer(straight, tmp_path / name, *callbacks).train()
-        loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path / name / "checkpoint-4")
+        loaded = type(straight).from_pretrained(tmp_path / name / "checkpoint-4")
         assert tiny.largest_difference(straight, loaded) == 0.0
         again = [lean() for _ in callbacks]
         trainer(resumed, tmp_path / name, *again).train(str(tmp_path / name / "checkpoint-2"))
@@ -198,20 +207,25 @@ def test_weights_of_an_earlier_run_do_not_shadow_new_ones(tmp_path) -> None:
     assert tiny.largest_difference(straight, resumed) == 0.0
 
 
-def test_variant_of_the_weights_replaces_no_other(tmp_path) -> None:
+def test_variant_and_other_processes_replace_no_weights(tmp_path) -> None:
+    """``is_main_process`` is the second parameter; stock passes it by name."""
     model = llama()
     model.save_pretrained(tmp_path)
     with save_leanly(model, max_shard_bytes=SHARD_BYTES):
         model.save_pretrained(tmp_path, variant="fp32")
+        model.save_pretrained(tmp_path, False)
+        model.save_pretrained(tmp_path, is_main_process=False)
     assert (tmp_path / "model.safetensors").is_file()
     assert (tmp_path / "model.safetensors.index.fp32.json").is_file()
 
 
-def test_interrupted_saving_leaves_no_checkpoint(tmp_path, monkeypatch) -> None:
-    """The index comes last, so stock refuses what was cut off, whatever was in the folder before."""
+@pytest.mark.parametrize("before", ["nothing", "one file", "several files"])
+def test_interrupted_saving_leaves_the_old_weights_or_no_checkpoint(tmp_path, monkeypatch, before) -> None:
+    """Old files of the same names are written over one by one: their index goes first, so that no mixture is read."""
     folder = tmp_path / "checkpoint-2"
-    model = llama()
-    model.save_pretrained(folder)
+    old, new = tiny.llama(seed=7, vocab_size=512), llama()
+    if before != "nothing":
+        old.save_pretrained(folder, max_shard_size=SHARD_BYTES if before == "several files" else "1GB")
     write, written = transformers.modeling_utils.safe_save_file, []
 
     def full_disk(tensors: Any, filename: Any, **options: Any) -> None:
@@ -221,10 +235,15 @@ def test_interrupted_saving_leaves_no_checkpoint(tmp_path, monkeypatch) -> None:
         write(tensors, filename, **options)
 
     monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", full_disk)
-    with save_leanly(model, max_shard_bytes=SHARD_BYTES), pytest.raises(OSError, match="No space left on device"):
-        model.save_pretrained(folder)
-    with pytest.raises(ValueError, match="Can't find a valid checkpoint at"):
-        trainer(llama(), tmp_path).train(str(folder))
+    with save_leanly(new, max_shard_bytes=SHARD_BYTES), pytest.raises(OSError, match="No space left on device"):
+        new.save_pretrained(folder)
+    monkeypatch.undo()
+    if before == "one file":
+        read = transformers.LlamaForCausalLM.from_pretrained(folder)
+        assert tiny.largest_difference(read, old) == 0.0
+    else:
+        with pytest.raises(ValueError, match="Can't find a valid checkpoint at"):
+            trainer(llama(), tmp_path).train(str(folder))
 
 
 # ---- What saving takes ----------------------------------------------------------------------------------------------
@@ -596,6 +615,10 @@ def test_size_that_is_none_is_refused(given, message) -> None:
 # ---- Two processes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    transformers.__version__.startswith(("5.8.", "5.17.")),
+    reason="several processes of stock cannot resume on a CPU: they read the state to 'cpu:0', which torch cannot",
+)
 def test_two_processes_resume(tmp_path) -> None:
     """One writes, both read, and both end up with the weights of the straight run."""
     for rank in run_pair(tmp_path, __file__, str(tmp_path)):
@@ -604,6 +627,7 @@ def test_two_processes_resume(tmp_path) -> None:
 
 def run_rank(folder: Path) -> None:
     """Train, resume and write what was found, as one of two processes."""
+    gc.freeze()  # the Trainer collects garbage at the start of each run, 0.5 s with all that was imported
     straight, resumed = llama(), llama()
     settings = {"optim": "adamw_bnb_8bit", "ddp_find_unused_parameters": False}
     trainer(straight, folder / "out", lean(), **settings).train()

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
+from hf_memopt.binding import attach
 from hf_memopt.changes import Change
 from hf_memopt.compat import checkpointing_arguments
 from hf_memopt.techniques.freezing import (
@@ -748,6 +749,13 @@ def test_no_optimizer_state_for_what_is_frozen(tmp_path: Any, optimizer_class: A
     )
     assert with_state == trainable
     assert in_groups == (set(names.values()) if rebuilt else trainable)
+
+
+def test_attach_freezes_before_the_optimizer_is_built(tmp_path: Any) -> None:
+    trainer = Trainer(model=tiny.bert(), args=tiny.arguments(tmp_path), train_dataset=tiny.rows())
+    attach(trainer, FreezeCallback("base")).train()
+    held = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    assert {id(parameter) for parameter in held} == {id(p) for p in trainer.model.classifier.parameters()}
 
 
 def test_the_callback_saves_activations_in_a_real_run(tmp_path: Any) -> None:

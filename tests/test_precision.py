@@ -29,6 +29,7 @@ from hf_memopt.changes import Change
 from hf_memopt.compat import checkpointing_arguments, enable_checkpointing
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.techniques import precision
+from hf_memopt.techniques.freezing import FreezeCallback
 from hf_memopt.techniques.precision import (
     allow_tf32,
     check_precision,
@@ -198,6 +199,16 @@ def test_the_former_setting_comes_back_to_the_word(former: str) -> None:
     with allow_tf32():
         assert tf32() == ("tf32", True)
     assert tf32() == (former, False)
+
+
+@pytest.mark.usefixtures("tf32_card")
+def test_a_setting_of_all_backends_rules_again() -> None:
+    """What stock's TrainingArguments(tf32=False) leaves behind is followed, not written down for good."""
+    torch.backends.fp32_precision = "ieee"
+    allow_tf32().remove()
+    assert tf32() == ("ieee", False)
+    torch.backends.fp32_precision = "tf32"
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 @pytest.mark.usefixtures("tf32_card")
@@ -515,6 +526,10 @@ def half_llama(**settings: Any) -> nn.Module:
     return tiny.llama(**settings).to(torch.bfloat16)
 
 
+def half_bert() -> nn.Module:
+    return tiny.bert().to(torch.bfloat16)
+
+
 def dtypes(model: nn.Module) -> set[torch.dtype]:
     return {parameter.dtype for parameter in model.parameters()}
 
@@ -579,7 +594,7 @@ def test_master_weights_only_where_autocast_runs(tmp_path: Any) -> None:
         ({}, True, torch.bfloat16),  # training in pure 16 bits
     ):
         callback = PrecisionCallback(master_weights=choice)
-        trainer = make_trainer(tmp_path, callback, model=tiny.bert().to(torch.bfloat16), **settings)
+        trainer = make_trainer(tmp_path, callback, model=half_bert(), **settings)
         assert dtypes(trainer.model) == {expected}
         if expected is torch.float32:
             total = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -593,8 +608,7 @@ def test_master_weights_only_where_autocast_runs(tmp_path: Any) -> None:
 # peft 0.21.2 reads the name that transformers 5.23 deprecates
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_get_master_weights_and_their_base_does_not(tmp_path: Any) -> None:
-    base = tiny.bert().to(torch.bfloat16)
-    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["query"]), autocast_adapter_dtype=False)
+    model = peft.get_peft_model(half_bert(), peft.LoraConfig(target_modules=["query"]), autocast_adapter_dtype=False)
     trainer = make_trainer(tmp_path, PrecisionCallback(), model=model, bf16=True, remove_unused_columns=False)
     attach(trainer).train()
     found = {parameter.requires_grad: parameter.dtype for parameter in model.parameters()}
@@ -602,22 +616,33 @@ def test_adapters_get_master_weights_and_their_base_does_not(tmp_path: Any) -> N
 
 
 def test_a_rebuilt_model_needs_the_trainer(tmp_path: Any) -> None:
-    trainer = make_trainer(tmp_path, PrecisionCallback(), model=lambda: tiny.bert().to(torch.bfloat16), bf16=True)
+    trainer = make_trainer(tmp_path, PrecisionCallback(), model=half_bert, bf16=True)
     with pytest.raises(RuntimeError, match="PrecisionCallback was passed in callbacks= but never bound"):
         trainer.train()
 
 
-def test_a_resumed_run_with_master_weights_equals_a_straight_one(tmp_path: Any) -> None:
-    for name, model in (("model", None), ("model_init", lambda: tiny.bert().to(torch.bfloat16))):
-        runs = []
-        for folder, resume in (("straight", None), ("resumed", str(tmp_path / name / "straight" / "checkpoint-1"))):
-            settings = {"bf16": True, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1}
-            build = model or tiny.bert().to(torch.bfloat16)
-            trainer = make_trainer(tmp_path / name / folder, PrecisionCallback(), model=build, **settings)
-            attach(trainer).train(resume_from_checkpoint=resume)
-            runs.append(trainer.model)
-        assert tiny.largest_difference(*runs) == 0.0
-        assert dtypes(runs[1]) == {torch.float32}
+@pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
+@pytest.mark.parametrize("way", ["model", "model_init", "attached later"])
+def test_a_resumed_run_with_master_weights_equals_a_straight_one(tmp_path: Any, way: str, optim: str) -> None:
+    """The checkpoint's float32 weights and states are loaded into float32 parameters."""
+    settings = {"bf16": True, "optim": optim, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 1}
+    models = []
+    for resume in (None, str(tmp_path / "checkpoint-1")):
+        callback = PrecisionCallback()
+        model = half_bert if way == "model_init" else half_bert()
+        given = () if way == "attached later" else (callback,)
+        trainer = attach(make_trainer(tmp_path, *given, model=model, **settings), callback)
+        trainer.train(resume_from_checkpoint=resume)
+        models.append(trainer.model)
+    assert tiny.largest_difference(*models) == 0.0
+    assert dtypes(models[1]) == {torch.float32}
+
+
+def test_what_is_frozen_first_stays_in_16_bits(tmp_path: Any) -> None:
+    trainer = make_trainer(tmp_path, model=half_bert(), bf16=True)
+    attach(trainer, FreezeCallback("base"), PrecisionCallback())
+    found = {parameter.requires_grad: parameter.dtype for parameter in trainer.model.parameters()}
+    assert found == {True: torch.float32, False: torch.bfloat16}
 
 
 # ---- The callback ---------------------------------------------------------------------------------------------------
@@ -645,7 +670,7 @@ def test_unknown_values(settings: dict[str, Any], choices: str) -> None:
 
 def test_the_handle_undoes_it_and_attach_binds_again(tmp_path: Any) -> None:
     callback = PrecisionCallback(autocast_cache=False)
-    trainer = make_trainer(tmp_path, callback, model=tiny.bert().to(torch.bfloat16), bf16=True)
+    trainer = make_trainer(tmp_path, callback, model=half_bert(), bf16=True)
     before = set(vars(trainer))
     for _ in range(2):
         attach(attach(trainer))

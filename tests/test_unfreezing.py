@@ -312,6 +312,19 @@ def test_one_callback_serves_two_trainers(tmp_path: Path) -> None:
         assert tiny.largest_difference(trainer.model, alone.model) == 0.0
 
 
+def test_a_run_within_a_run_shares_the_callback(tmp_path: Path) -> None:
+    callback = GradualUnfreezeCallback(SCHEDULE)
+    inner, watch = make_trainer(tiny.bert(), tmp_path, callback), Watch()
+
+    class Nested(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                inner.train()
+
+    make_trainer(tiny.bert(), tmp_path, callback, watch, Nested()).train()
+    assert [len(with_gradient) for _, _, with_gradient in watch.steps] == [2, 20, 20, 41]
+
+
 def test_a_callback_is_copied_and_pickled_unused(tmp_path: Path) -> None:
     callback = GradualUnfreezeCallback(SCHEDULE)
     make_trainer(tiny.bert(), tmp_path, callback, max_steps=1).train()

@@ -8,9 +8,11 @@ What is not so well, and what ``LeanCheckpointCallback`` does about it:
 - *Weights on the host.* safetensors copies all tensors of one file from the card to the host before it writes the first
   (0.8.0), and stock's files hold up to 50 GB. Files of 1 GB bound the copies.
 - *Converted weights.* Mixture-of-experts checkpoints are saved in their hub's names, expert by expert: a copy of up to
-  two thirds of the experts on the card, and stock cannot resume from it (it reads such files under names that the model
-  does not have, with a warning only: https://github.com/huggingface/transformers/issues/48805). A checkpoint to resume
-  from keeps the names that the model trains under; ``from_pretrained`` reads both.
+  two thirds of the experts on the card. Stock cannot resume from it, nor from vision-language checkpoints in such names
+  (it reads them under names that the model does not have, with a warning only:
+  https://github.com/huggingface/transformers/issues/48805). A checkpoint to resume from keeps the names that the model
+  trains under; ``from_pretrained`` reads both. So does what is pushed to the hub *during* training, a copy of it; the
+  final push has the hub's names.
 - *State on the host.* Stock reads ``optimizer.pt`` whole into the memory of the host and then moves it to the card.
   Here the file is mapped: its pages are the file's own and the system may drop them at any time.
 - *State of bitsandbytes.* Its ``load_state_dict`` begins with a deep copy of everything: on the host with one card, on
@@ -19,7 +21,8 @@ What is not so well, and what ``LeanCheckpointCallback`` does about it:
   resumed (https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1344). Here it is paged again.
 - *State of an earlier run.* A Trainer that trains a second time holds the old state until the new one is loaded.
 
-All files stay stock's: either side reads what the other wrote. ``python benchmarks/resume.py`` prints the figures.
+All files stay stock's: either side reads what the other wrote, but for names that stock itself cannot read back.
+``python benchmarks/resume.py`` prints the figures.
 
 Left out: FSDP and DeepSpeed, whose engines read and write by themselves; and weights that are no
 ``PreTrainedModel``'s, PEFT adapters among them, which are small and stay in one file.
@@ -59,9 +62,9 @@ PIECE_BYTES = 64 * 2**20
 def save_leanly(model: PreTrainedModel, *, max_shard_bytes: int) -> UndoHandle:
     """Let ``model.save_pretrained`` write files of bounded size, and to a checkpoint the names the model trains under.
 
-    Weights that the folder holds already are deleted first: stock would read one old file before several new ones. The
-    index of several files is written last, so that what was interrupted is no checkpoint. What the caller passes to
-    ``save_pretrained`` wins.
+    An index that the folder holds already is deleted first and a new one is written last: what was interrupted is no
+    checkpoint, never a mixture. One old file of all weights stays until the new files are complete and is deleted then,
+    since stock would read it before them. What the caller passes to ``save_pretrained`` wins.
 
     Args:
         model: a model without PEFT adapters.
@@ -77,10 +80,14 @@ def save_leanly(model: PreTrainedModel, *, max_shard_bytes: int) -> UndoHandle:
             folder = Path(save_directory)
             if folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
                 options["save_original_format"] = False
-            if kwargs.get("is_main_process", True) and kwargs.get("variant") is None:
-                for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
-                    (folder / name).unlink(missing_ok=True)
-            return before(save_directory, *args, **{**options, **kwargs})
+            is_main_process = args[0] if args else kwargs.get("is_main_process", True)
+            replaces = is_main_process and kwargs.get("variant") is None
+            if replaces:
+                (folder / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
+            saved = before(save_directory, *args, **{**options, **kwargs})
+            if replaces and (folder / SAFE_WEIGHTS_INDEX_NAME).exists():
+                (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
+            return saved
 
         return save_pretrained
 

@@ -43,6 +43,14 @@ logger = logging.getLogger(__name__)
 _LAYERS = re.compile(r"layers:(\d+)(?:-(\d+))?")
 _WORDS = ("embeddings", "base", "layers:0")
 
+INPUT_GRADIENTS_DROPPED = Change(
+    "input_require_grads",
+    True,
+    False,
+    "non-reentrant checkpointing needs no gradient there, and it would undo what a frozen prefix saves",
+)
+"""What a callback records where it has called ``drop_input_gradients``."""
+
 
 def freeze(model: nn.Module, patterns: str | Iterable[str]) -> UndoHandle:
     """Set ``requires_grad`` to False for every parameter that one of ``patterns`` names, and drop its gradient.
@@ -201,6 +209,10 @@ class FreezeCallback(TrainerCallback):
         """Freeze before the optimizer is built."""
         self._freeze(model)
 
+    def bind(self, trainer: Any) -> None:
+        """Freeze for a Trainer that was built without this callback; ``attach`` calls it."""
+        self._freeze(trainer.model)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Freeze a model that is new since, and take off the hooks that undo the saving."""
         frozen = self._model()
@@ -210,8 +222,7 @@ class FreezeCallback(TrainerCallback):
         dropped = drop_input_gradients(model)
         if dropped is not None:
             self._undo.append(dropped)
-            reason = "non-reentrant checkpointing needs no gradient there, and it would undo what a frozen prefix saves"
-            self._record(Change("input_require_grads", True, False, reason))
+            self._record(INPUT_GRADIENTS_DROPPED)
 
     def _freeze(self, model: nn.Module) -> None:
         if self._model() is not model:

@@ -169,10 +169,13 @@ def _switch_tf32_on() -> Callable[[], None]:
     for all who still read the older, Inductor among them (https://github.com/pytorch/pytorch/issues/179445). It is read
     by the newer, which never raises, and put back by both, since the older cannot say "as the other backends".
     """
-    matmul: Any = torch.backends.cuda.matmul
+    backends: Any = torch.backends
+    matmul = backends.cuda.matmul
     precision = getattr(matmul, "fp32_precision", None)
     if precision == "tf32" or (precision is None and matmul.allow_tf32):
         return lambda: None
+    if precision is not None and precision == backends.fp32_precision:
+        precision = "none"  # it follows what is set for all backends
     matmul.allow_tf32 = True
 
     def put_back() -> None:

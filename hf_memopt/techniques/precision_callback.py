@@ -102,7 +102,8 @@ class PrecisionCallback(TrainerCallback):
             override_method(trainer, "call_model_init", lambda before: self._with_master_weights(trainer.args, before)),
         ]
         self._trainer = weakref.ref(trainer)
-        self.handle = UndoHandle(self._undo)
+        # before train(): a resumed run loads float32 weights and states into these
+        self._keep_master_weights(trainer.args, trainer.model, trainer.optimizer)
 
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -145,7 +146,7 @@ class PrecisionCallback(TrainerCallback):
     def _needs_masters(self, args: Any, model: nn.Module) -> bool:
         return bool(self.master_weights and (args.bf16 or args.fp16) and half_weights(model))
 
-    def _keep_master_weights(self, args: Any, model: nn.Module, optimizer: Any = None) -> None:
+    def _keep_master_weights(self, args: Any, model: Any, optimizer: Any = None) -> None:
         if self._model() is not model:
             self._model, self._undo_model = weakref.ref(model), []
         self.handle = UndoHandle(self._undo)

@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 from hf_memopt.changes import Change
 from hf_memopt.compatibility import refusal_of, settings_in_use
 from hf_memopt.techniques.freezing import (
+    INPUT_GRADIENTS_DROPPED,
     checked_patterns,
     drop_input_gradients,
     matching_parameters,
@@ -127,7 +128,6 @@ class GradualUnfreezeCallback(TrainerCallback):
         self.changes: list[Change] = []
         self.handle: UndoHandle | None = None
         self._model: Any = lambda: None
-        self._stage = 0
         self._undo: list[UndoHandle] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -149,14 +149,13 @@ class GradualUnfreezeCallback(TrainerCallback):
         dropped = drop_input_gradients(model)
         if dropped is not None:
             self._undo.append(dropped)
-            reason = "non-reentrant checkpointing needs no gradient there, and it would undo what a frozen prefix saves"
-            self._record(Change("input_require_grads", True, False, reason))
+            self._record(INPUT_GRADIENTS_DROPPED)
         self._begin_stage(model, stages, state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin the next stage where it is due."""
         stages = _stages(self.schedule, state.max_steps)
-        if _due(stages, state.global_step) != self._stage:
+        if state.global_step in stages:
             self._begin_stage(model, stages, state)
 
     def _begin_stage(self, model: nn.Module, stages: Mapping[int, tuple[str, ...]], state: Any) -> None:
@@ -164,7 +163,6 @@ class GradualUnfreezeCallback(TrainerCallback):
         before = trainable_parameters(model)
         self._undo.append(unfreeze_by_schedule(model, stages, step))
         self.handle = UndoHandle(self._remove)
-        self._stage = _due(stages, step)
         after = trainable_parameters(model)
         if after != before:
             begun = ", ".join(name for first, patterns in stages.items() if first <= step for name in patterns)
@@ -207,11 +205,6 @@ def _stages(schedule: Mapping[int | float, tuple[str, ...]], total_steps: int | 
         step = math.ceil(key * (total_steps or 0)) if isinstance(key, float) else key
         stages[step] = (*stages.get(step, ()), *patterns)
     return dict(sorted(stages.items()))
-
-
-def _due(stages: Mapping[int, Any], step: int) -> int:
-    """Return how many stages have begun."""
-    return sum(first <= step for first in stages)
 
 
 def _first_steps(model: nn.Module, stages: Mapping[Any, tuple[str, ...]]) -> dict[int, Any]:
