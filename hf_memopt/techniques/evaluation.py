@@ -65,8 +65,8 @@ class EvaluationGuardCallback(TrainerCallback):
             as much more as fits into the memory that is free, by what a row took before (one process, CUDA or XPU).
         card_budget: bytes of outputs on the card before they are moved to the host, unless ``eval_accumulation_steps``
             is set. Each move waits for the card; while outputs are concatenated twice as much is held.
-        host_budget: bytes of outputs on the host before they go to disk; None: a quarter of what is available when the
-            evaluation starts.
+        host_budget: bytes of outputs on the host before they go to disk, expected from the first batch; None: a quarter
+            of what is available when the evaluation starts.
         spill_folder: where they go; None: ``output_dir``. Not a folder in memory, as ``/tmp`` may be.
 
     Attributes:
@@ -186,7 +186,7 @@ def class_predictions(logits: Any, labels: Any) -> Any:
     return class_predictions(outputs[0], labels) if outputs else _largest(outputs)
 
 
-def _largest(logits: torch.Tensor) -> torch.Tensor:
+def _largest(logits: Any) -> Any:
     if not torch.is_tensor(logits) or not logits.is_floating_point() or logits.dim() < 2 or logits.shape[-1] < 2:
         shown = f"{tuple(logits.shape)} and dtype {logits.dtype}" if torch.is_tensor(logits) else type(logits).__name__
         raise ValueError(

@@ -7,6 +7,7 @@ All by what stock itself offers: ``preprocess_logits_for_metrics`` sees the outp
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,9 @@ class KeptOutputs:
         self._chooses_steps = trainer.args.eval_accumulation_steps is None and trainer.args.device.type != "cpu"
         self._largest_bytes = 0
         self._held_bytes = 0
-        self._limit_bytes = read_memory("cpu").host_available_bytes // 2  # twice as much while stock concatenates
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's: each on this host keeps what all put out
+        self._available_bytes = read_memory("cpu").host_available_bytes // processes
+        self._limit_bytes = self._available_bytes // (2 if trainer.args.eval_do_concat_batches else 1)
         self._is_placed = self._can_spill = False
         self._spilled: SpilledOutputs | None = None
 
@@ -52,16 +55,17 @@ class KeptOutputs:
         outputs = logits if self._reduce is None else self._reduce(logits, labels)
         if not self._are_kept:
             return outputs
-        batch_bytes = tensor_bytes(outputs) * self._trainer.accelerator.num_processes
-        if self._chooses_steps and batch_bytes > self._largest_bytes:
-            self._largest_bytes = batch_bytes
-            self._trainer.args.eval_accumulation_steps = max(1, self._settings.card_budget_bytes // batch_bytes)
+        processes = self._trainer.accelerator.num_processes
+        on_card_bytes, on_host_bytes = (tensor_bytes(outputs, on_host=is_host) * processes for is_host in (False, True))
+        if self._chooses_steps and on_card_bytes > self._largest_bytes:
+            self._largest_bytes = on_card_bytes
+            self._trainer.args.eval_accumulation_steps = max(1, self._settings.card_budget_bytes // on_card_bytes)
         if not self._is_placed:
             self._is_placed = True
-            self._place(outputs, batch_bytes)
+            self._place(outputs, on_host_bytes)
         if self._spilled is not None:
             return self._spilled.add(outputs)
-        self._held_bytes += batch_bytes
+        self._held_bytes += on_host_bytes
         if self._held_bytes > self._limit_bytes:  # the first batch was a short one
             self._refuse(self._held_bytes)
         return outputs
@@ -94,10 +98,11 @@ class KeptOutputs:
             return None
 
     def _refuse(self, needed_bytes: int) -> None:
+        needed, available, limit = map(format_bytes, (needed_bytes, self._available_bytes, self._limit_bytes))
+        half = ", half of it, since they are concatenated" if self._limit_bytes < self._available_bytes else ""
         raise MemoryError(
-            f"the outputs of this evaluation take {format_bytes(needed_bytes)} on the host, twice that while they are "
-            f"concatenated, and are not on disk; expected {format_bytes(self._limit_bytes)} or less, half of what is "
-            f"available. {self._fix()}"
+            f"the outputs of this evaluation take {needed} on the host, and are not on disk; of {available} available "
+            f"expected {limit} or less{half}. {self._fix()}"
         )
 
     def _fix(self) -> str:

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 RECOVERS = "memopt_recovers_predictions"  # the attribute of a trainer that has it
 PROBE_ROWS = 3
+IGNORED = -100  # what stock pads outputs with
 
 
 def recover_predictions(trainer: Trainer) -> UndoHandle | None:
@@ -147,6 +148,10 @@ class _Recovery:
                 raise _uncut_error(row_count(inputs), "the losses of its rows do not add up to its own") from None
             if self.rule is None and len(labelled) > 1:  # only one row fits at a time
                 self.rule = "sum" if items is not None and self._uses_count(model, probe) else "labels"
+                if self.rule == "labels":
+                    logger.info(
+                        "only single rows fit, which do not tell how losses add up: taken for means over labels"
+                    )
         return self.rule or "labels"  # with labels in one row only, every rule gives its loss
 
     def _uses_count(self, model: nn.Module, row: Mapping[str, Any]) -> bool:
@@ -216,10 +221,10 @@ def _is_list_of(value: Any, rows: int) -> bool:
 def _generation_padding(model: Any) -> int:
     """Return what ``generate`` ends the shorter texts of a batch with."""
     config = getattr(model, "generation_config", None)
-    if getattr(config, "pad_token_id", None) is not None:
-        return int(config.pad_token_id)
-    end = getattr(config, "eos_token_id", None)  # generate takes it where there is no other, the first of several
-    return int((end[0] if isinstance(end, list) else end) or 0)
+    padding, end = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
+    if padding is None:  # generate takes the end then, the first of several
+        padding = end[0] if isinstance(end, list) else end
+    return IGNORED if padding is None else int(padding)
 
 
 class _ItemCount:
@@ -272,7 +277,8 @@ class _JoinedRows:
     def loss(self, inputs: Mapping[str, Any], rule: str) -> torch.Tensor:
         """Return the loss of all rows: the sum over pieces, or their mean by the items that each has."""
         losses = torch.stack([loss for _, loss in self.losses])
-        kind, losses = losses.dtype, losses.float()  # in bfloat16 257 labels would weigh as 256
+        kind = losses.dtype
+        losses = losses.to(torch.promote_types(kind, torch.float32))  # in bfloat16 257 labels would weigh as 256
         if rule == "sum":
             return losses.sum().to(kind)
         ends = [stop for stop, _ in self.losses]

@@ -5,7 +5,7 @@ them twice. Here memory holds those of one batch. ``compute_metrics`` gets array
 changed in place; what it makes of them (a copy, a comparison of all of it) is in memory again. Pages that it has read
 count as resident, as those of any mapped file, and the system takes them back when memory is short.
 
-The files have no name and go when the arrays do.
+The files are temporary: they go when the arrays do, also where an error or the end of the process takes them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ __all__ = ["SpilledOutputs", "check_disk", "is_spillable", "tensor_bytes"]
 IGNORED = -100  # what stock pads outputs with
 
 
-def tensor_bytes(outputs: Any) -> int:
-    """Return the bytes of all tensors in nested outputs."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in _leaves(outputs) if torch.is_tensor(leaf))
+def tensor_bytes(outputs: Any, *, on_host: bool = False) -> int:
+    """Return the bytes of all tensors in nested outputs, or of the arrays on the host, where bfloat16 is float32."""
+    tensors = [leaf for leaf in _leaves(outputs) if torch.is_tensor(leaf)]
+    return sum(
+        leaf.numel() * (4 if on_host and leaf.dtype == torch.bfloat16 else leaf.element_size()) for leaf in tensors
+    )
 
 
 def is_spillable(outputs: Any) -> bool:
@@ -99,6 +102,12 @@ class _RowFile:
         self._offsets: list[int] = []
 
     def append(self, batch: NDArray[Any]) -> None:
+        if self._shapes and batch.shape[2:] != self._shapes[0][1:]:
+            raise ValueError(
+                f"outputs of shapes {self._shapes[0]} and {batch.shape[1:]} per row, as attentions of texts of other "
+                "lengths, cannot be concatenated; expected rows that differ in their first dimension at most. Leave "
+                'them out: trainer.evaluate(ignore_keys=["attentions"])'
+            )
         self._dtype = batch.dtype
         start = self._file.tell()
         row_bytes = batch.nbytes // max(len(batch), 1)
