@@ -23,9 +23,9 @@ import poisons
 import tiny
 from hf_memopt.binding import attach
 from hf_memopt.changes import Change
-from hf_memopt.techniques.overflow import BFLOAT16_FAMILY, OverflowCallback
-from hf_memopt.techniques.overflow_reading import StepReading, is_poisoned, read_step
-from hf_memopt.undo import override_method
+from hf_memopt.techniques.microbatch import MicrobatchCallback
+from hf_memopt.techniques.overflow import BFLOAT16_FAMILY, OverflowCallback, StepReading, is_poisoned, read_step
+from scarcity import Scarcity
 from two_ranks import run_pair
 
 SYNCS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
@@ -222,6 +222,7 @@ def test_it_stops_after_some_steps_in_a_row(tmp_path: Any, caplog: pytest.LogCap
         for level, report in zip(("WARNING", "INFO", "INFO"), reports, strict=True)
     ]
     assert trainer.args.logging_nan_inf_filter
+    assert callback._window == []
 
 
 def test_it_stops_after_some_steps_in_all(tmp_path: Any) -> None:
@@ -286,6 +287,8 @@ def test_a_search_for_a_scale_without_end_is_a_finding(tmp_path: Any) -> None:
     (report,) = callback.reports
     assert (report.step, report.case, report.loss_scale, report.precision) == (10, "loss scale", 2.0**31, "fp16")
     assert callback.skipped_steps == 10
+    assert "step" not in vars(trainer.lr_scheduler)
+    assert "clip_grad_norm_" not in vars(trainer.accelerator)
 
 
 @pytest.mark.parametrize(
@@ -394,28 +397,31 @@ def test_the_handle_leaves_trainer_and_arguments_as_they_were(tmp_path: Any) -> 
     assert (dict(vars(trainer)), dict(vars(trainer.accelerator)), trainer.args.to_json_string()) == before
 
 
-def test_attached_again_it_stays_the_outermost_and_watches_once(tmp_path: Any) -> None:
-    class Halves(TrainerCallback):
-        """Cut each batch in two, as micro-batching does."""
-
-        def bind(self, trainer: Any) -> None:
-            def halving(before: Any) -> Any:
-                def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-                    halves = [{key: value[part] for key, value in inputs.items()} for part in (slice(2), slice(2, 4))]
-                    return sum(before(model, half, num_items_in_batch) for half in halves)
-
-                return training_step
-
-            override_method(trainer, "training_step", halving)
-
-    callback = OverflowCallback()
+def test_beside_micro_batching_it_sees_whole_micro_batches_once(tmp_path: Any) -> None:
+    recorder, callback, shortage = Recorder(), OverflowCallback(), Scarcity(calls=(4,))
     model = poisons.poison(tiny.llama(), "forward")
-    trainer = attach(poisons.make_trainer(model, poisons.rows(8, bad=(6,)), tmp_path), callback)
-    attach(trainer, Halves())
-    assert [type(one).__name__ for one in trainer.callback_handler.callbacks[-2:]] == ["OverflowCallback", "Halves"]
+    shortage.watch(model)
+    settings = {"gradient_accumulation_steps": 2, "logging_strategy": "steps", "logging_steps": 1}
+    trainer = attach(poisons.make_trainer(model, poisons.rows(16, bad=(5,)), tmp_path, **settings), callback)
+    cutting = MicrobatchCallback(max_tokens=16)
+    attach(trainer, cutting, recorder)  # bound later, it is none the less within
     trainer.train()
+    assert (shortage.errors, cutting.caps["max_tokens"].limit) == (1, 8)  # at the second piece of micro-batch 1
     (report,) = callback.reports
-    assert (report.micro_batch, report.rows, report.examples) == (0, (2,), (6,))
+    assert (report.step, report.case, report.where) == (1, "forward", poisons.PLACE)
+    assert (report.micro_batch, report.rows, report.examples) == (1, (1,), (5,))
+    assert recorder.moved() == [False, True]
+    assert all(4 < loss < 5 for loss in logged_losses(trainer))  # log(100) = 4.6: each micro-batch once
+
+
+def test_a_run_may_have_an_accelerator_of_its_own(tmp_path: Any) -> None:
+    callback = OverflowCallback()
+    model = poisons.poison(tiny.llama(), "gradient")
+    trainer = attach(poisons.make_trainer(model, poisons.rows(8, bad=(5,)), tmp_path), callback)
+    trainer.create_accelerator_and_postprocess()  # as hyperparameter_search does before each trial
+    trainer.train()
+    assert [report.case for report in callback.reports] == ["gradient"]
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_bound_elsewhere_it_leaves_the_first_trainer_alone(tmp_path: Any) -> None:
@@ -465,36 +471,24 @@ def test_pickled_it_is_unused_and_has_the_same_settings(tmp_path: Any) -> None:
 
 def test_all_processes_drop_what_one_finds(tmp_path: Path) -> None:
     one, other = run_pair(tmp_path, __file__, str(tmp_path))
-    for kind, case, rows in (
-        ("forward", "forward", [1]),
-        ("gradient", "gradient", [1]),
-        ("labels", "loss", [0, 1, 2, 3]),
-    ):
+    for kind in ("forward", "gradient"):
         assert one[kind]["moved"] == other[kind]["moved"] == [True, False, True]
         assert one[kind]["weights"] == other[kind]["weights"]
         assert one[kind]["poisoned"] == other[kind]["poisoned"] == 1
         assert one[kind]["reports"] == []
-        assert other[kind]["reports"] == [[2, case, rows]]
+        assert other[kind]["reports"] == [[2, kind, [1]]]
         assert [path.name for path in sorted((tmp_path / kind).iterdir())] == [
             "overflow_report_rank1.json",
             "overflow_report_rank1.txt",
         ]
 
 
-def mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A mean over the labels that count; not a number where none does."""
-    return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
-
-
 def findings(output_dir: Path, kind: str) -> dict[str, Any]:
     """Train on two processes; only the second meets the bad example, in step 2."""
-    dataset = poisons.rows(24, bad=() if kind == "labels" else (13,))  # step 2: 8 to 11, and 12 to 15
-    for row in dataset[12:16] if kind == "labels" else ():
-        row["labels"] = [-100] * 8
-    model = tiny.llama() if kind == "labels" else poisons.poison(tiny.llama(), kind)
+    dataset = poisons.rows(24, bad=(13,))  # step 2: 8 to 11, and 12 to 15
+    model = poisons.poison(tiny.llama(), kind)
     recorder, callback = Recorder(), OverflowCallback()
     trainer = poisons.make_trainer(model, dataset, output_dir / kind, ddp_backend="gloo")
-    trainer.compute_loss_func = mean_loss if kind == "labels" else None
     attach(trainer, recorder, callback)
     trainer.train()
     return {
@@ -508,7 +502,7 @@ def findings(output_dir: Path, kind: str) -> dict[str, Any]:
 def main(output_dir: Path) -> None:
     """Write what each kind leaves on this process."""
     gc.freeze()
-    found = {kind: findings(output_dir, kind) for kind in ("forward", "gradient", "labels")}
+    found = {kind: findings(output_dir, kind) for kind in ("forward", "gradient")}
     (output_dir / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
 
 

@@ -21,16 +21,17 @@ from hf_memopt.binding import attach
 from hf_memopt.compat import checkpointing_arguments
 from hf_memopt.techniques.out_of_memory import RandomState
 from hf_memopt.techniques.overflow import OverflowCallback
+from hf_memopt.techniques.overflow_diagnosis import OverflowReport
 from hf_memopt.techniques.overflow_replay import Extent, MicroBatch, replay
-from hf_memopt.techniques.overflow_report import OverflowReport
 
 
 def found(model: nn.Module, dataset: Any, output_dir: Any, *callbacks: Any, **settings: Any) -> list[OverflowReport]:
     """Train with a callback that never stops and return its reports."""
     callback = OverflowCallback(100, max_in_a_row=100)
-    loss = settings.pop("compute_loss_func", None)
+    loss, collator = settings.pop("compute_loss_func", None), settings.pop("data_collator", None)
     trainer = poisons.make_trainer(model, dataset, output_dir, *callbacks, **settings)
     trainer.compute_loss_func = loss
+    trainer.data_collator = collator or trainer.data_collator
     attach(trainer, callback)
     trainer.train()
     return callback.reports
@@ -81,6 +82,34 @@ def test_gradient_of_a_tied_weight_accuses_the_right_module(tmp_path: Any) -> No
     assert (report.case, report.where) == ("gradient", "model.layers.0.self_attn.q_proj")
 
 
+def test_gradient_that_begins_in_the_loss(tmp_path: Any) -> None:
+    def root_of_zero(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        spoiled = (labels == poisons.BAD).any().float()
+        return outputs.logits.mean() + (outputs.logits.sum() * (1 - spoiled)).abs().sqrt() * spoiled
+
+    (report,) = found(tiny.llama(), poisons.rows(4, bad=(2,)), tmp_path, compute_loss_func=root_of_zero)
+    assert str(report) == (
+        "step 1: the loss is finite, a gradient is not, and no one module is to blame; first weights with such a "
+        "gradient: model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, "
+        "model.layers.0.self_attn.k_proj.weight; micro-batch 0, rows 2, examples 2. Look for sqrt, log or a division "
+        "of zero in the loss, or the model's forward: add an eps inside; else lower learning_rate, lengthen "
+        "warmup_steps or set max_grad_norm=1.0"
+    )
+
+
+def test_gradient_beside_frozen_layers_and_infinities_on_purpose(tmp_path: Any) -> None:
+    model = poisons.poison(tiny.llama(), "gradient")
+    model.get_input_embeddings().requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    masking = nn.Module()
+    masking.forward = lambda values: values.masked_fill(values > -1e9, -torch.inf)
+    model.add_module("masking", masking)
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] + masking(args[0]).exp(),))
+    (report,) = found(model, poisons.rows(bad=(9, 11)), tmp_path)
+    assert (report.case, report.where, report.rows) == ("gradient", poisons.PLACE, (1, 3))
+    assert report.parameters[0] == "model.layers.1.self_attn.q_proj.weight"
+
+
 def test_values_made_between_modules_accuse_the_module_around(tmp_path: Any) -> None:
     class Between(transformers.models.llama.modeling_llama.LlamaMLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -121,6 +150,69 @@ def test_loss_outside_of_the_model(tmp_path: Any) -> None:
 
     (report,) = found(tiny.llama(), poisons.rows(bad=(5,)), tmp_path, compute_loss_func=log_of_zero)
     assert (report.case, report.step, report.rows, report.examples, report.detail) == ("loss", 2, (1,), (5,), "")
+
+
+def mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A mean over the labels that count; not a number where none does."""
+    return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_row_without_labels_is_not_accused_for_the_mean_that_it_has_not(tmp_path: Any) -> None:
+    examples = poisons.rows(4, bad=(2,))
+    examples[0]["labels"] = [-100] * 8
+    (report,) = found(poisons.poison(tiny.llama(), "forward"), examples, tmp_path, compute_loss_func=mean_loss)
+    assert (report.case, report.where, report.rows, report.examples) == ("forward", poisons.PLACE, (2,), (2,))
+
+
+def test_rows_that_another_cause_spoils_are_not_among_those_named(tmp_path: Any) -> None:
+    def log_of_zero(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        return mean_loss(outputs, labels) + torch.log(1 - (labels[:, 1] == 5).float()).sum()
+
+    examples = poisons.rows(4, bad=(3,))
+    examples[1]["labels"] = [5] * 8
+    (report,) = found(poisons.poison(tiny.llama(), "forward"), examples, tmp_path, compute_loss_func=log_of_zero)
+    assert (report.case, report.rows, report.examples) == ("loss", (1,), (1,))
+
+
+def test_rows_that_are_no_examples(tmp_path: Any) -> None:
+    def twice(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor([row[name] for row in rows for _ in range(2)]) for name in rows[0]}
+
+    (report,) = of_llama(tmp_path, "forward", bad=(7,), data_collator=twice)
+    assert (report.step, report.rows, report.examples) == (2, (6, 7), (4, 5, 6, 7))
+
+
+def test_weights_that_cannot_be_looked_at_do_not_end_the_run(tmp_path: Any) -> None:
+    model = poisons.poison(tiny.llama(), "forward")
+    model.register_buffer("eighths", torch.zeros(2).to(torch.float8_e4m3fn))  # torch has no isfinite for them
+    (report,) = found(model, poisons.rows(8, bad=(5,)), tmp_path)
+    assert (report.case, report.where, report.rows) == ("forward", poisons.PLACE, (1,))
+
+
+class Normed(nn.Module):
+    """A loss behind a layer norm, whose variance overflows for inputs beyond 1e19."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(2, 2), nn.LayerNorm(2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return {"loss": self.norm(self.linear(x)).square().mean()}
+
+
+def test_a_compiled_model_is_repeated_as_it_is_written(tmp_path: Any) -> None:
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(1)
+        return graph.forward
+
+    model = Normed()
+    model.compile(backend=backend)
+    (report,) = found(model, [{"x": [1e30 if i == 5 else 1.0, 1.0], "labels": 0} for i in range(8)], tmp_path)
+    torch.compiler.reset()
+    assert (report.case, report.where, report.rows) == ("forward", "norm", (1,))
+    assert len(graphs) == 1  # for training; none for hooks and single rows
 
 
 class SpoilWeight(TrainerCallback):
@@ -191,7 +283,12 @@ def test_a_step_that_is_finite_when_repeated(tmp_path: Any) -> None:
     (report,) = found(tiny.llama(), poisons.rows(4), tmp_path, compute_loss_func=once)
     assert len(calls) == 1 + 4 + 1  # the step, each row, the whole
     assert (report.case, report.micro_batch) == ("unknown", None)
-    assert str(report).startswith("step 1: loss or gradients were not finite, but are when it is repeated; first ")
+    assert report.parameters == ()
+    assert str(report) == (
+        "step 1: loss or gradients were not finite, but are when it is repeated. If it comes again, lower "
+        "learning_rate, lengthen warmup_steps or set max_grad_norm=1.0, or search with "
+        "torch.autograd.set_detect_anomaly(True)"
+    )
 
 
 def test_a_replay_that_runs_out_of_memory_is_no_finding(tmp_path: Any) -> None:
@@ -205,7 +302,7 @@ def test_a_replay_that_runs_out_of_memory_is_no_finding(tmp_path: Any) -> None:
 
     (report,) = found(tiny.llama(), poisons.rows(4), tmp_path, compute_loss_func=hungry)
     assert (report.case, report.detail) == ("unknown", "OutOfMemoryError: CUDA out of memory.")
-    assert "not finite, and repeating the step failed (OutOfMemoryError: CUDA out of memory.); first " in str(report)
+    assert "not finite, and repeating the step failed (OutOfMemoryError: CUDA out of memory.). If " in str(report)
 
 
 @pytest.mark.parametrize("is_failing", [False, True], ids=["finds", "raises"])

@@ -12,8 +12,9 @@ step the schedule waits, as accelerate means it to: with a fused optimizer, stoc
 
 Left out: a step within the backward pass (gradient release, LOMO), sharded weights and DeepSpeed, all refused by
 ``attach``; running statistics that a bad forward pass has spoilt already (batch norm), which the next step reports as
-bad weights; the counts, which no checkpoint holds. With several processes one that found nothing of its own drops the
-step too and reports nothing.
+bad weights; a count of steps that an optimizer keeps for a whole group, as schedule-free ones do; an error that torch
+raises itself, as for a label out of range; the callback's own counts, which no checkpoint holds. With several processes
+one that found nothing of its own drops the step too and reports nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,9 @@ from hf_memopt.changes import Change
 from hf_memopt.compatibility import check_compatibility
 from hf_memopt.techniques.example_indices import example_indices
 from hf_memopt.techniques.out_of_memory import RandomState
-from hf_memopt.techniques.overflow_diagnosis import MOST_NAMES, diagnose
-from hf_memopt.techniques.overflow_reading import StepReading, is_poisoned, read_step
-from hf_memopt.techniques.overflow_replay import MicroBatch, bad_gradients
-from hf_memopt.techniques.overflow_report import OverflowReport, write_reports
+from hf_memopt.techniques.overflow_diagnosis import OverflowReport, diagnose, write_reports
+from hf_memopt.techniques.overflow_replay import MicroBatch
+from hf_memopt.techniques.pieces import row_count
 from hf_memopt.undo import UndoHandle, override_method
 
 __all__ = ["OverflowCallback"]
@@ -47,6 +47,12 @@ logger = logging.getLogger(__name__)
 BFLOAT16_FAMILY = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 """Model types pretrained with bfloat16 activations (github.com/google-research/text-to-text-transfer-transformer,
 issue 539), whose feed-forward outputs exceed float16's 65,504 (github.com/huggingface/transformers, issue 5651)."""
+
+MOST_SKIPS = 10
+"""So many steps skipped in a row are no search for a loss scale any more: from its start, 65,536, it has come to 64."""
+
+SMALLEST_SCALE = 1.0
+"""Below it a loss is made smaller, not larger, and torch too says that something is likely wrong (``GradScaler``)."""
 
 
 class OverflowCallback(TrainerCallback):
@@ -63,7 +69,7 @@ class OverflowCallback(TrainerCallback):
     Attributes:
         reports: one ``OverflowReport`` for each poisoned step in whose own micro-batches it was found.
         poisoned_steps: steps dropped so far, those found by other processes included.
-        skipped_steps: steps that the gradient scaler of fp16 skipped by itself.
+        skipped_steps: steps that the gradient scaler of fp16 skipped, those among the poisoned ones included.
         changes: what was set differently for the run.
         handle: takes back what was done to the trainer; None before it is bound.
 
@@ -102,6 +108,7 @@ class OverflowCallback(TrainerCallback):
         self._last_loss: torch.Tensor | None = None
         self._undo_filter: UndoHandle | None = None
         self._undo_schedule: UndoHandle | None = None
+        self._undo_norm: UndoHandle | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unused, (type(self), self.max_poisoned_steps, self.max_in_a_row, self.report_dir)
@@ -115,16 +122,12 @@ class OverflowCallback(TrainerCallback):
         if self.handle is not None:
             self.handle.remove()
         self._trainer = weakref.ref(trainer)
-        overrides = (
-            override_method(trainer, "training_step", self._watching),
-            override_method(trainer.accelerator, "clip_grad_norm_", self._noting_norm),
-        )
+        override = override_method(trainer, "training_step", self._watching)
 
         def unbind() -> None:
             self._trainer = lambda: None
-            self._end()
-            for override in overrides:
-                override.remove()
+            self._end_run()
+            override.remove()
 
         self.handle = UndoHandle(unbind)
 
@@ -180,14 +183,16 @@ class OverflowCallback(TrainerCallback):
         if trainer is None or trainer.state is not state:
             raise unbound_error(self)
         check_compatibility(trainer)
-        self._end()
+        self._end_run()
+        # only now: a search for hyperparameters gives each run an accelerator of its own
+        self._undo_norm = override_method(trainer.accelerator, "clip_grad_norm_", self._noting_norm)
         self._last_loss = None
         self._in_a_row = self._skips_in_a_row = self.poisoned_steps = self.skipped_steps = 0
         self.reports.clear()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin a new window."""
-        self._forget_step()
+        """Begin with nothing of a step before, which may have raised."""
+        self._end()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give stock its filter back."""
@@ -214,6 +219,7 @@ class OverflowCallback(TrainerCallback):
         report = self._report(trainer, reading, optimizer)
         path = None if report is None else self._publish(trainer, report)
         if self._in_a_row >= self.max_in_a_row or self.poisoned_steps >= self.max_poisoned_steps:
+            self._end_run()
             raise RuntimeError(self._last_words(state.global_step + 1, report, path))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -222,21 +228,22 @@ class OverflowCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Sum up."""
-        self._end()
+        self._end_run()
         if self.poisoned_steps or self.skipped_steps:
             logger.info(
                 f"OverflowCallback dropped {self.poisoned_steps} steps; the loss scale skipped {self.skipped_steps}"
             )
 
+    def _end_run(self) -> None:
+        self._end()
+        if self._undo_norm is not None:
+            self._undo_norm.remove()
+
     def _end(self) -> None:
         self._restore_filter()
-        self._forget_step()
+        self._window, self._is_loss_bad, self._norm = [], [], None
         if self._undo_schedule is not None:
             self._undo_schedule.remove()
-            self._undo_schedule = None
-
-    def _forget_step(self) -> None:
-        self._window, self._is_loss_bad, self._norm = [], [], None
 
     def _hold_schedule(self, scheduler: Any) -> None:
         """Keep the learning rate where it is until the step ends."""
@@ -246,15 +253,12 @@ class OverflowCallback(TrainerCallback):
 
     def _report(self, trainer: Any, reading: StepReading, optimizer: Any) -> OverflowReport | None:
         """Drop the step and find out where it began; None where another process is at fault."""
-        is_at_fault = any(reading.is_loss_bad) or not reading.is_any_loss_bad
-        parameters = bad_gradients(trainer.model)[:MOST_NAMES] if is_at_fault else ()
         drop_gradients(optimizer)  # before the step is repeated, so that it needs no memory for a second set
-        if not is_at_fault:
+        if reading.is_any_loss_bad and not any(reading.is_loss_bad):
             return None
         blank = OverflowReport(
             step=trainer.state.global_step + 1,
             case="unknown",
-            parameters=parameters,
             loss_scale=reading.loss_scale,
             precision=_precision(trainer),
         )
@@ -264,10 +268,13 @@ class OverflowCallback(TrainerCallback):
         return self._with_examples(trainer, report)
 
     def _with_examples(self, trainer: Any, report: OverflowReport) -> OverflowReport:
-        indices = None if report.micro_batch is None else example_indices(trainer, report.micro_batch)
-        if indices is None:
+        if report.micro_batch is None:
             return report
-        return replace(report, examples=tuple(indices[row] for row in report.rows) if report.rows else indices)
+        indices = example_indices(trainer, report.micro_batch)
+        inputs = self._window[report.micro_batch].inputs
+        if indices is not None and report.rows and len(indices) == row_count(inputs):  # else the collator cut or joined
+            indices = tuple(indices[row] for row in report.rows)
+        return replace(report, examples=indices)
 
     def _publish(self, trainer: Any, report: OverflowReport) -> Path:
         """Log a finding that is new in kind or place, and write all of them down."""
@@ -317,3 +324,66 @@ def _warn_of_bfloat16_family(trainer: Any) -> None:
             "Set: fp16=False, bf16=True",
             stacklevel=4,
         )
+
+
+# ---- Reading a step --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepReading:
+    """What the one host sync of an optimizer step brings; the same in all processes but for ``is_loss_bad``.
+
+    Args:
+        is_loss_bad: for each micro-batch of this process, whether its loss was not finite.
+        is_any_loss_bad: the same for all micro-batches of all processes.
+        is_norm_bad: whether the gradient norm was not finite.
+        loss_scale: fp16's, with which the step was computed; None without a gradient scaler.
+    """
+
+    is_loss_bad: tuple[bool, ...]
+    is_any_loss_bad: bool
+    is_norm_bad: bool
+    loss_scale: float | None
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the gradient scaler skips this step by itself."""
+        return self.loss_scale is not None and self.is_norm_bad
+
+
+def read_step(is_loss_bad: Sequence[torch.Tensor], norm: Any, accelerator: Any) -> StepReading:
+    """Read the flags of a step, the gradient norm and the loss scale in one transfer from the device.
+
+    Args:
+        is_loss_bad: one 0-dimensional bool tensor per micro-batch, on the device.
+        norm: what ``accelerator.clip_grad_norm_`` returned; None where it was not called.
+        accelerator: shares the flags with the other processes, on the device, and has the gradient scaler.
+    """
+    here = torch.stack(list(is_loss_bad)).float()
+    is_norm_bad = ~torch.isfinite(torch.as_tensor(0.0 if norm is None else norm, device=here.device))
+    shared = torch.stack([here.sum(), is_norm_bad.float()])
+    if accelerator.num_processes > 1:
+        shared = accelerator.reduce(shared, reduction="sum")
+    # the scale itself is not public, and get_scale() would be a second sync
+    scale = None if accelerator.scaler is None else accelerator.scaler.scale(torch.ones(1, device=here.device))
+    values = torch.cat([shared, here] if scale is None else [shared, here, scale]).tolist()
+    flags = values[2 : 2 + len(is_loss_bad)]
+    return StepReading(
+        tuple(flag > 0 for flag in flags), values[0] > 0, values[1] > 0, None if scale is None else values[-1]
+    )
+
+
+def is_poisoned(reading: StepReading, skips_in_a_row: int) -> bool:
+    """Tell whether a step is to be dropped and looked into.
+
+    Every step whose losses or gradients are not finite is; but not one that a gradient scaler skips while it looks for
+    its scale, i.e. not before ``MOST_SKIPS`` in a row (this one included) or a scale below ``SMALLEST_SCALE``.
+
+    Example:
+        >>> search = StepReading((False,), False, True, 65536.0)
+        >>> is_poisoned(search, skips_in_a_row=1), is_poisoned(search, skips_in_a_row=10)
+        (False, True)
+    """
+    if reading.is_any_loss_bad or reading.loss_scale is None:
+        return reading.is_any_loss_bad or reading.is_norm_bad
+    return reading.is_norm_bad and (skips_in_a_row >= MOST_SKIPS or reading.loss_scale < SMALLEST_SCALE)

@@ -1,8 +1,9 @@
 """Repeat a forward and backward pass and watch every module for the place where values stop being finite.
 
 Random numbers, gradients and buffers are afterwards what they were, and no hook stays. Left out: state that a module
-keeps in plain attributes, and losses that call other processes (a contrastive loss that gathers, say): only the process
-at fault repeats a step, so they would wait.
+keeps in plain attributes; a module that gives infinities on purpose, which is taken for the culprit of a bad loss; and
+losses that call other processes (a contrastive loss that gathers, say): only the process at fault repeats a step, so
+they would wait.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def replay(
     inputs = send_to_device(dict(micro_batch.inputs), device)
     if rows is not None:
         inputs = take_rows(inputs, rows)
-    with _unchanged(model, device), _watched(model) as calls, torch.enable_grad():
+    eager = torch.compiler.set_stance  # else each hook and each row would be compiled
+    with eager("force_eager"), _unchanged(model, device), _watched(model) as calls, torch.enable_grad():
         micro_batch.random_state.restore()
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=micro_batch.num_items_in_batch).mean()
