@@ -82,6 +82,14 @@ def _gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts, bos_token_id=2, eos_token_id=3))
 
 
+def question_rows(count: int) -> list[dict[str, Any]]:
+    """Answers from the first token to the last."""
+    return [
+        {"input_ids": ids, "attention_mask": [1] * len(ids), "start_positions": 0, "end_positions": len(ids) - 1}
+        for ids in (row["input_ids"] for row in mixed_rows(count))
+    ]
+
+
 def _bert_tokens() -> nn.Module:
     return transformers.BertForTokenClassification(tiny.bert_config())
 
@@ -101,6 +109,9 @@ CASES = {
     "roberta": Case(heads.HEADS["roberta"].build, mixed_rows),
     "bert-smoothed": Case(tiny.bert, mixed_rows, settings=SMOOTHED),
     "bert-tokens": Case(_bert_tokens, token_rows),
+    "bert-questions": Case(
+        lambda: transformers.BertForQuestionAnswering(tiny.bert_config(num_labels=2)), question_rows
+    ),
     "llama": Case(tiny.llama, causal_rows),
     "llama-left": Case(tiny.llama, causal_rows, "left"),
     "llama-smoothed": Case(tiny.llama, causal_rows, settings=SMOOTHED),

@@ -22,7 +22,6 @@ from datasets import Dataset
 from torch.nn import functional
 from torch.utils.data import Sampler, Subset
 from transformers import DataCollatorWithPadding, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
-from two_ranks import run_pair
 
 import tiny
 from hf_memopt.batching.collators import BucketedCollator
@@ -31,6 +30,7 @@ from hf_memopt.batching.losses import exact_loss
 from hf_memopt.batching.rows import RowReader
 from hf_memopt.batching.views import bucketed
 from hf_memopt.binding import attach
+from two_ranks import run_pair
 
 COUNT = 13
 LENGTHS = [(7 * i) % 23 + 2 for i in range(COUNT)]

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import pytest
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback
-from two_ranks import run_pair
 
 import tiny
 from hf_memopt.batching.collators import BucketedCollator
 from hf_memopt.batching.views import bucketed
 from hf_memopt.binding import attach
+from two_ranks import run_pair
 
 COUNT, EPOCHS = 28, 2
 LENGTHS = [(7 * i) % 23 + 1 for i in range(COUNT)]

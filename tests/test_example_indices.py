@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-import two_ranks
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, RandomSampler
 from transformers import Trainer, TrainerCallback
 
 import tiny
+import two_ranks
 from hf_memopt.batching.collators import BucketedCollator, DynamicPaddingCollator
 from hf_memopt.batching.views import bucketed
 from hf_memopt.techniques.example_indices import example_indices

@@ -20,11 +20,11 @@ import torch
 import transformers
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
-from two_ranks import run_pair
 
 import tiny
 from hf_memopt.batching.losses import TASKS, exact_loss
 from hf_memopt.changes import Change
+from two_ranks import run_pair
 
 pytestmark = [
     # peft 0.21 asks a transformers 5.23 model for is_gradient_checkpointing, which that version renamed.

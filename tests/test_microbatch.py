@@ -7,7 +7,7 @@ import logging
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 import tiny
@@ -113,7 +114,27 @@ def test_accumulation_is_repeated_from_its_first_micro_batch(name: str, where: s
     assert logged(split, "loss") == pytest.approx(logged(whole, "loss"), abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+class Stream(IterableDataset[dict[str, Any]]):
+    """Four batches of six: with three of them to a step, stock leaves one of each epoch to the next epoch's step."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows[:24]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_what_an_epoch_leaves_to_the_next_is_repeated_too(name: str, tmp_path: Path) -> None:
+    case = CASES[name]._replace(rows=lambda count: Stream(CASES[name].rows(count)))
+    whole = run(case, tmp_path, gradient_accumulation_steps=3)
+    scarcity = Scarcity(calls=(6,))  # in the second epoch's first step
+    split = run(case, tmp_path, MicrobatchCallback(), scarcity, gradient_accumulation_steps=3)
+    assert scarcity.errors == 1
+    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
 def test_adamw_in_float64_ends_with_the_same_weights(name: str, tmp_path: Path) -> None:
     settings = {"double": True, "optim": "adamw_torch", "learning_rate": 1e-2, "gradient_accumulation_steps": 2}
     whole = run(CASES[name], tmp_path, **settings)
@@ -281,8 +302,12 @@ def test_an_example_that_does_not_fit_is_named_and_leaves_no_trace(where: str, t
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
+    def fail(model: nn.Module, args: Any, outputs: Any) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("size mismatch")
+
     trainer = make(CASES["bert"], tmp_path, MicrobatchCallback())
-    trainer.model.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("size mismatch")))
+    trainer.model.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match=r"^size mismatch$"):
         trainer.train()
 
@@ -501,6 +526,23 @@ def test_a_mean_over_rows_is_told_from_one_over_labels(tmp_path: Path) -> None:
         assert _rule(case, tmp_path, loss=lambda model: _mean_of_rows) == "rows"
 
 
+def test_sixteen_bits_do_not_tell_rules_apart_that_are_close(tmp_path: Path) -> None:
+    for seed in range(8):
+        trainer = make(CASES["bert-tokens"]._replace(build=lambda: CASES["bert-tokens"].build().bfloat16()), tmp_path)
+        rows = trainer.train_dataset[seed : seed + 6]
+        assert find_rule(trainer, trainer.model, trainer.data_collator(rows), None) == "labels", seed
+
+
+def test_a_loss_too_small_to_tell_adds_up_as_stock_assumes(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        return 1e-9 * nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum")
+
+    settings: dict[str, Any] = {"loss": lambda model: loss, "learning_rate": 1e7}
+    whole = run(CASES["bert"], tmp_path, **settings)
+    split = run(CASES["bert"], tmp_path, MicrobatchCallback(max_tokens=24), **settings)
+    assert tiny.largest_difference(whole.model, split.model) <= 2 * FLOAT32  # a large step
+
+
 def test_a_batch_that_cannot_tell_is_asked_again(tmp_path: Path) -> None:
     trainer = make(CASES["bert-tokens"], tmp_path)
     inputs = trainer.data_collator(trainer.train_dataset[:6])
@@ -551,6 +593,22 @@ class WithOutputs(Trainer):
 def test_a_loss_with_outputs_is_weighted_too(tmp_path: Path) -> None:
     whole = run(CASES["bert"], tmp_path, trainer_class=WithOutputs)
     split = run(CASES["bert"], tmp_path, MicrobatchCallback(max_tokens=24), trainer_class=WithOutputs)
+    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
+
+
+class Popping(Trainer):
+    """Take a column of its own out of the batch, as a subclass that weighs examples does."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        assert inputs.pop("weights").shape == inputs["labels"].shape
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_a_step_that_empties_its_batch_can_be_repeated(tmp_path: Path) -> None:
+    case = CASES["bert"]._replace(rows=lambda count: [{**row, "weights": 1.0} for row in mixed_rows(count)])
+    settings: dict[str, Any] = {"trainer_class": Popping, "remove_unused_columns": False}
+    whole = run(case, tmp_path, **settings)
+    split = run(case, tmp_path, MicrobatchCallback(), Scarcity(limit=40), **settings)
     assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
 
 
@@ -614,10 +672,68 @@ def test_a_loss_over_the_whole_batch_is_refused_at_the_first_step(tmp_path: Path
         == "model=BertForSequenceClassification cannot be trained in pieces of a batch: the loss of 3 rows at once"
     )
     assert figures.partition(", ")[2] == (
-        "which no weighting of their own losses (0 + 0 + 0) gives, as with in-batch negatives or a penalty over the "
-        f"whole batch; {ADVICE}"
+        "which no weighting of their own losses (0 + 0 + 0) gives, as with in-batch negatives, weights of classes or a "
+        f"penalty over the whole batch; {ADVICE}"
     )
     assert float(figures.partition(", ")[0]) > 0
+
+
+def _weighted_classes(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A mean by weight."""
+    return nn.functional.cross_entropy(outputs["logits"], labels, weight=torch.tensor([1.0, 5.0, 2.0]))
+
+
+def _pairs(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Every second row against the one before."""
+    return -nn.functional.logsigmoid(outputs["logits"][0::2, 0] - outputs["logits"][1::2, 0]).mean()
+
+
+def _short_rows_of_one_class(count: int) -> list[dict[str, Any]]:
+    return [{**row, "labels": row["labels"] * (len(row["input_ids"]) > 5)} for row in mixed_rows(count)]
+
+
+@pytest.mark.parametrize("loss", [_weighted_classes, _pairs])
+def test_losses_that_rows_have_only_together_are_refused(loss: Callable[..., torch.Tensor], tmp_path: Path) -> None:
+    case = CASES["bert"]._replace(rows=_short_rows_of_one_class)
+    with pytest.raises(ValueError, match=r"^model=BertForSequenceClassification cannot be trained in pieces.* gives, "):
+        run(case, tmp_path, MicrobatchCallback(), loss=lambda model: loss)
+
+
+def test_a_loss_that_needs_pairs_of_rows_is_refused(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        chosen, rejected = outputs["logits"][:, 0].chunk(2)
+        return -nn.functional.logsigmoid(chosen - rejected).mean()
+
+    with pytest.raises(ValueError) as error:
+        run(CASES["bert"], tmp_path, MicrobatchCallback(), loss=lambda model: loss)
+    assert str(error.value) == (
+        "model=BertForSequenceClassification cannot be trained in pieces of a batch: the loss of 3 rows and of each "
+        f"alone fails (ValueError: not enough values to unpack (expected 2, got 1)); {ADVICE}"
+    )
+
+
+class NamedTargets(nn.Module):
+    """A token classifier whose labels are called targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 3)
+
+    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.embedding(input_ids)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
+
+
+def test_labels_per_token_of_another_name_are_refused(tmp_path: Path) -> None:
+    rows = [{"input_ids": [5, 6, 7], "targets": [0, 1, -100 if i % 2 else 2]} for i in range(8)]
+    args = tiny.arguments(tmp_path, label_names=["targets"], max_steps=1)
+    trainer = attach(Trainer(model=NamedTargets(), args=args, train_dataset=rows, callbacks=[MicrobatchCallback()]))
+    with pytest.raises(ValueError) as error:
+        trainer.train()
+    assert str(error.value) == (
+        "model=NamedTargets cannot be trained in pieces of a batch: its loss may be a mean over targets, and only "
+        f"those of 'labels' are counted; {ADVICE}"
+    )
 
 
 def test_a_packed_batch_is_refused_at_the_first_step(tmp_path: Path) -> None:

@@ -383,6 +383,22 @@ def test_contrastive_models_cannot_be_cut() -> None:
     assert splittable_reason(Wrapped(clip())) is None  # another loss upon its features
 
 
+def test_attention_that_short_rows_change_cannot_be_cut() -> None:
+    sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.BigBirdConfig(**sizes, num_attention_heads=1, block_size=2, attention_type="block_sparse")
+    model = transformers.BigBirdForSequenceClassification(config)
+    assert splittable_reason(model) == (
+        "the sparse attention of BigBirdForSequenceClassification becomes full, for good, once all rows are short"
+    )
+    model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    assert model.bert.attention_type == "original_full"
+
+
+def test_padding_stays_where_the_loss_is_over_columns() -> None:
+    batch = {**text(), "start_positions": torch.zeros(3), "end_positions": torch.ones(3)}
+    assert take_rows(batch, [1])["input_ids"].shape == (1, 10)
+
+
 @pytest.mark.parametrize("build", [tiny.bert, tiny.llama, gpt2, t5], ids=lambda build: build.__name__)
 def test_these_models_can_be_cut(build: Callable[[], nn.Module]) -> None:
     assert splittable_reason(build().train()) is None

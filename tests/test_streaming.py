@@ -22,13 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, get_worker_info
 from transformers import Trainer
-from two_ranks import run_pair
 
 import tiny
 from hf_memopt.batching.collators import BucketedCollator
 from hf_memopt.batching.streaming import BucketedStream
 from hf_memopt.binding import attach
 from hf_memopt.changes import Change
+from two_ranks import run_pair
 
 COUNT = 38
 LENGTHS = [(7 * i) % 23 + 1 for i in range(COUNT)]

@@ -4,7 +4,8 @@ Pure functions on what a collator returns. Rows are sorted by length, so that th
 longer than its shortest, and the columns on the right that are padding in all of its rows are cut off. A column is cut
 only where that leaves the loss alone: in every row its attention mask is 0 and its label is -100. Columns on the left
 stay (without them GPT-2's positions would be others, and so would its loss), and all of them stay where no mask of
-shape (batch, seq) tells what is padding, or where a tensor of a name unknown here has as many columns.
+shape (batch, seq) tells what is padding, where a tensor of a name unknown here has as many columns, or where the loss
+is over columns (``start_positions``: heads for question answering give padding a probability too).
 
 Left out: models that mix neighbouring columns whatever the mask says, as ConvBERT's convolutions do. Their loss depends
 on how far a batch is padded, here as anywhere.
@@ -174,6 +175,7 @@ def _sequence(
     may_cut = (
         all(inputs[name].shape == (rows, columns) and not inputs[name].is_floating_point() for name in telling)
         and ("attention_mask" in telling if needs_mask else bool(telling))
+        and "start_positions" not in inputs
         and not any(_may_need(name, value, columns) for name, value in _tensors(inputs))
     )
     return _Sequence(shared, telling if may_cut else (), columns, like.device)
@@ -292,8 +294,8 @@ def _longest_from(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 def splittable_reason(model: nn.Module) -> str | None:
     """Tell why the loss of a model is not a sum over rows, so that pieces would train something else; None if it is.
 
-    Found are batch norms that are in training mode now, and contrastive models (CLIP), which compare the rows of a
-    batch with each other: those whose ``forward`` takes ``return_loss``.
+    Found are batch norms that are in training mode now, contrastive models (CLIP), which compare the rows of a batch
+    with each other: those whose ``forward`` takes ``return_loss``, and BigBird's sparse attention.
     """
     for name, module in model.named_modules():
         if isinstance(module, _BATCH_NORMS) and module.training:
@@ -301,6 +303,8 @@ def splittable_reason(model: nn.Module) -> str | None:
     innermost = _innermost(model)
     if "return_loss" in inspect.signature(innermost.forward).parameters:
         return f"the loss of {type(innermost).__name__} compares the rows of a batch with each other"
+    if getattr(getattr(innermost, "config", None), "attention_type", None) == "block_sparse":
+        return f"the sparse attention of {type(innermost).__name__} becomes full, for good, once all rows are short"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_memopt.changes import Change
 from hf_memopt.compat import checkpointing_arguments
 from hf_memopt.techniques.example_indices import example_indices
-from hf_memopt.techniques.loss_weights import NotSplittableError, find_rule, row_items
+from hf_memopt.techniques.loss_weights import NotSplittableError, default_rule, find_rule, row_items
 from hf_memopt.techniques.out_of_memory import RandomState, is_out_of_memory, release_memory
 from hf_memopt.techniques.piece_caps import Cap
 from hf_memopt.techniques.pieces import (
@@ -33,6 +34,14 @@ from hf_memopt.undo import UndoHandle, override_method
 __all__ = ["PiecewiseStep"]
 
 logger = logging.getLogger(__name__)
+
+
+class _MicroBatch(NamedTuple):
+    """What a step was called with, and what stock divided its loss by then."""
+
+    inputs: Mapping[str, Any]
+    num_items_in_batch: Any
+    accumulation_steps: int
 
 
 class _Piece(NamedTuple):
@@ -60,7 +69,7 @@ class PiecewiseStep:
         self._changes = changes
         self._is_checked = False  # the model, since training began
         self._rule: str | None = None  # of the loss; None until a batch has told
-        self._window: list[tuple[Mapping[str, Any], Any]] = []  # micro-batches since the last optimizer step
+        self._window: list[_MicroBatch] = []  # micro-batches since the last optimizer step
         self._random: RandomState | None = None  # where the window began
         self._was_cut = False
         self._weight = 1.0  # what compute_loss multiplies by
@@ -120,7 +129,8 @@ class PiecewiseStep:
                 self._examine(trainer, model, inputs, num_items_in_batch)
             if not self._window:
                 self._random = RandomState.capture(trainer.args.device)
-            self._window.append((inputs, num_items_in_batch))
+            steps = getattr(trainer, "current_gradient_accumulation_steps", 1)  # a step outside of train has none
+            self._window.append(_MicroBatch(inputs, num_items_in_batch, steps))
             try:
                 loss = self._run_to_the_end(before, trainer, model)
             except BaseException:
@@ -175,9 +185,12 @@ class PiecewiseStep:
     def _run_piece(
         self, run: Callable[..., Any], trainer: Any, model: nn.Module, piece: _Piece, *, is_alone: bool
     ) -> torch.Tensor:
+        micro_batch = self._window[piece.position]
         self._weight, self._asked = piece.weight, False
+        # An epoch that ended early leaves micro-batches, and their gradients, to the next one's first step.
+        trainer.current_gradient_accumulation_steps = micro_batch.accumulation_steps
         try:
-            loss: torch.Tensor = run(model, piece.inputs, self._window[piece.position][1])
+            loss: torch.Tensor = run(model, copy.copy(piece.inputs), micro_batch.num_items_in_batch)  # may pop of it
         finally:
             self._weight = 1.0
         if not self._asked and (not is_alone or trainer.args.world_size > 1):
@@ -190,7 +203,7 @@ class PiecewiseStep:
 
     def _pieces(self, position: int) -> list[_Piece]:
         """Cut a micro-batch; all at once, since to count waits for the device."""
-        inputs, _ = self._window[position]
+        inputs, num_items_in_batch, _ = self._window[position]
         max_tokens, max_examples = self._caps["max_tokens"].limit, self._caps["max_examples"].limit
         every_row = list(range(row_count(inputs)))
         if max_tokens is None and max_examples is None:
@@ -205,9 +218,9 @@ class PiecewiseStep:
             return [_Piece(position, every_row, 1.0, take_rows(inputs, every_row))]
         _refuse(self.trainer.model, splittable_batch_reason(inputs))
         self._was_cut = True
+        rule = self._rule or default_rule(self.trainer, num_items_in_batch)
         return [
-            _Piece(position, rows, weight, take_rows(inputs, rows))
-            for rows, weight in _weighted(groups, inputs, self._rule or "labels")
+            _Piece(position, rows, weight, take_rows(inputs, rows)) for rows, weight in _weighted(groups, inputs, rule)
         ]
 
     @contextmanager
@@ -235,7 +248,7 @@ class PiecewiseStep:
 
     def _lower_cap(self, trainer: Any, position: int, rows: list[int], text: str) -> None:
         """Make room after these rows of a micro-batch ran out of memory, or raise if that cannot be done."""
-        inputs, _ = self._window[position]
+        inputs = self._window[position].inputs
         tokens = _padded_tokens(inputs, rows)
         name, held = ("max_examples", len(rows)) if tokens is None else ("max_tokens", tokens)
         if self._is_shared:

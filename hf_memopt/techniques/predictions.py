@@ -27,7 +27,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.nn.functional import pad
 
-from hf_memopt.techniques.loss_weights import NotSplittableError, find_rule, row_items
+from hf_memopt.techniques.loss_weights import NotSplittableError, find_rule, row_items, uncounted_labels_reason
 from hf_memopt.techniques.out_of_memory import is_out_of_memory, release_memory
 from hf_memopt.techniques.pieces import row_count, row_lengths, splittable_batch_reason, splittable_reason, take_rows
 from hf_memopt.undo import UndoHandle, override_method
@@ -135,10 +135,9 @@ class _Recovery:
 
     def _rule(self, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> str:
         """Return how losses add up: tried with rows of this batch that fit together, unless an earlier one told."""
-        for name in self.trainer.label_names:
-            if name != "labels" and torch.is_tensor(inputs.get(name)) and inputs[name].dim() > 1:
-                reason = f"its loss may be a mean over {name}, and only those of 'labels' are counted"
-                raise _uncut_error(row_count(inputs), reason)
+        reason = uncounted_labels_reason(self.trainer, inputs)
+        if reason is not None:
+            raise _uncut_error(row_count(inputs), reason)
         if self.rule is None:
             labelled = [row for row, count in enumerate(row_items(inputs, "shifted labels")) if count]
             probe = take_rows(inputs, labelled[: min(self.rows_that_fit or 1, PROBE_ROWS)] or [0])
