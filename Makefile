@@ -31,6 +31,9 @@ format: $(READY)
 bench: $(READY)           ## the benchmarks behind the figures; appends to benchmarks/results
 	$(BIN)/python benchmarks/memory_report.py
 	$(BIN)/python benchmarks/estimation.py
+	$(BIN)/python benchmarks/microbatch.py
+	$(BIN)/python benchmarks/checkpointing.py
+	$(BIN)/python benchmarks/resume.py
 	$(BIN)/python benchmarks/accuracy.py
 	$(MAKE) bench-batching
 

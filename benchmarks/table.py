@@ -225,6 +225,49 @@ def _versions_of(row: dict[str, Any], *packages: str) -> str:
     return ", ".join(f"{name} {row['versions'][name]}" for name in packages if name in row["versions"])
 
 
+def microbatch() -> str:
+    """Return pieces against stock accumulation and the callback's cost, from ``benchmarks/microbatch.py``."""
+    figures = _last_row("microbatch")["figures"]
+    cost, arms = figures["overhead"], figures["mixed_lengths"]
+    stock = next(iter(arms.values()))["seconds_per_step"]
+    lines = ["| 32 docstrings a step, BERT-mini | seconds per step | padded tokens | speed |", "|---|---|---|---|"]
+    for name, found in arms.items():
+        seconds, tokens = found["seconds_per_step"], found["padded_tokens_per_step"]
+        lines.append(f"| {name} | {seconds:.2f} | {tokens:,.0f} | {stock / seconds:.2f}x |")
+    note = (
+        f"With nothing to cut the callback costs {1e6 * cost['callback_seconds']:.0f} microseconds per step, "
+        f"{cost['fraction']:.2%} of a {1e3 * cost['step_seconds']:.0f} ms step of BERT-tiny. On 2 CPU cores without an "
+        "accelerator (`python benchmarks/microbatch.py`)."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def resume() -> str:
+    """Return the host memory of a resume, from the last run of ``benchmarks/resume.py``."""
+    from hf_memopt.units import format_bytes
+
+    lines = ["| optimizer | its state | stock reads it with | lean |", "|---|---|---|---|"]
+    for name, found in _last_row("resume")["figures"].items():
+        sizes = found["state_bytes"], found["stock"]["host_bytes"], found["lean"]["host_bytes"]
+        lines.append(f"| {name} | {' | '.join(format_bytes(size) for size in sizes)} |")
+    note = "Host memory above the start, of a state that belongs on a card (`python benchmarks/resume.py`)."
+    return "\n".join([*lines, "", note])
+
+
+def checkpointing() -> str:
+    """Return what each checkpointing policy saves, from the last run of ``benchmarks/checkpointing.py``."""
+    from checkpointing import checkpointing_table
+
+    return checkpointing_table(_last_row("checkpointing")["figures"])
+
+
+def compatibility() -> str:
+    """Return which techniques and settings work together, from the table that ``attach`` enforces."""
+    from hf_memopt.compatibility import compatibility_matrix
+
+    return compatibility_matrix()
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "demo-sentence": demo_sentence,
     "demo-table": demo_table,
@@ -235,6 +278,10 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "batching-table": batching_table,
     "batching-collation": batching_collation,
     "batching-end-to-end": batching_end_to_end,
+    "microbatch": microbatch,
+    "checkpointing": checkpointing,
+    "resume": resume,
+    "compatibility": compatibility,
     "presets": presets,
     "memory-report": memory_report,
 }
