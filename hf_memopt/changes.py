@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BudgetError", "Change", "MissingExtraError", "nearest"]
+__all__ = ["BudgetError", "Change", "MissingExtraError", "add_change", "nearest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,14 @@ class Change:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.old!r} -> {self.new!r} ({self.reason})"
+
+
+def add_change(changes: list[Change], change: Change) -> bool:
+    """Append a change unless the list has it already, from an earlier run; return whether it is new."""
+    is_new = change not in changes
+    if is_new:
+        changes.append(change)
+    return is_new
 
 
 class BudgetError(RuntimeError):

@@ -22,6 +22,7 @@ __all__ = [
     "TECHNIQUES",
     "Refusal",
     "check_compatibility",
+    "check_settings",
     "compatibility_matrix",
     "refusal_of",
     "refusals_of",
@@ -221,6 +222,18 @@ def check_compatibility(trainer: Trainer, *callbacks: TrainerCallback) -> None:
     """
     for found in refusals_of(trainer, *callbacks):
         raise ValueError(str(found))
+
+
+def check_settings(technique: str, args: TrainingArguments) -> None:
+    """Refuse settings that a technique cannot work with, where there are arguments but no Trainer to ask.
+
+    Raises:
+        ValueError: naming the first such setting, the reason and the fix.
+    """
+    for setting in settings_in_use(args, world_size=args.world_size):
+        found = refusal_of(technique, setting)
+        if found is not None:
+            raise ValueError(str(found))
 
 
 def refusals_of(trainer: Trainer, *callbacks: TrainerCallback) -> list[Refusal]:

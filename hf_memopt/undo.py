@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["UndoHandle", "override_method"]
+__all__ = ["UndoHandle", "override_method", "remove_all"]
 
 
 class UndoHandle(RemovableHandle):
@@ -34,6 +34,12 @@ class UndoHandle(RemovableHandle):
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
+
+
+def remove_all(handles: list[UndoHandle]) -> None:
+    """Take back what each handle stands for, the last first, and empty the list."""
+    while handles:
+        handles.pop().remove()
 
 
 def override_method(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> UndoHandle:

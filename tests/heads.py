@@ -113,6 +113,18 @@ def _vit() -> torch.nn.Module:
     return transformers.ViTForImageClassification(config)
 
 
+class NamedTargets(torch.nn.Module):
+    """A token classifier whose labels are called targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(100, 3)
+
+    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.embedding(input_ids)
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
+
+
 def _sentences(count: int) -> list[dict[str, Any]]:
     return tiny.rows(count, LENGTH)
 

@@ -330,20 +330,8 @@ def test_contrastive_models_are_not_cut(tmp_path: Path) -> None:
     )
 
 
-class NamedTargets(nn.Module):
-    """A token classifier whose labels are called targets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(100, 3)
-
-    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.embedding(input_ids)
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
-
-
 def test_labels_of_another_name_are_not_counted(tmp_path: Path) -> None:
-    trainer, _ = make_trainer("bert-tokens", tmp_path, rows=3, build=NamedTargets, label_names=["targets"])
+    trainer, _ = make_trainer("bert-tokens", tmp_path, rows=3, build=heads.NamedTargets, label_names=["targets"])
     trainer.eval_dataset = [
         {"input_ids": row["input_ids"], "targets": row["labels"]} for row in uneven(heads.token_examples(16))
     ]

@@ -712,22 +712,12 @@ def test_a_loss_that_needs_pairs_of_rows_is_refused(tmp_path: Path) -> None:
     )
 
 
-class NamedTargets(nn.Module):
-    """A token classifier whose labels are called targets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(100, 3)
-
-    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.embedding(input_ids)
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
-
-
 def test_labels_per_token_of_another_name_are_refused(tmp_path: Path) -> None:
     rows = [{"input_ids": [5, 6, 7], "targets": [0, 1, -100 if i % 2 else 2]} for i in range(8)]
     args = tiny.arguments(tmp_path, label_names=["targets"], max_steps=1)
-    trainer = attach(Trainer(model=NamedTargets(), args=args, train_dataset=rows, callbacks=[MicrobatchCallback()]))
+    trainer = attach(
+        Trainer(model=heads.NamedTargets(), args=args, train_dataset=rows, callbacks=[MicrobatchCallback()])
+    )
     with pytest.raises(ValueError) as error:
         trainer.train()
     assert str(error.value) == (

@@ -24,9 +24,9 @@ from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memopt.binding import unbound_error
-from hf_memopt.changes import Change, nearest
+from hf_memopt.changes import Change, add_change, nearest
 from hf_memopt.compat import can_offload_checkpoints, checkpointing_of, enable_checkpointing
-from hf_memopt.compatibility import refusal_of, settings_in_use
+from hf_memopt.compatibility import check_settings
 from hf_memopt.techniques.activation_budget import activation_memory_budget
 from hf_memopt.techniques.freezing import drop_input_gradients, input_gradient_hooks, layer_stacks
 from hf_memopt.techniques.selective import selective_contexts
@@ -181,10 +181,7 @@ class CheckpointingCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Switch the policy on in the model that is trained now."""
-        for setting in settings_in_use(args):
-            found = refusal_of(self.technique, setting)
-            if found is not None:
-                raise ValueError(str(found))
+        check_settings(self.technique, args)
         if self._parsed.kind == "budget":
             _check_compiled(self.policy, args)
             if getattr(self._trainer(), "state", None) is not state:
@@ -203,9 +200,8 @@ class CheckpointingCallback(TrainerCallback):
         is_asked, options = checkpointing_of(args)
         if not is_asked:
             return
-        change = Change("checkpointing", options or "full", self.policy, "the callback replaces the arguments' own")
-        if change not in self.changes:
-            self.changes.append(change)
+        reason = "the callback replaces the arguments' own"
+        add_change(self.changes, Change("checkpointing", options or "full", self.policy, reason))
 
 
 def _callback(policy: str, offload: bool) -> CheckpointingCallback:

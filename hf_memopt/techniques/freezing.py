@@ -17,15 +17,16 @@ import re
 import weakref
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memopt.changes import Change, nearest
+from hf_memopt.changes import Change, add_change, nearest
 from hf_memopt.compat import is_checkpointing
-from hf_memopt.undo import UndoHandle
+from hf_memopt.undo import UndoHandle, remove_all
 
 __all__ = [
     "FreezeCallback",
@@ -222,27 +223,20 @@ class FreezeCallback(TrainerCallback):
         dropped = drop_input_gradients(model)
         if dropped is not None:
             self._undo.append(dropped)
-            self._record(INPUT_GRADIENTS_DROPPED)
+            add_change(self.changes, INPUT_GRADIENTS_DROPPED)
 
     def _freeze(self, model: nn.Module) -> None:
         if self._model() is not model:
             self._model, self._undo = weakref.ref(model), []
         before = trainable_parameters(model)
         self._undo.append(freeze(model, self.patterns))
-        self.handle = UndoHandle(self._remove)
+        self.handle = UndoHandle(partial(remove_all, self._undo))
         after = trainable_parameters(model)
         if after != before:
-            self._record(Change("trainable_parameters", before, after, f"frozen: {', '.join(self.patterns)}"))
+            reason = f"frozen: {', '.join(self.patterns)}"
+            add_change(self.changes, Change("trainable_parameters", before, after, reason))
             total = sum(parameter.numel() for parameter in model.parameters())
-            logger.info(f"FreezeCallback trains {after:,} of {total:,} parameters; frozen: {', '.join(self.patterns)}")
-
-    def _remove(self) -> None:
-        while self._undo:
-            self._undo.pop().remove()
-
-    def _record(self, change: Change) -> None:
-        if change not in self.changes:
-            self.changes.append(change)
+            logger.info(f"FreezeCallback trains {after:,} of {total:,} parameters; {reason}")
 
 
 def checked_patterns(patterns: Any) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_memopt.binding import unbound_error
-from hf_memopt.changes import Change
+from hf_memopt.changes import Change, add_change
 from hf_memopt.compatibility import check_compatibility
 from hf_memopt.techniques.example_indices import example_indices
 from hf_memopt.techniques.out_of_memory import RandomState
@@ -160,9 +160,7 @@ class OverflowCallback(TrainerCallback):
             args.logging_nan_inf_filter = False
             self._undo_filter = UndoHandle(lambda: setattr(args, "logging_nan_inf_filter", True))
             reason = "it costs two host syncs per micro-batch; the same is done on the device"
-            change = Change("logging_nan_inf_filter", True, False, reason)
-            if change not in self.changes:
-                self.changes.append(change)
+            add_change(self.changes, Change("logging_nan_inf_filter", True, False, reason))
         return self._undo_filter is not None
 
     def _logged(self, loss: torch.Tensor, is_bad: torch.Tensor) -> torch.Tensor:

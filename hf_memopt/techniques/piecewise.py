@@ -29,7 +29,7 @@ from hf_memopt.techniques.pieces import (
     take_rows,
 )
 from hf_memopt.techniques.predictions import recover_predictions
-from hf_memopt.undo import UndoHandle, override_method
+from hf_memopt.undo import UndoHandle, override_method, remove_all
 
 __all__ = ["PiecewiseStep"]
 
@@ -98,8 +98,7 @@ class PiecewiseStep:
 
     def remove(self) -> None:
         """Take it off again."""
-        while self._handles:
-            self._handles.pop().remove()
+        remove_all(self._handles)
 
     def begin_training(self) -> None:
         """Forget what was found out about the model: it may be a new one."""

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_memopt.binding import unbound_error
-from hf_memopt.changes import Change
+from hf_memopt.changes import Change, add_change
 from hf_memopt.compatibility import check_compatibility
 from hf_memopt.techniques.precision import (
     allow_tf32,
@@ -24,7 +24,7 @@ from hf_memopt.techniques.precision import (
     is_under_autocast,
     keep_master_weights,
 )
-from hf_memopt.undo import UndoHandle, override_method
+from hf_memopt.undo import UndoHandle, override_method, remove_all
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class PrecisionCallback(TrainerCallback):
         """Reach what only the trainer has; ``attach`` calls it."""
         if self._trainer() is trainer:
             return
-        _remove(self._undo_trainer)
+        remove_all(self._undo_trainer)
         self._undo_trainer = self._disable_autocast_cache(trainer)
         self._undo_trainer += [
             override_method(trainer, "train", self._ending_with_tf32),
@@ -204,14 +204,13 @@ class PrecisionCallback(TrainerCallback):
 
     def _undo(self) -> None:
         self._put_tf32_back()
-        _remove(self._undo_trainer)
-        _remove(self._undo_model)
+        remove_all(self._undo_trainer)
+        remove_all(self._undo_model)
         self._trainer = lambda: None
 
     def _record(self, name: str, old: Any, new: Any, reason: str) -> None:
         change = Change(name, old, new, reason)
-        if change not in self.changes:
-            self.changes.append(change)
+        if add_change(self.changes, change):
             logger.info("PrecisionCallback: %s", change)
 
 
@@ -223,8 +222,3 @@ def _checked(name: str, value: Any) -> Any:
             f"Pass PrecisionCallback({name}={choices[0]!r})"
         )
     return value
-
-
-def _remove(handles: list[UndoHandle]) -> None:
-    while handles:
-        handles.pop().remove()

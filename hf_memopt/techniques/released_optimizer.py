@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.compatibility import refusal_of, settings_in_use
+from hf_memopt.compatibility import check_settings
 from hf_memopt.techniques.gradient_release import TECHNIQUE, gradient_release
 
 if TYPE_CHECKING:
@@ -42,9 +42,6 @@ def released_optimizer(
     """
     from transformers import Trainer
 
-    for setting in settings_in_use(args, world_size=args.world_size):
-        refusal = refusal_of(TECHNIQUE, setting)
-        if refusal is not None:
-            raise ValueError(str(refusal))
+    check_settings(TECHNIQUE, args)
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
     return gradient_release(optimizer_class, max_tensor_norm=max_tensor_norm), kwargs

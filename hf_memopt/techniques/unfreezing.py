@@ -17,13 +17,14 @@ import logging
 import math
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_memopt.changes import Change
-from hf_memopt.compatibility import refusal_of, settings_in_use
+from hf_memopt.changes import Change, add_change
+from hf_memopt.compatibility import check_settings
 from hf_memopt.techniques.freezing import (
     INPUT_GRADIENTS_DROPPED,
     checked_patterns,
@@ -31,7 +32,7 @@ from hf_memopt.techniques.freezing import (
     matching_parameters,
     trainable_parameters,
 )
-from hf_memopt.undo import UndoHandle
+from hf_memopt.undo import UndoHandle, remove_all
 
 __all__ = ["GradualUnfreezeCallback", "Schedule", "unfreeze_by_schedule"]
 
@@ -141,7 +142,7 @@ class GradualUnfreezeCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Check that the optimizer holds what is to be trained later, and begin with the stage of this step."""
-        _refuse_processes(args)
+        check_settings(self.technique, args)
         stages = _stages(self.schedule, state.max_steps)
         _check_groups(model, stages, optimizer)
         if self._model() is not model:
@@ -149,7 +150,7 @@ class GradualUnfreezeCallback(TrainerCallback):
         dropped = drop_input_gradients(model)
         if dropped is not None:
             self._undo.append(dropped)
-            self._record(INPUT_GRADIENTS_DROPPED)
+            add_change(self.changes, INPUT_GRADIENTS_DROPPED)
         self._begin_stage(model, stages, state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -162,21 +163,13 @@ class GradualUnfreezeCallback(TrainerCallback):
         step = state.global_step
         before = trainable_parameters(model)
         self._undo.append(unfreeze_by_schedule(model, stages, step))
-        self.handle = UndoHandle(self._remove)
+        self.handle = UndoHandle(partial(remove_all, self._undo))
         after = trainable_parameters(model)
         if after != before:
             begun = ", ".join(name for first, patterns in stages.items() if first <= step for name in patterns)
-            self._record(Change("trainable_parameters", before, after, f"from step {step}: {begun}"))
+            add_change(self.changes, Change("trainable_parameters", before, after, f"from step {step}: {begun}"))
             total = sum(parameter.numel() for parameter in model.parameters())
             logger.info(f"GradualUnfreezeCallback trains {after:,} of {total:,} parameters from step {step}: {begun}")
-
-    def _remove(self) -> None:
-        while self._undo:
-            self._undo.pop().remove()
-
-    def _record(self, change: Change) -> None:
-        if change not in self.changes:
-            self.changes.append(change)
 
 
 def checked_schedule(schedule: Any) -> dict[int | float, tuple[str, ...]]:
@@ -215,13 +208,6 @@ def _first_steps(model: nn.Module, stages: Mapping[Any, tuple[str, ...]]) -> dic
             for parameter in matching_parameters(model, pattern):
                 first[id(parameter)] = min(step, first.get(id(parameter), step))
     return first
-
-
-def _refuse_processes(args: Any) -> None:
-    for setting in settings_in_use(args, world_size=args.world_size):
-        found = refusal_of(GradualUnfreezeCallback.technique, setting)
-        if found is not None:
-            raise ValueError(str(found))
 
 
 def _check_groups(model: nn.Module, stages: Mapping[int, tuple[str, ...]], optimizer: Any) -> None:
