@@ -6,7 +6,10 @@ READY = $(VENV)/.ready
 COMPAT_VERSIONS = 5.8.1 5.17.0
 PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-full test-compat lint format bench bench-batching bench-gpu clean
+CLIENTS = .venv-clients/bin
+CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
+
+.PHONY: demo test test-full test-compat test-clients lint format bench bench-batching bench-gpu clean
 
 demo: $(READY)            ## the main job: three set-ups of the stock Trainer on real text, side by side
 	$(BIN)/python -m hf_memopt demo
@@ -18,6 +21,10 @@ test-full: $(READY)       ## the test suite with the slow tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-compat: test $(COMPAT_VERSIONS:%=test-compat-%)   ## the suite on every supported transformers
+
+test-clients: .venv-clients/.ready   ## other people's trainings, stock and with this package; writes docs/clients.md
+	$(CLIENTS)/python -m pytest --write-results $(CLIENTS_ARGS) tests/clients; \
+	status=$$?; $(CLIENTS)/python tests/clients/clients_table.py && exit $$status
 
 lint: $(READY)            ## formatting, lint and types
 	$(BIN)/ruff format --check .
@@ -46,12 +53,17 @@ bench-gpu: $(READY)       ## predicted against measured memory, on a CUDA card; 
 	$(BIN)/python benchmarks/gpu.py
 
 clean:
-	rm -rf $(VENV) .venv-[0-9]* build *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-[0-9]* build *.egg-info
 
 $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf-memopt needs Python >= 3.11, this is " + sys.version.split()[0] + ". Call: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+.venv-clients/.ready: setup.cfg pyproject.toml constraints.txt
+	test -x $(CLIENTS)/python || $(PYTHON) -m venv .venv-clients
+	$(CLIENTS)/python -m pip install --quiet --constraint constraints.txt --editable ".[clients,test]"
 	touch $@
 
 test-compat-%: constraints.txt setup.cfg

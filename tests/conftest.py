@@ -18,6 +18,8 @@ from hypothesis import settings
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
 
+collect_ignore = ["clients"]  # an environment of its own: make test-clients
+
 settings.register_profile("suite", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("suite")
 

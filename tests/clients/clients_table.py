@@ -1,0 +1,67 @@
+"""Write ``docs/clients.md`` from what ``make test-clients`` found.
+
+python tests/clients/clients_table.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = Path(__file__).with_name("results.jsonl")
+PAGE = ROOT / "docs" / "clients.md"
+SHOWN = {"same": "same", "equal": "equal", "refused": "refused", "differs by design": "by design"}
+
+TEXT = """\
+# Clients
+
+Other people's trainings, run with the stock trainer and with this package. Each is 4 steps of a tiny model with random
+weights; compared are losses, gradient norms, everything else that is logged, evaluation metrics and weights.
+
+- **same**: bit for bit what stock gives. A bucketed view is compared with stock on the same examples in the same order.
+- **equal**: a batch was cut, so sums run in another order: within {relative:g} of each value (or {absolute:g}).
+  Other metrics of training steps are left out of this one comparison: TRL's are means over forward passes.
+- **refused (n)**: by message n below, whole but for its figures. **by design (n)**: differs for reason n.
+- **fails (n)**: wrong, and known.
+
+`all` is memory report, micro-batching, overflow, evaluation guard and a bucketed view together.
+
+{date}, {versions}. Made by `make test-clients`.
+"""
+
+
+def page() -> str:
+    """Return the page that the committed results give."""
+    head, *rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
+    text = TEXT.format(**head["tolerance"], date=head["date"], versions=versions)
+    setups = list(dict.fromkeys(row["setup"] for row in rows))
+    cells = {(row["client"], row["setup"]): row for row in rows}
+    notes: dict[str, int] = {}
+    lines = [f"| | {' | '.join(setups)} |", f"|---|{'---|' * len(setups)}"]
+    for client in dict.fromkeys(row["client"] for row in rows):
+        shown = (_cell(cells.get((client, setup)), notes) for setup in setups)
+        lines.append(f"| {client} | {' | '.join(shown)} |")
+    reasons = [f"{number}. {note}" for note, number in notes.items()]
+    return "\n".join([text, *lines, "", *reasons]) + "\n"
+
+
+def _cell(row: dict[str, Any] | None, notes: dict[str, int]) -> str:
+    """Return a cell, and number its note."""
+    if row is None:
+        return "-"
+    note = " ".join([row["detail"], *(f"Warns: {warning}" for warning in row["warnings"])]).strip()
+    shown = SHOWN.get(row["verdict"], "**fails**")
+    if row["warnings"]:
+        shown = "**fails**"
+    if not note:
+        return shown
+    note = note.replace("<", "\\<").replace("\n", " ")
+    return f"{shown} ({notes.setdefault(note, len(notes) + 1)})"
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,170 @@
+"""Train a client in a set-up, and compare what came of it with what comes of stock."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from client import BATCH, CUT, SETUPS, VIEW, Client, train_and_evaluate
+from datasets import Dataset
+from transformers import Trainer, set_seed
+
+import hf_memopt
+from hf_memopt import attach, bucketed
+
+RELATIVE, ABSOLUTE = 1e-4, 1e-6
+"""What a cut may change: its sums run in another order and over shorter rows, one rounding of float32 (6e-8) each, and
+four steps pass them on from weight to gradient to weight. Everything else is compared bit for bit.
+"""
+
+_TIMES = re.compile("time|per_second")
+_OF_A_CUT_STEP = re.compile("loss|grad_norm|learning_rate|eval_.*|weights.*")
+"""What is compared where a batch was cut. Other metrics of training steps, such as TRL's entropy, are means over
+forward passes, of which a cut step has more.
+"""
+
+
+class Outcome(NamedTuple):
+    """What came of a client's training in a set-up.
+
+    ``verdict``: "same", "equal" (within the tolerance), "refused", "differs" or "error"; ``detail``: the message, or
+    what differs most; ``warnings``: those that stock does not give.
+    """
+
+    verdict: str
+    detail: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+class _Run(NamedTuple):
+    values: dict[str, Any]
+    warnings: tuple[str, ...]
+
+
+def outcome_of(client: Client, setup: str) -> Outcome:
+    """Train a client in a set-up and compare it with stock."""
+    is_view = setup in VIEW and not client.no_view
+    stock = _stock_run(client, is_view)
+    try:
+        ours = _run(client, functools.partial(_view, client) if is_view else _unchanged, setup)
+    except Exception as error:  # whatever the client, or what stands over it, raises
+        is_refusal = isinstance(error, (ValueError, TypeError, RuntimeError)) and _is_raised_by_us(error)
+        text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+        return Outcome("refused" if is_refusal else "error", without_figures(text))
+    new = tuple(dict.fromkeys(text for text in ours.warnings if text not in stock.warnings))
+    return _comparison(ours.values, stock.values, is_cut=setup == CUT)._replace(warnings=new)
+
+
+def without_figures(text: str) -> str:
+    """Replace what depends on the machine: figures that are not whole, and temporary folders."""
+    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/\w+", "FOLDER", text)
+    return re.sub(r"-?\b\d+\.\d+(e-?\d+)?\b|\b\d+e-\d+\b|\bnan\b|-0\b", "#", text)
+
+
+# ---- Running --------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=2)
+def _stock_run(client: Client, is_ordered: bool) -> _Run:
+    """Train with stock; ``is_ordered``: on the examples in the order in which a view would give them."""
+    return _run(client, functools.partial(_in_view_order, client) if is_ordered else _unchanged, None)
+
+
+def _run(client: Client, arrange: Callable[[Any], Any], setup: str | None) -> _Run:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        set_seed(0)
+        trainer = client.build(Path(folder), arrange)
+        if arrange is not _unchanged:
+            trainer.args.train_sampling_strategy = "sequential"
+        if setup is not None:
+            attach(trainer, *(make() for make in SETUPS[setup]))
+        metrics = (client.drive or train_and_evaluate)(trainer)
+        values = dict(_values(trainer, metrics))
+    return _Run(values, tuple(without_figures(str(warning.message)) for warning in caught))
+
+
+def _unchanged(dataset: Any) -> Any:
+    return dataset
+
+
+def _view(client: Client, dataset: Any) -> Any:
+    lengths = None if client.lengths is None else client.lengths(dataset)
+    return bucketed(dataset, batch_size=BATCH, lengths=lengths, seed=0)
+
+
+def _in_view_order(client: Client, dataset: Any) -> Any:
+    """Return the examples in the order of the view's first epoch, by hand."""
+    view = _view(client, dataset)
+    indices = [view.indices_of([position])[0] for position in range(len(view))]
+    if isinstance(dataset, Dataset):
+        return dataset.select(indices)
+    return [dataset[index] for index in indices]
+
+
+def _is_raised_by_us(error: Exception) -> bool:
+    """Return whether the last frame of the error's traceback is in this package."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    folder = Path(hf_memopt.__file__).parent
+    return traceback is not None and folder in Path(traceback.tb_frame.f_code.co_filename).parents
+
+
+# ---- Comparing ------------------------------------------------------------------------------------------------------
+
+
+def _values(trainer: Any, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Give everything that is compared, by name: what each step logged, metrics, weights."""
+    if not isinstance(trainer, Trainer):  # a wrapper around one
+        return
+    for number, entry in enumerate(trainer.state.log_history):
+        yield from ((f"{name} [{number}]", value) for name, value in entry.items() if not _TIMES.search(name))
+    yield from ((f"{name} [end]", value) for name, value in metrics.items() if not _TIMES.search(name))
+    if trainer.model is None:  # a search keeps none
+        return
+    for name, value in trainer.accelerator.unwrap_model(trainer.model).state_dict().items():
+        if torch.is_tensor(value):
+            yield f"weights of {name}", value.clone()
+
+
+def _comparison(ours: Mapping[str, Any], stock: Mapping[str, Any], *, is_cut: bool) -> Outcome:
+    """Compare by name; what ours has more, such as a memory report's readings, is left out."""
+    names = [name for name in stock if not is_cut or _OF_A_CUT_STEP.match(name)]
+    missing = [name for name in names if name not in ours]
+    if missing:
+        return Outcome("differs", f"without {', '.join(missing[:3])}")
+    different = [name for name in names if not _is_equal(ours[name], stock[name])]
+    if not different:
+        return Outcome("same")
+    if is_cut and all(_is_close(ours[name], stock[name]) for name in different):
+        return Outcome("equal")
+    shown = next((name for name in different if not _is_close(ours[name], stock[name])), different[0])
+    return Outcome("differs", f"{len(different)} of {len(names)}, {shown}: {_told(ours[shown], stock[shown])}")
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if torch.is_tensor(one) and torch.is_tensor(other):
+        return one.shape == other.shape and torch.equal(one, other)
+    return bool(one == other) or (one != one and other != other)  # NaN
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    if torch.is_tensor(one) and torch.is_tensor(other):
+        return one.shape == other.shape and torch.allclose(one, other, rtol=RELATIVE, atol=ABSOLUTE)
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    return False
+
+
+def _told(one: Any, other: Any) -> str:
+    if torch.is_tensor(one):
+        return f"by {(one.double() - other.double()).abs().max():.2e}"
+    return f"{one} instead of {other}"

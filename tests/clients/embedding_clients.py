@@ -1,0 +1,112 @@
+"""Trainings of sentence embeddings: sentence-transformers and setfit."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import setfit
+import torch
+import transformers
+from client import SETUPS, Arrange, Client, arguments, no_weighting, texts, words
+from datasets import Dataset
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.base.sampler import DefaultBatchSampler
+from sentence_transformers.sentence_transformer import losses, modules
+
+import tiny
+
+
+def encoder(folder: Path) -> SentenceTransformer:
+    """Return a tiny BERT with mean pooling, by way of a folder, as the library reads one."""
+    path = str(folder / "encoder")
+    torch.manual_seed(0)
+    transformers.BertModel(tiny.bert_config()).save_pretrained(path)
+    tiny.tokenizer(model_max_length=64).save_pretrained(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformer = modules.Transformer(path)
+        return SentenceTransformer(modules=[transformer, modules.Pooling(transformer.get_word_embedding_dimension())])
+
+
+def pairs(count: int = 16) -> Dataset:
+    """Pairs of texts that belong together."""
+    return Dataset.from_dict({"anchor": texts(count), "positive": texts(count, seed=1)})
+
+
+def scored(count: int = 16) -> Dataset:
+    """Pairs of texts and how alike they are."""
+    return Dataset.from_dict(
+        {"one": texts(count), "two": texts(count, seed=1), "score": [i / count for i in range(count)]}
+    )
+
+
+def in_order(dataset: Any, **settings: Any) -> DefaultBatchSampler:
+    """Return a batch sampler that reads a dataset as it is; the library's own ones shuffle."""
+    return DefaultBatchSampler(torch.utils.data.SequentialSampler(dataset), **settings)
+
+
+def embeddings(folder: Path, arrange: Arrange, *, data: Any, loss: Any) -> Any:
+    """Train embeddings."""
+    model = encoder(folder)
+    return SentenceTransformerTrainer(
+        model=model,
+        args=arguments(folder, SentenceTransformerTrainingArguments, batch_sampler=in_order),
+        train_dataset=arrange(data()),
+        eval_dataset=data(8),
+        loss=loss(model),
+    )
+
+
+def few_shot(folder: Path, arrange: Arrange, *, inner: bool = True) -> Any:
+    """Return the trainer of embeddings inside of setfit's; not ``inner``: setfit's own."""
+    model = setfit.SetFitModel(model_body=encoder(folder), model_head=setfit.SetFitHead(in_features=32, out_features=3))
+    trainer = setfit.Trainer(
+        model=model,
+        args=setfit.TrainingArguments(
+            output_dir=str(folder), batch_size=4, max_steps=4, report_to="none", save_strategy="no", logging_steps=1
+        ),
+        train_dataset=arrange(Dataset.from_dict({"text": texts(8), "label": [i % 3 for i in range(8)]})),
+    )
+    if not inner:
+        return trainer
+    trainer.st_trainer.outer = trainer
+    return trainer.st_trainer
+
+
+def train_outer(trainer: Any) -> Mapping[str, Any]:
+    """Train by setfit's trainer, which calls the one of the embeddings."""
+    trainer.outer.train()
+    return {}
+
+
+NOT_A_TRAINER = (
+    "trainer=<setfit.trainer.Trainer> is not a transformers.Trainer; expected one. "
+    "Pass the one inside of it: attach(trainer.st_trainer)"
+)
+OWN_PAIRS = "setfit makes the pairs that it trains on from the texts, and reads them in an order of its own"
+
+CLIENTS = {
+    "sentence-transformers, in-batch negatives": Client(
+        functools.partial(embeddings, data=pairs, loss=losses.MultipleNegativesRankingLoss),
+        lengths=words("anchor"),
+        cannot_cut=no_weighting("SentenceTransformer"),
+    ),
+    "sentence-transformers, scored pairs": Client(
+        functools.partial(embeddings, data=scored, loss=losses.CosineSimilarityLoss), lengths=words("one")
+    ),
+    "setfit": Client(few_shot, drive=train_outer, no_view=OWN_PAIRS),
+    "setfit, its own trainer": Client(
+        functools.partial(few_shot, inner=False),
+        drive=lambda trainer: {},
+        no_view=OWN_PAIRS,
+        refuses=dict.fromkeys(SETUPS, NOT_A_TRAINER),
+    ),
+}

@@ -1,0 +1,73 @@
+"""Every client in every set-up: as with stock, bit for bit, or refused with a message that says why."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import embedding_clients
+import plain_clients
+import pytest
+import ranks
+import signal_clients
+import trl_clients
+from client import CUT, SETUPS, WHOLE, Client
+from comparison import Outcome, outcome_of
+
+from two_ranks import run_pair
+
+CLIENTS = {
+    **plain_clients.CLIENTS,
+    **trl_clients.CLIENTS,
+    **embedding_clients.CLIENTS,
+    **signal_clients.CLIENTS,
+}
+CELLS = [
+    (name, setup)
+    for name, client in CLIENTS.items()
+    for setup in SETUPS
+    if setup != "bucketed view" or not client.no_view
+]
+
+
+def expected(client: Client, setup: str) -> tuple[Outcome, ...]:
+    """Return the outcomes that are right."""
+    warns = client.warns.get(setup, ())
+    if setup in client.refuses:
+        return (Outcome("refused", client.refuses[setup]),)
+    refusal = Outcome("refused", client.cannot_cut)
+    if setup == CUT:
+        return (refusal,) if client.cannot_cut else (Outcome("equal", "", warns), Outcome("same", "", warns))
+    if setup in WHOLE and client.cannot_cut:
+        return Outcome("same", "", warns), refusal
+    return (Outcome("same", "", warns),)
+
+
+@functools.lru_cache(maxsize=1)
+def outcomes_of_ranks(name: str) -> dict[str, list[Outcome]]:
+    """Try a client in two processes; return what came of it in each, by set-up."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_pair(Path(folder), ranks.__file__, folder, name)
+    return {
+        setup: [Outcome(of_rank[setup][0], of_rank[setup][1], tuple(of_rank[setup][2])) for of_rank in found]
+        for setup in SETUPS
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "setup"), [pytest.param(*cell, marks=pytest.mark.xdist_group(cell[0])) for cell in CELLS]
+)
+def test_a_client_trains_as_with_stock(name: str, setup: str, record_outcome: Callable[..., None]) -> None:
+    client, place = CLIENTS[name], CELLS.index((name, setup))
+    found = [outcome_of(client, setup)] if client.ranks == 1 else outcomes_of_ranks(name)[setup]
+    if setup in client.differs:
+        record_outcome(place, name, setup, Outcome("differs by design", client.differs[setup]))
+        assert {outcome.verdict for outcome in found} == {"differs"}
+        assert not any(outcome.warnings for outcome in found)
+        return
+    right = expected(client, setup)
+    wrong = [outcome for outcome in found if outcome not in right]
+    record_outcome(place, name, setup, *(wrong or found)[:1])
+    assert not wrong, f"expected {right[0]}"
