@@ -9,7 +9,7 @@ PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 CLIENTS = .venv-clients/bin
 CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo test test-full test-compat test-clients lint format bench bench-batching bench-gpu clean
+.PHONY: demo test test-full test-compat test-clients test-upstream lint format bench bench-batching bench-gpu clean
 
 demo: $(READY)            ## the main job: three set-ups of the stock Trainer on real text, side by side
 	$(BIN)/python -m hf_memopt demo
@@ -25,6 +25,9 @@ test-compat: test $(COMPAT_VERSIONS:%=test-compat-%)   ## the suite on every sup
 test-clients: .venv-clients/.ready   ## other people's trainings, stock and with this package; writes docs/clients.md
 	$(CLIENTS)/python -m pytest --write-results $(CLIENTS_ARGS) tests/clients; \
 	status=$$?; $(CLIENTS)/python tests/clients/clients_table.py && exit $$status
+
+test-upstream: .venv-clients/.ready  ## transformers' own Trainer tests, stock and attached: TRANSFORMERS_SRC=checkout
+	$(CLIENTS)/python tests/upstream/compare.py "$(TRANSFORMERS_SRC)" $(UPSTREAM_ARGS)
 
 lint: $(READY)            ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -53,9 +53,7 @@ def _cell(row: dict[str, Any] | None, notes: dict[str, int]) -> str:
     if row is None:
         return "-"
     note = " ".join([row["detail"], *(f"Warns: {warning}" for warning in row["warnings"])]).strip()
-    shown = SHOWN.get(row["verdict"], "**fails**")
-    if row["warnings"]:
-        shown = "**fails**"
+    shown = SHOWN[row["verdict"]] if row["is_right"] else "**fails**"
     if not note:
         return shown
     note = note.replace("<", "\\<").replace("\n", " ")

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from client import BATCH, CUT, SETUPS, VIEW, Client, train_and_evaluate
 from datasets import Dataset
 from transformers import Trainer, set_seed
 
 import hf_memopt
+from client import BATCH, CUT, SETUPS, VIEW, Client, train_and_evaluate
 from hf_memopt import attach, bucketed
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
@@ -49,16 +49,25 @@ class _Run(NamedTuple):
 
 
 def outcome_of(client: Client, setup: str) -> Outcome:
-    """Train a client in a set-up and compare it with stock."""
+    """Train a client in a set-up and compare it with stock, corrected by hand where the client says how."""
     is_view = setup in VIEW and not client.no_view
-    stock = _stock_run(client, is_view)
+    stock = _stock_run(client, is_view, client.correct is not None)
     try:
-        ours = _run(client, functools.partial(_view, client) if is_view else _unchanged, setup)
+        ours = _run(
+            client,
+            functools.partial(_view, client) if is_view else _unchanged,
+            lambda trainer: attach(trainer, *(make() for make in SETUPS[setup])),
+        )
     except Exception as error:  # whatever the client, or what stands over it, raises
         is_refusal = isinstance(error, (ValueError, TypeError, RuntimeError)) and _is_raised_by_us(error)
         text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
         return Outcome("refused" if is_refusal else "error", without_figures(text))
     new = tuple(dict.fromkeys(text for text in ours.warnings if text not in stock.warnings))
+    if (
+        client.correct is not None
+        and _comparison(ours.values, _stock_run(client, is_view, False).values).verdict == "same"
+    ):
+        return Outcome("error", "the same as stock without the correction")
     return _comparison(ours.values, stock.values, is_cut=setup == CUT)._replace(warnings=new)
 
 
@@ -71,21 +80,22 @@ def without_figures(text: str) -> str:
 # ---- Running --------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=2)
-def _stock_run(client: Client, is_ordered: bool) -> _Run:
+@functools.lru_cache(maxsize=4)
+def _stock_run(client: Client, is_ordered: bool, is_corrected: bool) -> _Run:
     """Train with stock; ``is_ordered``: on the examples in the order in which a view would give them."""
-    return _run(client, functools.partial(_in_view_order, client) if is_ordered else _unchanged, None)
+    arrange = functools.partial(_in_view_order, client) if is_ordered else _unchanged
+    return _run(client, arrange, client.correct if is_corrected else None)
 
 
-def _run(client: Client, arrange: Callable[[Any], Any], setup: str | None) -> _Run:
+def _run(client: Client, arrange: Callable[[Any], Any], prepare: Callable[[Any], object] | None) -> _Run:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         set_seed(0)
         trainer = client.build(Path(folder), arrange)
         if arrange is not _unchanged:
             trainer.args.train_sampling_strategy = "sequential"
-        if setup is not None:
-            attach(trainer, *(make() for make in SETUPS[setup]))
+        if prepare is not None:
+            prepare(trainer)
         metrics = (client.drive or train_and_evaluate)(trainer)
         values = dict(_values(trainer, metrics))
     return _Run(values, tuple(without_figures(str(warning.message)) for warning in caught))
@@ -135,7 +145,7 @@ def _values(trainer: Any, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any
             yield f"weights of {name}", value.clone()
 
 
-def _comparison(ours: Mapping[str, Any], stock: Mapping[str, Any], *, is_cut: bool) -> Outcome:
+def _comparison(ours: Mapping[str, Any], stock: Mapping[str, Any], *, is_cut: bool = False) -> Outcome:
     """Compare by name; what ours has more, such as a memory report's readings, is left out."""
     names = [name for name in stock if not is_cut or _OF_A_CUT_STEP.match(name)]
     missing = [name for name in names if name not in ours]
@@ -167,4 +177,6 @@ def _is_close(one: Any, other: Any) -> bool:
 def _told(one: Any, other: Any) -> str:
     if torch.is_tensor(one):
         return f"by {(one.double() - other.double()).abs().max():.2e}"
+    if isinstance(one, float) and isinstance(other, float):
+        return f"{one:.6g} instead of {other:.6g}"
     return f"{one} instead of {other}"

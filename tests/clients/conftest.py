@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from comparison import ABSOLUTE, RELATIVE, Outcome
 
 RESULTS = Path(__file__).with_name("results.jsonl")
@@ -38,11 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def record_outcome(record_property: Callable[[str, object], None]) -> Callable[[int, str, str, Outcome], None]:
+def record_outcome(record_property: Callable[[str, object], None]) -> Callable[..., None]:
     """Return what notes an outcome for the file of results, from a worker process too; ``place``: its line there."""
 
-    def record(place: int, client: str, setup: str, outcome: Outcome) -> None:
-        record_property(CELL, (place, {"client": client, "setup": setup, **outcome._asdict()}))
+    def record(place: int, client: str, setup: str, outcome: Outcome, *, is_right: bool) -> None:
+        row = {"client": client, "setup": setup, "is_right": is_right, **outcome._asdict()}
+        record_property(CELL, (place, row))
 
     return record
 

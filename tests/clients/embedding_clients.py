@@ -11,7 +11,6 @@ from typing import Any
 import setfit
 import torch
 import transformers
-from client import SETUPS, Arrange, Client, arguments, no_weighting, texts, words
 from datasets import Dataset
 from sentence_transformers import (
     SentenceTransformer,
@@ -22,6 +21,7 @@ from sentence_transformers.base.sampler import DefaultBatchSampler
 from sentence_transformers.sentence_transformer import losses, modules
 
 import tiny
+from client import SETUPS, Arrange, Client, arguments, no_weighting, texts, words
 
 
 def encoder(folder: Path) -> SentenceTransformer:

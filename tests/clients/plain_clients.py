@@ -10,19 +10,24 @@ import evaluate
 import numpy as np
 import torch
 import transformers
-from client import CUT, SETUPS, Arrange, Client, arguments, labelled, llama, no_weighting, texts
 from datasets import Dataset, Features, Value
 from peft import LoraConfig, get_peft_model
 from sklearn.metrics import accuracy_score, f1_score
 from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer
 
 import tiny
+from client import CUT, SETUPS, Arrange, Client, arguments, labelled, llama, no_weighting, texts
 
 BERT_MASKED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GRADIENT_SCALE = (
     "stock multiplies the gradients of a head that ignores num_items_in_batch by accumulation steps x processes; "
     "attach repairs it"
 )
+
+
+def repair_gradient_scale(trainer: Trainer) -> None:
+    """Let stock divide the loss itself."""
+    trainer.model_accepts_loss_kwargs = False
 
 
 class Accuracy(evaluate.Metric):
@@ -286,6 +291,7 @@ CLIENTS = {
     "classification, two processes": Client(
         lambda folder, arrange: processes(folder, arrange, build=classifier),
         differs=dict.fromkeys(SETUPS, GRADIENT_SCALE),
+        correct=repair_gradient_scale,
         ranks=2,
     ),
     "causal language model, two processes, default flags": Client(

@@ -7,8 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-import plain_clients
 import torch
+
+import plain_clients
 from client import SETUPS
 from comparison import outcome_of
 

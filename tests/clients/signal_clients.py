@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import transformers
-from client import STEPS, Arrange, Client, arguments, no_weighting, not_splittable, texts
 from transformers import Trainer
 
 import tiny
+from client import STEPS, Arrange, Client, arguments, no_weighting, not_splittable, texts
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from client import CUT, Arrange, Client, arguments, llama, not_splittable, texts, words
 from datasets import Dataset
 from trl import (
     DPOConfig,
@@ -24,6 +23,7 @@ from trl import (
 )
 
 import tiny
+from client import CUT, Arrange, Client, arguments, llama, not_splittable, texts, words
 
 
 def tokenizer() -> Any:

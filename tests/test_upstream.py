@@ -1,0 +1,147 @@
+"""The comparison with transformers' own tests: a small checkout in its place, run stock and attached."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).resolve().parent / "upstream"
+
+TESTS = """\
+import os
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, x, labels=None):
+        return {"loss": (self.weight * x).sum(-1).mean()}
+
+
+def trainer(folder):
+    arguments = TrainingArguments(str(folder), report_to="none", use_cpu=True, max_steps=1)
+    return Trainer(Model(), arguments, train_dataset=[{"x": [1.0, 2.0]}] * 8)
+
+
+def test_an_unused_trainer_stays_as_it_is(tmp_path):
+    assert not hasattr(trainer(tmp_path), "memopt_changes")
+
+
+def test_nothing_stands_over_a_trainer(tmp_path):
+    made = trainer(tmp_path)
+    made.train()
+    assert not hasattr(made, "memopt_changes"), "it was attached"
+
+
+@pytest.mark.skipif(os.environ["HF_MEMOPT_UPSTREAM"] != "stock", reason="needs stock")
+def test_needs_stock():
+    pass
+
+
+@pytest.mark.skipif(os.environ["HF_MEMOPT_UPSTREAM"] == "stock", reason="needs attach")
+def test_needs_attach():
+    pass
+
+
+def test_fails_always():
+    assert False
+"""
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(HERE))
+    return importlib.import_module("compare")
+
+
+def checkout(folder: Path) -> Path:
+    """Return a folder like a checkout of transformers, with one file of tests."""
+    tests = folder / "tests" / "trainer"
+    tests.mkdir(parents=True)
+    (folder / "tests" / "__init__.py").touch()
+    (tests / "__init__.py").touch()
+    (tests / "test_trainer.py").write_text(TESTS, encoding="utf-8")
+    package = folder / "src" / "transformers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('__version__ = "5.99.0"\n', encoding="utf-8")
+    return folder
+
+
+def test_runs_a_checkout_stock_and_attached(compare: ModuleType, tmp_path: Path) -> None:
+    source = checkout(tmp_path)
+    assert compare.versions_of(source).startswith("tests of transformers 5.99.0 (")
+    runs = {variant: compare.outcomes_of(source, variant, []) for variant in ("stock", "attached")}
+    lines, code = compare.report(runs)
+    file = "tests/trainer/test_trainer.py"
+    assert lines == [
+        "stock: 3 passed, 1 failed, 1 skipped",
+        "attached: 2 passed, 2 failed, 1 skipped",
+        "  skipped with stock: 1 for 'needs attach'",
+        f"attached: {file}::test_nothing_stands_over_a_trainer failed: AssertionError: it was attached",
+        "  NEW: no reason is known",
+        f"attached: {file}::test_needs_stock skipped: needs stock",
+        "  NEW: no reason is known",
+        "2 new failures without a known reason",
+    ]
+    assert code == 1
+
+
+def test_a_known_difference_is_no_failure(compare: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"*::test_one": ("attached", "attach wraps it"), "*::test_two": ("*", "it is skipped")}
+    monkeypatch.setattr(sys.modules["known_differences"], "KNOWN", known)
+    passed, failed = compare.Outcome("passed"), compare.Outcome("failed", "why")
+    stock = {"file::test_one": passed, "file::test_two": passed, "file::test_three": failed}
+    runs = {"stock": stock, "attached": {**stock, "file::test_one": failed, "file::test_two": failed}}
+    assert compare.report(runs) == (
+        [
+            "stock: 2 passed, 1 failed, 0 skipped",
+            "attached: 0 passed, 3 failed, 0 skipped",
+            "attached: file::test_one failed: why",
+            "  attach wraps it",
+            "attached: file::test_two failed: why",
+            "  it is skipped",
+            "0 new failures without a known reason",
+        ],
+        0,
+    )
+    assert compare.report({"stock": stock, "with callbacks": {**stock, "file::test_one": failed}})[1] == 1
+
+
+def test_a_test_that_did_not_run_is_a_new_failure(compare: ModuleType) -> None:
+    lines, code = compare.report({"stock": {"file::test": compare.Outcome("passed")}, "attached": {}})
+    assert lines[2:] == [
+        "attached: file::test missing: it did not run",
+        "  NEW: no reason is known",
+        "1 new failures without a known reason",
+    ]
+    assert code == 1
+
+
+def test_nothing_passed_is_no_success(compare: ModuleType) -> None:
+    skipped = {"file::test": compare.Outcome("skipped", "no card")}
+    assert compare.report({"stock": skipped, "attached": skipped}) == (
+        [
+            "stock: 0 passed, 0 failed, 1 skipped",
+            "attached: 0 passed, 0 failed, 1 skipped",
+            "  skipped with stock: 1 for 'no card'",
+            "nothing passed with stock, so nothing can be compared",
+        ],
+        2,
+    )
+
+
+def test_a_folder_without_tests_is_refused(tmp_path: Path) -> None:
+    found = subprocess.run([sys.executable, HERE / "compare.py", str(tmp_path)], capture_output=True, text=True)
+    assert found.returncode == 1
+    assert found.stderr == "usage: compare.py TRANSFORMERS_SRC [pytest arguments]; it has tests/trainer in it\n"
