@@ -13,11 +13,10 @@ Between processes (DDP with ``ddp_broadcast_buffers=False, ddp_find_unused_param
 itself while the others wait, since gradients are shared only in the backward pass of the last piece; out of memory in
 that one pass cannot be repeated and raises.
 
-Left out: out of memory in the optimizer's step or between steps; heads whose loss is not a sum or mean over rows or
-labels, and models whose rows depend on each other, which raise at the first step (a loss that is nearly such a mean,
-within 1e-4 of it, or 3e-3 under autocast, is taken for one); what a ``training_step`` of its own adds to the loss of
-``compute_loss``, which would count once for each piece; NEFTune, whose noise is scaled by the padded length, which is
-another one in a piece.
+Limitations: out of memory in the optimizer's step or between steps raises. A loss that is neither a sum nor a mean of
+its rows, weighted by rows, labels or another column of the batch, is refused before a batch is cut (see
+``loss_weights``; one that is nearly such a mean, within 1e-4 of it, or 3e-3 under autocast, is taken for it). What a
+``training_step`` of a subclass adds to the loss of ``compute_loss`` would count once for each part.
 """
 
 from __future__ import annotations
