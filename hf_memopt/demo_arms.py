@@ -134,6 +134,7 @@ def stock_best_trainer(given: Ingredients) -> Trainer:
         optim="adamw_torch_fused",
         bf16=precision.bf16,
         fp16=precision.fp16,
+        use_cpu=precision.bf16 and accelerator_type() == "cpu",  # stock asks for it where bf16 runs on a CPU
     )
     return Trainer(
         model=given.model,
