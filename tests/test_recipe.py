@@ -186,7 +186,7 @@ def test_processes_share_the_effective_batch(monkeypatch) -> None:
         ),
         (
             {"per_device_train_batch_size": 0},
-            "per_device_train_batch_size=0 is not a size; expected an integer of 1 or more. "
+            "per_device_train_batch_size=0 is invalid; expected an integer of 1 or more. "
             "Pass per_device_train_batch_size=8",
         ),
         (
@@ -293,13 +293,13 @@ def test_recipes_are_frozen_hashable_and_replaced() -> None:
         (
             {"per_device_train_batch_size": 0},
             ValueError,
-            "per_device_train_batch_size=0 is not a size; expected an integer of 1 or more. "
-            "Pass per_device_train_batch_size=8",
+            "per_device_train_batch_size=0 is invalid; expected an integer of 1 or more. "
+            "Pass per_device_train_batch_size=32",
         ),
         (
             {"precision": "fp8"},
             ValueError,
-            "precision='fp8' is unknown; expected 'auto', 'bf16', 'fp16' or 'fp32'. Did you mean 'fp32'? "
+            "precision='fp8' is invalid; expected 'auto', 'bf16', 'fp16' or 'fp32'. Did you mean 'fp32'? "
             "Pass precision='auto'",
         ),
     ],
