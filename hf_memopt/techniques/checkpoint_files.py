@@ -287,7 +287,7 @@ class LeanCheckpointCallback(TrainerCallback):
         def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
             trainer = self._trainer()
             resume_from_checkpoint = checkpoint_to_resume(
-                resume_from_checkpoint, trainer.args.output_dir, has_optimizer_file=not _engine_saves(trainer)
+                resume_from_checkpoint, trainer.args.output_dir, check_files=not _engine_saves(trainer)
             )
             self._is_resuming = bool(resume_from_checkpoint)
             try:

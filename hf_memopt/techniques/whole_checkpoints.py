@@ -48,12 +48,12 @@ def remove_training_state(folder: Path, processes: int = 1) -> None:
                 path.unlink()
 
 
-def why_incomplete(folder: Path, *, has_optimizer_file: bool = True) -> str | None:
+def why_incomplete(folder: Path, *, check_files: bool = True) -> str | None:
     """Return what a checkpoint's folder lacks, or None if it is complete.
 
     Args:
         folder: of the checkpoint.
-        has_optimizer_file: whether the Trainer itself writes weights and optimizer, not FSDP or DeepSpeed.
+        check_files: whether to look for the other files too, which FSDP and DeepSpeed name their own way.
     """
     try:
         state = json.loads((folder / TRAINER_STATE_NAME).read_bytes())  # not strict: a logged loss may be NaN
@@ -63,7 +63,7 @@ def why_incomplete(folder: Path, *, has_optimizer_file: bool = True) -> str | No
         state = None
     if not isinstance(state, dict):
         return f"its {TRAINER_STATE_NAME} was not written to its end"
-    if not has_optimizer_file:
+    if not check_files:
         return None
     # What follows happens where deleting a checkpoint was interrupted; stock then trains on with a new optimizer.
     missing = [name for name in RESUMED_FILES if not any(folder.glob(name))]
@@ -76,16 +76,16 @@ def why_incomplete(folder: Path, *, has_optimizer_file: bool = True) -> str | No
     return f"it has no {missing[0]}" if missing else None
 
 
-def checkpoint_to_resume(asked: Any, output_dir: str, *, has_optimizer_file: bool = True) -> Any:
+def checkpoint_to_resume(asked: Any, output_dir: str, *, check_files: bool = True) -> Any:
     """Return what ``Trainer.train`` is to resume from: what was asked for, but never an incomplete folder.
 
     Where True is asked for, i.e. the last checkpoint, and that one is incomplete, the last complete one is returned,
-    with a warning.
+    with a warning. A folder that is named only has to be written to its end: files may be missing on purpose.
 
     Args:
         asked: ``resume_from_checkpoint`` as ``Trainer.train`` takes it.
         output_dir: of the training arguments.
-        has_optimizer_file: see ``why_incomplete``.
+        check_files: see ``why_incomplete``.
 
     Raises:
         ValueError: the folder that was asked for is incomplete, or every checkpoint of ``output_dir`` is.
@@ -94,7 +94,7 @@ def checkpoint_to_resume(asked: Any, output_dir: str, *, has_optimizer_file: boo
         return asked
     refused = None
     for folder in _checkpoints(Path(output_dir)) if asked is True else [Path(asked)]:
-        reason = why_incomplete(folder, has_optimizer_file=has_optimizer_file) if folder.is_dir() else None
+        reason = why_incomplete(folder, check_files=check_files and asked is True) if folder.is_dir() else None
         if reason is None:
             if refused is not None:
                 warnings.warn(
