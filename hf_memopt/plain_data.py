@@ -126,7 +126,8 @@ def check_value(name: str, value: Any, kind: Any, example: Any = MISSING) -> Non
     options = get_args(kind) if get_origin(kind) is Literal else ()
     hint = nearest(value, map(str, options)) if isinstance(value, str) else ""
     proposal = f"Pass {name}={example!r}" if example is not MISSING else f"Pass another {name}"
-    raise ValueError(f"{name}={shown(value)} is invalid; expected {_rule(kind)}.{hint} {proposal}")
+    most = ", below 2**63" if isinstance(value, int) and value >= 2**63 else ""
+    raise ValueError(f"{name}={shown(value)} is invalid; expected {_rule(kind)}{most}.{hint} {proposal}")
 
 
 def shown(value: Any, most: int = 60) -> str:
