@@ -79,8 +79,9 @@ def test_caps_that_cannot_be_written_do_not_end_training(tmp_path, monkeypatch) 
     with pytest.warns(UserWarning, match=CAPS_FILE) as caught:
         trainer(tmp_path, MicrobatchCallback()).train()
     assert [str(warning.message) for warning in caught] == [
-        f"{tmp_path / 'checkpoint-1' / CAPS_FILE} could not be written (No space left on device), so a run that resumes "
-        "here begins with the caps of a new one. Training goes on; make room for it or let its folder be written to"
+        f"{tmp_path / 'checkpoint-1' / CAPS_FILE} could not be written (No space left on device), so a run that "
+        "resumes here begins with the caps of a new one. Training goes on; make room for it or let its folder be "
+        "written to"
     ]
     names = {path.name for path in tmp_path.glob("checkpoint-2/*")}
     assert "trainer_state.json" in names

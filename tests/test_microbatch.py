@@ -26,7 +26,7 @@ from hf_memopt.binding import attach
 from hf_memopt.changes import Change
 from hf_memopt.techniques.loss_weights import find_rule, row_items
 from hf_memopt.techniques.microbatch import MicrobatchCallback
-from hf_memopt.techniques.piece_caps import MOST_FAILED_TRIES, Cap, read_caps
+from hf_memopt.techniques.piece_caps import CAPS_FILE, MOST_FAILED_TRIES, Cap, read_caps
 from hf_memopt.techniques.pieces import cut
 from scarcity import CASES, Case, Pad, Scarcity, causal_rows, mixed_rows
 
