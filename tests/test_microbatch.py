@@ -26,7 +26,7 @@ from hf_memopt.binding import attach
 from hf_memopt.changes import Change
 from hf_memopt.techniques.loss_weights import LossWeights
 from hf_memopt.techniques.microbatch import MicrobatchCallback
-from hf_memopt.techniques.piece_caps import CAPS_FILE, MOST_FAILED_TRIES, Cap, read_caps, write_caps
+from hf_memopt.techniques.piece_caps import CAPS_FILE, MOST_FAILED_TRIES, Cap, read_caps
 from hf_memopt.techniques.pieces import cut
 from hf_memopt.techniques.row_counts import row_counts
 from scarcity import CASES, Case, Pad, Scarcity, causal_rows, mixed_rows
@@ -432,45 +432,6 @@ def test_a_cap_set_anew_wins_over_the_checkpoint(tmp_path: Path) -> None:
     trainer = make(CASES["bert"], tmp_path, callback, **settings)
     trainer.train(resume_from_checkpoint=True)
     assert callback.caps["max_tokens"].limit == 60
-
-
-@pytest.mark.parametrize("damage", ["missing", "no JSON", "no caps", "negative"])
-def test_caps_that_cannot_be_read_are_warned_about(damage: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3}
-    run(CASES["bert"], tmp_path, MicrobatchCallback(), Scarcity(limit=40), **settings)
-    path = tmp_path / "checkpoint-2" / CAPS_FILE
-    if damage == "missing":
-        path.unlink()
-        found = f"FileNotFoundError: [Errno 2] No such file or directory: {str(path)!r}"
-    elif damage == "no JSON":
-        path.write_text("{")
-        found = "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
-    else:
-        path.write_text("[1]" if damage == "no caps" else path.read_text().replace('"limit": 36', '"limit": -36'))
-        found = "ValueError: it holds no caps"
-    callback = MicrobatchCallback()
-    trainer = make(CASES["bert"], tmp_path, callback, **settings)
-    with pytest.warns(UserWarning, match=CAPS_FILE) as caught:
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert [str(warning.message) for warning in caught] == [
-        f"{path} could not be read ({found}), so the resumed run begins with the caps of a new one. If a cap is known "
-        "to fit, set it: MicrobatchCallback(max_tokens=4096)"
-    ]
-    assert callback.caps["max_tokens"].limit is None
-
-
-def test_caps_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    caps = {"max_tokens": Cap(limit=12), "max_examples": Cap(most=3)}
-    write_caps(tmp_path, caps)
-    assert read_caps(tmp_path) == caps
-
-    def full(self: Path, text: str, encoding: str) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match=r"^No space left on device$"):
-        write_caps(tmp_path, {"max_tokens": Cap()})
-    assert read_caps(tmp_path) == caps
 
 
 # ---- The weight of a piece -----------------------------------------------------------------------------------------
