@@ -11,10 +11,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.changes import Change
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer, TrainerCallback
 
-__all__ = ["attach", "record_changes", "refuse_data_parallel", "unbound_error", "undisturbed", "used_columns"]
+__all__ = ["attach", "record_changes", "refuse_data_parallel", "unbound_error", "used_columns"]
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +189,8 @@ def _probe_at_first_step(trainer: Any) -> None:
 
 def _probe(trainer: Any, model: nn.Module, read_batch: Callable[[], Any], *, stacklevel: int) -> None:
     """Repair the scale if a few rows of the batch show that the head ignores the count; warn if they do not tell."""
+    from hf_memopt.probing import undisturbed
+
     ignores, finding = False, ""
     with undisturbed(trainer, model):
         try:
@@ -232,7 +232,7 @@ def _head_ignores_item_count(trainer: Any, model: nn.Module, batch: Mapping[str,
     import torch
     from accelerate.utils import send_to_device
 
-    if not torch.is_tensor(batch.get("labels")):
+    if not isinstance(batch, Mapping) or not torch.is_tensor(batch.get("labels")):
         return False, ""  # stock counts no items then, and divides by itself
     losses = []
     with torch.no_grad(), trainer.compute_loss_context_manager():
@@ -254,28 +254,6 @@ def _most_rows(trainer: Any) -> int:
     return most
 
 
-@contextmanager
-def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode; leave modes and random numbers as they were."""
-    import numpy as np
-    import torch
-
-    modes = {module: module.training for module in model.modules()}
-    device = trainer.args.device
-    states = random.getstate(), np.random.get_state()
-    # This process's own card: forking the generators of all visible ones would start CUDA on each.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for module in modes:
-            module.training = False  # not eval(), which a user's module may use to rewrite its weights
-        try:
-            yield
-        finally:
-            for module, training in modes.items():
-                module.training = training
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-
-
 def _first_batch(trainer: Any) -> Any:
     """Collate the first examples as the Trainer will, without the columns that it removes."""
     dataset = trainer.train_dataset
@@ -288,10 +266,12 @@ def _first_batch(trainer: Any) -> Any:
     return trainer.data_collator(rows)
 
 
-def _first_rows(inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
+def _first_rows(inputs: Any, rows: int) -> Any:
     """Return copies of the first rows of all tensors that have as many rows as the labels, and the rest as it is."""
     import torch
 
+    if not isinstance(inputs, Mapping):
+        return inputs
     labels = inputs.get("labels")
     batch = labels.shape[0] if torch.is_tensor(labels) and labels.dim() > 0 else None
     return {

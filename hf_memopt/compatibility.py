@@ -51,6 +51,7 @@ SETTINGS: Mapping[str, str] = {
     "fp16": "fp16=True",
     "accumulation": "gradient_accumulation_steps > 1",
     "norm clipping": "max_grad_norm > 0, which is stock's default",
+    "NEFTune": "neftune_noise_alpha is set",
     "reentrant checkpointing": 'activation_checkpointing_kwargs={"use_reentrant": True}',
     "layer-wise optimizer": "LOMO, AdaLOMO and the *_layerwise optimizers, which step within the backward pass",
     "auto_find_batch_size": "auto_find_batch_size=True",
@@ -61,7 +62,14 @@ SETTINGS: Mapping[str, str] = {
 }
 """The settings of stock that some technique cannot work with, and what is meant by each."""
 
-RUN_IN_ONE_PROCESS = ("bf16", "accumulation", "norm clipping", "reentrant checkpointing", "auto_find_batch_size")
+RUN_IN_ONE_PROCESS = (
+    "bf16",
+    "accumulation",
+    "norm clipping",
+    "NEFTune",
+    "reentrant checkpointing",
+    "auto_find_batch_size",
+)
 RUN = (*RUN_IN_ONE_PROCESS, "DDP", "DDP, default flags")
 """The settings with which the tests run every technique that is not refused, in one process or in two."""
 
@@ -155,6 +163,12 @@ REFUSALS = (
         "layer-wise optimizer",
         "weights step within the backward pass, so an interrupted step cannot be repeated",
         "Choose another optim",
+    ),
+    Refusal(
+        "micro-batching",
+        "NEFTune",
+        "its noise is scaled by the padded length, which is another one in a part of a batch",
+        "Leave neftune_noise_alpha out",
     ),
     Refusal(
         "micro-batching",
@@ -278,6 +292,7 @@ def settings_in_use(args: TrainingArguments, *, world_size: int = 1) -> tuple[st
         "fp16": args.fp16,
         "accumulation": args.gradient_accumulation_steps > 1,
         "norm clipping": (args.max_grad_norm or 0) > 0,
+        "NEFTune": args.neftune_noise_alpha is not None,
         "reentrant checkpointing": is_checkpointed and options.get("use_reentrant") is True,
         "layer-wise optimizer": optim in ("lomo", "adalomo") or optim.endswith("_layerwise"),
         "auto_find_batch_size": args.auto_find_batch_size,

@@ -32,6 +32,7 @@ from hf_memopt.demo_output import (
     write_figures,
 )
 from hf_memopt.units import format_bytes
+from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -184,7 +185,7 @@ def prepare(
         ) from error
     check_disk(output, weight_bytes + BESIDE_WEIGHTS_BYTES)
     tokenizer.save_pretrained(work / "tokenizer")
-    (work / "task.json").write_text(json.dumps(asdict(task)), encoding="utf-8")
+    write_whole(work / "task.json", json.dumps(asdict(task)))
     return task
 
 
@@ -209,7 +210,7 @@ def run_child(work: Path, arm: str, *, seed: int, epochs: int, sizes: Mapping[st
     spec = ArmSpec(arm=arm, folder=str(work), seed=seed, epochs=epochs, model=dict(sizes))
     spec.result_file.unlink(missing_ok=True)
     spec_file = work / f"{arm}.json"
-    spec_file.write_text(spec.to_json(), encoding="utf-8")
+    write_whole(spec_file, spec.to_json())
     child = _start_child([sys.executable, "-m", "hf_memopt.demo", str(spec_file)])
     try:
         exit_code = child.wait()

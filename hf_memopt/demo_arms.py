@@ -25,6 +25,7 @@ from hf_memopt.memory.report import MemoryReportCallback
 from hf_memopt.reading import read_process
 from hf_memopt.techniques.embedding_bits import optimizer_state_bytes
 from hf_memopt.techniques.precision import accelerator_type, choose_precision
+from hf_memopt.whole_files import write_whole
 
 __all__ = ["ARMS", "ArmSpec", "build_model", "main", "model_config", "predict_labels"]
 
@@ -134,6 +135,7 @@ def stock_best_trainer(given: Ingredients) -> Trainer:
         optim="adamw_torch_fused",
         bf16=precision.bf16,
         fp16=precision.fp16,
+        use_cpu=precision.bf16 and accelerator_type() == "cpu",  # stock asks for it where bf16 runs on a CPU
     )
     return Trainer(
         model=given.model,
@@ -333,7 +335,5 @@ def main(spec_file: str) -> int:
     except Exception as error:
         traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {error}"}
-    unfinished = spec.result_file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(result), encoding="utf-8")
-    unfinished.replace(spec.result_file)
+    write_whole(spec.result_file, json.dumps(result))
     return int("error" in result)

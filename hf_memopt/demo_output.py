@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hf_memopt.plain_data import parse_object
 from hf_memopt.units import format_bytes
+from hf_memopt.whole_files import write_whole
 
 __all__ = ["DemoError", "check_disk", "check_json_file", "check_output", "publish", "work_folder", "write_figures"]
 
@@ -43,13 +45,15 @@ def check_output(output: Path) -> None:
     if output.is_symlink() or not output.is_dir():
         raise DemoError(f"{name} is not a folder; {rule}")
     try:
-        recorded = set(json.loads((output / MARKER).read_text(encoding="utf-8"))["files"])
-    except (OSError, ValueError, TypeError, KeyError):
+        recorded = parse_object((output / MARKER).read_bytes()).get("files")
+    except (OSError, ValueError):
+        recorded = None
+    if not isinstance(recorded, list) or not all(isinstance(name, str) for name in recorded):
         raise DemoError(f"{name} has no readable {MARKER}; {rule}") from None
     found = {entry.name for entry in output.iterdir()} - {MARKER}
-    if missing := sorted(recorded - found):
+    if missing := sorted(set(recorded) - found):
         raise DemoError(f"{name} has lost {', '.join(missing)} of an earlier demo; {rule}")
-    if added := sorted(found - recorded):
+    if added := sorted(found.difference(recorded)):
         raise DemoError(f"{name} holds {', '.join(added)}, which no demo wrote; {rule}")
 
 
@@ -110,7 +114,7 @@ def publish(finished: Path, output: Path, marker: Mapping[str, Any]) -> None:
     A former demo is moved aside into the folder that holds ``finished``, and back if the renaming fails.
     """
     files = sorted(entry.name for entry in finished.iterdir())
-    _write_whole(finished / MARKER, json.dumps({**marker, "files": files}, indent=2) + "\n")
+    write_whole(finished / MARKER, json.dumps({**marker, "files": files}, indent=2) + "\n")
     replaced = finished.with_name("replaced")
     try:
         if output.exists():
@@ -129,21 +133,9 @@ def write_figures(json_file: Path, figures: Mapping[str, Any]) -> None:
         DemoError: the file cannot be written.
     """
     try:
-        _write_whole(json_file, json.dumps(figures, indent=2) + "\n")
+        write_whole(json_file, json.dumps(figures, indent=2) + "\n")
     except OSError as error:
         raise DemoError(
             f"json_file={str(json_file)!r} cannot be written ({error.strerror}); expected a writable place with room. "
             "The same figures stand in demo.json of the output. Call: hf-memopt demo --json another-file.json"
         ) from error
-
-
-def _write_whole(file: Path, text: str) -> None:
-    """Write a file that is there with all of its text or not at all."""
-    handle, unfinished = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(unfinished, file)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
-        raise

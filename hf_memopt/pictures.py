@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_memopt.changes import MissingExtraError
+from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,15 +46,10 @@ def save_picture(figure: Figure, path: Path) -> None:
     Raises:
         ValueError: ``path`` cannot be written; what was there stays.
     """
+    drawn = BytesIO()
     try:
-        handle, unfinished = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                figure.savefig(stream, format="png", dpi=150)
-            os.replace(unfinished, path)
-        except BaseException:
-            Path(unfinished).unlink(missing_ok=True)
-            raise
+        figure.savefig(drawn, format="png", dpi=150)
+        write_whole(path, drawn.getvalue())
     except OSError as error:
         raise ValueError(
             f"plot={str(path)!r} cannot be written ({error.strerror}); expected a writable place with room. "

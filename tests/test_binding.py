@@ -400,7 +400,7 @@ def test_modes_weights_gradients_buffers_and_random_numbers_stay(tmp_path):
 
     attach(trainer)
 
-    assert model.calls == 2
+    assert model.calls == 0  # as it was: what a model counts in its forward pass is put back
     assert [change.name for change in trainer.memopt_changes] == ["model_accepts_loss_kwargs"]
     assert random.getstate() == before[0]
     for old, new in zip(before[1], np.random.get_state(), strict=True):

@@ -34,6 +34,7 @@ ASKED: dict[str, list[dict[str, Any]]] = {
     "fp16": [{"fp16": True}],
     "accumulation": [{"gradient_accumulation_steps": 2}],
     "norm clipping": [{"max_grad_norm": 1.0}],
+    "NEFTune": [{"neftune_noise_alpha": 5.0}],
     "reentrant checkpointing": [checkpointing_arguments(use_reentrant=True)],
     "layer-wise optimizer": [
         {"optim": name} for name in ("lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise")

@@ -20,7 +20,6 @@ CPU = torch.device("cpu")
 
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("Allocation on device 0 would exceed allowed memory."),
-    MemoryError(),
     RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 3.81 GiB"),
     torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
     RuntimeError("CUDA driver error: out of memory"),
@@ -53,6 +52,9 @@ OTHERS = [
     RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)"),
     RuntimeError("The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0"),
     ValueError("CUDA out of memory"),
+    MemoryError(),
+    RuntimeError("step 3 of another process failed: CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("the log ends with\nCUDA out of memory. Tried to allocate 2.00 GiB"),
     KeyboardInterrupt(),
 ]
 
@@ -93,7 +95,7 @@ def test_errors_that_name_each_other_as_cause_end() -> None:
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     assert not is_out_of_memory(one)
-    other.__cause__ = MemoryError()
+    other.__cause__ = torch.OutOfMemoryError("CUDA out of memory.")
     assert is_out_of_memory(one)
 
 

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import math
+import os
 import pickle
 import sys
 import weakref
@@ -235,6 +236,32 @@ def test_it_stops_after_some_steps_in_all(tmp_path: Any) -> None:
         "max_poisoned_steps=2 steps up to step 4 had losses or gradients that are not finite, and were dropped; "
         f"expected finite ones. Last, {callback.reports[-1]}. Report: {tmp_path / 'overflow_report.json'}"
     )
+
+
+def test_a_report_that_cannot_be_written_does_not_end_training(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full for a moment; stock survives it. Once there is room, the report has everything."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    callback = OverflowCallback(3, report_dir=tmp_path / "reports")
+    rows = poisons.rows(24, bad=(5, 13, 21))
+    trainer = poisons.make_trainer(poisons.poison(tiny.llama(), "forward"), rows, tmp_path)
+    attach(trainer, callback)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(UserWarning, match="could not be written") as caught, pytest.raises(RuntimeError) as error:
+        trainer.train()
+    path = tmp_path / "reports" / "overflow_report.json"
+    assert [str(each.message) for each in caught] == [
+        f"{path} could not be written (No space left on device), so the report lacks what was found since, and only "
+        "the log and callback.reports have it. Training goes on; make room for it or let its folder be written to"
+    ]
+    assert str(error.value).endswith(f"expected finite ones. Last, {callback.reports[-1]}.")
+    assert list(path.parent.iterdir()) == []
+    monkeypatch.undo()
+    callback.max_poisoned_steps = 10
+    trainer.train()
+    assert len(json.loads(path.read_text())) == 3
 
 
 def test_a_second_run_counts_anew(tmp_path: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import FrozenInstanceError, fields, replace
+from functools import partial
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_processes_share_the_effective_batch(monkeypatch) -> None:
         ),
         (
             {"per_device_train_batch_size": 0},
-            "per_device_train_batch_size=0 is not a size; expected an integer of 1 or more. "
+            "per_device_train_batch_size=0 is invalid; expected an integer of 1 or more. "
             "Pass per_device_train_batch_size=8",
         ),
         (
@@ -268,13 +269,77 @@ def test_json_round_trip(name) -> None:
     assert Recipe.from_json(PRESETS[name].to_json()) == PRESETS[name]
 
 
-@pytest.mark.parametrize("text", ["nonsense", "{}", '{"name": "x"}', '{"name": "x", "freeze": [], "colour": "red"}'])
-def test_json_that_is_no_recipe_is_refused(text) -> None:
+def test_text_that_is_no_json_object_is_refused() -> None:
+    text = "[" * 100_000
     with pytest.raises(ValueError) as error:
         Recipe.from_json(text)
-    message = str(error.value)
-    assert message.startswith(f"text={text[:40]!r} is not a recipe (")
-    assert message.endswith("; expected what Recipe.to_json() returns. Write it anew: recipe('4gb-gpu').to_json()")
+    assert str(error.value) == (
+        f"text='{'[' * 56}... is not a recipe (it is nested too deeply); expected what Recipe.to_json() returns. "
+        "Write it anew: recipe('4gb-gpu').to_json()"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given_fields", "message"),
+    [
+        ({"bucketing": "false"}, "bucketing='false' is invalid; expected True or False. Pass bucketing=True"),
+        ({"freeze": "base"}, "freeze='base' is invalid; expected a tuple or list of strings. Pass freeze=()"),
+        ({"embedding_bits": 16}, "embedding_bits=16 is invalid; expected 8 or 32. Pass embedding_bits=32"),
+        ({"reasons": {"optim": 1}}, "reasons={'optim': 1} is invalid; expected strings by name. Pass reasons={}"),
+        (
+            {"eval_accumulation_steps": 0},
+            "eval_accumulation_steps=0 is invalid; expected an integer of 1 or more, or None. "
+            "Pass eval_accumulation_steps=None",
+        ),
+    ],
+)
+def test_json_with_nonsense_in_a_field_is_refused(given_fields, message) -> None:
+    with pytest.raises(ValueError) as error:
+        Recipe.from_json(json.dumps({"name": "x", "purpose": "y", **given_fields}))
+    assert str(error.value) == message
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields(Recipe)])
+@given(value=JSON_VALUES)
+def test_any_value_of_a_field_round_trips_or_is_refused_by_name(name, value) -> None:
+    text = json.dumps({**json.loads(PRESETS["4gb-gpu"].to_json()), name: value})
+    try:
+        read = Recipe.from_json(text)
+    except ValueError as error:
+        assert str(error).startswith(f"{name}=")  # noqa: PT017  # either is fine
+    else:
+        assert json.loads(read.to_json())[name] == value
+        assert Recipe.from_json(read.to_json()) == read
+
+
+def test_patterns_may_come_as_a_list() -> None:
+    assert Recipe("mine", "a test", freeze=["a", "b"]).freeze == ("a", "b")
+
+
+@pytest.mark.parametrize("size", [0, -1, True, "8", 8.0])
+def test_an_effective_batch_size_that_is_no_count_is_refused(size) -> None:
+    for function in (PRESETS["cpu"].training_arguments, PRESETS["cpu"].changes, partial(preset, "cpu")):
+        with pytest.raises(ValueError) as error:
+            function(effective_batch_size=size)
+        assert str(error.value) == (
+            f"effective_batch_size={size!r} is invalid; expected an integer of 1 or more. Pass effective_batch_size=32"
+        )
+
+
+@pytest.mark.parametrize("count", ["0", "many", "-2", ""])
+def test_a_number_of_processes_that_is_no_count_is_refused(monkeypatch, count) -> None:
+    monkeypatch.setenv("WORLD_SIZE", count)
+    with pytest.raises(ValueError) as error:
+        PRESETS["cpu"].changes()
+    value = int(count) if count.isdigit() else count
+    assert str(error.value) == f"WORLD_SIZE={value!r} is invalid; expected an integer of 1 or more. Pass WORLD_SIZE=1"
 
 
 def test_recipes_are_frozen_hashable_and_replaced() -> None:
@@ -293,13 +358,13 @@ def test_recipes_are_frozen_hashable_and_replaced() -> None:
         (
             {"per_device_train_batch_size": 0},
             ValueError,
-            "per_device_train_batch_size=0 is not a size; expected an integer of 1 or more. "
-            "Pass per_device_train_batch_size=8",
+            "per_device_train_batch_size=0 is invalid; expected an integer of 1 or more. "
+            "Pass per_device_train_batch_size=32",
         ),
         (
             {"precision": "fp8"},
             ValueError,
-            "precision='fp8' is unknown; expected 'auto', 'bf16', 'fp16' or 'fp32'. Did you mean 'fp32'? "
+            "precision='fp8' is invalid; expected 'auto', 'bf16', 'fp16' or 'fp32'. Did you mean 'fp32'? "
             "Pass precision='auto'",
         ),
     ],

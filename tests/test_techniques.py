@@ -23,6 +23,7 @@ SETTING_ARGUMENTS = {
     "fp16": {"fp16": True},
     "accumulation": {"gradient_accumulation_steps": 2},
     "norm clipping": {"max_grad_norm": 0.5},
+    "NEFTune": {"neftune_noise_alpha": 5.0},
     "reentrant checkpointing": checkpointing_arguments(use_reentrant=True),
     "layer-wise optimizer": {"optim": "lomo"},
     "auto_find_batch_size": {"auto_find_batch_size": True},

@@ -17,7 +17,8 @@ def run_pair(folder: Path, *command: str, timeout_seconds: int = 300) -> list[An
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    shared |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parent)}
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    shared |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     ranks = [
         subprocess.Popen(
             [sys.executable, *command],

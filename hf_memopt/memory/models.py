@@ -13,7 +13,6 @@ announces: load such a model and pass the module.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import socket
 from collections.abc import Hashable, Mapping
@@ -35,6 +34,7 @@ from hf_memopt.changes import nearest
 from hf_memopt.memory.flash_attention import use_stand_in
 from hf_memopt.memory.meta_copies import copy_to_meta, rest_to_meta
 from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.plain_data import parse_object
 
 __all__ = ["TASKS", "LoadedModel", "known_models", "load_model", "task_of", "unwrap"]
 
@@ -160,8 +160,7 @@ def task_of(model: nn.Module) -> str | None:
 def known_models() -> dict[str, dict[str, Any]]:
     """Return the facts of the well-known models: organisation, model_type, task, source, config, other names."""
     text = resources.files("hf_memopt.memory").joinpath("known_models.json").read_text(encoding="utf-8")
-    facts: dict[str, dict[str, Any]] = json.loads(text)
-    return facts
+    return parse_object(text)
 
 
 # ---- configurations

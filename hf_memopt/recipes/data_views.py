@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +10,8 @@ from hf_memopt.batching.evaluation import SortedExamples, sorted_by_length
 from hf_memopt.batching.streaming import BucketedStream
 from hf_memopt.batching.views import BucketedBatches, BucketedExamples, bucketed
 from hf_memopt.changes import Change
+from hf_memopt.plain_data import Count, check_value
+from hf_memopt.recipes.effective_batch import process_count
 
 __all__ = ["evaluation_view", "training_view", "view_arguments"]
 
@@ -61,10 +62,11 @@ def view_arguments(name: str, dataset: Any, given: Mapping[str, Any]) -> dict[st
     is_whole_batches |= isinstance(dataset, BucketedStream) and dataset.max_tokens is not None
     if is_whole_batches:
         steps = given.get("gradient_accumulation_steps", 1)
+        check_value("gradient_accumulation_steps", steps, Count, 1)
         fitting |= {
             "per_device_train_batch_size": 1,
             "gradient_accumulation_steps": steps,
-            "effective_batch_size": steps * int(os.environ.get("WORLD_SIZE", "1")),
+            "effective_batch_size": steps * process_count(),
         }
         reason = "the training data comes in whole batches of max_tokens, so a step has so many tokens, not examples"
         logger.info("%s: %s", name, Change("per_device_train_batch_size", "of the recipe", 1, reason))

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_memopt.changes import Change
+from hf_memopt.plain_data import Count, check_value
 
-__all__ = ["cut_effective_batch", "largest_divisor"]
+__all__ = ["cut_effective_batch", "largest_divisor", "process_count"]
 
 BATCH_NAMES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
@@ -30,13 +31,14 @@ def cut_effective_batch(
         The two arguments, and the ``Change`` if they are not the preferred ones.
 
     Raises:
-        ValueError: a size below 1, or sizes that do not divide the effective batch.
+        ValueError: a size that is not an integer of 1 or more, or sizes that do not divide the effective batch.
     """
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = process_count()
     per_device, steps = given = tuple(overrides.get(name) for name in BATCH_NAMES)
+    check_value("effective_batch_size", effective, Count, 32)
     for name, value in zip(BATCH_NAMES, given, strict=True):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} is not a size; expected an integer of 1 or more. Pass {name}=8")
+        if value is not None:
+            check_value(name, value, Count, 8)
     if per_device is not None and steps is not None:
         if per_device * steps * processes != effective:
             raise ValueError(
@@ -58,6 +60,14 @@ def cut_effective_batch(
         return batch, None
     reason = f"keeps {effective} examples per optimizer step on {processes} process(es)"
     return batch, Change(" x ".join(BATCH_NAMES), preferred, (per_device, steps), reason)
+
+
+def process_count() -> int:
+    """Return the number of processes of this run, as torchrun gives it in ``WORLD_SIZE``."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    value = int(text) if text.isascii() and text.isdigit() else text
+    check_value("WORLD_SIZE", value, Count, 1)
+    return int(value)
 
 
 def largest_divisor(number: int, most: int) -> int:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt import compat
 from hf_memopt.batching.collators import BucketedCollator
@@ -19,6 +19,7 @@ from hf_memopt.changes import Change, nearest
 from hf_memopt.compatibility import refusals_of
 from hf_memopt.memory.report import MemoryReportCallback
 from hf_memopt.memory.settings import StepSettings
+from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
 from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
 from hf_memopt.recipes.effective_batch import cut_effective_batch
 from hf_memopt.techniques.embedding_bits import EmbeddingBitsCallback
@@ -67,34 +68,29 @@ class Recipe:
 
     name: str
     purpose: str
-    effective_batch_size: int = 32
-    per_device_train_batch_size: int = 32
-    per_device_eval_batch_size: int = 32
-    precision: str = "auto"
+    effective_batch_size: Count = 32
+    per_device_train_batch_size: Count = 32
+    per_device_eval_batch_size: Count = 32
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     optim: str = "adamw_torch_fused"
-    embedding_bits: int = 32
+    embedding_bits: Literal[8, 32] = 32
     checkpointing: bool = False
     bucketing: bool = True
-    pad_to_multiple_of: int = 8
+    pad_to_multiple_of: Count = 8
     freeze: tuple[str, ...] = ()
     attn_implementation: str = "sdpa"
-    eval_accumulation_steps: int | None = None
-    dataloader_num_workers: int = 0
+    eval_accumulation_steps: Count | None = None
+    dataloader_num_workers: CountOrZero = 0
     autocast_cache: bool = True
     micro_batching: bool = True
     memory_report: bool = True
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name in ("effective_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is not a size; expected an integer of 1 or more. Pass {name}=8")
-        if self.precision not in ("auto", "bf16", "fp16", "fp32"):
-            raise ValueError(
-                f"precision={self.precision!r} is unknown; expected 'auto', 'bf16', 'fp16' or 'fp32'."
-                f"{nearest(str(self.precision), ('auto', 'bf16', 'fp16', 'fp32'))} Pass precision='auto'"
-            )
+        patterns: Any = self.freeze
+        if isinstance(patterns, list):  # JSON has no tuples
+            object.__setattr__(self, "freeze", tuple(patterns))
+        check_fields(self)
 
     def replace(self, **changed: Any) -> Recipe:
         """Return the recipe with other values; a changed field loses its reason, which was for the old value.
@@ -136,16 +132,16 @@ class Recipe:
         """Return the recipe that ``to_json`` wrote.
 
         Raises:
-            ValueError: the text is not a recipe: not JSON, or with unknown or missing fields.
+            ValueError: the text is not a JSON object, a field is unknown or missing, or its value does not fit.
         """
         try:
-            values = json.loads(text)
-            return Recipe(**{**values, "freeze": tuple(values["freeze"])})
-        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            values = parse_object(text)
+        except ValueError as error:
             raise ValueError(
-                f"text={text[:40]!r} is not a recipe ({error}); expected what Recipe.to_json() returns. "
+                f"text={shown(text)} is not a recipe ({error}); expected what Recipe.to_json() returns. "
                 "Write it anew: recipe('4gb-gpu').to_json()"
-            ) from error
+            ) from None
+        return from_object(Recipe, values)
 
     # ---- What it turns into -----------------------------------------------------------------------------------------
 
@@ -200,7 +196,8 @@ class Recipe:
         if why is not None:
             changes.append(why)
         preferred = self.per_device_train_batch_size, self.effective_batch_size // self.per_device_train_batch_size
-        batch, why = cut_effective_batch(effective_batch_size or self.effective_batch_size, preferred, overrides)
+        effective = self.effective_batch_size if effective_batch_size is None else effective_batch_size
+        batch, why = cut_effective_batch(effective, preferred, overrides)
         arguments.update(batch)
         if why is not None:
             changes.append(why)

@@ -39,10 +39,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from hf_memopt.binding import unbound_error
 from hf_memopt.compatibility import check_compatibility
+from hf_memopt.techniques.whole_checkpoints import checkpoint_to_resume, remove_training_state
 from hf_memopt.undo import UndoHandle, override_method
 from hf_memopt.units import parse_bytes
 
@@ -211,6 +212,9 @@ class LeanCheckpointCallback(TrainerCallback):
     optimizer's state is mapped (not on a CPU, where it stays in the host's memory anyway) and loaded by
     ``load_optimizer_state``.
 
+    A checkpoint is complete or not resumed from, whatever an earlier run left in its folder: see ``whole_checkpoints``.
+    ``resume_from_checkpoint=True`` means the last complete one, and an incomplete one that is asked for raises.
+
     Args:
         max_shard_bytes: the size of a file of weights, as a number of bytes or as text, and with it what saving copies
             to the host at once. A model that is smaller is one file, as stock writes it.
@@ -265,16 +269,26 @@ class LeanCheckpointCallback(TrainerCallback):
     def _saving(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def save_model(*args: Any, **kwargs: Any) -> Any:
             trainer = self._trainer()
+            folder = _own_checkpoint(*args, **kwargs) if trainer.args.should_save else None
+            if folder is not None:
+                remove_training_state(folder, trainer.args.world_size)
             model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-            if not isinstance(model, PreTrainedModel) or _has_adapters(model):
-                return before(*args, **kwargs)
-            with save_leanly(model, max_shard_bytes=self.max_shard_bytes):
-                return before(*args, **kwargs)
+            if isinstance(model, PreTrainedModel) and not _has_adapters(model):
+                with save_leanly(model, max_shard_bytes=self.max_shard_bytes):
+                    before(*args, **kwargs)
+            else:
+                before(*args, **kwargs)
+            if folder is not None:
+                _remove_shadowing_weights(folder, has_adapters=_has_adapters(model))
 
         return save_model
 
     def _training(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            trainer = self._trainer()
+            resume_from_checkpoint = checkpoint_to_resume(
+                resume_from_checkpoint, trainer.args.output_dir, check_files=not _engine_saves(trainer)
+            )
             self._is_resuming = bool(resume_from_checkpoint)
             try:
                 return before(resume_from_checkpoint, *args, **kwargs)
@@ -290,7 +304,7 @@ class LeanCheckpointCallback(TrainerCallback):
         def create_scheduler(*args: Any, **kwargs: Any) -> Any:
             scheduler = before(*args, **kwargs)
             trainer = self._trainer()
-            if self._is_resuming and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            if self._is_resuming and not _engine_saves(trainer):
                 self._loading.close()
                 optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wrapper has it
                 self._loading.enter_context(override_method(optimizer, "load_state_dict", self._loader(optimizer)))
@@ -312,6 +326,27 @@ class LeanCheckpointCallback(TrainerCallback):
             return load_state_dict
 
         return lean
+
+
+def _own_checkpoint(output_dir: Any = None, _internal_call: bool = False, **_: Any) -> Path | None:
+    """Return the folder where ``save_model`` was called with these arguments to begin a checkpoint of the Trainer's.
+
+    ``_internal_call`` is stock's own (5.8.1 to 5.23.0): weights that a user saves into a checkpoint leave its state.
+    """
+    is_checkpoint = _internal_call and Path(output_dir or "").name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
+    return Path(output_dir) if is_checkpoint else None
+
+
+def _remove_shadowing_weights(folder: Path, *, has_adapters: bool) -> None:
+    """Remove a whole model that an earlier run left where stock would read it before what was saved now."""
+    if has_adapters or (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        (folder / WEIGHTS_NAME).unlink(missing_ok=True)
+    if has_adapters:
+        (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
+
+
+def _engine_saves(trainer: Any) -> bool:
+    return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
 
 
 def _maps_state(trainer: Any) -> bool:

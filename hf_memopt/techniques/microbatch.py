@@ -13,16 +13,16 @@ Between processes (DDP with ``ddp_broadcast_buffers=False, ddp_find_unused_param
 itself while the others wait, since gradients are shared only in the backward pass of the last piece; out of memory in
 that one pass cannot be repeated and raises.
 
-Left out: out of memory in the optimizer's step or between steps; heads whose loss is not a sum or mean over rows or
-labels, and models whose rows depend on each other, which raise at the first step (a loss that is nearly such a mean,
-within 1e-4 of it, or 3e-3 under autocast, is taken for one); what a ``training_step`` of its own adds to the loss of
-``compute_loss``, which would count once for each piece; NEFTune, whose noise is scaled by the padded length, which is
-another one in a piece.
+Limitations: out of memory in the optimizer's step or between steps raises. A loss that is neither a sum nor a mean of
+its rows, weighted by rows, labels or another column of the batch, is refused before a batch is cut (see
+``loss_weights``; one that is nearly such a mean, within 1e-4 of it, or 3e-3 under autocast, is taken for it). What a
+``training_step`` of a subclass adds to the loss of ``compute_loss`` would count once for each part.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +38,7 @@ from hf_memopt.compatibility import check_compatibility
 from hf_memopt.techniques.piece_caps import CAPS_FILE, Cap, read_caps, write_caps
 from hf_memopt.techniques.piecewise import PiecewiseStep
 from hf_memopt.undo import UndoHandle, override_method
+from hf_memopt.whole_files import warn_unwritten
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -93,6 +94,7 @@ class MicrobatchCallback(TrainerCallback):
         self.max_examples = max_examples
         self.caps = self._initial_caps()
         self.changes: list[Change] = []
+        self._unwritten: set[str] = set()  # why caps could not be written, as far as it was warned of
         self.handle: UndoHandle | None = None
         self._step: Callable[[], PiecewiseStep | None] = lambda: None  # the trainer has it, and is not kept alive
         self._resume_from: str | bool | None = None  # what train was called with
@@ -133,8 +135,12 @@ class MicrobatchCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the caps into the checkpoint."""
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        if args.should_save and folder.is_dir():
-            write_caps(folder, self.caps)
+        if args.should_save and os.path.isdir(folder):
+            try:
+                write_caps(folder, self.caps)
+            except OSError as error:
+                lost = "a run that resumes here begins with the caps of a new one"
+                warn_unwritten(folder / CAPS_FILE, error, lost, self._unwritten)
 
     def _around_train(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -150,6 +156,8 @@ class MicrobatchCallback(TrainerCallback):
     def _resume(self, folder: Path) -> None:
         try:
             found = read_caps(folder)
+        except FileNotFoundError:  # a checkpoint of a run without micro-batching
+            return
         except (OSError, ValueError) as error:
             warnings.warn(
                 f"{folder / CAPS_FILE} could not be read ({type(error).__name__}: {error}), so the resumed run begins "

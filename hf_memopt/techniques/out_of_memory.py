@@ -1,11 +1,13 @@
 """Tell an out-of-memory error from every other, free what the failed step holds, and repeat its random numbers.
 
-Only allocators of torch raise ``torch.OutOfMemoryError``. A driver, a math library or the host raises a plain
-``RuntimeError`` whose text alone tells; ``OUT_OF_MEMORY_TEXTS`` lists those texts.
+Only allocators of torch raise ``torch.OutOfMemoryError``. A driver, a math library or torch's allocator on the host
+raises a plain ``RuntimeError`` that is known by how its text begins; ``OUT_OF_MEMORY_TEXTS`` lists those texts. One
+that merely quotes such a text further on (a log, the report of another process) is another error.
 
-Left out, since a smaller batch is no remedy or the process is past saving: ``CUDNN_STATUS_NOT_SUPPORTED`` (a layout or
-a size that cuDNN has no kernel for), shared memory that a Triton kernel lacks, NCCL's "Cuda failure 'out of memory'"
-(the other ranks wait for ever), and bitsandbytes' own kernels, which print and exit.
+Not recognised, since a smaller batch is no remedy or the process is past saving: Python's ``MemoryError``,
+``CUDNN_STATUS_NOT_SUPPORTED`` (a layout or a size that cuDNN has no kernel for), shared memory that a Triton kernel
+lacks, NCCL's "Cuda failure 'out of memory'" (the other ranks wait for ever), and bitsandbytes' own kernels, which print
+and exit.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -55,24 +58,30 @@ OUT_OF_MEMORY_TEXTS: Mapping[str, str] = {
 }
 """Texts of a ``RuntimeError`` that mean out of memory, each with who says so and where that was seen."""
 
+_BEGINNING = re.compile(
+    r"(?:(?:CUDA|cuDNN|cusolver|HIP) error: |\[enforce fail at [^]]*\] .*?|(?:level_zero|UR) backend .*?\d+ \()?"
+    f"(?:{'|'.join(map(re.escape, OUT_OF_MEMORY_TEXTS))})"
+)
+
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory ran out: on the accelerator, in the workspace of a math library, or on the host.
+    """Return whether memory ran out: on the accelerator, in the workspace of a math library, or in torch's allocator
+    on the host.
 
     An error that was raised ``from`` such a one is one too; an error that came up while another was handled is not.
 
     Example:
         >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
         True
-        >>> is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+        >>> is_out_of_memory(RuntimeError("worker 3 said: CUDA error: out of memory"))
         False
     """
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
-        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+        if isinstance(cause, torch.OutOfMemoryError):
             return True
-        if isinstance(cause, RuntimeError) and any(text in str(cause) for text in OUT_OF_MEMORY_TEXTS):
+        if isinstance(cause, RuntimeError) and _BEGINNING.match(str(cause)):
             return True
         seen.add(id(cause))
         cause = cause.__cause__

@@ -39,6 +39,7 @@ from hf_memopt.techniques.overflow_diagnosis import OverflowReport, diagnose, wr
 from hf_memopt.techniques.overflow_replay import MicroBatch
 from hf_memopt.techniques.pieces import row_count
 from hf_memopt.undo import UndoHandle, override_method
+from hf_memopt.whole_files import warn_unwritten
 
 __all__ = ["OverflowCallback"]
 
@@ -59,7 +60,8 @@ class OverflowCallback(TrainerCallback):
     """Drop steps that are not finite, tell where it began and in which examples, and stop if it goes on.
 
     Bind it with ``attach(trainer)``. A finding is logged once per kind and place as a warning, and all stand in
-    ``overflow_report.json`` and ``.txt``, written whenever there is a new one.
+    ``overflow_report.json`` and ``.txt``, written whenever there is a new one. A warning says where that
+    fails, once per cause.
 
     Args:
         max_poisoned_steps: the run stops at so many of them in all.
@@ -109,6 +111,7 @@ class OverflowCallback(TrainerCallback):
         self._undo_filter: UndoHandle | None = None
         self._undo_schedule: UndoHandle | None = None
         self._undo_norm: UndoHandle | None = None
+        self._unwritten: set[str] = set()  # why the report could not be written, as far as it was warned of
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unused, (type(self), self.max_poisoned_steps, self.max_in_a_row, self.report_dir)
@@ -274,18 +277,24 @@ class OverflowCallback(TrainerCallback):
             indices = tuple(indices[row] for row in report.rows)
         return replace(report, examples=indices)
 
-    def _publish(self, trainer: Any, report: OverflowReport) -> Path:
-        """Log a finding that is new in kind or place, and write all of them down."""
+    def _publish(self, trainer: Any, report: OverflowReport) -> Path | None:
+        """Log a finding that is new in kind or place, and write all of them down; return where, if it was possible."""
         is_known = any((other.case, other.where) == (report.case, report.where) for other in self.reports)
         self.reports.append(report)
         logger.log(logging.INFO if is_known else logging.WARNING, f"OverflowCallback dropped {report}")
         folder = Path(trainer.args.output_dir) if self.report_dir is None else self.report_dir
-        return write_reports(self.reports, folder, trainer.args.process_index)
+        try:
+            return write_reports(self.reports, folder, trainer.args.process_index)
+        except OSError as error:
+            lost = "the report lacks what was found since, and only the log and callback.reports have it"
+            warn_unwritten(folder / "overflow_report.json", error, lost, self._unwritten)
+            return None
 
     def _last_words(self, step: int, report: OverflowReport | None, path: Path | None) -> str:
         is_row = self._in_a_row >= self.max_in_a_row
         name, count = ("max_in_a_row", self._in_a_row) if is_row else ("max_poisoned_steps", self.poisoned_steps)
-        found = "Another process found it, see its report" if report is None else f"Last, {report}. Report: {path}"
+        found = "Another process found it, see its report" if report is None else f"Last, {report}."
+        found += "" if path is None else f" Report: {path}"
         return (
             f"{name}={count!r} steps {'in a row ' if is_row else ''}up to step {step} had losses or gradients that are "
             f"not finite, and were dropped; expected finite ones. {found}"

@@ -8,7 +8,6 @@ random numbers of the step.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import nn
 from hf_memopt.techniques.out_of_memory import is_out_of_memory, release_memory
 from hf_memopt.techniques.overflow_replay import Extent, MicroBatch, Place, Replay, bad_weights, replay
 from hf_memopt.techniques.pieces import row_count, splittable_batch_reason, splittable_reason
+from hf_memopt.whole_files import write_whole
 
 __all__ = ["CASES", "OverflowReport", "diagnose", "write_reports"]
 
@@ -94,20 +94,17 @@ class OverflowReport:
 def write_reports(reports: Sequence[OverflowReport], folder: Path, process_index: int = 0) -> Path:
     """Write reports to ``overflow_report.json`` and, for people, ``.txt``; return the path of the first.
 
-    Both are complete or not there: each is written under another name first. Processes other than the first put their
-    index into the name.
+    Processes other than the first put their index into the name.
+
+    Raises:
+        OSError: one of them cannot be written; it is then what it was before.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stem = "overflow_report" if process_index == 0 else f"overflow_report_rank{process_index}"
     lines = [report.to_json() for report in reports]
-    _replace(folder / f"{stem}.txt", "".join(f"{report}\n" for report in reports))
-    return _replace(folder / f"{stem}.json", "[\n" + ",\n".join(lines) + "\n]\n")
-
-
-def _replace(path: Path, text: str) -> Path:
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)
+    write_whole(folder / f"{stem}.txt", "".join(f"{report}\n" for report in reports))
+    path = folder / f"{stem}.json"
+    write_whole(path, "[\n" + ",\n".join(lines) + "\n]\n")
     return path
 
 

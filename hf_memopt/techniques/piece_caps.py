@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
+from hf_memopt.whole_files import write_whole
 
 __all__ = ["CAPS_FILE", "Cap", "read_caps", "write_caps"]
 
 CAPS_FILE = "memopt_microbatch.json"
+CAP_NAMES = ("max_tokens", "max_examples")
 
 FIRST_WAIT_STEPS = 200
 MOST_FAILED_TRIES = 3
@@ -43,12 +46,12 @@ class Cap:
         (2048, 400)
     """
 
-    most: int | None = None
-    limit: int | None = None
-    proven: int | None = None
-    quiet_steps: int = 0
-    wait_steps: int = FIRST_WAIT_STEPS
-    failed_tries: int = 0
+    most: Count | None = None
+    limit: Count | None = None
+    proven: Count | None = None
+    quiet_steps: CountOrZero = 0
+    wait_steps: CountOrZero = FIRST_WAIT_STEPS
+    failed_tries: CountOrZero = 0
 
     def __post_init__(self) -> None:
         if self.limit is None:
@@ -84,10 +87,13 @@ class Cap:
 
 
 def write_caps(folder: Path, caps: Mapping[str, Cap]) -> None:
-    """Write caps into a checkpoint's folder, all of the file or nothing of it."""
-    unfinished = folder / f"{CAPS_FILE}.{os.getpid()}"
-    unfinished.write_text(json.dumps({name: asdict(cap) for name, cap in caps.items()}, indent=2) + "\n", "utf-8")
-    unfinished.replace(folder / CAPS_FILE)
+    """Write caps into a checkpoint's folder, all of the file or nothing of it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = json.dumps({name: asdict(cap) for name, cap in caps.items()}, indent=2) + "\n"
+    write_whole(folder / CAPS_FILE, text)
 
 
 def read_caps(folder: Path) -> dict[str, Cap]:
@@ -95,20 +101,17 @@ def read_caps(folder: Path) -> dict[str, Cap]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it does not hold caps.
+        ValueError: it does not hold caps; the message starts with the name of what is wrong.
     """
-    found = json.loads((folder / CAPS_FILE).read_text("utf-8"))
-    if not isinstance(found, dict) or not all(_is_cap(values) for values in found.values()):
-        raise ValueError("it holds no caps")
-    return {name: Cap(**values) for name, values in found.items()}
-
-
-def _is_cap(values: object) -> bool:
-    """Tell whether these are the fields of a cap: whole numbers, those that may be None at least 1."""
-    if not isinstance(values, dict) or set(values) != {field.name for field in fields(Cap)}:
-        return False
-    optional = [values[name] for name in ("most", "limit", "proven")]
-    counts = [values[name] for name in ("quiet_steps", "wait_steps", "failed_tries")]
-    return all(value is None or (type(value) is int and value > 0) for value in optional) and all(
-        type(value) is int and value >= 0 for value in counts
-    )
+    caps = {}
+    for name, values in parse_object((folder / CAPS_FILE).read_bytes()).items():
+        if name not in CAP_NAMES or not isinstance(values, dict):
+            raise ValueError(f"{name}={shown(values)} is not a cap; expected an object under {' or '.join(CAP_NAMES)}")
+        try:
+            cap = caps[name] = from_object(Cap, values)
+            check_fields(cap)
+        except ValueError as error:
+            raise ValueError(f"{name}.{error}") from None
+        if cap.most is not None and cap.limit is not None and cap.limit > cap.most:
+            raise ValueError(f"{name}.limit={cap.limit} is invalid; expected at most {name}.most={cap.most}")
+    return caps

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_memopt.changes import Change
 from hf_memopt.compat import checkpointing_arguments
 from hf_memopt.techniques.example_indices import example_indices
-from hf_memopt.techniques.loss_weights import NotSplittableError, default_rule, find_rule, row_items
+from hf_memopt.techniques.loss_weights import LossWeights, NotSplittableError
 from hf_memopt.techniques.out_of_memory import RandomState, is_out_of_memory, release_memory
 from hf_memopt.techniques.piece_caps import Cap
 from hf_memopt.techniques.pieces import (
@@ -68,7 +68,7 @@ class PiecewiseStep:
         self._caps = caps
         self._changes = changes
         self._is_checked = False  # the model, since training began
-        self._rule: str | None = None  # of the loss; None until a batch has told
+        self._weights = LossWeights()
         self._window: list[_MicroBatch] = []  # micro-batches since the last optimizer step
         self._random: RandomState | None = None  # where the window began
         self._was_cut = False
@@ -102,7 +102,7 @@ class PiecewiseStep:
 
     def begin_training(self) -> None:
         """Forget what was found out about the model: it may be a new one."""
-        self._is_checked, self._rule = False, None
+        self._is_checked, self._weights = False, LossWeights()
         self.begin_window()
 
     def begin_window(self) -> None:
@@ -124,8 +124,9 @@ class PiecewiseStep:
     def _around_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def training_step(model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Any:
             trainer = self.trainer
-            if self._rule is None:
-                self._examine(trainer, model, inputs, num_items_in_batch)
+            refusal = None
+            if self._weights.rule is None:
+                refusal = self._examine(trainer, model, inputs, num_items_in_batch)
             if not self._window:
                 self._random = RandomState.capture(trainer.args.device)
             steps = getattr(trainer, "current_gradient_accumulation_steps", 1)  # a step outside of train has none
@@ -137,6 +138,8 @@ class PiecewiseStep:
                 raise
             if trainer.accelerator.sync_gradients:
                 self._end_window(trainer)
+            if refusal is not None:
+                raise refusal from refusal.__cause__
             return loss
 
         return training_step
@@ -162,7 +165,7 @@ class PiecewiseStep:
         """Run the window from one micro-batch on; return the last one's loss, or what ran and the error's text."""
         self._is_shared = False
         positions = range(first, len(self._window))
-        cuts = [self._pieces(position) for position in positions]
+        cuts = [self._pieces(trainer, model, position) for position in positions]
         failed = (first, [0])
         try:
             for position, pieces in zip(positions, cuts, strict=True):
@@ -200,7 +203,7 @@ class PiecewiseStep:
             )
         return loss
 
-    def _pieces(self, position: int) -> list[_Piece]:
+    def _pieces(self, trainer: Any, model: nn.Module, position: int) -> list[_Piece]:
         """Cut a micro-batch; all at once, since to count waits for the device."""
         inputs, num_items_in_batch, _ = self._window[position]
         max_tokens, max_examples = self._caps["max_tokens"].limit, self._caps["max_examples"].limit
@@ -215,12 +218,10 @@ class PiecewiseStep:
             groups = cut(lengths, **limits, decoder_lengths=decoder_lengths(inputs))
         if len(groups) == 1:
             return [_Piece(position, every_row, 1.0, take_rows(inputs, every_row))]
-        _refuse(self.trainer.model, splittable_batch_reason(inputs))
+        _refuse(trainer.model, splittable_batch_reason(inputs))
         self._was_cut = True
-        rule = self._rule or default_rule(self.trainer, num_items_in_batch)
-        return [
-            _Piece(position, rows, weight, take_rows(inputs, rows)) for rows, weight in _weighted(groups, inputs, rule)
-        ]
+        weights = self._weights.of_rows(trainer, model, inputs, num_items_in_batch)
+        return [_Piece(position, rows, weight, take_rows(inputs, rows)) for rows, weight in _weighted(groups, weights)]
 
     @contextmanager
     def _apart(self, trainer: Any, model: nn.Module, *, shares: bool) -> Iterator[None]:
@@ -275,14 +276,29 @@ class PiecewiseStep:
         self._changes.append(change)
         logger.log(level, "MicrobatchCallback: %s", change)
 
-    def _examine(self, trainer: Any, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any) -> None:
-        """Find out how pieces are weighted, and refuse what cannot be split, before anything ran out of memory."""
+    def _examine(
+        self, trainer: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any
+    ) -> NotSplittableError | None:
+        """Refuse what cannot be split, before anything ran out of memory.
+
+        Returns:
+            A refusal for an error of the loss: to be raised after the step, which fails by itself if it is a mistake.
+        """
         if not self._is_checked:
+            if not isinstance(inputs, Mapping):
+                made_in = f"{type(trainer).__name__} makes its batches from a {type(inputs).__name__} within the step"
+                _refuse(trainer.model, f"{made_in}, so there are no rows to take")
             model.train()  # as the step is about to: a batch norm that a model keeps in evaluation mode does no harm
             _refuse(trainer.model, splittable_reason(model) or splittable_batch_reason(inputs))
             self._is_checked = True
         if row_count(inputs) > 1:
-            self._rule = find_rule(trainer, model, inputs, num_items_in_batch)
+            try:
+                self._weights.ask(trainer, model, inputs, num_items_in_batch)
+            except NotSplittableError as error:
+                if error.__cause__ is None:
+                    raise
+                return error
+        return None
 
 
 def _refuse(model: nn.Module, reason: str | None) -> None:
@@ -290,15 +306,12 @@ def _refuse(model: nn.Module, reason: str | None) -> None:
         raise NotSplittableError(model, reason)
 
 
-def _weighted(groups: list[list[int]], inputs: Mapping[str, Any], rule: str) -> list[tuple[list[int], float]]:
+def _weighted(groups: list[list[int]], weights: list[float] | None) -> list[tuple[list[int], float]]:
     """Return the rows and the weight of each piece, without rows that add nothing to a mean (it would be 0 / 0)."""
-    if rule == "sum":
+    if weights is None:
         return [(rows, 1.0) for rows in groups]
-    items = row_items(inputs, rule)
-    if not any(items):
-        items = [1] * len(items)
-    kept = [[row for row in rows if items[row]] for rows in groups]
-    return [(rows, sum(items[row] for row in rows) / sum(items)) for rows in kept if rows]
+    kept = [[row for row in rows if weights[row]] for rows in groups]
+    return [(rows, sum(weights[row] for row in rows)) for rows in kept if rows]
 
 
 def _padded_tokens(inputs: Mapping[str, Any], rows: list[int]) -> int | None:

@@ -23,13 +23,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import nn
 from torch.nn.functional import pad
 
-from hf_memopt.techniques.loss_weights import NotSplittableError, find_rule, row_items, uncounted_labels_reason
+from hf_memopt.techniques.loss_weights import LossWeights, NotSplittableError
 from hf_memopt.techniques.out_of_memory import is_out_of_memory, release_memory
-from hf_memopt.techniques.pieces import row_count, row_lengths, splittable_batch_reason, splittable_reason, take_rows
+from hf_memopt.techniques.pieces import row_count, row_lengths, splittable_batch_reason, splittable_reason
 from hf_memopt.undo import UndoHandle, override_method
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ __all__ = ["recover_predictions"]
 logger = logging.getLogger(__name__)
 
 RECOVERS = "memopt_recovers_predictions"  # the attribute of a trainer that has it
-PROBE_ROWS = 3
 IGNORED = -100  # what stock pads outputs with
 
 
@@ -86,7 +84,7 @@ class _Recovery:
 
     def _forget(self) -> None:
         self.rows_that_fit: int | None = None
-        self.rule: str | None = None
+        self.weights = LossWeights()
         self.batches = 0
 
     def starting_afresh(self, before: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,38 +128,15 @@ class _Recovery:
             if message is not None:
                 release_memory()
                 self._shrink(model, inputs, joined.done, stop, message)
-        loss = None if not joined.losses else joined.loss(inputs, self._rule(model, inputs, count.items))
+        loss = None if not joined.losses else joined.loss(self._weights_of(model, inputs, count.items))
         return loss, joined.logits, joined.labels
 
-    def _rule(self, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> str:
-        """Return how losses add up: tried with rows of this batch that fit together, unless an earlier one told."""
-        reason = uncounted_labels_reason(self.trainer, inputs)
-        if reason is not None:
-            raise _uncut_error(row_count(inputs), reason)
-        if self.rule is None:
-            labelled = [row for row, count in enumerate(row_items(inputs, "shifted labels")) if count]
-            probe = take_rows(inputs, labelled[: min(self.rows_that_fit or 1, PROBE_ROWS)] or [0])
-            try:
-                self.rule = find_rule(self.trainer, model, probe, items)
-            except NotSplittableError:
-                raise _uncut_error(row_count(inputs), "the losses of its rows do not add up to its own") from None
-            if self.rule is None and len(labelled) > 1:  # only one row fits at a time
-                self.rule = "sum" if items is not None and self._uses_count(model, probe) else "labels"
-                if self.rule == "labels":
-                    logger.info(
-                        "only single rows fit, which do not tell how losses add up: taken for means over labels"
-                    )
-        return self.rule or "labels"  # with labels in one row only, every rule gives its loss
-
-    def _uses_count(self, model: nn.Module, row: Mapping[str, Any]) -> bool:
-        """Tell whether the loss of a row halves when twice as many labels are announced."""
-        losses = []
-        for items in (8, 16):
-            inputs = send_to_device(dict(row), self.trainer.args.device)
-            count = torch.tensor(items, device=self.trainer.args.device)
-            with torch.no_grad(), self.trainer.compute_loss_context_manager():
-                losses.append(float(self.trainer.compute_loss(model, inputs, num_items_in_batch=count)))
-        return abs(losses[0]) > 1.5 * abs(losses[1])
+    def _weights_of(self, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> list[float] | None:
+        """Return how much each row weighs in the loss of a batch; None if losses add up."""
+        try:
+            return self.weights.of_rows(self.trainer, model, inputs, items, self.rows_that_fit or 1)
+        except NotSplittableError as error:
+            raise _uncut_error(row_count(inputs), error.reason) from error.__cause__
 
     def _shrink(self, model: nn.Module, inputs: Mapping[str, Any], start: int, stop: int, message: str) -> None:
         """Remember half of the rows that did not fit; raise where there is no half."""
@@ -273,19 +248,18 @@ class _JoinedRows:
             self.losses.append((stop, loss))
         self.done = stop
 
-    def loss(self, inputs: Mapping[str, Any], rule: str) -> torch.Tensor:
-        """Return the loss of all rows: the sum over pieces, or their mean by the items that each has."""
+    def loss(self, weights: list[float] | None) -> torch.Tensor:
+        """Return the loss of all rows: the sum over parts, or their mean by the weights of each one's rows."""
         losses = torch.stack([loss for _, loss in self.losses])
         kind = losses.dtype
         losses = losses.to(torch.promote_types(kind, torch.float32))  # in bfloat16 257 labels would weigh as 256
-        if rule == "sum":
+        if weights is None:
             return losses.sum().to(kind)
         ends = [stop for stop, _ in self.losses]
-        items = row_items(inputs, rule)
-        counts = [sum(items[start:stop]) for start, stop in zip([0, *ends], ends, strict=False)]
-        weights = torch.tensor(counts, dtype=losses.dtype, device=losses.device)
-        has_items = weights > 0  # the mean over none is nan
-        return (losses[has_items] @ weights[has_items] / weights.sum()).to(kind)
+        of_parts = [sum(weights[start:stop]) for start, stop in zip([0, *ends], ends, strict=False)]
+        shares = torch.tensor(of_parts, dtype=losses.dtype, device=losses.device)
+        is_counted = shares > 0  # the mean over none is nan
+        return (losses[is_counted] @ shares[is_counted]).to(kind)
 
     def _place(self, whole: Any, part: Any, stop: int) -> Any:
         """Write a piece's outputs into those of the batch, which its first piece allocates."""

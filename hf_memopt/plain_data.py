@@ -1,0 +1,175 @@
+"""Data that comes from outside: JSON objects read strictly, values checked against the annotations of a dataclass.
+
+One field, one rule: its annotation. ``Annotated[int, range(1, 8)]`` bounds an integer; ``Literal``, unions,
+``tuple[X, ...]`` and ``Mapping[X, Y]`` mean what they say, and True is not an integer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from hf_memopt.changes import nearest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["Count", "CountOrZero", "check_fields", "check_value", "from_object", "parse_object", "shown"]
+
+Count = Annotated[int, range(1, 2**63)]
+CountOrZero = Annotated[int, range(2**63)]
+
+Kind = TypeVar("Kind", bound="DataclassInstance")
+
+_NAMES: dict[Any, str] = {bool: "True or False", int: "an integer", str: "a string", type(None): "None"}
+
+
+# ---- JSON -----------------------------------------------------------------------------------------------------------
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Return the JSON object that a text holds.
+
+    Raises:
+        ValueError: it is empty, not UTF-8, not JSON, not an object or nested too deeply, or it has a key twice, NaN or
+            an infinite number. The message is a clause about "it".
+
+    Example:
+        >>> parse_object('{"steps": 3}')
+        {'steps': 3}
+    """
+    try:
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        if not text.strip():
+            raise ValueError("it is empty")
+        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"it is not an object but {shown(found)}")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"it has the key {shown(key)} twice")
+        found[key] = value
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it has {name}, which is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"it has {text[:40]}, which no float can hold")
+    return value
+
+
+def from_object(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
+    """Return the dataclass with these fields; it checks their values itself, by ``check_fields``.
+
+    Raises:
+        ValueError: a field that it does not have, or one missing that has no default. The message starts with its name.
+    """
+    known = {item.name: item for item in fields(kind)}
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(
+                f"{name}={shown(value)} is not a field of {kind.__name__}; expected one of {', '.join(known)}."
+                f"{nearest(name, known)} Remove it"
+            )
+    for name, item in known.items():
+        if name not in values and item.default is MISSING and item.default_factory is MISSING:
+            raise ValueError(f"{name} is missing; expected {_rule(_kinds(kind)[name])}. Add {name}")
+    return kind(**values)
+
+
+# ---- Values ---------------------------------------------------------------------------------------------------------
+
+
+def check_fields(instance: DataclassInstance) -> None:
+    """Check every field of a dataclass against its annotation; for ``__post_init__``.
+
+    Raises:
+        ValueError: a value does not fit. The message starts with the field's name and proposes its default.
+    """
+    kinds = _kinds(type(instance))
+    for item in fields(instance):
+        example = item.default if item.default_factory is MISSING else item.default_factory()
+        check_value(item.name, getattr(instance, item.name), kinds[item.name], example)
+
+
+def check_value(name: str, value: Any, kind: Any, example: Any = MISSING) -> None:
+    """Raise ValueError if ``value`` does not fit the annotation ``kind``; ``example`` is a value that does.
+
+    Example:
+        >>> check_value("steps", 0, Count, 8)
+        Traceback (most recent call last):
+        ValueError: steps=0 is invalid; expected an integer of 1 or more. Pass steps=8
+    """
+    if _fits(value, kind):
+        return
+    options = get_args(kind) if get_origin(kind) is Literal else ()
+    hint = nearest(value, map(str, options)) if isinstance(value, str) else ""
+    proposal = f"Pass {name}={example!r}" if example is not MISSING else f"Pass another {name}"
+    most = ", below 2**63" if isinstance(value, int) and value >= 2**63 else ""
+    raise ValueError(f"{name}={shown(value)} is invalid; expected {_rule(kind)}{most}.{hint} {proposal}")
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """Return the ``repr`` of any value from outside, cut to ``most`` characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of more than 4,300 digits; lists nested as deep as JSON may be
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+@cache
+def _kinds(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _fits(value, arguments[0]) and all(int(value) in bounds for bounds in arguments[1:])
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in arguments)
+    if origin is Literal:
+        return any(value == one and isinstance(value, type(one)) for one in arguments)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(one, arguments[0]) for one in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(
+            _fits(key, arguments[0]) and _fits(one, arguments[1]) for key, one in value.items()
+        )
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _rule(kind: Any) -> str:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return f"an integer of {arguments[1].start} or more"
+    if origin in (Union, UnionType):
+        return ", or ".join(_rule(one) for one in arguments)
+    if origin is Literal:
+        *most, last = map(repr, arguments)
+        return f"{', '.join(most)} or {last}"
+    if origin is tuple:
+        return "a tuple or list of strings"
+    return "strings by name" if origin is Mapping else _NAMES[kind]

@@ -1,0 +1,134 @@
+"""Data from outside: JSON objects read strictly, values checked against annotations, messages that name the field."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object, parse_object, shown
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    steps: Count = 8
+    workers: CountOrZero | None = None
+    kind: Literal["bf16", "fp32"] = "bf16"
+    names: tuple[str, ...] = ()
+    flag: bool = False
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+class Sizes(enum.IntEnum):
+    SMALL = 4
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "it is empty"),
+        (" \n", "it is empty"),
+        (b"", "it is empty"),
+        ("nonsense", "it is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("[1]", "it is not an object but [1]"),
+        ("null", "it is not an object but None"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ('{"a":' * 100_000, "it is nested too deeply"),
+        ('{"a": {"b": 1, "b": 2}}', "it has the key 'b' twice"),
+        ('{"a": NaN}', "it has NaN, which is not a JSON number"),
+        ('{"a": -Infinity}', "it has -Infinity, which is not a JSON number"),
+        ('{"a": 1e999}', "it has 1e999, which no float can hold"),
+        (b'{"a": "\xff"}', "it is not UTF-8 text: invalid start byte at byte 7"),
+        ("{}".encode("utf-16"), "it is not UTF-8 text: invalid start byte at byte 0"),
+    ],
+    ids=range(14),
+)
+def test_what_is_no_json_object_is_refused(text, reason) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_object(text)
+    assert str(error.value) == reason
+
+
+def test_an_integer_of_more_digits_than_python_reads_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("Exceeds the limit (4300 digits)")):
+        parse_object('{"a": 1' + "0" * 5000 + "}")
+
+
+@pytest.mark.parametrize("text", [b'\xef\xbb\xbf{"a": 1.5}', '{"a": 1.5}', '\n{"a": 15e-1}\n'])
+def test_objects_are_read(text) -> None:
+    assert parse_object(text) == {"a": 1.5}
+
+
+@given(text=st.text() | st.binary())
+def test_any_text_is_an_object_or_refused_with_a_reason(text) -> None:
+    try:
+        assert isinstance(parse_object(text), dict)
+    except ValueError as error:
+        assert type(error) is ValueError  # noqa: PT017  # either is fine
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "name is missing; expected a string. Add name"),
+        (
+            {"name": "x", "step": 1},
+            "step=1 is not a field of Plan; expected one of name, steps, workers, kind, names, flag, notes. "
+            "Did you mean 'steps'? Remove it",
+        ),
+        ({"name": 1}, "name=1 is invalid; expected a string. Pass another name"),
+        ({"steps": 0}, "steps=0 is invalid; expected an integer of 1 or more. Pass steps=8"),
+        ({"steps": True}, "steps=True is invalid; expected an integer of 1 or more. Pass steps=8"),
+        ({"steps": 2.0}, "steps=2.0 is invalid; expected an integer of 1 or more. Pass steps=8"),
+        (
+            {"steps": 2**63},
+            "steps=9223372036854775808 is invalid; expected an integer of 1 or more, below 2**63. Pass steps=8",
+        ),
+        ({"steps": 10**5000}, "steps=<int> is invalid; expected an integer of 1 or more, below 2**63. Pass steps=8"),
+        ({"workers": -1}, "workers=-1 is invalid; expected an integer of 0 or more, or None. Pass workers=None"),
+        (
+            {"kind": "bf61"},
+            "kind='bf61' is invalid; expected 'bf16' or 'fp32'. Did you mean 'bf16'? Pass kind='bf16'",
+        ),
+        ({"kind": ["bf16"]}, "kind=['bf16'] is invalid; expected 'bf16' or 'fp32'. Pass kind='bf16'"),
+        ({"names": "base"}, "names='base' is invalid; expected a tuple or list of strings. Pass names=()"),
+        ({"names": (1,)}, "names=(1,) is invalid; expected a tuple or list of strings. Pass names=()"),
+        ({"flag": 0}, "flag=0 is invalid; expected True or False. Pass flag=False"),
+        ({"flag": "false"}, "flag='false' is invalid; expected True or False. Pass flag=False"),
+    ],
+)
+def test_a_field_that_does_not_fit_is_named_first(values, message) -> None:
+    with pytest.raises(ValueError) as error:
+        from_object(Plan, {"name": "x", **values} if values else values)
+    assert str(error.value) == message
+
+
+def test_values_that_fit() -> None:
+    plan = Plan("x", Sizes.SMALL, 0, "fp32", ("a",), True, {"a": 1})
+    assert from_object(Plan, vars(plan)) == plan
+    check_value("steps", 2**63 - 1, Count)
+
+
+@given(value=st.recursive(st.none() | st.integers() | st.text(), st.lists))
+def test_what_is_shown_is_short(value: Any) -> None:
+    assert len(shown(value)) <= 60
+    assert shown(value) == repr(value) or shown(value).endswith("...")
+
+
+def test_what_has_no_repr_is_shown_by_its_type() -> None:
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    assert (shown(deep), shown(10**5000)) == ("<list>", "<int>")
+    assert json.loads(json.dumps(shown("\ud800"))) == "'\\ud800'"
