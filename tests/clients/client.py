@@ -137,5 +137,5 @@ def no_weighting(model: str, rows: int = 3) -> str:
     return not_splittable(
         model,
         f"the loss of {rows} rows at once is #, which no weighting of their own losses ({' + '.join('#' * rows)}) "
-        "gives, as with in-batch negatives, weights of classes or a penalty over the whole batch",
+        "gives, as with a penalty over the whole batch or means over different counts",
     )

@@ -21,7 +21,7 @@ from sentence_transformers.base.sampler import DefaultBatchSampler
 from sentence_transformers.sentence_transformer import losses, modules
 
 import tiny
-from client import SETUPS, Arrange, Client, arguments, no_weighting, texts, words
+from client import SETUPS, Arrange, Client, arguments, not_splittable, texts, words
 
 
 def encoder(folder: Path) -> SentenceTransformer:
@@ -88,8 +88,8 @@ def train_outer(trainer: Any) -> Mapping[str, Any]:
 
 
 NOT_A_TRAINER = (
-    "trainer=<setfit.trainer.Trainer> is not a transformers.Trainer; expected one. "
-    "Pass the one inside of it: attach(trainer.st_trainer)"
+    "trainer=<Trainer> is not a transformers.Trainer; expected the Trainer that trains. Pass the one inside it: "
+    "attach(trainer.st_trainer)"
 )
 OWN_PAIRS = "setfit makes the pairs that it trains on from the texts, and reads them in an order of its own"
 
@@ -97,7 +97,10 @@ CLIENTS = {
     "sentence-transformers, in-batch negatives": Client(
         functools.partial(embeddings, data=pairs, loss=losses.MultipleNegativesRankingLoss),
         lengths=words("anchor"),
-        cannot_cut=no_weighting("SentenceTransformer"),
+        cannot_cut=not_splittable(
+            "SentenceTransformer",
+            "the loss of 3 rows at once is # and that of each alone 0, as with in-batch negatives",
+        ),
     ),
     "sentence-transformers, scored pairs": Client(
         functools.partial(embeddings, data=scored, loss=losses.CosineSimilarityLoss), lengths=words("one")

@@ -267,9 +267,10 @@ DEFAULT_FLAGS = (
     "ddp_find_unused_parameters=False"
 )
 NEFTUNE = (
-    "micro-batching and NEFTune cannot work together: its noise is scaled by the padded length, which differs between "
-    "micro-batches; expected one of the two. Take MicrobatchCallback out of callbacks="
+    "micro-batching and NEFTune cannot work together: its noise is scaled by the padded length, which is another one "
+    "in a part of a batch; expected one of the two. Leave neftune_noise_alpha out"
 )
+
 CLIENTS = {
     "classification, metrics of evaluate and scikit-learn": Client(classifier),
     "classification, dropout": Client(
@@ -278,8 +279,8 @@ CLIENTS = {
     "classification, NEFTune": Client(with_noise, refuses=dict.fromkeys(("micro-batching", CUT, "all"), NEFTUNE)),
     "classification, accumulation": Client(accumulated, differs=dict.fromkeys(SETUPS, GRADIENT_SCALE)),
     "classification, LoRA (peft)": Client(lora),
-    "weighted loss, own columns": Client(weighted, cannot_cut=no_weighting("BertForSequenceClassification")),
-    "weighted loss, equal at first": Client(weighted_later, cannot_cut=no_weighting("BertForSequenceClassification")),
+    "weighted loss, own columns": Client(weighted),
+    "weighted loss, equal at first": Client(weighted_later),
     "two losses, labels ignored later": Client(two_tasks, cannot_cut=no_weighting("BertForSequenceClassification")),
     "causal language model": Client(causal),
     "masked language model": Client(masked),

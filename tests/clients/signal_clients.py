@@ -216,7 +216,8 @@ BATCH_NORM = not_splittable(
     "BatchNorm2d resnet.embedder.embedder.normalization takes its statistics over the rows of a batch",
 )
 RANDOM_MASKS = not_splittable(
-    "ViTMAEForPreTraining", "it draws random numbers in evaluation mode too, others for other rows"
+    "ViTMAEForPreTraining",
+    "its loss is random in evaluation mode too (masks or noise), so parts cannot be compared with the whole",
 )
 CONTRASTIVE = not_splittable("CLIPModel", "the loss of CLIPModel compares the rows of a batch with each other")
 

@@ -135,9 +135,14 @@ def tokens(column: str) -> Any:
 
 
 PACKED = not_splittable("LlamaForCausalLM", "its examples are packed into one row, as cu_seq_lens_q tells")
-CONCATENATED = "its batch has two rows for each example, one after the other"
-BATCH_STATISTIC = "its loss is measured against a mean over the batch"
-GENERATED = not_splittable("LlamaForCausalLM", "GRPOTrainer makes its batches itself, of several steps at once")
+IN_PAIRS = (
+    "the loss of one row alone fails (ValueError: not enough values to unpack (expected 2, got 1)), as where rows "
+    "belong together in pairs"
+)
+AGAINST_THE_BATCH = "its loss is measured against a mean over the batch"
+GENERATED = not_splittable(
+    "LlamaForCausalLM", "GRPOTrainer makes its batches from a list within the step, so there are no rows to take"
+)
 SHUFFLED = (
     "positions=[10, 10, 9, 9] ... read a bucketed view out of order; expected one after the other, or the buckets are "
     'lost. Pass TrainingArguments(..., train_sampling_strategy="sequential"), or shuffle=False to a DataLoader'
@@ -147,19 +152,19 @@ CLIENTS = {
     "TRL SFT": Client(sft),
     "TRL SFT, packing": Client(functools.partial(sft, count=64, packing=True), cannot_cut=PACKED),
     "TRL SFT, prompt and completion": Client(functools.partial(sft, data=completions)),
-    "TRL DPO": Client(dpo, lengths=tokens("chosen_ids"), cannot_cut=not_splittable("LlamaForCausalLM", CONCATENATED)),
+    "TRL DPO": Client(dpo, lengths=tokens("chosen_ids"), cannot_cut=not_splittable("LlamaForCausalLM", IN_PAIRS)),
     "TRL KTO": Client(
-        kto, lengths=tokens("completion_ids"), cannot_cut=not_splittable("LlamaForCausalLM", BATCH_STATISTIC)
+        kto, lengths=tokens("completion_ids"), cannot_cut=not_splittable("LlamaForCausalLM", AGAINST_THE_BATCH)
     ),
     "TRL Reward": Client(
         reward,
         lengths=tokens("chosen_ids"),
-        cannot_cut=not_splittable("LlamaForSequenceClassification", CONCATENATED),
+        cannot_cut=not_splittable("LlamaForSequenceClassification", IN_PAIRS),
     ),
     "TRL GRPO": Client(
         grpo,
         drive=train_only,
         lengths=words("prompt"),
-        refuses={"bucketed view": SHUFFLED, "micro-batching": GENERATED, CUT: GENERATED, "all": GENERATED},
+        refuses={"bucketed view": SHUFFLED, "micro-batching": GENERATED, CUT: GENERATED, "all": SHUFFLED},
     ),
 }

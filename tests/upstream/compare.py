@@ -39,7 +39,9 @@ def outcomes_of(source: Path, variant: str, arguments: list[str]) -> dict[str, O
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "outcomes.jsonl")
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
-        settings = {"HF_MEMOPT_UPSTREAM": variant, "HF_MEMOPT_OUTCOMES": str(file), "PYTHONPATH": path}
+        # Offline: tests that need the Hub fail at once, stock and attached, and are no comparison.
+        settings = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+        settings |= {"HF_MEMOPT_UPSTREAM": variant, "HF_MEMOPT_OUTCOMES": str(file), "PYTHONPATH": path}
         # No conftest: that of transformers puts the checkout's own src before what is installed.
         options = ["--noconftest", "--continue-on-collection-errors", "-p", "attached_trainers"]
         options += ["-p", "no:cacheprovider", "-q", "--tb=line"]
