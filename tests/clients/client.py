@@ -54,7 +54,6 @@ class Client:
         no_view: why the training cannot read a view; ``all`` runs without it then.
         differs: why a set-up differs from stock by design.
         correct: does to a stock trainer by hand what ``attach`` is to do, so that nothing differs any more.
-        warns: the warnings of a set-up that stock does not give.
         ranks: processes.
     """
 
@@ -66,7 +65,6 @@ class Client:
     no_view: str = ""
     differs: Mapping[str, str] = field(default_factory=dict)
     correct: Callable[[Any], None] | None = None
-    warns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ranks: int = 1
 
 

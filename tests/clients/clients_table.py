@@ -12,7 +12,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = Path(__file__).with_name("results.jsonl")
 PAGE = ROOT / "docs" / "clients.md"
-SHOWN = {"same": "same", "equal": "equal", "refused": "refused", "differs by design": "by design"}
+SHOWN = {
+    "same": "same",
+    "equal": "equal",
+    "refused": "refused",
+    "differs by design": "by design",
+    "not applicable": "-",
+}
 
 TEXT = """\
 # Clients
@@ -24,6 +30,7 @@ weights; compared are losses, gradient norms, everything else that is logged, ev
 - **equal**: a batch was cut, so sums run in another order: within {relative:g} of each value (or {absolute:g}).
   Other metrics of training steps are left out of this one comparison: TRL's are means over forward passes.
 - **refused (n)**: by message n below, whole but for its figures. **by design (n)**: differs for reason n.
+  **- (n)**: means nothing, for reason n.
 - **fails (n)**: wrong, and known.
 
 `all` is memory report, micro-batching, overflow, evaluation guard and a bucketed view together.
@@ -42,16 +49,14 @@ def page() -> str:
     notes: dict[str, int] = {}
     lines = [f"| | {' | '.join(setups)} |", f"|---|{'---|' * len(setups)}"]
     for client in dict.fromkeys(row["client"] for row in rows):
-        shown = (_cell(cells.get((client, setup)), notes) for setup in setups)
+        shown = (_cell(cells[client, setup], notes) for setup in setups)
         lines.append(f"| {client} | {' | '.join(shown)} |")
     reasons = [f"{number}. {note}" for note, number in notes.items()]
     return "\n".join([text, *lines, "", *reasons]) + "\n"
 
 
-def _cell(row: dict[str, Any] | None, notes: dict[str, int]) -> str:
+def _cell(row: dict[str, Any], notes: dict[str, int]) -> str:
     """Return a cell, and number its note."""
-    if row is None:
-        return "-"
     note = " ".join([row["detail"], *(f"Warns: {warning}" for warning in row["warnings"])]).strip()
     shown = SHOWN[row["verdict"]] if row["is_right"] else "**fails**"
     if not note:

@@ -24,27 +24,21 @@ CLIENTS = {
     **embedding_clients.CLIENTS,
     **signal_clients.CLIENTS,
 }
-CELLS = [
-    (name, setup)
-    for name, client in CLIENTS.items()
-    for setup in SETUPS
-    if setup != "bucketed view" or not client.no_view
-]
+CELLS = [(name, setup) for name in CLIENTS for setup in SETUPS]
 
 
 def expected(client: Client, setup: str) -> tuple[Outcome, ...]:
     """Return the outcomes that are right."""
-    warns = client.warns.get(setup, ())
     if setup in client.refuses:
         return (Outcome("refused", client.refuses[setup]),)
     if setup in client.differs and client.correct is None:
         return (Outcome("differs"),)
     refusal = Outcome("refused", client.cannot_cut)
     if setup == CUT:
-        return (refusal,) if client.cannot_cut else (Outcome("equal", "", warns), Outcome("same", "", warns))
+        return (refusal,) if client.cannot_cut else (Outcome("equal"), Outcome("same"))
     if setup in WHOLE and client.cannot_cut:
-        return Outcome("same", "", warns), refusal
-    return (Outcome("same", "", warns),)
+        return Outcome("same"), refusal
+    return (Outcome("same"),)
 
 
 @functools.lru_cache(maxsize=1)
@@ -63,6 +57,9 @@ def outcomes_of_ranks(name: str) -> dict[str, list[Outcome]]:
 )
 def test_a_client_trains_as_with_stock(name: str, setup: str, record_outcome: Callable[..., None]) -> None:
     client, place = CLIENTS[name], CELLS.index((name, setup))
+    if setup == "bucketed view" and client.no_view:
+        record_outcome(place, name, setup, Outcome("not applicable", client.no_view), is_right=True)
+        return
     found = [outcome_of(client, setup)] if client.ranks == 1 else outcomes_of_ranks(name)[setup]
     right = expected(client, setup)
     wrong = [outcome for outcome in found if not any(_is_as(outcome, one) for one in right)]
@@ -70,7 +67,7 @@ def test_a_client_trains_as_with_stock(name: str, setup: str, record_outcome: Ca
     if not wrong and setup in client.differs:
         shown = Outcome("differs by design", client.differs[setup])
     record_outcome(place, name, setup, shown, is_right=not wrong)
-    assert not wrong, f"expected {right[0]}"
+    assert not wrong, f"expected {right[0]}, found {wrong[0]}"
 
 
 def _is_as(outcome: Outcome, right: Outcome) -> bool:
