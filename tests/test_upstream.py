@@ -88,6 +88,7 @@ def test_runs_a_checkout_stock_and_attached(compare: ModuleType, tmp_path: Path)
         "stock: 3 passed, 1 failed, 1 skipped",
         "attached: 2 passed, 2 failed, 1 skipped",
         "  skipped with stock: 1 for 'needs attach'",
+        "  failed with stock: 1 for 'assert False'",
         f"attached: {file}::test_nothing_stands_over_a_trainer failed: AssertionError: it was attached",
         "  NEW: no reason is known",
         f"attached: {file}::test_needs_stock skipped: needs stock",
@@ -107,6 +108,7 @@ def test_a_known_difference_is_no_failure(compare: ModuleType, monkeypatch: pyte
         [
             "stock: 2 passed, 1 failed, 0 skipped",
             "attached: 0 passed, 3 failed, 0 skipped",
+            "  failed with stock: 1 for 'why'",
             "attached: file::test_one failed: why",
             "  attach wraps it",
             "attached: file::test_two failed: why",

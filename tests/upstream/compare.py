@@ -86,8 +86,8 @@ def report(runs: Mapping[str, Mapping[str, Outcome]]) -> tuple[list[str], int]:
         shown = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("passed", "failed", "skipped"))
         lines.append(f"{variant}: {shown}")
     (_, stock), *attached = runs.items()
-    skips = Counter(outcome.text for outcome in stock.values() if outcome.verdict == "skipped")
-    lines += [f"  skipped with stock: {count} for {reason!r}" for reason, count in skips.most_common()]
+    reasons = Counter((outcome.verdict, outcome.text) for outcome in stock.values() if outcome.verdict != "passed")
+    lines += [f"  {verdict} with stock: {count} for {text!r}" for (verdict, text), count in reasons.most_common()]
     if not any(outcome.verdict == "passed" for outcome in stock.values()):
         return [*lines, "nothing passed with stock, so nothing can be compared"], 2
     unknown = 0

@@ -4,11 +4,37 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-KNOWN: dict[str, tuple[str, str]] = {}
-"""Reasons by the pattern of a test's node id: the variant ("*" for all), and the reason."""
+CALLBACKS = "attached with callbacks"
+RANDOM_LOSS = (
+    "micro-batching examines the loss at the first step, before memory runs out: one that is random in evaluation mode "
+    "too cannot be cut, and is refused though no batch of this test is cut"
+)
+
+KNOWN: dict[str, tuple[str, str]] = {
+    "*::test_auto_batch_size_with_resume_from_checkpoint": (
+        CALLBACKS,
+        "auto_find_batch_size is refused beside micro-batching: both recover from out of memory, and stock's restarts "
+        "the run with a smaller batch",
+    ),
+    "*::test_logging_inf_nan_filter": (
+        CALLBACKS,
+        "OverflowCallback drops steps with NaN and ends a run of nothing else; this test trains on NaN on purpose",
+    ),
+    "*::test_neftune": (
+        CALLBACKS,
+        "NEFTune is refused beside micro-batching: its noise is scaled by the padded length",
+    ),
+    "*::test_resume_training_with_different_batch_size": (CALLBACKS, RANDOM_LOSS),
+    "*::test_training_with_resume_from_checkpoint_false": (CALLBACKS, RANDOM_LOSS),
+}
+"""Reasons by the pattern of a test's node id: the variant ("*" for all), and the reason.
+
+Seen with the tests of 5.2.0.dev0 (10 February 2026) against transformers 5.23.0: 285 passed, 27 failed and 67 skipped
+with stock; the same attached; 5 fewer passed with the callbacks, which are these.
+"""
 
 
 def reason_of(test: str, variant: str) -> str | None:
     """Return why a test does not hold in a variant; None if no reason is known."""
-    found = (reason for pattern, (of, reason) in KNOWN.items() if fnmatchcase(test, pattern) and of in ("*", variant))
+    found = (reason for pattern, (of, reason) in KNOWN.items() if of in ("*", variant) and fnmatchcase(test, pattern))
     return next(found, None)
