@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from hf_memopt.batching import readers
+from hf_memopt.batching import files
 from hf_memopt.batching.files import KINDS, file_lengths
 from tiny import tokenizer
 
@@ -75,8 +75,8 @@ WITH_IDS = [name for name in WRITERS if "csv" not in name]
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch):
     """Make every file of these tests take several batches, and JSON and CSV several blocks."""
-    monkeypatch.setattr(readers, "ROWS_AT_ONCE", 64)
-    monkeypatch.setattr(readers, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(files, "ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(files, "JSON_ROWS_AT_ONCE", 64)
 
 
 # ---- what can be read
