@@ -48,6 +48,7 @@ KINDS = {
 COMPRESSED = (".gz", ".bz2", ".zst")  # of JSON Lines and CSV; pyarrow unpacks them by their ending
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 ROWS_AT_ONCE, JSON_ROWS_AT_ONCE = 8192, 512  # as objects of Python rows take up to ten times as much
+CSV_BLOCK_BYTES = 16 * 2**20  # a single row must fit into one
 
 Read = Callable[[str], Iterator[Any]]  # takes a column, gives pyarrow tables of that column
 
@@ -269,9 +270,11 @@ def _open_table(file: Path, kind: str) -> tuple[Any, Read]:
     from pyarrow import csv, fs
 
     forms = {
-        "parquet": ds.ParquetFileFormat(),
+        "parquet": ds.ParquetFileFormat(default_fragment_scan_options=ds.ParquetFragmentScanOptions(pre_buffer=False)),
         "arrow": ds.IpcFileFormat(),
-        "csv": ds.CsvFileFormat(csv.ParseOptions(newlines_in_values=True)),
+        "csv": ds.CsvFileFormat(
+            csv.ParseOptions(newlines_in_values=True), read_options=csv.ReadOptions(block_size=CSV_BLOCK_BYTES)
+        ),
     }
     try:
         fragment = forms[kind].make_fragment(str(file), fs.LocalFileSystem())
@@ -419,8 +422,8 @@ def _token_counter(name: str) -> Callable[[Any, str], NDArray[np.int32]]:
     except Exception as error:  # a missing file, a broken one, no network, a missing package: each raises its own
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"tokenizer={name!r} needs Python code of its own, and no such code is run; expected one of "
-                "transformers' classes. Load it yourself: padding_report([len(tokenizer.encode(text)) for text in texts])"
+                f"tokenizer={name!r} needs Python code of its own, and no such code is run; expected a class of "
+                "transformers. Count with it yourself: padding_report([len(tokenizer.encode(text)) for text in texts])"
             ) from error
         raise ValueError(
             f"tokenizer={name!r} cannot be loaded ({_first_line(error)}); expected a folder or a name on the Hub. "

@@ -218,12 +218,14 @@ def _parse_config(folder: Path, text: str) -> PretrainedConfig:
 
 
 def _check_counts(entries: dict[str, Any]) -> None:
-    """Refuse numbers that would keep transformers busy for hours; json hands over every object of a file."""
+    """Refuse counts that keep transformers busy for hours, or that it takes for none; json hands over every object."""
     for name, value in entries.items():
         most = next((most for part, most in _MOST.items() if part in name), None)
         counts = [count for count in (value if isinstance(value, list) else [value]) if isinstance(count, int)]
         if most is not None and max(counts, default=0) > most:
             raise ValueError(f"{name}={value!r} is more than any model has, at most {most:,}")
+        if name.startswith(("num_", "n_")) and min(counts, default=0) < 0:
+            raise ValueError(f"{name}={value!r} is negative")
 
 
 @contextmanager

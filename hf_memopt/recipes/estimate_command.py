@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["EstimateOptions", "run_estimate"]
 
 FITS, DOES_NOT_FIT = 0, 1
+MOST = 1_000_000  # of every count; the simulation plays each accumulation step, and sizes have 63 bits
 DEFAULT_BATCH_SIZE = 8
 
 
@@ -59,6 +60,12 @@ def run_estimate(options: EstimateOptions, console: Console, errors: Console) ->
         ValueError: bad options, or a set-up that is not estimable.
         MissingExtraError: a picture without matplotlib.
     """
+    for name in ("batch_size", "seq_len", "gradient_accumulation_steps", "eval_batch_size"):
+        count = getattr(options, name)
+        if count is not None and count > MOST:
+            raise ValueError(
+                f"{name}={count} is beyond what is simulated; expected 1 to {MOST}. Pass --{name.replace('_', '-')} 32"
+            )
     gpu = _read_gpu(options.gpu, options.gpu_memory, options.compute_capability)
     if options.compare:
         return _run_ladder(options, gpu, console, errors)
