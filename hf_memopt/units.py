@@ -28,7 +28,7 @@ def parse_bytes(size: int | str) -> int:
     """Return a number of bytes from text such as ``"4GB"``, ``"3.5 GiB"`` or from an int, which is bytes already.
 
     Raises:
-        ValueError: the text is not a number followed by a unit, or the size is negative or no longer fits 63 bits.
+        ValueError: the text is not a number followed by a unit, or the size is negative.
 
     Example:
         >>> parse_bytes("4GB"), parse_bytes("4 GiB"), parse_bytes(512)
@@ -37,7 +37,7 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
             raise ValueError(f"size={size!r} is negative; expected 0 bytes or more. Write, for example, '4GB'.")
-        return _bounded(size, size)
+        return size
     # 30 digits: of thousands Python makes no integer
     match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Z]+)\s*", str(size), flags=re.IGNORECASE | re.ASCII)
     factor = None if match is None else _FACTORS.get(match.group(2).upper())
@@ -46,15 +46,7 @@ def parse_bytes(size: int | str) -> int:
             f"size={size!r} is not an amount of memory; expected a number with one of the units "
             "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB. Write, for example, '4GB' or '3.5GiB'."
         )
-    return _bounded(size, round(Fraction(match.group(1)) * factor))  # exact: a float has 53 bits
-
-
-def _bounded(size: int | str, size_bytes: int) -> int:
-    if size_bytes >= 2**63:
-        raise ValueError(
-            f"size={size!r} is more than any memory; expected below 2**63 bytes. Write, for example, '4GB'."
-        )
-    return size_bytes
+    return round(Fraction(match.group(1)) * factor)  # exact: a float has 53 bits
 
 
 def to_mib(size_bytes: int) -> float:
