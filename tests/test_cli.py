@@ -102,6 +102,16 @@ def test_lengths_in_a_terminal_without_block_characters(reviews) -> None:
     assert max(map(len, text.splitlines()[1:])) <= 80  # after the line with the path
 
 
+def test_lengths_in_a_narrow_terminal_cuts_no_figure(reviews) -> None:
+    result = runner.invoke(app, ["lengths", str(reviews)], env={"COLUMNS": "60"})
+    assert result.exit_code == 0
+    assert "…" not in result.stdout
+    assert all(
+        f"{row.wasted_fraction:.1%}" in result.stdout
+        for row in padding_report(file_lengths(reviews).lengths, unit="words").strategies
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -430,6 +430,18 @@ def test_the_whole_comparison(simulation) -> None:
     )
 
 
+def test_a_narrow_terminal_cuts_no_figure_of_the_comparison() -> None:
+    narrow, wide = (
+        runner.invoke(app, ["estimate", "bert-large", "--compare", "--gpu", CARD], env={"COLUMNS": columns}).stdout
+        for columns in ("60", "80")
+    )
+    assert "…" not in narrow
+    assert (
+        lines(wide).split("\n\nComponents")[0].splitlines()[1:]
+        == lines(narrow).split("\n\nComponents")[0].splitlines()[1:]
+    )
+
+
 @pytest.mark.parametrize(
     ("memory", "code", "message"),
     [
