@@ -53,6 +53,8 @@ app = typer.Typer(
     help="Train transformers on the card you have, with the stock Hugging Face Trainer.",
 )
 
+LARGEST = 2**31 - 1  # numpy counts in 64 bits, and multiplies these
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -121,9 +123,11 @@ def lengths(
     path: Annotated[Path, typer.Argument(help="A Parquet, Arrow, JSON Lines or CSV file, or a folder of them.")],
     column: Annotated[str | None, typer.Option(help="Token ids or texts; input_ids or text unless given.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="For texts: a folder or a name on the Hub.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per batch.")] = 32,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Padded tokens per batch; found unless given.")] = None,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Cut longer examples to it.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, max=LARGEST, help="Examples per batch.")] = 32,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, max=LARGEST, help="Padded tokens per batch; found unless given.")
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Cut longer examples to it.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw a picture to this PNG file.")] = None,
     json_output: AsJson = False,
 ) -> None:

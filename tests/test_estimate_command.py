@@ -248,14 +248,23 @@ def test_bad_options_end_with_2_before_any_simulation(simulation, options, messa
     assert simulation.calls == []
 
 
-@pytest.mark.parametrize("name", ["batch_size", "seq_len", "gradient_accumulation_steps", "eval_batch_size"])
-def test_counts_that_are_never_simulated_are_refused_at_once(simulation, name) -> None:
+@pytest.mark.parametrize(
+    ("options", "name", "most"),
+    [
+        ([], "batch_size", 1000000),
+        ([], "seq_len", 1000000),
+        ([], "eval_batch_size", 1000000),
+        ([], "gradient_accumulation_steps", 10000),
+        (["--compare", "--gradient-accumulation-steps", "5"], "batch_size", 2000),
+    ],
+)
+def test_counts_that_are_never_simulated_are_refused_at_once(simulation, options, name, most) -> None:
     option = f"--{name.replace('_', '-')}"
-    result = run(option, "1000000000000")
+    result = run(*options, option, str(most + 1))
     assert (result.exit_code, result.stdout, result.stderr) == (
         2,
         "",
-        f"{name}=1000000000000 is beyond what is simulated; expected 1 to 1000000. Pass {option} 32\n",
+        f"{name}={most + 1} is beyond what is simulated; expected 1 to {most}. Pass {option} 32\n",
     )
     assert simulation.calls == []
 

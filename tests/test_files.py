@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from datasets import Dataset, DatasetDict
 
 from hf_memopt.batching import files
 from hf_memopt.batching.files import KINDS, file_lengths
-from tiny import tokenizer
+from tiny import bert_config, tokenizer
 
 ENDINGS = f"expected one of {', '.join(KINDS)}, or a folder of them"
 LENGTHS = np.random.default_rng(0).integers(1, 40, 300).tolist()
@@ -427,6 +428,21 @@ def test_a_folder_that_may_not_be_read_and_a_name_that_is_too_long(tmp_path, mon
     )
 
 
+def test_an_arrow_file_with_wrong_bytes_is_an_error_and_not_the_end_of_the_process(tmp_path):
+    WRITERS["a.arrow"](tmp_path / "a.arrow")
+    whole, draw, refused = (tmp_path / "a.arrow").read_bytes(), random.Random(0), 0
+    for number in range(400):
+        content = bytearray(whole)
+        for _ in range(3):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        (tmp_path / f"{number}.arrow").write_bytes(content)
+        try:
+            file_lengths(tmp_path / f"{number}.arrow", column="text")
+        except ValueError:
+            refused += 1
+    assert 0 < refused < 400
+
+
 def test_a_saved_dataset_without_its_data(tmp_path):
     WRITERS["saved"](tmp_path / "saved")
     (tmp_path / "saved" / "data-00001-of-00003.arrow").unlink()
@@ -535,3 +551,16 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_and_not_run(tmp_path, monke
         "transformers. Count with it yourself: padding_report([len(tokenizer.encode(text)) for text in texts])"
     )
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_that_makes_an_empty_tokenizer_is_refused(tmp_path):
+    WRITERS["a.parquet"](tmp_path / "a.parquet")
+    name = str(tmp_path / "model")
+    bert_config().save_pretrained(name)
+    message = error_of(tmp_path / "a.parquet", tokenizer=name)
+    assert message.startswith(f"tokenizer={name!r} ")
+    if "cannot be loaded" not in message:  # some versions of transformers refuse it themselves
+        assert message == (
+            f"tokenizer={name!r} has no vocabulary; expected one that save_pretrained has written. "
+            f"Call: tokenizer.save_pretrained({name!r})"
+        )

@@ -135,9 +135,7 @@ def file_lengths(path: str | Path, *, column: str | None = None, tokenizer: str 
                             f"and {str(source)!r}; expected the same in all files. Pass --column NAME, or one file"
                         )
                 for table in read(column):
-                    values = table.column(column)
-                    values.validate(full=True)  # the lengths come from offsets, which a broken file may have wrong
-                    values = values.drop_null()
+                    values = table.column(column).drop_null()
                     null_rows += table.num_rows - len(values)
                     progress.update(table.num_rows)
                     if len(values):
@@ -248,7 +246,8 @@ def _open(source: Path, kind: str) -> tuple[Any, Read]:
             encoding = json.detect_encoding(stream.read(4))  # by zero bytes, so for CSV too: its names begin in ASCII
         if not encoding.startswith("utf-8"):
             raise UnicodeError(f"its encoding is {encoding}, not utf-8")
-    schema, read = _open_json(source) if kind == "json" else _open_table(source, kind)
+    openers = {"json": _open_json, "arrow": _open_arrow}
+    schema, read = openers[kind](source) if kind in openers else _open_table(source, kind)
     doubled = [name for name, count in Counter(schema.names).items() if count > 1]
     if doubled:
         raise pa.ArrowInvalid(f"several columns are named {doubled[0]!r}")
@@ -265,31 +264,45 @@ def _open_saved(folder: Path) -> tuple[Any, Read]:
     return tables.features.arrow_schema, lambda column: tables.select_columns([column]).iter(ROWS_AT_ONCE)
 
 
+def _open_arrow(file: Path) -> tuple[Any, Read]:
+    """Open the file format or, as datasets writes it, the stream format."""
+    mapped = pa.memory_map(str(file))
+    try:
+        reader = pa.ipc.open_file(mapped)
+        schema, batches = reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+    except pa.ArrowInvalid:
+        mapped.seek(0)
+        batches = pa.ipc.open_stream(mapped)
+        schema = batches.schema
+
+    def read(column: str) -> Iterator[Any]:
+        for batch in batches:
+            values = pa.Table.from_batches([batch.select([column])])
+            values.validate(full=True)  # offsets of a broken file may point anywhere, and the process would end
+            for start in range(0, len(values), ROWS_AT_ONCE):
+                yield values.slice(start, ROWS_AT_ONCE)
+
+    return schema, read
+
+
 def _open_table(file: Path, kind: str) -> tuple[Any, Read]:
     import pyarrow.dataset as ds
     from pyarrow import csv, fs
 
-    forms = {
-        "parquet": ds.ParquetFileFormat(default_fragment_scan_options=ds.ParquetFragmentScanOptions(pre_buffer=False)),
-        "arrow": ds.IpcFileFormat(),
-        "csv": ds.CsvFileFormat(
-            csv.ParseOptions(newlines_in_values=True), read_options=csv.ReadOptions(block_size=CSV_BLOCK_BYTES)
-        ),
-    }
-    try:
-        fragment = forms[kind].make_fragment(str(file), fs.LocalFileSystem())
-        schema = fragment.physical_schema
-    except pa.ArrowInvalid:
-        if kind != "arrow":
-            raise
-        stream = pa.ipc.open_stream(pa.memory_map(str(file)))  # the other format of Arrow, which datasets writes
-        return stream.schema, lambda column: (pa.Table.from_batches([batch]).select([column]) for batch in stream)
+    if kind == "parquet":
+        options = ds.ParquetFragmentScanOptions(pre_buffer=False)  # whole row groups otherwise
+        form = ds.ParquetFileFormat(default_fragment_scan_options=options)
+    else:
+        reading = csv.ReadOptions(block_size=CSV_BLOCK_BYTES)
+        form = ds.CsvFileFormat(csv.ParseOptions(newlines_in_values=True), read_options=reading)
+    fragment = form.make_fragment(str(file), fs.LocalFileSystem())
+    schema = fragment.physical_schema
     if kind == "csv":  # no value, or none in UTF-8, in the first block: later ones are read, or refused, as text
         untold = (pa.null(), pa.binary())
         schema = pa.schema([field.with_type(pa.string()) if field.type in untold else field for field in schema])
 
     def read(column: str) -> Iterator[Any]:
-        options = {"batch_size": ROWS_AT_ONCE, "batch_readahead": 1, "fragment_readahead": 0}
+        options = {"batch_size": ROWS_AT_ONCE, "batch_readahead": 1, "fragment_readahead": 0, "use_threads": False}
         for batch in fragment.to_batches(schema=schema, columns=[column], **options):
             yield pa.Table.from_batches([batch])
 
@@ -429,6 +442,11 @@ def _token_counter(name: str) -> Callable[[Any, str], NDArray[np.int32]]:
             f"tokenizer={name!r} cannot be loaded ({_first_line(error)}); expected a folder or a name on the Hub. "
             "Leave it out to count words"
         ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers 5 makes of a folder with a config alone
+        raise ValueError(
+            f"tokenizer={name!r} has no vocabulary; expected one that save_pretrained has written. "
+            f"Call: tokenizer.save_pretrained({name!r})"
+        )
 
     def count(values: Any, column: str) -> NDArray[np.int32]:
         rows = tokenizer(values.to_pylist(), return_attention_mask=False, verbose=False)["input_ids"]
