@@ -26,7 +26,8 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 import tiny
 from hf_memopt.batching.collators import BucketedCollator
 from hf_memopt.batching.losses import exact_loss
-from hf_memopt.binding import attach, refuse_data_parallel, unbound_error
+from hf_memopt.binding import attach, refuse_data_parallel
+from hf_memopt.bound import unbound_error
 from hf_memopt.changes import Change
 
 # DeBERTa-v2 of transformers 5.8 and 5.17 calls torch.jit.script when it is imported, which torch 2.13 deprecates

@@ -23,7 +23,8 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tiny
-from hf_memopt.binding import attach, unbound_error
+from hf_memopt.binding import attach
+from hf_memopt.bound import unbound_error
 from hf_memopt.changes import Change
 from hf_memopt.compat import (
     can_offload_checkpoints,
