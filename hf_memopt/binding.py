@@ -218,6 +218,16 @@ def _bind_evaluation(trainer: Any) -> None:
 
         return evaluation_loop
 
+    def checking(before: Callable[..., Any]) -> Callable[..., Any]:
+        def get_dataloader(*args: Any, **kwargs: Any) -> Any:
+            for dataset in (*args, *kwargs.values()):  # before a sampler reads it
+                _check_evaluation(trainer, dataset)
+            return before(*args, **kwargs)
+
+        return get_dataloader
+
+    for name in ("get_eval_dataloader", "get_test_dataloader"):
+        override_method(trainer, name, checking)
     override_method(trainer, "evaluation_loop", in_order, purpose=RESTORES_ORDER)
 
 

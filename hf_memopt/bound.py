@@ -65,11 +65,11 @@ class Binding:
         if self._trainer() in (None, trainer) or (handle is not None and handle.is_removed):
             return
         gc.collect()  # a trainer is in reference cycles: one that was let go may be there until they are collected
-        if (other := self._trainer()) is not None:
-            name = type(callback).__name__
+        if self._trainer() is not None:  # no local name for it: a traceback would keep it alive
+            name, former = type(callback).__name__, _described(self._trainer())
             raise ValueError(
-                f"callbacks=<{name}> is attached to another trainer already ({_described(other)}) and cannot serve "
-                f"this one too ({_described(trainer)}); expected a callback for each trainer. "
+                f"callbacks=<{name}> is attached to another trainer already ({former}) and cannot serve this one too "
+                f"({_described(trainer)}); expected a callback for each trainer. "
                 f"Pass a second one: attach(trainer, {name}(...))"
             )
 

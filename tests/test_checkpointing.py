@@ -580,14 +580,6 @@ def test_a_budget_is_set_within_training_steps_alone(tmp_path: Path, fails: bool
     assert "training_step" not in vars(trainer)
 
 
-def test_a_budget_moves_with_the_trainer_that_it_is_attached_to(tmp_path: Path) -> None:
-    callback = CheckpointingCallback("budget_0.25")
-    one = attach(attach(budget_trainer(tmp_path, callback, Watched())))
-    other = attach(budget_trainer(tmp_path, callback, Watched()))
-    assert "training_step" not in vars(one)
-    assert "training_step" in vars(other)
-
-
 def test_a_budget_that_was_taken_back_can_be_attached_again(tmp_path: Path) -> None:
     callback = CheckpointingCallback("budget_0.25")
     trainer = attach(budget_trainer(tmp_path, callback, Watched()))
