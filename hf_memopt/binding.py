@@ -46,8 +46,9 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     first batch, so there it is complete after the first step. A repaired scale weighs the micro-batches of a step
     equally, however many labels each has.
 
-    All of it belongs to this one trainer: a deep copy of it, or one that was pickled, is not attached and its callbacks
-    refuse to train until it is. A callback serves one trainer at a time.
+    All of it belongs to this one trainer. A deep copy or an unpickled one is not attached: callbacks that need it refuse
+    to train until ``attach(copy)``. A shallow copy shares everything, as in stock. A callback serves one trainer at a
+    time.
 
     Raises:
         RuntimeError: several GPUs in one process (``torch.nn.DataParallel``).
