@@ -13,6 +13,7 @@ only a configuration announces have no sizes: load such a model and pass the mod
 from __future__ import annotations
 
 import copy
+import json
 import os
 import socket
 from collections.abc import Hashable, Iterator, Mapping
