@@ -8,6 +8,7 @@ there.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer, TrainerCallback
 
-__all__ = ["attach", "record_changes", "refuse_data_parallel", "unbound_error", "used_columns"]
+    from hf_memopt.bound import Binding
+
+__all__ = ["attach", "record_changes", "refuse_data_parallel", "used_columns"]
 
 logger = logging.getLogger(__name__)
 
 PROBE_EXAMPLES = 4
 CHANGES = "memopt_changes"  # the attribute of the trainer that tells what attach changed
-PROBES = "memopt_probes_gradient_scale"  # set on a trainer whose first step attach probes
-RESTORES_ORDER = "memopt_restores_order"  # set on a trainer whose evaluation_loop attach has wrapped
+# Purposes of what attach puts over a trainer's methods for good.
+PROBES, RESTORES_ORDER, KEEPS_COLUMNS = "gradient scale", "dataset order", "used columns"
 
 
 def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
@@ -41,17 +44,28 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     first batch, so there it is complete after the first step. A repaired scale weighs the micro-batches of a step
     equally, however many labels each has.
 
+    All of it belongs to this one trainer. A deep copy or an unpickled one is not attached: callbacks that need it
+    refuse to train until ``attach(copy)``. A shallow copy shares everything, as in stock. A callback serves one trainer
+    at a time.
+
     Raises:
         RuntimeError: several GPUs in one process (``torch.nn.DataParallel``).
+        TypeError: ``trainer`` is not a Trainer, or a callback is not an instance of ``TrainerCallback``.
         ValueError: data view, collator and arguments do not fit each other, two techniques or a technique and a
-            setting cannot work together (``hf_memopt.compatibility``), or fp16 training of float16 weights.
+            setting cannot work together (``hf_memopt.compatibility``), fp16 training of float16 weights, or a callback
+            is attached to another Trainer.
     """
+    _check_types(trainer, callbacks)
     refuse_data_parallel(trainer.args.n_gpu)
     check_compatibility(trainer, *callbacks)
+    for callback in (*trainer.callback_handler.callbacks, *callbacks):
+        if (binding := _binding_of(callback)) is not None:
+            binding.refuse_another(callback, trainer)
     for part in (trainer.train_dataset, trainer.compute_loss_func):
         bind_part = getattr(part, "bind_trainer", None)
         if bind_part is not None:
             record_changes(trainer, bind_part(trainer))
+    _bind_training_data(trainer)
     _bind_evaluation(trainer)
     _check_master_weights(trainer)
     adapt = getattr(trainer.data_collator, "adapt", None)
@@ -65,16 +79,42 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
         bind = getattr(callback, "bind", None)
         if bind is not None:
             bind(trainer)
+        if (binding := _binding_of(callback)) is not None and binding.trainer is not trainer:
+            binding.to(trainer)
     return trainer
 
 
-def unbound_error(callback: object) -> RuntimeError:
-    """Return the error of a callback that needs the trainer and was only passed in ``callbacks=``."""
-    name = type(callback).__name__
-    return RuntimeError(
-        f"{name} was passed in callbacks= but never bound to its trainer; expected a bound callback. "
-        "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
-    )
+def _binding_of(callback: Any) -> Binding | None:
+    from hf_memopt.bound import Binding
+
+    binding = getattr(callback, "binding", None)
+    return binding if isinstance(binding, Binding) else None
+
+
+def _check_types(trainer: Any, callbacks: Iterable[Any]) -> None:
+    from transformers import Trainer, TrainerCallback
+
+    if not isinstance(trainer, Trainer):
+        inside = [name for name, value in _attributes(trainer).items() if isinstance(value, Trainer)]
+        raise TypeError(
+            f"trainer={_named(trainer)} is not a transformers.Trainer; expected the Trainer that trains. "
+            + (f"Pass the one inside it: attach(trainer.{inside[0]})" if inside else "Call attach(Trainer(model, ...))")
+        )
+    for callback in callbacks:
+        if not isinstance(callback, TrainerCallback):
+            name = callback.__name__ if isinstance(callback, type) else "MemoryReportCallback"
+            raise TypeError(
+                f"callbacks={_named(callback)} is not a TrainerCallback; expected instances. "
+                f"Call attach(trainer, {name}(...))"
+            )
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return {} if isinstance(value, type) else getattr(value, "__dict__", {})
+
+
+def _named(value: Any) -> str:
+    return f"<class {value.__name__}>" if isinstance(value, type) else f"<{type(value).__name__}>"
 
 
 def refuse_data_parallel(n_gpu: int) -> None:
@@ -88,11 +128,26 @@ def refuse_data_parallel(n_gpu: int) -> None:
 
 
 def used_columns(trainer: Any) -> set[str] | None:
-    """Return the columns that stock leaves to the collator: what the model takes and the labels; None for all."""
+    """Return the columns that stock leaves to the collator, None for all: what the model takes and the labels, and
+    what a subclass adds to them.
+
+    Asking fills stock's cache, which is put back, since the model may be another one when training begins.
+    """
     if not trainer.args.remove_unused_columns:
         return None
-    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
-    return {*inspect.signature(model.forward).parameters, *trainer.label_names, "label", "label_ids"}
+    # `_set_signature_columns_if_needed` fills `_signature_columns`, and subclasses override it (5.8.1 to 5.23.0; pinned
+    # by a test).
+    fill = getattr(trainer, "_set_signature_columns_if_needed", None)
+    if fill is None:
+        model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+        return {*inspect.signature(model.forward).parameters, *trainer.label_names, "label", "label_ids"}
+    cached = trainer._signature_columns
+    trainer._signature_columns = copy.copy(cached)  # a subclass may append to it
+    try:
+        fill()
+        return set(trainer._signature_columns)
+    finally:
+        trainer._signature_columns = cached
 
 
 def _check_master_weights(trainer: Any) -> None:
@@ -114,31 +169,71 @@ def record_changes(trainer: Any, changes: Iterable[Change]) -> None:
     setattr(trainer, CHANGES, (*known, *(change for change in changes if change not in known)))
 
 
+def _bind_training_data(trainer: Any) -> None:
+    """Let a view or stream leave unused columns unread: now, and as they are when stock decides on them too."""
+    from hf_memopt.undo import is_overridden, override_method
+
+    def keep_columns() -> None:
+        keep = getattr(trainer.train_dataset, "keep_columns", None)
+        if keep is not None:
+            keep(used_columns(trainer))
+
+    def keeping(before: Callable[..., Any]) -> Callable[..., Any]:
+        def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
+            keep_columns()
+            return before(*args, **kwargs)
+
+        return get_train_dataloader
+
+    keep_columns()
+    if hasattr(trainer.train_dataset, "keep_columns") and not is_overridden(
+        trainer, "get_train_dataloader", KEEPS_COLUMNS
+    ):
+        override_method(trainer, "get_train_dataloader", keeping, purpose=KEEPS_COLUMNS)
+
+
 def _bind_evaluation(trainer: Any) -> None:
-    """Let a sorted evaluation view put results back into its dataset's order, in evaluate and in predict.
+    """Let a sorted evaluation view put results back into its dataset's order, in evaluate and in predict, and refuse
+    the views that are for training alone.
 
     ``evaluation_loop``, which both share, is public and meant to be overridden; here only on this instance.
     """
     evaluated = trainer.eval_dataset
     for dataset in evaluated.values() if isinstance(evaluated, dict) else (evaluated,):
-        check = getattr(dataset, "check_evaluation", None)
-        if check is not None:
-            check(trainer)
-    if getattr(trainer, RESTORES_ORDER, False):
+        _check_evaluation(trainer, dataset)
+    from hf_memopt.undo import is_overridden, override_method
+
+    if is_overridden(trainer, "evaluation_loop", RESTORES_ORDER):
         return
-    from hf_memopt.undo import override_method
 
     def in_order(before: Callable[..., Any]) -> Callable[..., Any]:
         def evaluation_loop(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-            evaluate = getattr(getattr(dataloader, "dataset", None), "evaluate_in_order", None)
+            dataset = getattr(dataloader, "dataset", None)
+            _check_evaluation(trainer, dataset)
+            evaluate = getattr(dataset, "evaluate_in_order", None)
             if evaluate is None:
                 return before(dataloader, *args, **kwargs)
             return evaluate(trainer, before, dataloader, *args, **kwargs)
 
         return evaluation_loop
 
-    override_method(trainer, "evaluation_loop", in_order)
-    setattr(trainer, RESTORES_ORDER, True)
+    def checking(before: Callable[..., Any]) -> Callable[..., Any]:
+        def get_dataloader(*args: Any, **kwargs: Any) -> Any:
+            for dataset in (*args, *kwargs.values()):  # before a sampler reads it
+                _check_evaluation(trainer, dataset)
+            return before(*args, **kwargs)
+
+        return get_dataloader
+
+    for name in ("get_eval_dataloader", "get_test_dataloader"):
+        override_method(trainer, name, checking)
+    override_method(trainer, "evaluation_loop", in_order, purpose=RESTORES_ORDER)
+
+
+def _check_evaluation(trainer: Any, dataset: Any) -> None:
+    check = getattr(dataset, "check_evaluation", None)
+    if check is not None:
+        check(trainer)
 
 
 # ---- Gradient scale -------------------------------------------------------------------------------------------------
@@ -170,11 +265,10 @@ def _probe_at_first_step(trainer: Any) -> None:
     """Probe with the first real batch: reading a stream beforehand could lose examples, and FSDP and DeepSpeed give
     the model its weights only when training begins.
     """
-    from hf_memopt.undo import override_method
+    from hf_memopt.undo import is_overridden, override_method
 
-    if getattr(trainer, PROBES, False):
+    if is_overridden(trainer, "training_step", PROBES):
         return
-    setattr(trainer, PROBES, True)
 
     def probing(before: Callable[..., Any]) -> Callable[..., Any]:
         def probing_step(model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +278,7 @@ def _probe_at_first_step(trainer: Any) -> None:
 
         return probing_step
 
-    handle = override_method(trainer, "training_step", probing)
+    handle = override_method(trainer, "training_step", probing, purpose=PROBES)
 
 
 def _probe(trainer: Any, model: nn.Module, read_batch: Callable[[], Any], *, stacklevel: int) -> None:

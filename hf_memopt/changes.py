@@ -57,12 +57,17 @@ class MissingExtraError(ImportError):
         self.extra = extra
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: Any, known: Iterable[Any]) -> str:
     """Return the known name that ``name`` most resembles as a hint for an error text, or an empty string.
+
+    What is not text resembles nothing.
 
     Example:
         >>> nearest("4gb", ["4gb-gpu", "cpu"])
         " Did you mean '4gb-gpu'?"
     """
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    if not isinstance(name, str):
+        return ""
+    names = [other for other in known if isinstance(other, str)]
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f" Did you mean {matches[0]!r}?" if matches else ""

@@ -1,22 +1,59 @@
 """The command line: ``hf-memopt demo | presets | lengths | estimate | doctor``, or ``python -m hf_memopt ...``.
 
+Exit code 2 and one line on standard error are the answer to every bad input, and to an error of the package itself;
+``HF_MEMOPT_DEBUG=1`` shows the traceback instead. 0 and 1 are answers of the commands.
+
 torch and transformers are imported by the command that needs them, so ``--help`` answers at once.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 __all__ = ["app", "main"]
 
+
+class _Commands(TyperGroup):
+    """The commands, whose errors all end here; typer deals with those of its options, and with interrupts, itself."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except Exception as error:
+            if os.environ.get("HF_MEMOPT_DEBUG"):
+                raise
+            typer.echo(_in_one_line(error), err=True)
+            sys.exit(2)
+
+
+def _in_one_line(error: Exception) -> str:
+    from hf_memopt.changes import MissingExtraError
+
+    text = " ".join(str(error).split())
+    if isinstance(error, (ValueError, MissingExtraError)):
+        return text
+    if isinstance(error, OSError):
+        return f"{type(error).__name__}: {text}"
+    return (
+        f"hf-memopt failed ({type(error).__name__}: {text}), which is an error of its own; please report it. "
+        "For the traceback set HF_MEMOPT_DEBUG=1"
+    )
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     help="Train transformers on the card you have, with the stock Hugging Face Trainer.",
 )
+
+LARGEST = 2**31 - 1  # numpy counts in 64 bits, and multiplies these
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -62,11 +99,7 @@ def presets(
         else:
             _print_presets()
         return
-    try:
-        chosen = recipe(name)
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    chosen = recipe(name)
     typer.echo(chosen.to_json() if json_output else str(chosen))
 
 
@@ -90,9 +123,11 @@ def lengths(
     path: Annotated[Path, typer.Argument(help="A Parquet, Arrow, JSON Lines or CSV file, or a folder of them.")],
     column: Annotated[str | None, typer.Option(help="Token ids or texts; input_ids or text unless given.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="For texts: a folder or a name on the Hub.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per batch.")] = 32,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Padded tokens per batch; found unless given.")] = None,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Cut longer examples to it.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, max=LARGEST, help="Examples per batch.")] = 32,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, max=LARGEST, help="Padded tokens per batch; found unless given.")
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Cut longer examples to it.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw a picture to this PNG file.")] = None,
     json_output: AsJson = False,
 ) -> None:
@@ -100,20 +135,15 @@ def lengths(
     from hf_memopt.batching.files import file_lengths
     from hf_memopt.batching.padding import padding_report
     from hf_memopt.batching.padding_output import check_picture, print_report
-    from hf_memopt.changes import MissingExtraError
 
-    try:
-        if plot is not None:
-            check_picture(plot)
-        found = file_lengths(path, column=column, tokenizer=tokenizer)
-        report = padding_report(
-            found.lengths, batch_size=batch_size, max_tokens=max_tokens, max_length=max_length, unit=found.unit
-        )
-        if plot is not None:
-            report.plot(plot)
-    except (ValueError, MissingExtraError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    if plot is not None:
+        check_picture(plot)
+    found = file_lengths(path, column=column, tokenizer=tokenizer)
+    report = padding_report(
+        found.lengths, batch_size=batch_size, max_tokens=max_tokens, max_length=max_length, unit=found.unit
+    )
+    if plot is not None:
+        report.plot(plot)
     if json_output:
         import json
 
@@ -169,7 +199,6 @@ def estimate(
     """Predict the memory of a training step; exit code 0 if it fits or no card is known, 1 if not, 2 on errors."""
     from rich.console import Console
 
-    from hf_memopt.changes import MissingExtraError
     from hf_memopt.recipes.estimate_command import EstimateOptions, run_estimate
 
     options = EstimateOptions(
@@ -192,12 +221,7 @@ def estimate(
         json_output=json_output,
         compare=compare,
     )
-    try:
-        code = run_estimate(options, Console(), Console(stderr=True))
-    except (ValueError, MissingExtraError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
-    raise typer.Exit(code)
+    raise typer.Exit(run_estimate(options, Console(), Console(stderr=True)))
 
 
 @app.command()

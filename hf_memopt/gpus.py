@@ -326,6 +326,7 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
 # ---- by size
 
 _SMALLEST_BYTES = 2**20
+_LARGEST_BYTES = 2**50  # the simulation's sizes have 63 bits
 _OLDEST_SUPPORTED = (7, 5)  # by CUDA 13
 
 
@@ -340,7 +341,7 @@ def custom_gpu(
         name: None for its size.
 
     Raises:
-        ValueError: ``memory`` is no amount of memory or below 1 MiB; ``compute_capability`` is none.
+        ValueError: ``memory`` is no amount of memory, below 1 MiB or above 1 PiB; ``compute_capability`` is none.
 
     Example:
         >>> custom_gpu("4GiB", compute_capability="7.5").name
@@ -350,10 +351,10 @@ def custom_gpu(
         memory_bytes = parse_bytes(memory)
     except ValueError as error:
         raise ValueError(str(error).replace("size=", "memory=", 1)) from None
-    if memory_bytes < _SMALLEST_BYTES:
+    if not _SMALLEST_BYTES <= memory_bytes <= _LARGEST_BYTES:
         raise ValueError(
-            f"memory={memory!r} is too little for a card; expected {format_bytes(_SMALLEST_BYTES)} or more. "
-            "Pass memory='4GiB'."
+            f"memory={memory!r} is too {'little' if memory_bytes < _SMALLEST_BYTES else 'much'} for a card; expected "
+            f"{format_bytes(_SMALLEST_BYTES)} to {format_bytes(_LARGEST_BYTES)}. Pass memory='4GiB'."
         )
     capability = _OLDEST_SUPPORTED if compute_capability is None else _parse_capability(compute_capability)
     assumed = "; compute capability: assumed" if compute_capability is None else ""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["UndoHandle", "override_method", "remove_all"]
+__all__ = ["UndoHandle", "is_overridden", "override_method", "remove_all"]
 
 
 class UndoHandle(RemovableHandle):
@@ -29,6 +29,11 @@ class UndoHandle(RemovableHandle):
         super().__init__(OrderedDict())
         self._undo: Callable[[], None] | None = undo
 
+    @property
+    def is_removed(self) -> bool:
+        """Whether the change was undone."""
+        return self._undo is None
+
     def remove(self) -> None:
         """Undo the change; a second call does nothing."""
         undo, self._undo = self._undo, None
@@ -42,16 +47,20 @@ def remove_all(handles: list[UndoHandle]) -> None:
         handles.pop().remove()
 
 
-def override_method(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> UndoHandle:
+def override_method(
+    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, purpose: str = ""
+) -> UndoHandle:
     """Let ``wrap(method)`` stand in for the method ``name`` of this one object; its class stays as it is.
 
     Overrides stack, the last one outermost, and may be removed in any order: once all are, the object has no attribute
-    that it did not have before.
+    that it did not have before. They belong to this object alone: a deep copy and an unpickled one have the method
+    that stood there before the first override. A shallow copy shares them, as it shares all else.
 
     Args:
         owner: the object, a Trainer for example.
         name: a method that is public and meant to be overridden.
         wrap: takes the method as it is now and returns what is called instead.
+        purpose: a name for this override, by which ``is_overridden`` finds it.
 
     Returns:
         A handle whose ``remove()`` takes this override out; it does not keep the object alive.
@@ -67,7 +76,7 @@ def override_method(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], 
         {}
     """
     # weakly: the override holds the method before, that the owner, and a handle may outlive both
-    override, reference = weakref.ref(_Override(owner, name, wrap)), weakref.ref(owner)
+    override, reference = weakref.ref(_Override(owner, name, wrap, purpose)), weakref.ref(owner)
 
     def undo() -> None:
         standing, alive = override(), reference()
@@ -77,11 +86,23 @@ def override_method(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], 
     return UndoHandle(undo)
 
 
+def is_overridden(owner: Any, name: str, purpose: str) -> bool:
+    """Return whether an override of this purpose is in force; of a copy of its object it is not."""
+    layer = vars(owner).get(name)
+    while isinstance(layer, _Override):
+        if layer._purpose == purpose and layer._function is not layer._before:
+            return True
+        layer = layer._before
+    return False
+
+
 class _Override:
     """One layer over a method; out of use it passes calls on until nothing stands on top of it."""
 
-    def __init__(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._name = name
+    def __init__(
+        self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], purpose: str
+    ) -> None:
+        self._owner, self._name, self._purpose = owner, name, purpose
         self._before = getattr(owner, name)
         self._is_first = name not in vars(owner)
         self._function = wrap(self._before)
@@ -91,6 +112,15 @@ class _Override:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Become what the method is without overrides, as a bound method does: that of the class, of the copied owner,
+        whose attributes are not restored yet when this is called; or the owner's own attribute.
+        """
+        lowest = self
+        while isinstance(lowest._before, _Override):
+            lowest = lowest._before
+        return (getattr, (self._owner, self._name)) if lowest._is_first else (_same, (lowest._before,))
+
     def remove(self, owner: Any) -> None:
         self._function = self._before
         while isinstance(top := vars(owner).get(self._name), _Override) and top._function is top._before:
@@ -98,3 +128,7 @@ class _Override:
                 delattr(owner, self._name)
             else:
                 setattr(owner, self._name, top._before)
+
+
+def _same(value: Any) -> Any:
+    return value

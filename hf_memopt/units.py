@@ -38,7 +38,8 @@ def parse_bytes(size: int | str) -> int:
         if size < 0:
             raise ValueError(f"size={size!r} is negative; expected 0 bytes or more. Write, for example, '4GB'.")
         return size
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Z]+)\s*", str(size), flags=re.IGNORECASE | re.ASCII)
+    number = r"[0-9]{1,1000}(?:\.[0-9]{1,1000})?"  # Python makes no integer of more than 4300 digits
+    match = re.fullmatch(rf"\s*({number})\s*([A-Z]+)\s*", str(size), flags=re.IGNORECASE | re.ASCII)
     factor = None if match is None else _FACTORS.get(match.group(2).upper())
     if match is None or factor is None:
         raise ValueError(

@@ -18,15 +18,18 @@ import heads
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from heads import HEADS, gradient_norms, make_trainer
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback, default_data_collator
+from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, default_data_collator
 
 import tiny
 from hf_memopt.batching.collators import BucketedCollator
 from hf_memopt.batching.losses import exact_loss
-from hf_memopt.binding import attach, refuse_data_parallel, unbound_error
+from hf_memopt.batching.views import bucketed
+from hf_memopt.binding import attach, refuse_data_parallel, used_columns
+from hf_memopt.bound import unbound_error
 from hf_memopt.changes import Change
 
 # DeBERTa-v2 of transformers 5.8 and 5.17 calls torch.jit.script when it is imported, which torch 2.13 deprecates
@@ -230,6 +233,96 @@ def test_columns_that_the_trainer_removes_do_not_reach_the_collator(tmp_path):
 
     assert attach(bert_trainer(tmp_path, train_dataset=rows, data_collator=collate)).memopt_changes == (BERT_CHANGE,)
     assert names == ["input_ids", "attention_mask", "labels"]
+
+
+class Weighted(Trainer):
+    """A weighted loss, as stock documents it: the subclass names a column that the model does not take."""
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        self._signature_columns += ["weight"]
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        weights = inputs.pop("weight")
+        losses = nn.functional.cross_entropy(model(**inputs).logits, inputs["labels"], reduction="none")
+        return (losses * weights).mean()
+
+
+WEIGHTED_ROWS = [{**row, "weight": 1.0 + i, "text": "no tensor"} for i, row in enumerate(tiny.rows())]
+WEIGHTED_DATA = {
+    "list": lambda: WEIGHTED_ROWS,
+    "view": lambda: bucketed(Dataset.from_list(WEIGHTED_ROWS), batch_size=4),
+    "view of a list": lambda: bucketed(WEIGHTED_ROWS, batch_size=4),
+    "whole batches": lambda: bucketed(Dataset.from_list(WEIGHTED_ROWS), max_tokens=64),
+    "stream": lambda: bucketed(Dataset.from_list(WEIGHTED_ROWS).to_iterable_dataset(), batch_size=4),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED_DATA)
+def test_a_column_that_a_subclass_adds_reaches_its_loss(name, tmp_path):
+    """Shared by the probe of attach, which does not warn, views and streams."""
+    losses = []
+    for attached in (True, False):
+        trainer = bert_trainer(
+            tmp_path,
+            Weighted,
+            train_dataset=WEIGHTED_DATA[name](),
+            data_collator=BucketedCollator(tiny.tokenizer()),
+            per_device_train_batch_size=1 if name == "whole batches" else 4,
+            max_steps=2,
+            logging_steps=1,
+            logging_strategy="steps",
+            seed=0,
+        )
+        if not attached:  # stock, without a view that leaves columns unread
+            view = trainer.train_dataset
+            if name == "whole batches":
+                trainer.data_collator = lambda rows: BucketedCollator(tiny.tokenizer())(
+                    [{key: row[key] for key in ("input_ids", "attention_mask", "labels", "weight")} for row in rows[0]]
+                )
+            else:
+                trainer.data_collator = DataCollatorWithPadding(tiny.tokenizer())
+            assert trainer.train_dataset is view
+        else:
+            attach(trainer)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert min(losses[0]) > 2  # unweighted it would be about ln(3)
+
+
+def test_stock_asks_for_its_columns_by_the_names_that_are_relied_on(tmp_path):
+    """Private, seen in 5.8.1 to 5.23.0; without them the signature of the model counts."""
+    trainer = bert_trainer(tmp_path)
+    assert trainer._signature_columns is None
+    asked = used_columns(trainer)
+    assert trainer._signature_columns is None  # the model may be another one when training begins
+    trainer.get_train_dataloader()
+    assert set(trainer._signature_columns) == asked
+    assert asked == {*inspect.signature(trainer.model.forward).parameters, "labels", "label", "label_ids"}
+    own = bert_trainer(tmp_path, Weighted)
+    own.get_train_dataloader()
+    cached = list(own._signature_columns)
+    assert used_columns(own) == asked | {"weight"}
+    assert own._signature_columns == cached
+    own._set_signature_columns_if_needed = None
+    assert used_columns(own) == asked
+    assert used_columns(bert_trainer(tmp_path, remove_unused_columns=False)) is None
+
+
+def test_the_columns_are_those_of_the_model_that_is_trained(tmp_path):
+    class TakesWeights(type(tiny.bert())):
+        def forward(self, input_ids=None, attention_mask=None, labels=None, weight=None, **kwargs):
+            seen.append(weight is not None)
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+    seen = []
+    data = {"train_dataset": bucketed(Dataset.from_list(WEIGHTED_ROWS), batch_size=4)}
+    trainer = attach(bert_trainer(tmp_path, data_collator=BucketedCollator(tiny.tokenizer()), max_steps=1, **data))
+    assert set(trainer.train_dataset[0]) == {"input_ids", "attention_mask", "labels"}
+    trainer.model = trainer.model_wrapped = TakesWeights(trainer.model.config)
+    trainer.train()
+    assert seen == [True]
 
 
 # peft 0.21 asks transformers 5.23 by the name that 5.17 still used
@@ -486,6 +579,37 @@ def test_what_the_collator_adapts_is_recorded_once(tmp_path):
         "model_accepts_loss_kwargs: True -> False (the loss of T5ForConditionalGeneration ignores num_items_in_batch, "
         "so stock would multiply its gradients by accumulation steps x processes)",
     ]
+
+
+class WithTrainer:
+    """A trainer of another library, with a stock one inside."""
+
+    def __init__(self, inside: Trainer) -> None:
+        self.model, self.st_trainer = inside.model, inside
+
+
+def test_what_is_not_a_trainer_or_a_callback_is_refused(tmp_path):
+    trainer = bert_trainer(tmp_path)
+    not_a_trainer = "is not a transformers.Trainer; expected the Trainer that trains."
+    cases = {
+        f"trainer=<WithTrainer> {not_a_trainer} Pass the one inside it: attach(trainer.st_trainer)": [
+            WithTrainer(trainer)
+        ],
+        f"trainer=<BertForSequenceClassification> {not_a_trainer} Call attach(Trainer(model, ...))": [trainer.model],
+        f"trainer=<class Trainer> {not_a_trainer} Call attach(Trainer(model, ...))": [Trainer],
+        f"trainer=<NoneType> {not_a_trainer} Call attach(Trainer(model, ...))": [None],
+        "callbacks=<class Bound> is not a TrainerCallback; expected instances. Call attach(trainer, Bound(...))": [
+            trainer,
+            Bound,
+        ],
+        "callbacks=<list> is not a TrainerCallback; expected instances. "
+        "Call attach(trainer, MemoryReportCallback(...))": [trainer, [Bound()]],
+    }
+    for message, arguments in cases.items():
+        with pytest.raises(TypeError) as error:
+            attach(*arguments)
+        assert str(error.value) == message
+    assert not hasattr(trainer, "memopt_changes")
 
 
 def test_changes_can_be_pickled(tmp_path):

@@ -568,9 +568,11 @@ def test_handle_gives_the_trainer_back(tmp_path) -> None:
     assert before <= set(vars(built))
 
 
-def test_moves_to_another_trainer(tmp_path) -> None:
+def test_moves_to_another_trainer_once_it_was_taken_off(tmp_path) -> None:
     callback = lean()
-    first, second = trainer(llama(), tmp_path / "1", callback), trainer(llama(), tmp_path / "2", callback)
+    first = trainer(llama(), tmp_path / "1", callback)
+    callback.handle.remove()
+    second = trainer(llama(), tmp_path / "2", callback)
     assert "save_model" not in vars(first)
     second.train()
     assert (tmp_path / "2/checkpoint-2/model.safetensors.index.json").is_file()

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from hf_memopt import PRESETS, Recipe, __version__, doctor
 from hf_memopt.batching.files import file_lengths
 from hf_memopt.batching.padding import padding_report
+from hf_memopt.changes import MissingExtraError
 from hf_memopt.cli import app
 from tiny import tokenizer
 
@@ -101,6 +102,16 @@ def test_lengths_in_a_terminal_without_block_characters(reviews) -> None:
     assert max(map(len, text.splitlines()[1:])) <= 80  # after the line with the path
 
 
+def test_lengths_in_a_narrow_terminal_cuts_no_figure(reviews) -> None:
+    result = runner.invoke(app, ["lengths", str(reviews)], env={"COLUMNS": "60"})
+    assert result.exit_code == 0
+    assert "…" not in result.stdout
+    assert all(
+        f"{row.wasted_fraction:.1%}" in result.stdout
+        for row in padding_report(file_lengths(reviews).lengths, unit="words").strategies
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -141,6 +152,53 @@ def test_a_missing_and_a_broken_file_of_lengths(tmp_path) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"path={str(broken)!r} cannot be read as csv (")
     assert result.stderr.count("\n") == 1
+
+
+VERBS = {
+    "presets": ("hf_memopt.recipes.presets.preset_rows", []),
+    "lengths": ("hf_memopt.batching.files.file_lengths", ["data.csv"]),
+    "estimate": ("hf_memopt.recipes.estimate_command.estimate", ["gpt2"]),
+    "doctor": ("hf_memopt.doctor.examine", []),
+    "demo": ("hf_memopt.demo.run_demo", []),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("a=1 is wrong;\nexpected b."), "a=1 is wrong; expected b."),
+        (PermissionError(13, "Permission denied", "x"), "PermissionError: [Errno 13] Permission denied: 'x'"),
+        (
+            MissingExtraError("peft", extra="peft", purpose="LoRA"),
+            "LoRA needs peft, which is not installed. Call: pip install 'hf-memopt[peft]'",
+        ),
+        (
+            KeyError("x"),
+            "hf-memopt failed (KeyError: 'x'), which is an error of its own; please report it. For the traceback set "
+            "HF_MEMOPT_DEBUG=1",
+        ),
+    ],
+)
+def test_every_error_of_every_command_ends_with_2_and_one_line(monkeypatch, verb, error, line) -> None:
+    def fail(*_, **__):
+        raise error
+
+    where, options = VERBS[verb]
+    monkeypatch.setattr(where, fail)
+    result = runner.invoke(app, [verb, *options])
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"{line}\n")
+    result = runner.invoke(app, [verb, *options], env={"HF_MEMOPT_DEBUG": "1"})
+    assert result.exception is error
+
+
+def test_an_interrupt_ends_with_130_and_without_a_traceback(monkeypatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "examine", interrupt)
+    result = runner.invoke(app, ["doctor"])
+    assert (result.exit_code, result.output) == (130, "")
 
 
 def test_doctor_is_content_with_a_healthy_machine() -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import transformers
 from transformers import BertConfig
 from typer.testing import CliRunner
 
@@ -247,6 +248,27 @@ def test_bad_options_end_with_2_before_any_simulation(simulation, options, messa
     assert simulation.calls == []
 
 
+@pytest.mark.parametrize(
+    ("options", "name", "most"),
+    [
+        ([], "batch_size", 1000000),
+        ([], "seq_len", 1000000),
+        ([], "eval_batch_size", 1000000),
+        ([], "gradient_accumulation_steps", 10000),
+        (["--compare", "--gradient-accumulation-steps", "5"], "batch_size", 2000),
+    ],
+)
+def test_counts_that_are_never_simulated_are_refused_at_once(simulation, options, name, most) -> None:
+    option = f"--{name.replace('_', '-')}"
+    result = run(*options, option, str(most + 1))
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        2,
+        "",
+        f"{name}={most + 1} is beyond what is simulated; expected 1 to {most}. Pass {option} 32\n",
+    )
+    assert simulation.calls == []
+
+
 @pytest.mark.parametrize("options", [["--gpu", "RTX 9999"], ["--preset", "9gb"], ["--gpu-memory", "lots"]])
 def test_unknown_names_end_with_2_and_one_line(simulation, options) -> None:
     result = run(*options)
@@ -417,6 +439,18 @@ def test_the_whole_comparison(simulation) -> None:
     )
 
 
+def test_a_narrow_terminal_cuts_no_figure_of_the_comparison() -> None:
+    narrow, wide = (
+        runner.invoke(app, ["estimate", "bert-large", "--compare", "--gpu", CARD], env={"COLUMNS": columns}).stdout
+        for columns in ("60", "80")
+    )
+    assert "…" not in narrow
+    assert (
+        lines(wide).split("\n\nComponents")[0].splitlines()[1:]
+        == lines(narrow).split("\n\nComponents")[0].splitlines()[1:]
+    )
+
+
 @pytest.mark.parametrize(
     ("memory", "code", "message"),
     [
@@ -457,6 +491,21 @@ def test_the_comparison_as_json(simulation) -> None:
     assert [first[name] for name in shape] == ["baseline", "fp32, batch 32", 32, 1, 128, ""]
     assert [last[name] for name in shape] == ["gradients released", "+ paged state", 32, 1, 128, ""]
     assert (first["estimate"]["fits"], last["estimate"]["fits"]) == (False, True)
+
+
+def test_a_folder_with_code_of_its_own_asks_nothing_and_runs_nothing(tmp_path, monkeypatch) -> None:
+    monkeypatch.undo()
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}')
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    result = runner.invoke(app, ["estimate", str(tmp_path), "--seq-len", "8"], input="y\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        2,
+        "",
+        f"model={str(tmp_path)!r} has a config.json that transformers {transformers.__version__} does not understand "
+        "without Python code of its own, and no such code is run; expected a model type of transformers. Load it "
+        "yourself and pass the module: estimate(model, ...)\n",
+    )
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_real_model_from_a_folder(tmp_path, monkeypatch) -> None:

@@ -5,6 +5,7 @@ Run under ``torch.distributed``'s environment it writes what every case gives to
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -20,7 +21,7 @@ import torch
 import transformers
 from datasets import Dataset
 from torch.nn import functional
-from torch.utils.data import Sampler, Subset
+from torch.utils.data import DataLoader, Sampler, Subset
 from transformers import DataCollatorWithPadding, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import tiny
@@ -366,7 +367,7 @@ def test_what_compute_metrics_changes_in_place_shows_in_the_output(tmp_path):
 
 
 def test_a_subset_of_a_view_keeps_its_own_order(tmp_path):
-    view = sorted_by_length(rows(COUNT, CASES["classes"].labels))
+    view = sorted_by_length(rows(COUNT, CASES["classes"].labels), restore_by_hand=True)
     metrics = make_trainer("classes", tmp_path, Subset(view, [3, 1])).evaluate()
     assert metrics["eval_indices"] == view.order[[3, 1]].tolist()
 
@@ -378,8 +379,9 @@ def test_unused_columns_are_left_out_and_stay_in_the_view(source, collator, tmp_
     view = sorted_by_length(source(examples))
     trainer = make_trainer("classes", tmp_path, view)
     trainer.data_collator = collator(tiny.tokenizer())
-    assert trainer.evaluate()["eval_indices"] == list(range(COUNT))
-    assert view[0] == examples[view.order[0]]
+    for _ in range(2):
+        assert trainer.evaluate()["eval_indices"] == list(range(COUNT))
+        assert view._reader.rows([0]) == [examples[0]]
 
 
 def test_our_collator_reads_the_columns_straight_from_arrow(tmp_path, monkeypatch):
@@ -392,10 +394,105 @@ def test_our_collator_reads_the_columns_straight_from_arrow(tmp_path, monkeypatc
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
-def test_workers_read_the_view(tmp_path):
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_read_the_view(persistent, tmp_path):
     view = sorted_by_length(Dataset.from_list(rows(COUNT, CASES["classes"].labels)))
-    metrics = make_trainer("classes", tmp_path, view, dataloader_num_workers=1).evaluate()
-    assert metrics["eval_indices"] == list(range(COUNT))
+    settings = {"dataloader_num_workers": 1, "dataloader_persistent_workers": persistent}
+    trainer = make_trainer("classes", tmp_path, view, **settings)
+    for _ in range(2):
+        assert trainer.evaluate()["eval_indices"] == list(range(COUNT))
+
+
+def test_columns_that_a_trainer_adds_reach_its_loss(tmp_path):
+    seen: list[list[float]] = []
+
+    class Weighted(Trainer):
+        def _set_signature_columns_if_needed(self) -> None:
+            super()._set_signature_columns_if_needed()
+            self._signature_columns += ["weight"]
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(inputs.pop("weight").tolist())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    examples = [{**row, "weight": float(i), "text": "no tensor"} for i, row in enumerate(rows(5, lambda i, ids: 0))]
+    view = sorted_by_length(Dataset.from_list(examples))
+    args = tiny.arguments(tmp_path, per_device_eval_batch_size=4)
+    trainer = Weighted(tiny.bert(), args, eval_dataset=view, data_collator=BucketedCollator(tiny.tokenizer()))
+    attach(trainer).evaluate()
+    order = view.order.tolist()
+    assert seen == [order[:4], order[4:]]
+
+
+UNATTACHED = (
+    "dataset=<SortedExamples> is read outside the evaluation of an attached Trainer, so predictions would come back in "
+    "its own order, the longest example first; expected attach(trainer) before trainer.evaluate() or "
+    "trainer.predict(). In a loop of your own pass sorted_by_length(..., restore_by_hand=True) and call "
+    "view.restore_order(predictions)"
+)
+
+
+def test_a_view_that_nobody_restores_is_not_read(tmp_path):
+    view = sorted_by_length(rows(5, CASES["classes"].labels))
+    collator = BucketedCollator(tiny.tokenizer())
+    trainer = Trainer(tiny.bert(), tiny.arguments(tmp_path), eval_dataset=view, data_collator=collator)
+    attached = make_trainer("classes", tmp_path, Subset(view, [3, 1]))
+    for read in (
+        trainer.evaluate,
+        lambda: trainer.predict(view),
+        lambda: next(iter(DataLoader(view, batch_size=2, collate_fn=collator))),
+        lambda: view[0],
+        attached.evaluate,
+    ):
+        with pytest.raises(RuntimeError) as error:
+            read()
+        assert str(error.value) == UNATTACHED
+    attach(trainer).evaluate()
+    with pytest.raises(RuntimeError):
+        view[0]  # after the evaluation as before it
+
+
+def test_a_loop_of_ones_own_says_that_it_restores_the_order(tmp_path):
+    examples = rows(COUNT, CASES["classes"].labels)
+    view = sorted_by_length(examples, restore_by_hand=True)
+    collator = BucketedCollator(tiny.tokenizer())
+    trainer = Trainer(CASES["classes"].build(), tiny.arguments(tmp_path), data_collator=collator)
+    plain = trainer.predict(examples).predictions
+    np.testing.assert_allclose(view.restore_order(trainer.predict(view).predictions), plain, rtol=0, atol=1e-6)
+    for refused in (lambda: attach(trainer).predict(view), lambda: make_trainer("classes", tmp_path, view)):
+        with pytest.raises(ValueError) as error:
+            refused()
+        assert str(error.value) == (
+            "restore_by_hand=True leaves predictions in the order of the view, and an attached Trainer restores that "
+            "of the dataset; expected False. Pass sorted_by_length(dataset)"
+        )
+
+
+def test_attaching_again_around_a_loop_of_the_users_restores_once(tmp_path):
+    trainer = make_trainer("classes", tmp_path, sorted_by_length(rows(COUNT, CASES["classes"].labels)))
+    attached = trainer.evaluation_loop
+    trainer.evaluation_loop = lambda *args, **kwargs: attached(*args, **kwargs)
+    assert attach(trainer).evaluate()["eval_indices"] == list(range(COUNT))
+
+
+def test_a_copied_trainer_does_not_restore_until_it_is_attached(tmp_path):
+    view = sorted_by_length(rows(COUNT, CASES["classes"].labels))
+    trainer = make_trainer("classes", tmp_path, view)
+    twin = copy.deepcopy(trainer)
+    with pytest.raises(RuntimeError) as error:
+        twin.evaluate()
+    assert str(error.value) == UNATTACHED
+    with torch.no_grad():
+        twin.model.classifier.bias += torch.tensor([9.0, 0.0, 0.0])
+    found = attach(twin).evaluate()
+    assert found["eval_indices"] == list(range(COUNT))
+    np.testing.assert_allclose(found["eval_logits"], np.array(trainer.evaluate()["eval_logits"]) + 9, atol=1e-4)
+
+
+def test_a_view_has_the_column_names_of_its_dataset():
+    examples = rows(3, CASES["classes"].labels)
+    assert sorted_by_length(Dataset.from_list(examples)).column_names == ["input_ids", "attention_mask", "labels"]
+    assert not hasattr(sorted_by_length(examples), "column_names")
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")  # what the test wants
@@ -461,7 +558,7 @@ def test_two_processes_give_the_results_of_each_example_alone(tmp_path):
 
 def test_the_view_is_sorted_and_stable_and_reads_its_rows():
     examples = [{"input_ids": [i] * length} for i, length in enumerate([2, 3, 2, 3, 1])]
-    view = sorted_by_length(Dataset.from_list(examples))
+    view = sorted_by_length(Dataset.from_list(examples), restore_by_hand=True)
     assert view.order.tolist() == [1, 3, 0, 2, 4]
     assert list(view) == [examples[i] for i in view.order]
     assert view[-1] == examples[4]
@@ -520,7 +617,7 @@ def test_bad_datasets_are_refused():
 
 def test_a_dataset_that_grew_is_refused():
     examples = rows(3, CASES["classes"].labels)
-    view = sorted_by_length(examples)
+    view = sorted_by_length(examples, restore_by_hand=True)
     examples.append(examples[0])
     for read in (lambda: view[0], lambda: view.__getitems__([0])):
         with pytest.raises(RuntimeError) as error:

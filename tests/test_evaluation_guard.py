@@ -509,8 +509,9 @@ def test_sorted_views_and_recovery(host_budget: int | None, tmp_path: Path) -> N
     lengths = [len(row["input_ids"]) for row in examples]
     attach(stock)
     attach(guarded, EvaluationGuardCallback(host_budget=host_budget))
-    expected = stock.predict(sorted_by_length(examples, lengths=lengths))
-    found = guarded.predict(sorted_by_length(examples, lengths=lengths))
+    view = sorted_by_length(examples, lengths=lengths)
+    expected = stock.predict(view)
+    found = guarded.predict(view)
     assert_same_output(expected, found)
     for name in ("test_loss_per_token", "test_accuracy"):
         assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=TOLERANCE)
@@ -579,7 +580,7 @@ def test_outputs_are_moved_before_the_card_is_full(tmp_path: Path) -> None:
 
 def test_arguments_are_the_users_after_an_evaluation(tmp_path: Path) -> None:
     trainer = token_trainer(tmp_path)
-    before, arguments = dict(vars(trainer)), trainer.args.to_dict()
+    arguments = trainer.args.to_dict()
     handle = guard_evaluation(trainer, "argmax", batch_size="auto")
     trainer.evaluate()
     assert trainer.args.to_dict() == arguments
@@ -591,10 +592,7 @@ def test_arguments_are_the_users_after_an_evaluation(tmp_path: Path) -> None:
     assert trainer.preprocess_logits_for_metrics is None
     trainer.compute_metrics = accuracy
     handle.remove()
-    after = dict(vars(trainer))
-    changed_by_stock = {name for name in before | after if before.get(name) is not after.get(name)}
-    assert not {"evaluation_loop", "prediction_step", "evaluate", "predict"} & after.keys()
-    assert "memopt_recovers_predictions" not in changed_by_stock
+    assert not {"evaluation_loop", "prediction_step", "evaluate", "predict"} & vars(trainer).keys()
 
 
 def little_memory(available_bytes: int) -> Callable[[Any], Any]:
@@ -832,22 +830,19 @@ def test_unbound_callback_raises(way: str, tmp_path: Path) -> None:
     )
 
 
-def test_callback_moves_over_and_comes_back(tmp_path: Path) -> None:
+def test_callback_comes_off_and_back(tmp_path: Path) -> None:
     callback = EvaluationGuardCallback("argmax")
-    one, other = token_trainer(tmp_path), token_trainer(tmp_path)
-    attach(one, callback)
+    trainer = token_trainer(tmp_path)
+    attach(trainer, callback)
     first = callback.handle
-    attach(one)
+    attach(trainer)
     assert callback.handle is first
-    attach(other, callback)
-    assert "prediction_step" not in vars(one)
-    assert "prediction_step" in vars(other)
     assert callback.handle is not None
     callback.handle.remove()
-    assert "prediction_step" not in vars(other)
-    other.evaluate()  # unguarded, and no error
-    attach(other)
-    assert "prediction_step" in vars(other)
+    assert "prediction_step" not in vars(trainer)
+    trainer.evaluate()  # unguarded, and no error
+    attach(trainer)
+    assert "prediction_step" in vars(trainer)
 
 
 def test_a_copy_is_unbound_with_the_same_settings(tmp_path: Path) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,9 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from hf_memopt.batching import readers
+from hf_memopt.batching import files
 from hf_memopt.batching.files import KINDS, file_lengths
-from tiny import tokenizer
+from tiny import bert_config, tokenizer
 
 ENDINGS = f"expected one of {', '.join(KINDS)}, or a folder of them"
 LENGTHS = np.random.default_rng(0).integers(1, 40, 300).tolist()
@@ -46,6 +50,11 @@ def write_lines(path: Path, rows: list[Any] = ROWS, opener: Callable[..., Any] =
     return path
 
 
+def write_packed(path: Path, compression: str) -> None:
+    with pa.CompressedOutputStream(str(path), compression) as file:
+        file.write("".join(json.dumps(row) + "\n" for row in ROWS).encode())
+
+
 def write_csv(path: Path) -> None:
     pa_csv.write_csv(TABLE.drop_columns("input_ids"), path)
 
@@ -65,6 +74,8 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "lines.json": write_lines,
     "array.json": lambda path: path.write_text(" \n" + json.dumps(ROWS, indent=1)),
     "a.jsonl.gz": lambda path: write_lines(path, opener=gzip.open),
+    "a.jsonl.bz2": lambda path: write_packed(path, "bz2"),
+    "a.json.zst": lambda path: write_packed(path, "zstd"),
     "a.csv": write_csv,
     "a.csv.gz": write_gz_csv,
     "saved": lambda path: Dataset(datasets.table.InMemoryTable(TABLE)).save_to_disk(path, num_shards=3),
@@ -74,9 +85,10 @@ WITH_IDS = [name for name in WRITERS if "csv" not in name]
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch):
-    """Make every file of these tests take several batches, and JSON and CSV several blocks."""
-    monkeypatch.setattr(readers, "ROWS_AT_ONCE", 64)
-    monkeypatch.setattr(readers, "BLOCK_BYTES", 4096)
+    """Make every file of these tests take several batches, and CSV several blocks."""
+    monkeypatch.setattr(files, "CSV_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(files, "ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(files, "JSON_ROWS_AT_ONCE", 64)
 
 
 # ---- what can be read
@@ -89,7 +101,7 @@ def test_token_ids_of_every_kind(tmp_path, name):
     assert found.lengths.dtype == np.int32
     assert found.lengths.tolist() == [n + 2 for n in LENGTHS]
     assert found.as_dict() == {
-        "kind": "arrow" if name == "saved" else KINDS["." + name.removesuffix(".gz").split(".")[-1]],
+        "kind": "arrow" if name == "saved" else KINDS["." + name.split(".")[1]],
         "files": 1,
         "column": "input_ids",
         "unit": "tokens",
@@ -155,6 +167,74 @@ def test_a_later_block_may_hold_what_the_first_one_did_not(tmp_path):
     (tmp_path / "c.csv").write_text("id,text\n" + "1,\n" * 2000 + '2.5,"a b\nc"\n')
     found = file_lengths(tmp_path / "c.csv")
     assert (found.lengths.tolist(), found.null_rows + found.empty_rows) == ([3], 2000)
+
+
+def test_links_lead_to_each_file_once_and_never_in_a_circle(tmp_path):
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for folder in (data, elsewhere):
+        folder.mkdir()
+        WRITERS["a.parquet"](folder / "part.parquet")
+    (data / "loop").symlink_to(data)
+    (data / "latest.parquet").symlink_to(data / "part.parquet")
+    (data / "more").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(data)
+    found = file_lengths(data)
+    assert (found.files, found.lengths.tolist()) == (2, [n + 2 for n in LENGTHS] * 2)
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("column", ["text", "input_ids"])
+def test_a_json_file_of_a_single_record_is_one_row(tmp_path, indent, column):
+    (tmp_path / "one.json").write_text(json.dumps({"label": 1, "text": "a b c", "input_ids": [4, 5]}, indent=indent))
+    found = file_lengths(tmp_path / "one.json", column=column)
+    assert (found.lengths.tolist(), found.null_rows) == ([3 if column == "text" else 2], 0)
+
+
+def test_a_text_that_says_null_is_a_text(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label\nNA,1\nnull,2\nNaN None,3\n,4\n")
+    found = file_lengths(tmp_path / "a.csv")
+    assert (found.lengths.tolist(), found.null_rows, found.empty_rows) == ([1, 1, 2], 0, 1)
+
+
+def test_rows_of_json_may_have_other_fields_and_types_than_the_column_that_counts(tmp_path):
+    rows = [{"text": "a", "type": "session", "message": {"a": 1}}] * 200 + [{"text": "b c", "message": [1], "x": 2.5}]
+    found = file_lengths(write_lines(tmp_path / "a.jsonl", rows))
+    assert found.lengths.tolist() == [1] * 200 + [2]
+
+
+def test_a_row_may_be_large(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    words = 3_000_000
+    (tmp_path / "a.csv").write_text(f'text,label\na,1\n"{"w " * words}",2\n')
+    write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "w " * words}])
+    for name in ("a.csv", "a.jsonl"):
+        assert file_lengths(tmp_path / name).lengths.tolist() == [1, words]
+
+
+def test_nothing_is_asked_for_and_nothing_is_kept(tmp_path):
+    """Without HF_HUB_OFFLINE and in a home of its own: no connection is tried and no file is left behind."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("a.jsonl", "a.csv", "a.parquet", "stream.arrow", "saved"):
+        WRITERS[name](tmp_path / name)
+    code = (
+        "import socket, sys\n"
+        "def refuse(*_, **__): print('asked'); raise OSError('no network')\n"
+        "socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse\n"
+        "from hf_memopt.batching.files import file_lengths\n"
+        "for path in sys.argv[1:]: print(len(file_lengths(path, column='text').lengths))\n"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
+    paths = [str(tmp_path / name) for name in ("a.jsonl", "a.csv", "a.parquet", "stream.arrow", "saved")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *paths],
+        env={**kept, "HOME": str(home)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(len(ROWS))] * len(paths)
+    assert list(home.rglob("*")) == []
 
 
 def test_null_and_empty_rows_are_counted_left_out_and_told(tmp_path):
@@ -280,6 +360,89 @@ def test_a_file_that_was_cut_off_is_never_counted_by_half(tmp_path, name):
     assert " cannot be read as " in error_of(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "kind", "cause"),
+    [
+        ("a.csv", b"text,text,label\na,b,1\n", "csv", "ArrowInvalid: CSV file contained multiple columns named text"),
+        ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "json", "UnicodeError: its encoding is utf-16, not utf-8"),
+        ("a.json", '[{"text": "a"}]'.encode("utf-16-le"), "json", "UnicodeError: its encoding is utf-16-le, not utf-8"),
+        ("a.csv", "text,label\na,1\n".encode("utf-16-be"), "csv", "UnicodeError: its encoding is utf-16-be, not utf-8"),
+        ("a.jsonl", b'\n{"text": "a"}\n{"text": ]\n', "json", "ArrowInvalid: line 3: Expecting value"),
+        ("a.json", b'{\n "text": "a",\n "x": }\n', "json", "ArrowInvalid: line 3: Expecting value"),
+        ("a.jsonl", b'{"text": "a"}\n"b"\n', "json", "ArrowInvalid: line 2: 'b' is not an object"),
+        ("a.json", b" \n[]\n", "json", "EOFError: it holds no rows"),
+        ("a.jsonl", b"\n\n", "json", "EOFError: it holds no rows"),
+    ],
+)
+def test_what_no_reader_should_guess_is_told_in_whole(tmp_path, name, content, kind, cause):
+    (tmp_path / name).write_bytes(content)
+    assert error_of(tmp_path / name) == (
+        f"path={str(tmp_path / name)!r} cannot be read as {kind} ({cause}); expected a whole file. Write it again"
+    )
+
+
+@pytest.mark.parametrize("rows", ['{"text": %s}\n', '{"text": "a", "other": %s}\n'])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_deep_nesting_is_an_error_and_not_the_end_of_the_process(tmp_path, rows, opening, closing):
+    depth = 100_000
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + rows % f"{opening * depth}1{closing * depth}")
+    assert error_of(tmp_path / "a.jsonl").startswith(
+        f"path={str(tmp_path / 'a.jsonl')!r} cannot be read as json (ArrowInvalid: line 2: maximum recursion depth"
+    )
+
+
+def test_a_doubled_column_of_parquet(tmp_path):
+    texts = pa.array(["a b"])
+    pq.write_table(pa.Table.from_arrays([texts, texts], names=["text", "text"]), tmp_path / "a.parquet")
+    assert error_of(tmp_path / "a.parquet") == (
+        f"path={str(tmp_path / 'a.parquet')!r} cannot be read as parquet (ArrowInvalid: several columns are named "
+        "'text'); expected a whole file. Write it again"
+    )
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', "9" * 5000, "[9223372036854775808]", "1.5", "true", '["a"]'])
+def test_values_that_are_no_text_and_no_ids_name_the_file(tmp_path, value):
+    (tmp_path / "a.jsonl").write_text(
+        f'{{"text": {"[1]" if value.startswith("[") else chr(34) * 2}}}\n{{"text": {value}}}'
+    )
+    message = error_of(tmp_path / "a.jsonl")
+    assert message.startswith(f"path={str(tmp_path / 'a.jsonl')!r} cannot be read as json (")
+    assert "\n" not in message
+
+
+def test_a_folder_that_may_not_be_read_and_a_name_that_is_too_long(tmp_path, monkeypatch):
+    path = "a" * 3000
+    assert error_of(Path(path)) == (
+        f"path={path!r} cannot be searched (OSError: [Errno 36] File name too long: {path!r}); expected a file or "
+        "folder that may be read. Call: hf-memopt lengths FILE"
+    )
+
+    def refuse(self: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    path = str(tmp_path)
+    assert error_of(tmp_path) == (
+        f"path={path!r} cannot be searched (PermissionError: [Errno 13] Permission denied: {path!r}); expected a file "
+        "or folder that may be read. Call: hf-memopt lengths FILE"
+    )
+
+
+def test_an_arrow_file_with_wrong_bytes_is_an_error_and_not_the_end_of_the_process(tmp_path):
+    WRITERS["a.arrow"](tmp_path / "a.arrow")
+    whole, draw, refused = (tmp_path / "a.arrow").read_bytes(), random.Random(0), 0
+    for number in range(400):
+        content = bytearray(whole)
+        for _ in range(3):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        (tmp_path / f"{number}.arrow").write_bytes(content)
+        try:
+            file_lengths(tmp_path / f"{number}.arrow", column="text")
+        except ValueError:
+            refused += 1
+    assert 0 < refused < 400
+
+
 def test_a_saved_dataset_without_its_data(tmp_path):
     WRITERS["saved"](tmp_path / "saved")
     (tmp_path / "saved" / "data-00001-of-00003.arrow").unlink()
@@ -372,3 +535,32 @@ def test_a_tokenizer_that_cannot_be_loaded_or_has_no_text(tmp_path):
         f"tokenizer={name!r} has no text to split: column 'input_ids' holds token ids already; expected a column of "
         "texts. Leave the tokenizer out, or name another column: --column NAME"
     )
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused_and_not_run(tmp_path, monkeypatch):
+    WRITERS["a.parquet"](tmp_path / "a.parquet")
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "foreign", "auto_map": {"AutoConfig": "code.Config"}}')
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    assert error_of(tmp_path / "a.parquet", tokenizer=str(folder)) == (
+        f"tokenizer={str(folder)!r} needs Python code of its own, and no such code is run; expected a class of "
+        "transformers. Count with it yourself: padding_report([len(tokenizer.encode(text)) for text in texts])"
+    )
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_that_makes_an_empty_tokenizer_is_refused(tmp_path):
+    WRITERS["a.parquet"](tmp_path / "a.parquet")
+    name = str(tmp_path / "model")
+    bert_config().save_pretrained(name)
+    message = error_of(tmp_path / "a.parquet", tokenizer=name)
+    assert message.startswith(f"tokenizer={name!r} ")
+    if "cannot be loaded" not in message:  # some versions of transformers refuse it themselves
+        assert message == (
+            f"tokenizer={name!r} has no vocabulary; expected one that save_pretrained has written. "
+            f"Call: tokenizer.save_pretrained({name!r})"
+        )

@@ -309,7 +309,15 @@ def test_too_little_memory_is_refused(memory):
     with pytest.raises(ValueError) as error:
         custom_gpu(memory)
     assert str(error.value) == (
-        f"memory={memory!r} is too little for a card; expected 1.0 MiB or more. Pass memory='4GiB'."
+        f"memory={memory!r} is too little for a card; expected 1.0 MiB to 1048576.00 GiB. Pass memory='4GiB'."
+    )
+
+
+def test_memory_that_no_card_has_is_refused():
+    with pytest.raises(ValueError) as error:
+        custom_gpu("1025TiB")
+    assert str(error.value) == (
+        "memory='1025TiB' is too much for a card; expected 1.0 MiB to 1048576.00 GiB. Pass memory='4GiB'."
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -15,7 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
+import tiny
+from hf_memopt.batching.evaluation import sorted_by_length
 from hf_memopt.batching.lengths import token_lengths
+from hf_memopt.batching.views import bucketed
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -152,6 +156,7 @@ def test_what_is_private_of_datasets_is_where_it_was():
     assert chosen._indices.column(0).to_pylist() == [2, 0]
 
 
+OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...])"
 MAP = 'dataset.map(lambda row: tokenizer(row["text"]))'
 ARROW_TYPES = [
     (["w1 w2"], "of type string"),
@@ -180,7 +185,7 @@ ROWS = [
 def message(found: str) -> str:
     return (
         f"column='input_ids' does not hold token ids but values {found}; expected one flat list of integers per row. "
-        f"Tokenise without return_tensors: {MAP}"
+        f"Tokenise text without return_tensors: {MAP}. {OTHERS}"
     )
 
 
@@ -214,8 +219,43 @@ def test_a_missing_column_names_those_there_are(make_dataset):
         token_lengths(make_dataset([{"inputs_ids": [5], "length": 1}]))
     assert str(error.value) == (
         "column='input_ids' is not in the dataset; expected one of ['inputs_ids', 'length']. "
-        f"Did you mean 'inputs_ids'? Tokenise first: {MAP}"
+        f"Did you mean 'inputs_ids'? Tokenise text first: {MAP}. {OTHERS}"
     )
+
+
+@pytest.mark.parametrize("column", [1, None, ["input_ids"], 0.5, b"input_ids"])
+@pytest.mark.parametrize("make_dataset", [list, Dataset.from_list], ids=["list", "arrow"])
+def test_a_column_that_is_not_text_is_refused(make_dataset, column):
+    with pytest.raises(ValueError) as error:
+        token_lengths(make_dataset([{"input_ids": [5]}]), column)
+    assert str(error.value) == (
+        f'column={column!r} is not the name of a column; expected text. Pass column="input_ids"'
+    )
+
+
+ROW = {"input_ids": [5, 6], "label": 1}
+TABLES = {
+    "DataFrame": (pd.DataFrame([ROW]), "datasets.Dataset.from_pandas(dataset)"),
+    "Table": (pa.Table.from_pylist([ROW]), "datasets.Dataset(dataset)"),
+    "dict": ({"input_ids": [[5, 6]]}, "datasets.Dataset.from_dict(dict(dataset))"),
+    "BatchEncoding": (tiny.tokenizer()(["w1 w2", "w3"]), "datasets.Dataset.from_dict(dict(dataset))"),
+    "DatasetDict": (datasets.DatasetDict(train=Dataset.from_list([ROW])), "one of its parts: dataset['train']"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_is_indexed_by_column_is_refused(name):
+    table, fix = TABLES[name]
+    for read in (
+        lambda: token_lengths(table),
+        lambda: bucketed(table, batch_size=1, lengths=[1] * len(table)),
+        lambda: sorted_by_length(table),
+    ):
+        with pytest.raises(TypeError) as error:
+            read()
+        assert str(error.value) == (
+            f"dataset=<{name}> is indexed by column; expected rows: dataset[0] an example. Pass {fix}"
+        )
 
 
 def test_rows_without_columns_are_refused():

@@ -826,17 +826,134 @@ def test_folder_without_config_is_refused(tmp_path: Any) -> None:
     )
 
 
-def test_config_that_transformers_does_not_understand_is_refused(tmp_path: Any) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing-of-the-kind"}))
+def _foreign_folder(folder: Any, content: str | bytes | None = None, **changed: Any) -> str:
+    """Write a config.json that somebody else might have written; return its folder."""
+    if content is None:
+        content = json.dumps({**tiny.bert_config().to_dict(), **changed})
+    (folder / "config.json").write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(folder)
+
+
+NOT_UNDERSTOOD = f"has a config.json that transformers {transformers.__version__} does not understand"
+EXPECTED_CONFIG = "expected a configuration that transformers can build. Correct it, or pass the module"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_attention_heads": 0}, "cannot be built (ZeroDivisionError: integer modulo by zero)"),
+        (
+            {"hidden_size": -32, "num_attention_heads": 2},
+            "cannot be built (RuntimeError: Trying to create tensor with negative dimension -32: [100, -32])",
+        ),
+        (
+            {"hidden_size": 2**40},
+            "cannot be built (RuntimeError: Storage size calculation overflowed with "
+            "sizes=[1099511627776, 1099511627776])",
+        ),
+        ({"hidden_act": "none-such"}, "cannot be built (KeyError: 'none-such')"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": "maybe"}},
+            "cannot be built (TypeError: load_in_4bit must be a boolean)",
+        ),
+        (
+            {"num_hidden_layers": 10**9},
+            f"{NOT_UNDERSTOOD} (ValueError: num_hidden_layers=1000000000 is more than any model has, at most 10,000)",
+        ),
+        (
+            {"depths": [2, 10**9]},
+            f"{NOT_UNDERSTOOD} (ValueError: depths=[2, 1000000000] is more than any model has, at most 10,000)",
+        ),
+        (
+            {"num_labels": 10**12},
+            f"{NOT_UNDERSTOOD} (ValueError: num_labels=1000000000000 is more than any model has, at most 1,000,000)",
+        ),
+        ({"num_hidden_layers": -1}, f"{NOT_UNDERSTOOD} (ValueError: num_hidden_layers=-1 is negative)"),
+    ],
+)
+def test_foreign_configuration_that_breaks_transformers_is_one_error(
+    tmp_path: Any, changed: dict[str, Any], message: str
+) -> None:
+    folder = _foreign_folder(tmp_path, **changed)
     with pytest.raises(ValueError) as error:
-        load_model(tmp_path)
+        load_model(folder)
+    name = folder if NOT_UNDERSTOOD in message else tmp_path.name
+    assert str(error.value) == f"model={name!r} {message}; {EXPECTED_CONFIG}"
+    assert error.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"model_type": "none-such"}',
+        '{"model_type": ["bert"]}',
+        '{"model_type": "bert", "num_attention_heads": null}',
+        '{"model_type": "bert", "hidden_size": 1e999}',
+        '{"model_type": "bert", "hidden_size": %s}' % ("9" * 5000),
+        '{"model_type": "bert", "id2label": 3}',
+        '{"model_type": "bert", "dtype": "none-such"}',
+        '{"model_type": "bert", "quantization_config": "4bit"}',
+        '{"model_type": "bert", "x": %s}' % ("[" * 100_000 + "]" * 100_000),
+        '{"model_type": "bert", "x": %s}' % ("[" * 900 + "]" * 900),
+        '{"model_type": "bert"',
+        "",
+        "[1, 2]",
+        "null",
+        '"bert"',
+        bytes(range(256)),
+        '{"model_type": "bert"}'.encode("utf-16"),
+    ],
+    ids=repr,
+)
+def test_config_that_transformers_does_not_understand_is_refused(tmp_path: Any, content: str | bytes) -> None:
+    folder = _foreign_folder(tmp_path, content)
+    with pytest.raises(ValueError) as error:
+        load_model(folder)
     text = str(error.value)
-    start = (
-        f"model={str(tmp_path)!r} has a config.json that transformers {transformers.__version__} does not understand ("
+    assert text.startswith(f"model={folder!r} {NOT_UNDERSTOOD} (")
+    assert text.endswith(f"); {EXPECTED_CONFIG}")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("auto_map", ["AutoConfig", "AutoModelForCausalLM"])
+def test_code_of_a_folder_is_never_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, auto_map: str) -> None:
+    """Nothing is asked, whatever would be answered; a known model type is built without the folder's code."""
+    own = {"model_type": "own"} if auto_map == "AutoConfig" else {}
+    folder = _foreign_folder(tmp_path, **own, auto_map={auto_map: "code.Own"}, architectures=None)
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    if own:
+        with pytest.raises(ValueError) as error:
+            load_model(folder)
+        assert str(error.value) == (
+            f"model={folder!r} {NOT_UNDERSTOOD} without Python code of its own, and no such code is run; expected a "
+            "model type of transformers. Load it yourself and pass the module: estimate(model, ...)"
+        )
+    else:
+        assert type(load_model(folder, task="causal-lm").model).__name__ == "BertLMHeadModel"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_name_that_no_file_can_have_is_refused() -> None:
+    name = "a" * 3000
+    with pytest.raises(ValueError) as error:
+        load_model(name)
+    assert str(error.value) == (
+        f"model={name!r} cannot be looked up (File name too long); expected a name, or a folder that may be read. "
+        "Pass model='bert-base-uncased'"
     )
-    assert text.startswith(start)
-    assert "nothing-of-the-kind" in text
-    assert text.endswith("); expected one of a model type it has. Pass the module itself")
+
+
+@pytest.mark.parametrize("size", [-3, 2**40])
+def test_size_of_a_configuration_that_no_batch_can_have_is_refused(size: int) -> None:
+    model = load_model(_config("vit")).model
+    model.config.image_size = size
+    with pytest.raises(ValueError) as error:
+        example_batch(model, batch_size=2, seq_len=None)
+    assert str(error.value) == (
+        f"batch=<tensor of shape (2, 3, {size}, {size})> cannot be made; expected sizes of 1 or more, and below 2**63 "
+        "bytes in all. Correct the configuration, or pass a smaller batch_size"
+    )
 
 
 BERT_TASKS = (

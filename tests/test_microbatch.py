@@ -789,10 +789,14 @@ def test_the_handle_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
     assert vars(trainer) == before
 
 
-def test_a_callback_moves_to_another_trainer(tmp_path: Path) -> None:
+def test_a_callback_that_was_taken_off_moves_to_another_trainer(tmp_path: Path) -> None:
     callback = MicrobatchCallback(max_tokens=24)
-    first, second = make(CASES["bert"], tmp_path, callback), make(CASES["bert"], tmp_path, callback)
+    first = make(CASES["bert"], tmp_path, callback)
+    callback.handle.remove()
+    second = make(CASES["bert"], tmp_path, callback)
     assert "training_step" not in vars(first)
+    with pytest.raises(RuntimeError, match="never bound to its trainer"):
+        first.train()
     second.train()
     assert second.state.global_step == 3
 

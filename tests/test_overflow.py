@@ -451,10 +451,11 @@ def test_a_run_may_have_an_accelerator_of_its_own(tmp_path: Any) -> None:
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-def test_bound_elsewhere_it_leaves_the_first_trainer_alone(tmp_path: Any) -> None:
+def test_taken_off_it_leaves_the_first_trainer_alone(tmp_path: Any) -> None:
     callback = OverflowCallback()
     one, other = (poisons.make_trainer(tiny.llama(), poisons.rows(4), tmp_path) for _ in range(2))
     attach(one, callback)
+    callback.handle.remove()
     attach(other, callback)
     assert "training_step" not in vars(one)
     assert "clip_grad_norm_" not in vars(one.accelerator)

@@ -684,10 +684,11 @@ def test_the_handle_undoes_it_and_attach_binds_again(tmp_path: Any) -> None:
     assert before <= set(vars(trainer))
 
 
-def test_a_callback_moves_to_another_trainer(tmp_path: Any) -> None:
+def test_a_callback_that_was_taken_off_moves_to_another_trainer(tmp_path: Any) -> None:
     callback = PrecisionCallback(autocast_cache=False)
     first, second = (make_trainer(tmp_path, callback, bf16=True) for _ in range(2))
     attach(first)
+    callback.handle.remove()
     attach(second)
     assert "train" not in vars(first)
     assert first.accelerator.autocast_handler is None

@@ -513,8 +513,8 @@ def test_a_bucketed_view_as_evaluation_data_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError) as error:
         wired(tmp_path, recipe("cpu"), dataset(), eval_dataset=bucketed(dataset(), batch_size=4))
     assert str(error.value) == (
-        "eval_dataset=<BucketedExamples> is in shuffled order, and so would the predictions be; expected the dataset "
-        "itself, or sorted by length. Pass Trainer(..., eval_dataset=sorted_by_length(dataset))"
+        "dataset=<BucketedExamples> is in shuffled order, and predictions would be in that order too; expected the "
+        "dataset itself, or sorted by length. Evaluate or predict sorted_by_length(view.dataset)"
     )
 
 

@@ -25,6 +25,7 @@ from transformers import default_data_collator
 import tiny
 from hf_memopt.batching.collators import BucketedCollator, DynamicPaddingCollator
 from hf_memopt.batching.rows import RowBatch, RowReader
+from hf_memopt.batching.views import bucketed
 
 pytestmark = pytest.mark.filterwarnings(
     # datasets 5.2.0 sorts with an argument that pyarrow 25 deprecates.
@@ -356,11 +357,19 @@ def test_transforms_other_formats_and_subclasses_are_left_to_the_dataset():
     dataset = Dataset.from_dict({"input_ids": [[5], [6, 7]]})
     plus_one = dataset.with_transform(lambda rows: {"input_ids": [[i + 1 for i in row] for row in rows["input_ids"]]})
     assert RowReader(plus_one).read([1]) == [{"input_ids": [7, 8]}]
-    for other in (plus_one, dataset.with_format("arrow"), dataset.with_format("numpy", dtype=np.float32)):
+    for other in (plus_one, dataset.with_format("pandas"), dataset.with_format("numpy", dtype=np.float32)):
         assert RowReader(other).read([1]).columns() is None
     subclass = Doubling(dataset.data)
     assert RowReader(subclass).read([1]).columns() is None
     assert RowReader(subclass).read([1]) == [{"input_ids": [6, 7, 6, 7]}]
+
+
+def test_a_format_whose_rows_are_tables_gives_plain_rows():
+    dataset = Dataset.from_dict({"input_ids": [[5], [6, 7]], "labels": [0, 1]})
+    reader = RowReader(dataset.with_format("arrow", columns=["input_ids"]))
+    assert set(reader.read([1]).columns()) == {"input_ids"}
+    assert reader.read([1]) == [{"input_ids": [6, 7]}]
+    assert set(bucketed(dataset.with_format("arrow"), batch_size=1)[0]) == {"input_ids", "labels"}
 
 
 def test_a_format_that_is_set_later_is_seen():

@@ -412,6 +412,12 @@ BAD_SETTINGS = {
         {"world_size": 0},
         "world_size=0 is not a count; expected an integer of 1 or more. Pass world_size=1 or leave it out",
     ),
+    "many processes": (
+        {"world_size": 10**9},
+        "world_size=1000000000 is more processes than a run has; expected 1 to 1048576. Leave world_size out: it is "
+        "read from the environment of torchrun",
+    ),
+    "column": ({"column": 1}, 'column=1 is not the name of a column; expected text. Pass column="input_ids"'),
     "seed": ({"seed": -1}, "seed=-1 is no seed; expected an integer from 0 to 2**63 - 1. Pass seed=0"),
     "too_long": (
         {"too_long": "cut"},
@@ -669,8 +675,8 @@ def test_attach_refuses_joined_batches_another_world_size_and_endless_evaluation
         with pytest.raises(ValueError) as error:
             attach(endless)
         assert str(error.value) == (
-            "eval_dataset=<BucketedStream> never ends, and neither would the evaluation; expected the dataset itself. "
-            "Pass Trainer(..., eval_dataset=stream.dataset)"
+            "dataset=<BucketedStream> never ends, and neither would the evaluation; expected the dataset itself. "
+            "Evaluate or predict stream.dataset"
         )
 
 

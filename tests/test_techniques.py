@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import GradientState
 from transformers import TrainerCallback
 
 import technique_ranks
 import tiny
 from hf_memopt import compatibility
 from hf_memopt.binding import attach
+from hf_memopt.bound import unbound_error
 from hf_memopt.compat import checkpointing_arguments
 from hf_memopt.compatibility import REFUSALS, RUN_IN_ONE_PROCESS, SETTINGS, TECHNIQUES, compatibility_matrix, refusal_of
 from technique_table import GROUPS, STEPS, TABLE, make_trainer, run
@@ -105,8 +108,7 @@ def test_the_handle_undoes_it(name, tmp_path) -> None:
     plain.train()
     trainer = make_trainer([name], tmp_path)
     trainer.train()
-    (callback,) = (one for one in trainer.callback_handler.callbacks if getattr(one, "technique", None) == name)
-    if (handle := getattr(callback, "handle", None)) is not None:
+    if (handle := getattr(callback_of(trainer, name), "handle", None)) is not None:
         handle.remove()
     assert state_of(trainer) == state_of(plain)
 
@@ -134,6 +136,70 @@ def test_two_trainers_do_not_disturb_each_other(name, tmp_path) -> None:
     assert tiny.largest_difference(first.model, alone.trainer.model) == 0.0
     assert tiny.largest_difference(same.model, alone.trainer.model) == 0.0
     assert tiny.largest_difference(without.model, plain.trainer.model) == 0.0
+
+
+@pytest.mark.parametrize("name", [name for name in TECHNIQUES if TABLE[name].callback is not None])
+def test_a_callback_serves_one_trainer_at_a_time(name, tmp_path) -> None:
+    first, second = make_trainer([name], tmp_path / "first"), make_trainer([], tmp_path / "second")
+    callback = callback_of(first, name)
+    before = state_of(second)
+    with pytest.raises(ValueError) as error:
+        attach(second, callback)
+    kind = type(callback).__name__
+    trainers = [
+        f"Trainer of BertForSequenceClassification, output_dir='{tmp_path / name}'" for name in ("first", "second")
+    ]
+    assert str(error.value) == (
+        f"callbacks=<{kind}> is attached to another trainer already ({trainers[0]}) and cannot serve this one too "
+        f"({trainers[1]}); expected a callback for each trainer. Pass a second one: attach(trainer, {kind}(...))"
+    )
+    assert state_of(second) == before
+    assert attach(first, callback) is first
+    first.train()
+    alone = run([name], tmp_path / "alone")
+    assert tiny.largest_difference(first.model, alone.trainer.model) == 0.0
+    if getattr(callback, "handle", None) is not None:  # taken off, or with its trainer gone, it is free
+        callback.handle.remove()
+    else:
+        del first
+    assert attach(make_trainer([], tmp_path / "third", **TABLE[name].settings), callback)
+
+
+def callback_of(trainer: Any, name: str) -> Any:
+    (callback,) = (one for one in trainer.callback_handler.callbacks if getattr(one, "technique", None) == name)
+    return callback
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda trainer: pickle.loads(pickle.dumps(trainer))}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_a_copied_trainer_acts_on_itself_alone(name, way, tmp_path) -> None:
+    """Not attached, as a copy is, it trains as stock or says that it must be attached; attached, as the original."""
+    if (name, way) == ("gradient release", "pickle"):
+        pytest.skip("the released class of an optimizer is made at run time, and classes pickle by name")
+    GradientState._reset_state()  # where an iteration broke off it holds weak references, which do not pickle
+    original = make_trainer([name], tmp_path / "original")
+    weights, step = copy.deepcopy(original.model), original.state.global_step
+    twin, unattached = COPIES[way](original), COPIES[way](original)
+    if name in NEED_ATTACH:
+        with pytest.raises(RuntimeError) as error:
+            unattached.train()
+        assert str(error.value) == str(unbound_error(callback_of(unattached, name)))
+    else:
+        unattached.train()
+        assert unattached.state.global_step == STEPS
+    alone = run([name], tmp_path / "alone")
+    assert (tiny.largest_difference(original.model, weights), original.state.global_step) == (0.0, step)
+    attach(twin).train()
+    assert tiny.largest_difference(twin.model, alone.trainer.model) == 0.0
+    assert (tiny.largest_difference(original.model, weights), original.state.global_step) == (0.0, step)
+    original.train()
+    assert tiny.largest_difference(original.model, alone.trainer.model) == 0.0
+
+
+NEED_ATTACH = ("micro-batching", "overflow triage", "evaluation guard", "lean checkpoints")
 
 
 # ---- Together -------------------------------------------------------------------------------------------------------

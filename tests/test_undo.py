@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
+import pickle
 import weakref
 from collections.abc import Callable
 from itertools import permutations
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hf_memopt.undo import UndoHandle, override_method
+from hf_memopt.undo import UndoHandle, is_overridden, override_method
 
 
 class Speaker:
@@ -38,8 +40,10 @@ def framed(mark: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def test_a_handle_undoes_once() -> None:
     undone: list[str] = []
     handle = UndoHandle(lambda: undone.append("by hand"))
+    assert not handle.is_removed
     handle.remove()
     handle.remove()
+    assert handle.is_removed
     with UndoHandle(lambda: undone.append("at the end")):
         assert undone == ["by hand"]
     assert undone == ["by hand", "at the end"]
@@ -138,6 +142,49 @@ def test_modules_take_overrides_too() -> None:
         assert repr(module) == "Linear(-in_features=2, out_features=2, bias=True-)"
         assert set(module.state_dict()) == {"weight", "bias"}
     assert set(vars(module)) == before
+
+
+def loud(word: str) -> str:
+    """A method of the object's own."""
+    return word.upper()
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda speaker: pickle.loads(pickle.dumps(speaker))}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_copy_has_the_method_of_its_class_and_is_another_object(
+    layers: int, copied: Callable[[Speaker], Speaker]
+) -> None:
+    speaker = Speaker()
+    for mark in "-+"[:layers]:
+        override_method(speaker, "say", framed(mark), purpose=mark)
+    twin = copied(copied(speaker))
+    assert twin.say("a") == "a"
+    assert twin.say.__self__ is twin  # type: ignore[attr-defined]
+    assert not is_overridden(twin, "say", "-")
+    override_method(twin, "say", framed("*"))
+    assert twin.say("a") == "*a*"
+    assert speaker.say("a") == ("-a-" if layers == 1 else "+-a-+")
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_keeps_what_the_object_had_of_its_own(copied: Callable[[Speaker], Speaker]) -> None:
+    speaker = Speaker()
+    speaker.say = loud  # type: ignore[assignment,method-assign]
+    override_method(speaker, "say", framed("-"))
+    assert copied(speaker).say is loud
+
+
+def test_an_override_is_found_by_its_purpose_while_it_is_in_force() -> None:
+    speaker = Speaker()
+    below = override_method(speaker, "say", framed("-"), purpose="below")
+    override_method(speaker, "say", framed("+"))
+    assert [is_overridden(speaker, "say", purpose) for purpose in ("below", "above")] == [True, False]
+    below.remove()  # it passes calls on until the one on top comes off
+    assert not is_overridden(speaker, "say", "below")
+    assert not is_overridden(Speaker(), "say", "below")
 
 
 def test_a_handle_keeps_neither_object_nor_override_alive() -> None:

@@ -111,3 +111,8 @@ def test_conversions_are_exact_powers_of_two(size):
 def test_what_is_printed_can_be_read_again(size):
     text = format_bytes(size)
     assert format_bytes(parse_bytes(text)) == text
+
+
+def test_a_number_of_thousands_of_digits_is_not_an_amount_of_memory():
+    with pytest.raises(ValueError, match=r"^size='9+GiB' is not an amount of memory; expected a number with one of "):
+        parse_bytes("9" * 5000 + "GiB")

@@ -7,9 +7,11 @@ import json
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
+from accelerate.state import GradientState
 from datasets import Dataset
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 from transformers import Trainer
@@ -238,7 +240,8 @@ def test_more_positions_than_a_batch_are_refused():
         assert str(error.value) == (
             f"positions=<{most + 1} at once> are more than a batch of this view; expected at most {most}. Pass "
             f"TrainingArguments(..., per_device_train_batch_size={most}); with several GPUs launch one process per "
-            "GPU: torchrun --nproc_per_node=<GPUs> your_script.py"
+            "GPU: torchrun --nproc_per_node=<GPUs> your_script.py. A view is for training: to evaluate pass "
+            "sorted_by_length(view.dataset)"
         )
 
 
@@ -328,17 +331,86 @@ def test_attach_refuses_a_collator_that_cannot_flatten(tmp_path):
 
 
 def test_attach_refuses_a_view_as_evaluation_data_and_takes_its_dataset(tmp_path):
-    trainer, _ = make_trainer(tmp_path, bucketed(examples(), batch_size=4), per_device_train_batch_size=2)
-    view = bucketed(examples(), batch_size=8)
-    for trainer.eval_dataset in ({"one": view}, view):
+    for trained in (bucketed(examples(), batch_size=4), examples()):
+        trainer = Trainer(
+            tiny.bert(),
+            tiny.arguments(tmp_path, train_sampling_strategy="sequential", per_device_train_batch_size=2),
+            train_dataset=trained,
+            data_collator=BucketedCollator(tiny.tokenizer()),
+        )
+        view = bucketed(examples(), batch_size=8)
+        for trainer.eval_dataset in ({"one": view}, view):
+            with pytest.raises(ValueError) as error:
+                attach(trainer)
+            assert str(error.value) == NOT_FOR_EVALUATION
+        trainer.eval_dataset = trainer.eval_dataset.dataset
+        assert attach(trainer) is trainer
+
+
+NOT_FOR_EVALUATION = (
+    "dataset=<BucketedExamples> is in shuffled order, and predictions would be in that order too; expected the dataset "
+    "itself, or sorted by length. Evaluate or predict sorted_by_length(view.dataset)"
+)
+
+
+def test_an_attached_trainer_refuses_to_evaluate_a_view_or_a_stream(tmp_path):
+    trainer = Trainer(tiny.bert(), tiny.arguments(tmp_path), data_collator=BucketedCollator(tiny.tokenizer()))
+    attach(trainer)
+    view = bucketed(examples(), batch_size=4)
+    for evaluate in (trainer.predict, trainer.evaluate, lambda view: trainer.evaluate({"one": view})):
         with pytest.raises(ValueError) as error:
-            attach(trainer)
-    assert str(error.value) == (
-        "eval_dataset=<BucketedExamples> is in shuffled order, and so would the predictions be; expected the dataset "
-        "itself, or sorted by length. Pass Trainer(..., eval_dataset=sorted_by_length(dataset))"
-    )
-    trainer.eval_dataset = trainer.eval_dataset.dataset
-    assert attach(trainer) is trainer
+            evaluate(view)
+        assert str(error.value) == NOT_FOR_EVALUATION
+    with pytest.raises(ValueError) as error:
+        trainer.predict(bucketed(examples(), max_tokens=96))
+    assert str(error.value) == NOT_FOR_EVALUATION.replace("Examples", "Batches")
+    with pytest.raises(ValueError) as error:
+        trainer.predict(BucketedStream(examples(), batch_size=4))
+    assert str(error.value) == ENDLESS
+
+
+ENDLESS = (
+    "dataset=<BucketedStream> never ends, and neither would the evaluation; expected the dataset itself. "
+    "Evaluate or predict stream.dataset"
+)
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))])
+def test_a_copied_trainer_counts_as_stock_until_it_is_attached(kind, copied, tmp_path):
+    GradientState._reset_state()  # where an iteration broke off it holds weak references, which do not pickle
+    trainer, _ = make_trainer(tmp_path, bucketed(examples(), **VIEWS[kind]))
+    trainer.model._forward_pre_hooks.clear()  # a local function, which does not pickle
+    trainer.model._forward_pre_hooks_with_kwargs.clear()
+    twin = copied(attach(trainer))
+    plain, counted = len(twin.train_dataset), COUNT
+    assert twin.num_examples(twin.get_train_dataloader()) == plain
+    attach(twin)
+    assert twin.num_examples(twin.get_train_dataloader()) == counted
+    assert trainer.num_examples(trainer.get_train_dataloader()) == counted
+    trainer.train_dataset = examples(8)  # what is counted is what is read
+    assert trainer.num_examples(trainer.get_train_dataloader()) == 8
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_view_has_the_column_names_of_its_dataset(kind):
+    dataset = Dataset.from_list(examples())
+    assert bucketed(dataset, **VIEWS[kind]).column_names == ["input_ids", "labels"]
+    assert bucketed(dataset.to_iterable_dataset(), batch_size=4).column_names == ["input_ids", "labels"]
+    assert not hasattr(bucketed(examples(), **VIEWS[kind]), "column_names")
+
+
+@pytest.mark.parametrize(("kind", "item"), [("examples", "an example"), ("batches", "a batch")])
+def test_positions_that_are_not_integers_are_refused(kind, item):
+    view = bucketed(examples(), **VIEWS[kind])
+    for position in (slice(0, 3), "0", 1.0, None, [0, 1]):
+        with pytest.raises(TypeError) as error:
+            view[position]
+        assert str(error.value) == (
+            f"position={position!r} is not an integer; expected the position of {item}. "
+            "Read several with: [view[i] for i in range(3)]"
+        )
+    assert view[np.int64(1)] == view[torch.tensor(1)] == view[1]
 
 
 # What bucketed refuses
@@ -411,6 +483,16 @@ def test_a_null_or_empty_row_is_named(cell):
     assert str(error.value) == (
         "lengths[1]=0 is an example without tokens (empty or null); expected 1 or more. Drop such rows: "
         'dataset.filter(lambda row: row["input_ids"])'
+    )
+
+
+@pytest.mark.parametrize("source", [list, iter])
+def test_more_processes_than_any_run_has_are_refused(source):
+    with pytest.raises(ValueError) as error:
+        bucketed(source(examples()), batch_size=4, world_size=10**9)
+    assert str(error.value) == (
+        "world_size=1000000000 is more processes than a run has; expected 1 to 1048576. Leave world_size out: it is "
+        "read from the environment of torchrun"
     )
 
 

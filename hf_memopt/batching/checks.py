@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Literal, TypeGuard
 
 import numpy as np
@@ -9,13 +10,19 @@ from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
     "check_batch_limits",
+    "check_column",
     "check_counts",
     "check_seed",
     "check_too_long",
+    "check_world_size",
     "checked_boundaries",
     "checked_lengths",
+    "checked_position",
     "unknown_boundaries",
 ]
+
+
+MOST_PROCESSES = 2**20
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:
@@ -99,6 +106,12 @@ def check_batch_limits(batch_size: int | None, max_tokens: int | None) -> None:
         )
 
 
+def check_column(column: Any) -> None:
+    """Raise ValueError unless it is text."""
+    if not isinstance(column, str):
+        raise ValueError(f'column={column!r} is not the name of a column; expected text. Pass column="input_ids"')
+
+
 def check_counts(**counts: Any) -> None:
     """Raise ValueError unless every value is an integer of 1 or more."""
     for name, value in counts.items():
@@ -106,6 +119,35 @@ def check_counts(**counts: Any) -> None:
             raise ValueError(
                 f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass {name}=1 or leave it out"
             )
+
+
+def check_world_size(world_size: Any) -> None:
+    """Raise ValueError unless it is a number of processes that a run may have."""
+    check_counts(world_size=world_size)
+    if world_size > MOST_PROCESSES:
+        raise ValueError(
+            f"world_size={world_size!r} is more processes than a run has; expected 1 to {MOST_PROCESSES}. "
+            "Leave world_size out: it is read from the environment of torchrun"
+        )
+
+
+def checked_position(position: Any, size: int, item: str = "an example") -> int:
+    """Return a position in a view of ``size`` items, counted from its begin.
+
+    Raises:
+        TypeError: not an integer, a slice for example.
+        IndexError: outside the view.
+    """
+    try:
+        index = operator.index(position)
+    except TypeError:
+        raise TypeError(
+            f"position={position!r} is not an integer; expected the position of {item}. "
+            "Read several with: [view[i] for i in range(3)]"
+        ) from None
+    if not -size <= index < size:
+        raise IndexError(f"position={index} is not {item} of this view; expected 0 to {size - 1}")
+    return index % size
 
 
 def check_seed(seed: Any, name: str = "seed") -> None:

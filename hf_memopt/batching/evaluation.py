@@ -16,8 +16,9 @@ multiplied by the number of processes, as stock does for heads that ignore ``num
 
 Left out: losses that are no mean over labels (a router's auxiliary loss, contrastive losses): what is named per example
 or per token is then a weighted mean of batch losses. Labels under another name than ``labels`` get no second loss.
-Tensor and context parallelism, where processes share rows, were not tried. Without ``attach`` the view only saves
-padding; ``restore_order`` then brings predictions back into dataset order.
+Tensor and context parallelism, where processes share rows, were not tried. Read without ``attach`` the view raises,
+since predictions would come back in its own order, unless it was made with ``restore_by_hand=True``: for a loop of
+your own, which saves padding and calls ``restore_order`` with its predictions.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch import nn
 from torch.utils.data import SequentialSampler
 from transformers.trainer_utils import RemoveColumnsCollator
 
+from hf_memopt.batching.checks import checked_position
 from hf_memopt.batching.lengths import lengths_of
 from hf_memopt.batching.losses import ExactLoss
 from hf_memopt.batching.model_traits import is_causal_lm
@@ -43,7 +45,9 @@ from hf_memopt.changes import Change
 __all__ = ["SortedExamples", "sorted_by_length"]
 
 
-def sorted_by_length(dataset: Any, *, lengths: ArrayLike | None = None, column: str = "input_ids") -> SortedExamples:
+def sorted_by_length(
+    dataset: Any, *, lengths: ArrayLike | None = None, column: str = "input_ids", restore_by_hand: bool = False
+) -> SortedExamples:
     """Return a view of a map-style dataset for evaluation and prediction, the longest example first.
 
     Examples of one length keep their order.
@@ -52,13 +56,16 @@ def sorted_by_length(dataset: Any, *, lengths: ArrayLike | None = None, column: 
         dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied.
         lengths: tokens per example, shape (examples,); read by ``token_lengths(dataset, column)`` unless given.
         column: the column whose length counts.
+        restore_by_hand: for a loop of your own, not for an attached Trainer: the view may be read by anything, and
+            ``restore_order`` brings predictions back into dataset order.
 
     Raises:
         ValueError: an empty dataset, one without the column, or lengths that are not one per example.
         TypeError: the dataset is not map-style.
 
     Example:
-        >>> view = sorted_by_length([{"input_ids": [5]}, {"input_ids": [6, 7, 8]}, {"input_ids": [9, 9]}])
+        >>> rows = [{"input_ids": [5]}, {"input_ids": [6, 7, 8]}, {"input_ids": [9, 9]}]
+        >>> view = sorted_by_length(rows, restore_by_hand=True)
         >>> [row["input_ids"] for row in view]
         [[6, 7, 8], [9, 9], [5]]
         >>> view.restore_order(np.array([3, 2, 1]))
@@ -71,7 +78,8 @@ def sorted_by_length(dataset: Any, *, lengths: ArrayLike | None = None, column: 
             "__getitem__. Load it without streaming=True"
         )
     found = lengths_of(dataset, lengths, column)
-    return SortedExamples(dataset, np.argsort(-found.astype(np.int64), kind="stable"))
+    order = np.argsort(-found.astype(np.int64), kind="stable")
+    return SortedExamples(dataset, order, restore_by_hand=restore_by_hand)
 
 
 class SortedExamples(torch.utils.data.Dataset[Any]):
@@ -82,24 +90,39 @@ class SortedExamples(torch.utils.data.Dataset[Any]):
         order: which example stands at each position, shape (examples,).
     """
 
-    def __init__(self, dataset: Any, order: NDArray[np.int64]) -> None:
+    def __init__(self, dataset: Any, order: NDArray[np.int64], *, restore_by_hand: bool = False) -> None:
         self.dataset = dataset
         self.order = order
+        self.restore_by_hand = restore_by_hand
         self._reader = RowReader(dataset)
+        # The id of the DataLoader whose results are put back, 0 while there is none; DataLoader workers get a copy.
+        self._restored_for = 0
+
+    @property
+    def column_names(self) -> Any:
+        """The columns of the dataset, if it tells them."""
+        return self.dataset.column_names
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __getitem__(self, position: int) -> Any:
-        self._check_size()
-        return self._reader.rows([int(self.order[position])])[0]
+        self._check_read()
+        return self._reader.rows([int(self.order[checked_position(position, len(self))])])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """Return the examples at these positions, as a list that reads them when it is looked at."""
-        self._check_size()
+        self._check_read()
         return self._reader.read(self.order[np.asarray(positions)])
 
-    def _check_size(self) -> None:
+    def _check_read(self) -> None:
+        if not (self.restore_by_hand or self._restored_for):
+            raise RuntimeError(
+                "dataset=<SortedExamples> is read outside the evaluation of an attached Trainer, so predictions would "
+                "come back in its own order, the longest example first; expected attach(trainer) before "
+                "trainer.evaluate() or trainer.predict(). In a loop of your own pass sorted_by_length(..., "
+                "restore_by_hand=True) and call view.restore_order(predictions)"
+            )
         if len(self.dataset) != len(self):
             raise RuntimeError(
                 f"dataset=<{len(self.dataset)} examples> had {len(self)} when the view was built; expected the same. "
@@ -148,7 +171,12 @@ class SortedExamples(torch.utils.data.Dataset[Any]):
         )
 
     def check_evaluation(self, trainer: Any) -> None:
-        """Raise ValueError where the arguments would lose the way back into dataset order."""
+        """Raise ValueError where the arguments would lose the way back into dataset order, or it is left to hand."""
+        if self.restore_by_hand:
+            raise ValueError(
+                "restore_by_hand=True leaves predictions in the order of the view, and an attached Trainer restores "
+                "that of the dataset; expected False. Pass sorted_by_length(dataset)"
+            )
         args = trainer.args
         if args.train_sampling_strategy == "group_by_length":
             raise ValueError(
@@ -183,10 +211,11 @@ class SortedExamples(torch.utils.data.Dataset[Any]):
         promises there.
 
         Raises:
-            ValueError: see ``check_evaluation``; a sampler that does not read from front to back; an output of the
-                model that has not one row per example.
+            ValueError: a sampler that does not read from front to back; an output of the model that has not one row
+                per example.
         """
-        self.check_evaluation(trainer)
+        if self._restored_for == id(dataloader):  # attached twice, around an override that is not ours
+            return evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         _check_sequential(dataloader)
         restored: dict[int, Any] = {}  # by identity: what compute_metrics changes in place shows in the output, as ever
 
@@ -200,7 +229,8 @@ class SortedExamples(torch.utils.data.Dataset[Any]):
         if trainer.compute_metrics is not None and not trainer.args.batch_eval_metrics:
             replaced["compute_metrics"] = _restoring(trainer.compute_metrics, restore)
         local_counts = _replaced(trainer.args, {"average_tokens_across_devices": False})
-        with _replaced(trainer, replaced), local_counts, self._without_unused_columns(dataloader):
+        is_read = _replaced(self, {"_restored_for": id(dataloader)})
+        with _replaced(trainer, replaced), local_counts, is_read, self._without_unused_columns(dataloader):
             output = evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         output.metrics.update(loss.result(metric_key_prefix))
         return output._replace(predictions=restore(output.predictions), label_ids=restore(output.label_ids))

@@ -15,10 +15,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
+from hf_memopt.batching.checks import check_column
 from hf_memopt.changes import nearest
 
 __all__ = ["lengths_of", "token_lengths"]
 
+COUNT_OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...])"
+_TABLES = {
+    "pandas": "datasets.Dataset.from_pandas(dataset)",
+    "polars": "datasets.Dataset.from_polars(dataset)",
+    "pyarrow": "datasets.Dataset(dataset)",
+}
 LENGTH_COLUMN = "length"  # the name that stock's TrainingArguments.length_column_name has by default
 
 
@@ -32,12 +39,14 @@ def token_lengths(dataset: Any, column: str = "input_ids") -> NDArray[np.int32]:
     Raises:
         ValueError: the dataset is empty or has no such column, or the column holds something else than flat lists of
             integers.
-        TypeError: the rows are no dicts.
+        TypeError: the dataset is indexed by column (a DataFrame, a dict of columns), or its rows are not dicts.
 
     Example:
         >>> token_lengths([{"input_ids": [5, 6, 7]}, {"input_ids": [5]}])
         array([3, 1], dtype=int32)
     """
+    check_column(column)
+    _check_rows(dataset)
     if len(dataset) == 0:
         raise ValueError("dataset=<0 examples> is empty; expected at least one example. Check the filter that made it")
     table = getattr(dataset, "data", None)
@@ -68,7 +77,9 @@ def lengths_of(dataset: Any, lengths: ArrayLike | None, column: str) -> NDArray[
 
     Raises:
         ValueError: they are not one per example; see ``token_lengths``.
+        TypeError: the dataset is indexed by column.
     """
+    _check_rows(dataset)
     found = token_lengths(dataset, column) if lengths is None else np.asarray(lengths)
     if found.shape != (len(dataset),):
         raise ValueError(
@@ -76,6 +87,21 @@ def lengths_of(dataset: Any, lengths: ArrayLike | None, column: str) -> NDArray[
             "one length per example. Leave lengths out, or pass token_lengths(dataset)"
         )
     return found
+
+
+def _check_rows(dataset: Any) -> None:
+    """Raise TypeError for what has columns where a dataset has rows: its length would be taken for that of rows."""
+    name, library = type(dataset).__name__, type(dataset).__module__.split(".")[0]
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        if all(hasattr(part, "column_names") for part in dataset.values()) and dataset:
+            fix = f"Pass one of its parts: dataset[{next(iter(dataset))!r}]"
+        else:
+            fix = "Pass datasets.Dataset.from_dict(dict(dataset))"
+    elif library in _TABLES and hasattr(dataset, "columns"):
+        fix = f"Pass {_TABLES[library]}"
+    else:
+        return
+    raise TypeError(f"dataset=<{name}> is indexed by column; expected rows: dataset[0] an example. {fix}")
 
 
 def _of_chunks(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
@@ -129,15 +155,15 @@ def _count(tokens: Any, column: str, row: int) -> int:
     return len(tokens)
 
 
-def _missing(column: str, known: Sequence[str]) -> ValueError:
+def _missing(column: str, known: Sequence[Any]) -> ValueError:
     return ValueError(
-        f"column={column!r} is not in the dataset; expected one of {sorted(known)}.{nearest(column, known)} "
-        'Tokenise first: dataset.map(lambda row: tokenizer(row["text"]))'
+        f"column={column!r} is not in the dataset; expected one of {sorted(known, key=str)}.{nearest(column, known)} "
+        f'Tokenise text first: dataset.map(lambda row: tokenizer(row["text"])). {COUNT_OTHERS}'
     )
 
 
 def _not_tokens(column: str, found: str) -> ValueError:
     return ValueError(
         f"column={column!r} does not hold token ids but values {found}; expected one flat list of integers per row. "
-        'Tokenise without return_tensors: dataset.map(lambda row: tokenizer(row["text"]))'
+        f'Tokenise text without return_tensors: dataset.map(lambda row: tokenizer(row["text"])). {COUNT_OTHERS}'
     )

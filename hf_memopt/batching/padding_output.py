@@ -90,7 +90,7 @@ def _strategies(report: PaddingReport) -> RenderableType:
         caption += f" All but the fixed widths are replayed on {report.simulated:,} examples, drawn at random."
     title = "What each way of padding wastes"
     table = Table(title=title, caption=caption, caption_justify="left", **_look())
-    table.add_column("", no_wrap=True)
+    table.add_column("", overflow="fold")  # in a narrow terminal names are wrapped, and no figure is cut
     for heading in ("effi-\nciency", "wasted", "batches", "largest\nbatch", "shapes"):
         table.add_column(heading, justify="right", no_wrap=True)
     for found in report.strategies:

@@ -17,6 +17,8 @@ from hf_memopt.batching.columns import Array, Column
 
 __all__ = ["RowBatch", "RowReader"]
 
+_TABLES = ("arrow", "polars")  # formats whose rows are tables, which no collator takes: read as plain rows
+
 
 class RowReader:
     """Read the rows of a map-style dataset; holds no copy of the data, and only the dataset travels to workers.
@@ -78,13 +80,17 @@ class RowReader:
     def _described(self) -> tuple[Any, ArrowColumns | None]:
         from datasets import Dataset
 
-        if type(self.dataset) is not Dataset:  # a subclass may read its rows in another way
-            return self.dataset, None
-        arrow = ArrowColumns.of(self.dataset, self._names)
-        if self._names is None or self.dataset.format["type"] == "custom":
-            return self.dataset, arrow
-        kept = [name for name in self.dataset.column_names if name in self._names]
-        return self.dataset.select_columns(kept) if kept else self.dataset, arrow
+        dataset = self.dataset
+        if type(dataset) is not Dataset:  # a subclass may read its rows in another way
+            return dataset, None
+        shape = dataset.format
+        if shape["type"] in _TABLES:
+            dataset = dataset.with_format(None, shape["columns"], shape["output_all_columns"])
+        arrow = ArrowColumns.of(dataset, self._names)
+        if self._names is None or shape["type"] == "custom":
+            return dataset, arrow
+        kept = [name for name in dataset.column_names if name in self._names]
+        return dataset.select_columns(kept) if kept else dataset, arrow
 
 
 class RowBatch(list[Any]):

@@ -22,16 +22,23 @@ import itertools
 import reprlib
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch.utils.data import get_worker_info
 
-from hf_memopt.batching.checks import check_batch_limits, check_counts, check_seed, check_too_long, checked_boundaries
+from hf_memopt.batching.checks import (
+    check_batch_limits,
+    check_column,
+    check_counts,
+    check_seed,
+    check_too_long,
+    check_world_size,
+    checked_boundaries,
+)
 from hf_memopt.batching.rows import RowBatch
-from hf_memopt.binding import used_columns
 from hf_memopt.changes import Change, nearest
 
 __all__ = ["BUFFER_EXAMPLES", "BucketedStream", "seed_of_run"]
@@ -108,7 +115,7 @@ class BucketedStream(torch.utils.data.IterableDataset[Any]):
         if boundaries is not None:
             self.boundaries = checked_boundaries(np.asarray(boundaries), max_tokens).tolist()
         self._rows_per_turn = batch_size  # what a process takes at a time; bind_trainer learns it from the Trainer
-        self._kept_columns: set[str] | None = None
+        self._kept_columns: frozenset[str] | None = None
         # The workers of a persistent DataLoader see a new epoch, and the process sees what they dropped.
         self._shared: torch.Tensor = torch.zeros(2, dtype=torch.int64)
         self._shared.untyped_storage().share_memory_()
@@ -268,7 +275,9 @@ class BucketedStream(torch.utils.data.IterableDataset[Any]):
     # ---- Settings and the Trainer ----
 
     def _check_settings(self) -> None:
-        counts = ("buffer_examples", "world_size", "pad_to_multiple_of")
+        check_world_size(self.world_size)
+        check_column(self.column)
+        counts = ("buffer_examples", "pad_to_multiple_of")
         check_counts(**{name: getattr(self, name) for name in counts})
         check_seed(self.seed)
         check_too_long(self.too_long)
@@ -279,6 +288,23 @@ class BucketedStream(torch.utils.data.IterableDataset[Any]):
                 f"Pass bucketed(..., buffer_examples={100 * self.group_examples})"
             )
 
+    @property
+    def column_names(self) -> Any:
+        """The columns of the source, if it tells them."""
+        source: Any = self.dataset
+        return source.column_names
+
+    def check_evaluation(self, trainer: Any) -> NoReturn:
+        """Raise ValueError: a stream for training never ends; an attached Trainer calls it."""
+        raise ValueError(
+            "dataset=<BucketedStream> never ends, and neither would the evaluation; expected the dataset itself. "
+            "Evaluate or predict stream.dataset"
+        )
+
+    def keep_columns(self, names: Iterable[str] | None) -> None:
+        """Hand out only these columns, None: all; an attached Trainer calls it when it makes its DataLoader."""
+        self._kept_columns = None if names is None else frozenset(names)
+
     def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
         """Let every process read the stream for itself, and check the Trainer's arguments; ``attach`` calls it.
 
@@ -286,12 +312,11 @@ class BucketedStream(torch.utils.data.IterableDataset[Any]):
         accelerator's ``dispatch_batches`` is read when the DataLoader is prepared, so it is in time here.
 
         Raises:
-            ValueError: arguments, collator or evaluation data do not fit the stream.
+            ValueError: arguments or collator do not fit the stream.
         """
         _check_trainer(self, trainer)
         if self.batch_size is not None:
             self._rows_per_turn = trainer.args.per_device_train_batch_size
-        self._kept_columns = used_columns(trainer)
         self.seed, changes = seed_of_run(trainer.args, self.seed, may_change=self.takes_seed, of="bucketed stream")
         if self.max_tokens is not None:
             reason = (
@@ -432,17 +457,10 @@ def _check_source(dataset: Any) -> None:
 
 
 def _check_trainer(stream: BucketedStream, trainer: Any) -> None:
-    """Raise ValueError where arguments, collator or evaluation data do not fit the stream."""
+    """Raise ValueError where arguments or collator do not fit the stream."""
     from hf_memopt.batching.views import check_whole_batches  # which imports this module
 
     args, per_device = trainer.args, trainer.args.per_device_train_batch_size
-    evaluated = trainer.eval_dataset
-    for dataset in evaluated.values() if isinstance(evaluated, dict) else [evaluated]:
-        if isinstance(dataset, BucketedStream):
-            raise ValueError(
-                "eval_dataset=<BucketedStream> never ends, and neither would the evaluation; expected the dataset "
-                "itself. Pass Trainer(..., eval_dataset=stream.dataset)"
-            )
     if args.world_size != stream.world_size:
         raise ValueError(
             f"world_size={stream.world_size} of the bucketed stream differs from the run's {args.world_size}; expected "

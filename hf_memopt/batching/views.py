@@ -9,24 +9,25 @@ so a resumed run sees the very batches of the straight run.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
 from hf_memopt.batching.buckets import EpochPlan, LengthBuckets
-from hf_memopt.batching.checks import check_batch_limits
+from hf_memopt.batching.checks import check_batch_limits, check_world_size, checked_position
 from hf_memopt.batching.lengths import lengths_of
 from hf_memopt.batching.rows import RowBatch, RowReader
 from hf_memopt.batching.streaming import BUFFER_EXAMPLES, BucketedStream, seed_of_run
-from hf_memopt.binding import used_columns
 from hf_memopt.changes import Change
+from hf_memopt.undo import is_overridden, override_method
 
 __all__ = ["BucketedBatches", "BucketedExamples", "bucketed"]
 
+COUNTS_EXAMPLES = "counts examples"  # the purpose of the override
 IN_ORDER = 'TrainingArguments(..., train_sampling_strategy="sequential")'
 
 
@@ -75,6 +76,7 @@ def bucketed(
     check_batch_limits(batch_size, max_tokens)
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_world_size(world_size)
     is_stream = isinstance(dataset, torch.utils.data.IterableDataset)  # it inherits a __getitem__ that only raises
     if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         _check_settings_of_stream(lengths, n_buckets, boundaries)
@@ -160,6 +162,11 @@ class _BucketedView(torch.utils.data.Dataset[Any]):
         raise NotImplementedError
 
     @property
+    def column_names(self) -> Any:
+        """The columns of the dataset, if it tells them."""
+        return self.dataset.column_names
+
+    @property
     def epoch(self) -> int:
         """The epoch whose order the view shows."""
         return int(self._epoch[0])
@@ -195,7 +202,8 @@ class _BucketedView(torch.utils.data.Dataset[Any]):
             raise RuntimeError(
                 f"positions=<{len(positions)} at once> are more than a batch of this view; expected at most {most}. "
                 f"Pass TrainingArguments(..., per_device_train_batch_size={most}); with several GPUs launch one "
-                "process per GPU: torchrun --nproc_per_node=<GPUs> your_script.py"
+                "process per GPU: torchrun --nproc_per_node=<GPUs> your_script.py. A view is for training: to evaluate "
+                "pass sorted_by_length(view.dataset)"
             )
         if not _follow_each_other(positions) and any(
             (after - before - 1) % len(self) != 0 for before, after in pairwise(positions)
@@ -207,22 +215,20 @@ class _BucketedView(torch.utils.data.Dataset[Any]):
 
     # ---- Under a Trainer --------------------------------------------------------------------------------------------
 
-    def _check_trainer(self, trainer: Any) -> None:
-        _check_arguments(trainer.args, self.buckets.world_size)
-        evaluated = trainer.eval_dataset
-        for dataset in evaluated.values() if isinstance(evaluated, dict) else [evaluated]:
-            if isinstance(dataset, _BucketedView):
-                raise ValueError(
-                    f"eval_dataset=<{type(dataset).__name__}> is in shuffled order, and so would the predictions be; "
-                    "expected the dataset itself, or sorted by length. "
-                    "Pass Trainer(..., eval_dataset=sorted_by_length(dataset))"
-                )
+    def check_evaluation(self, trainer: Any) -> NoReturn:
+        """Raise ValueError: an order for training is not one for evaluation; an attached Trainer calls it."""
+        raise ValueError(
+            f"dataset=<{type(self).__name__}> is in shuffled order, and predictions would be in that order too; "
+            "expected the dataset itself, or sorted by length. Evaluate or predict sorted_by_length(view.dataset)"
+        )
 
-    def _adapt(self, trainer: Any) -> tuple[Change, ...]:
-        """Take the seed from the arguments and read only the columns that the model takes."""
+    def keep_columns(self, names: Iterable[str] | None) -> None:
+        """Read only these columns, None: all; an attached Trainer calls it when it makes its DataLoader."""
+        self.reader.keep(names)
+
+    def _take_seed(self, trainer: Any) -> tuple[Change, ...]:
         may_change, old = self.takes_seed, self.buckets.seed
         self.buckets.seed, changes = seed_of_run(trainer.args, old, may_change=may_change, of="bucketed view")
-        self.reader.keep(used_columns(trainer))
         return changes
 
 
@@ -235,9 +241,7 @@ class BucketedExamples(_BucketedView):
         return self.buckets.n_examples
 
     def __getitem__(self, position: int) -> Any:
-        if not -len(self) <= position < len(self):
-            raise IndexError(f"position={position} is no example of this view; expected 0 to {len(self) - 1}")
-        return self._at([position % len(self)])[0]
+        return self._at([checked_position(position, len(self))])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """Return the examples at consecutive positions.
@@ -274,7 +278,7 @@ class BucketedExamples(_BucketedView):
         """
         from hf_memopt.batching.collators import BucketedCollator
 
-        self._check_trainer(trainer)
+        _check_arguments(trainer.args, self.buckets.world_size)
         per_device, of_view = trainer.args.per_device_train_batch_size, self.buckets.batch_size or 1
         if of_view % per_device != 0:
             raise ValueError(
@@ -282,7 +286,7 @@ class BucketedExamples(_BucketedView):
                 f"expected a divisor. Pass bucketed(..., batch_size={per_device})"
             )
         self._as_batches = isinstance(trainer.data_collator, BucketedCollator)
-        return self._adapt(trainer)
+        return self._take_seed(trainer)
 
 
 class BucketedBatches(_BucketedView):
@@ -292,9 +296,7 @@ class BucketedBatches(_BucketedView):
         return self.buckets.n_batches
 
     def __getitem__(self, position: int) -> list[Any]:
-        if not -len(self) <= position < len(self):
-            raise IndexError(f"position={position} is not a batch of this view; expected 0 to {len(self) - 1}")
-        plan = self.plan
+        plan, position = self.plan, checked_position(position, len(self), item="a batch")
         return self._read(plan.batch(position), plan.width(position))
 
     def __getitems__(self, positions: Sequence[int]) -> list[list[Any]]:
@@ -316,10 +318,10 @@ class BucketedBatches(_BucketedView):
         Raises:
             ValueError: the Trainer's arguments or collator do not fit whole batches.
         """
-        self._check_trainer(trainer)
+        _check_arguments(trainer.args, self.buckets.world_size)
         check_whole_batches(trainer)
-        changes = self._adapt(trainer)
-        count_examples(trainer, self)
+        changes = self._take_seed(trainer)
+        count_examples(trainer)
         return changes
 
 
@@ -361,21 +363,30 @@ def check_whole_batches(trainer: Any) -> None:
         )
 
 
-def count_examples(trainer: Any, view: BucketedBatches) -> None:
+def count_examples(trainer: Any) -> None:
     """Make the Trainer count the examples of a view whose items are whole batches.
 
     ``Num examples``, ``Total train batch size`` (its mean) and ``train_samples_per_second`` are right then. Both
     methods are public; ``get_total_train_batch_size`` feeds nothing else (5.8.1, 5.17.0, 5.23.0; pinned by a test).
     """
-    batches_per_step, items = type(trainer).get_total_train_batch_size, type(trainer).num_examples
+    if is_overridden(trainer, "num_examples", COUNTS_EXAMPLES):
+        return
 
-    def get_total_train_batch_size(args: Any) -> float:
-        batches = batches_per_step(trainer, args)
-        return float(round(batches * view.buckets.n_examples / view.buckets.n_batches, 3))
+    def counting_batches(before: Callable[..., Any]) -> Callable[..., Any]:
+        def get_total_train_batch_size(args: Any) -> Any:
+            batches, view = before(args), trainer.train_dataset
+            if not isinstance(view, BucketedBatches):
+                return batches
+            return float(round(batches * view.buckets.n_examples / view.buckets.n_batches, 3))
 
-    def num_examples(dataloader: Any) -> int:
-        is_ours = getattr(dataloader, "dataset", None) is view
-        return view.buckets.n_examples if is_ours else int(items(trainer, dataloader))
+        return get_total_train_batch_size
 
-    trainer.get_total_train_batch_size = get_total_train_batch_size
-    trainer.num_examples = num_examples
+    def counting_items(before: Callable[..., Any]) -> Callable[..., Any]:
+        def num_examples(dataloader: Any) -> Any:
+            view = getattr(dataloader, "dataset", None)
+            return view.buckets.n_examples if isinstance(view, BucketedBatches) else before(dataloader)
+
+        return num_examples
+
+    override_method(trainer, "get_total_train_batch_size", counting_batches)
+    override_method(trainer, "num_examples", counting_items, purpose=COUNTS_EXAMPLES)

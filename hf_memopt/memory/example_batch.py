@@ -197,8 +197,18 @@ def _has_rows(value: Any, batch_size: int) -> bool:
 
 
 def _ids(*shape: int | None) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.int64, device="meta")  # type: ignore[arg-type]
+    return _empty(shape, torch.int64)
 
 
 def _floats(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float32, device="meta")
+    return _empty(shape, torch.float32)
+
+
+def _empty(shape: tuple[int | None, ...], dtype: torch.dtype) -> torch.Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype, device="meta")  # type: ignore[arg-type]
+    except (RuntimeError, TypeError) as error:  # a size that is negative or not a number; too many bytes
+        raise ValueError(
+            f"batch=<tensor of shape {shape}> cannot be made; expected sizes of 1 or more, and below 2**63 bytes in "
+            "all. Correct the configuration, or pass a smaller batch_size"
+        ) from error

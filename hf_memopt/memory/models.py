@@ -6,18 +6,20 @@ memory (``tests/test_memory_models.py`` holds both). The well-known names ship a
 never touch the network: what changes bytes (sizes, dropout, tied weights), and where each comes from. Rotary
 frequencies are left out.
 
-Left out: code that a repository brings along (``trust_remote_code``), and quantised weights that only a configuration
-announces: load such a model and pass the module.
+Limitations: code that a repository brings along is never run (``trust_remote_code=False``), and quantised weights that
+only a configuration announces have no sizes: load such a model and pass the module.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import socket
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,8 @@ _HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
 # The first that fits is the head of a class that several of them list: BartForConditionalGeneration is no masked LM.
 
 _PATIENCE_SECONDS = 3.0
+_MOST = {"layer": 10_000, "depth": 10_000, "expert": 10_000, "num_labels": 1_000_000}
+"""What transformers counts to when it reads a configuration or builds of it, by a part of the entry's name."""
 
 TASKS = tuple(_HEADS)
 """What a head is for, as ``task`` names it."""
@@ -137,10 +141,12 @@ def load_model(
     task = task or _own_task(config)
     if attn_implementation is None:  # private, as above
         attn_implementation = getattr(config, "_attn_implementation", None)
-    text = config.to_json_string()
-    built = _build(config, task, attn_implementation, weights_dtype)
-    if name is not None:
-        _untie_head(built)
+    _check_head(config, task)
+    with _foreign(f"model={name or type(config).__name__!r} cannot be built"):
+        text = config.to_json_string()
+        built = _build(config, task, attn_implementation, weights_dtype)
+        if name is not None:
+            _untie_head(built)
     key = (type(built), text, name is None, weights_dtype, attn_implementation)
     return LoadedModel(name or type(built).__name__, _as_in_training(built), key)
 
@@ -182,13 +188,20 @@ def _read_config(text: str, task: str | None) -> tuple[str, PretrainedConfig, st
     A folder goes before a well-known name of the same spelling, as in transformers.
     """
     folder = Path(text)
-    if (folder / "config.json").is_file():
+    try:
+        has_config, is_folder = (folder / "config.json").is_file(), folder.is_dir()
+    except OSError as error:  # no permission, a name that is too long
+        raise ValueError(
+            f"model={text!r} cannot be looked up ({error.strerror}); expected a name, or a folder that may be read. "
+            "Pass model='bert-base-uncased'"
+        ) from error
+    if has_config:
         return folder.resolve().name, _parse_config(folder, text), task
     known = _known_name(text)
     if known is not None:
         facts = known_models()[known]
         return known, AutoConfig.for_model(facts["model_type"], **facts["config"]), task or facts["task"]
-    if folder.is_dir():
+    if is_folder:
         raise ValueError(
             f"model={text!r} is a folder without config.json; expected one that save_pretrained has written. "
             f"Call: model.save_pretrained({text!r})"
@@ -197,15 +210,41 @@ def _read_config(text: str, task: str | None) -> tuple[str, PretrainedConfig, st
 
 
 def _parse_config(folder: Path, text: str) -> PretrainedConfig:
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"model={text!r} has a config.json that transformers {transformers.__version__} does not understand "
-            f"({reason}); expected one of a model type it has. Pass the module itself"
-        ) from error
+    what = f"model={text!r} has a config.json that transformers {transformers.__version__} does not understand"
+    with _foreign(what):
+        json.loads((folder / "config.json").read_text(encoding="utf-8"), object_hook=_check_counts)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return config
+
+
+def _check_counts(entries: dict[str, Any]) -> None:
+    """Refuse counts that keep transformers busy for hours, or that it takes for none; json hands over every object."""
+    for name, value in entries.items():
+        most = next((most for part, most in _MOST.items() if part in name), None)
+        counts = [count for count in (value if isinstance(value, list) else [value]) if isinstance(count, int)]
+        if most is not None and max(counts, default=0) > most:
+            raise ValueError(f"{name}={value!r} is more than any model has, at most {most:,}")
+        if name.startswith(("num_", "n_")) and min(counts, default=0) < 0:
+            raise ValueError(f"{name}={value!r} is negative")
+
+
+@contextmanager
+def _foreign(what: str) -> Iterator[None]:
+    """Turn whatever transformers raises on a configuration that somebody else has written into one ``ValueError``."""
+    try:
+        yield
+    except NotEstimableError:
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{what} without Python code of its own, and no such code is run; expected a model type of "
+                "transformers. Load it yourself and pass the module: estimate(model, ...)"
+            ) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(
+            f"{what} ({reason}); expected a configuration that transformers can build. Correct it, or pass the module"
+        ) from error
 
 
 def _download_config(text: str) -> Path:
@@ -291,8 +330,10 @@ def _usual_task(config: PretrainedConfig) -> str | None:
 def _own_task(config: PretrainedConfig) -> str:
     """Return the task of the configuration's first architecture, or the usual one where it names none."""
     usual = _usual_task(config)
-    named = config.architectures[0] if config.architectures else None
-    task = usual if named is None else _task_of_class().get(named)
+    named: Any = config.architectures or None
+    if isinstance(named, list | tuple):
+        named = named[0]
+    task = usual if named is None else _task_of_class().get(str(named))
     if task is None:
         what = f"architectures=[{named!r}]" if named is not None else f"model_type={config.model_type!r}"
         tasks = _tasks_of_type(config.model_type)
@@ -308,18 +349,20 @@ def _own_task(config: PretrainedConfig) -> str:
     return task
 
 
-def _build(config: PretrainedConfig, task: str, attn_implementation: str | None, weights_dtype: str) -> nn.Module:
-    """Return the head for ``task`` on the meta device."""
-    quantization = _take_quantization(config)
-    auto_class, mapping = _HEADS[task]
-    if config.model_type not in mapping:
+def _check_head(config: PretrainedConfig, task: str) -> None:
+    if config.model_type not in _HEADS[task][1]:
         raise ValueError(
             f"task={task!r} has no head for model_type={config.model_type!r}; expected one of "
             f"{', '.join(map(repr, _tasks_of_type(config.model_type)))}. Leave task out for the usual one"
         )
+
+
+def _build(config: PretrainedConfig, task: str, attn_implementation: str | None, weights_dtype: str) -> nn.Module:
+    """Return the head for ``task`` on the meta device."""
+    quantization = _take_quantization(config)
     if task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # decoders refuse to classify several rows without one; costs no bytes
-    from_config = getattr(transformers, auto_class).from_config
+    from_config = partial(getattr(transformers, _HEADS[task][0]).from_config, trust_remote_code=False)
     dtype = getattr(torch, weights_dtype)
     wanted = None if attn_implementation == "flash_attention_2" else attn_implementation
     with torch.device("meta"):

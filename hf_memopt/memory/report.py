@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from hf_memopt.binding import unbound_error
+from hf_memopt.bound import Binding
 from hf_memopt.reading import MemoryReading, PeakMeter, measured_device, read_device_used, read_memory, read_process
 from hf_memopt.units import format_bytes, to_gib
 
@@ -86,11 +86,11 @@ class MemoryReportCallback(TrainerCallback):
     technique = "memory report"
 
     def __init__(self) -> None:
+        self.binding = Binding()
         self._reset()
 
     def _reset(self) -> None:
         self._peaks: PhasePeaks | None = None
-        self._bound = False
         self._trained = False  # train() began
         self._training = False  # and did not end
         self._evaluating = False
@@ -123,7 +123,8 @@ class MemoryReportCallback(TrainerCallback):
         """Move to the front of the trainer's callbacks, before the sinks of ``report_to``; ``attach`` calls this."""
         handler = trainer.callback_handler
         handler.callbacks[:] = [self, *(callback for callback in handler.callbacks if callback is not self)]
-        self._bound = True
+        if self.binding.trainer is not trainer:
+            self.binding.to(trainer)
         self._begin(trainer.args).meter.skip()  # a probe of the loss, say, is no loading
 
     def _begin(self, args: TrainingArguments) -> PhasePeaks:
@@ -139,9 +140,9 @@ class MemoryReportCallback(TrainerCallback):
         self._reset()
         self._begin(args)
 
-    def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        if args.report_to and not self._bound:
-            raise unbound_error(self)
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        if args.report_to:
+            self.binding.serving(self, state)
         peaks = self._begin(args)
         if self._trained:
             peaks.restart()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["EstimateOptions", "run_estimate"]
 
 FITS, DOES_NOT_FIT = 0, 1
+MOST = {"batch_size": 10**6, "seq_len": 10**6, "eval_batch_size": 10**6, "gradient_accumulation_steps": 10**4}
+"""What is simulated within seconds: sizes have 63 bits, and every accumulation step is played."""
 DEFAULT_BATCH_SIZE = 8
 
 
@@ -59,6 +61,8 @@ def run_estimate(options: EstimateOptions, console: Console, errors: Console) ->
         ValueError: bad options, or a set-up that is not estimable.
         MissingExtraError: a picture without matplotlib.
     """
+    for name, most in MOST.items():
+        _check_count(name, getattr(options, name) or 1, most)
     gpu = _read_gpu(options.gpu, options.gpu_memory, options.compute_capability)
     if options.compare:
         return _run_ladder(options, gpu, console, errors)
@@ -78,6 +82,12 @@ def run_estimate(options: EstimateOptions, console: Console, errors: Console) ->
         if options.plot is not None:
             console.out(f"Picture: {options.plot}", highlight=False)
     return DOES_NOT_FIT if found.fits is False else FITS
+
+
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        option = name.replace("_", "-")
+        raise ValueError(f"{name}={count} is beyond what is simulated; expected 1 to {most}. Pass --{option} 32")
 
 
 def _print_json(found: Any, console: Console) -> None:
@@ -150,13 +160,16 @@ def _cut(chosen: Recipe, batch_size: int | None, steps: int | None) -> tuple[int
 
 def _run_ladder(options: EstimateOptions, gpu: Gpu | None, console: Console, errors: Console) -> int:
     _refuse_beside_compare(options)
+    batch_size, steps = options.batch_size or LADDER_BATCH_SIZE, options.gradient_accumulation_steps or 1
+    # a rung of each ladder has them one by one
+    _check_count("batch_size", batch_size, MOST["gradient_accumulation_steps"] // steps)
     overrides = {"attn_implementation": options.attn, "task": options.task}
     with errors.status(f"simulating {options.model}") as status:
         rows = ladder(
             options.model,
-            batch_size=options.batch_size or LADDER_BATCH_SIZE,
+            batch_size=batch_size,
             seq_len=options.seq_len,
-            gradient_accumulation_steps=options.gradient_accumulation_steps or 1,
+            gradient_accumulation_steps=steps,
             gpu=gpu,
             announce=status.update,
             **{name: value for name, value in overrides.items() if value is not None},

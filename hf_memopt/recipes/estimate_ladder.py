@@ -23,7 +23,8 @@ from hf_memopt.techniques.freezing import drop_input_gradients, freeze
 from hf_memopt.units import format_bytes, to_gib
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
+    from rich.table import Table
 
     from hf_memopt.gpus import Gpu
     from hf_memopt.memory.result import Estimate
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Row", "Rung", "frozen", "ladder", "ladder_rungs", "print_ladder"]
 
 LADDER_BATCH_SIZE = 32
+TABLE_COLUMNS = 79
 SHOWN_ALONE = ("weights", "gradients", "optimizer state", "activations")
 HEADINGS = ("weights", "grads", "state", "activ.", "other", "alloc.", "re-\nserved", "total", "fits")
 BASELINE, USUAL, WHOLE = "baseline", "the usual ladder", "nothing frozen or cut"
@@ -174,7 +176,10 @@ def print_ladder(rows: Sequence[Row], console: Console) -> None:
     plain = partial(console.print, markup=False, highlight=False, emoji=False)
     length = "" if baseline.seq_len is None else f" of {baseline.seq_len} tokens"
     plain(f"{known.model}: {baseline.batch_size} examples{length} per optimizer step, in GiB")
-    console.print(_ladder_table(rows))
+    table = _ladder_table(rows)
+    if console.width < TABLE_COLUMNS:
+        table.width = TABLE_COLUMNS  # the terminal wraps its lines; cut figures would be wrong
+    console.print(table, crop=False)
     context = "which is unknown" if known.context_bytes is None else format_bytes(known.context_bytes)
     plain(
         "\nComponents at the peak of allocated bytes; other: logits and loss, temporaries, workspace, inputs. Total: "
@@ -187,7 +192,7 @@ def print_ladder(rows: Sequence[Row], console: Console) -> None:
         plain(_ladder_verdict(rows, known.gpu), style="bold")
 
 
-def _ladder_table(rows: Sequence[Row]) -> RenderableType:
+def _ladder_table(rows: Sequence[Row]) -> Table:
     from rich import box
     from rich.table import Table
 

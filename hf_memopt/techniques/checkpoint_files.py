@@ -30,7 +30,6 @@ Left out: FSDP and DeepSpeed, whose engines read and write by themselves; and we
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -41,7 +40,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
-from hf_memopt.binding import unbound_error
+from hf_memopt.bound import Binding
 from hf_memopt.compatibility import check_compatibility
 from hf_memopt.techniques.whole_checkpoints import checkpoint_to_resume, remove_training_state
 from hf_memopt.undo import UndoHandle, override_method
@@ -231,7 +230,7 @@ class LeanCheckpointCallback(TrainerCallback):
     def __init__(self, max_shard_bytes: int | str = "1GB") -> None:
         self.max_shard_bytes = _checked_size(max_shard_bytes)
         self.handle: UndoHandle | None = None
-        self._trainer: Callable[[], Any] = lambda: None
+        self.binding = Binding()
         self._is_resuming = False
         self._loading = ExitStack()  # what is in force from the scheduler's creation until the state is loaded
 
@@ -240,35 +239,24 @@ class LeanCheckpointCallback(TrainerCallback):
 
     def bind(self, trainer: Trainer) -> None:
         """Override what saves and what resumes on this one trainer; ``attach`` calls it."""
-        if self._trainer() is trainer:
+        if self.binding.trainer is trainer:
             return
-        if self.handle is not None:
-            self.handle.remove()
-        self._trainer = weakref.ref(trainer)
-        overrides = [
+        self.handle = self.binding.to(
+            trainer,
             override_method(trainer, "save_model", self._saving),
             override_method(trainer, "create_scheduler", self._before_loading),
             override_method(trainer, "train", self._training),
-        ]
-        self.handle = UndoHandle(lambda: self._unbind(overrides))
+            UndoHandle(self._loading.close),
+        )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound; end the loading where the checkpoint had no state to load."""
-        trainer = self._trainer()
-        if trainer is None or trainer.state is not state:
-            raise unbound_error(self)
-        check_compatibility(trainer)
+        check_compatibility(self.binding.serving(self, state))
         self._loading.close()
-
-    def _unbind(self, overrides: list[UndoHandle]) -> None:
-        self._loading.close()
-        self._trainer = lambda: None
-        for override in overrides:
-            override.remove()
 
     def _saving(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def save_model(*args: Any, **kwargs: Any) -> Any:
-            trainer = self._trainer()
+            trainer = self.binding.trainer
             folder = _own_checkpoint(*args, **kwargs) if trainer.args.should_save else None
             if folder is not None:
                 remove_training_state(folder, trainer.args.world_size)
@@ -285,7 +273,7 @@ class LeanCheckpointCallback(TrainerCallback):
 
     def _training(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            trainer = self._trainer()
+            trainer = self.binding.trainer
             resume_from_checkpoint = checkpoint_to_resume(
                 resume_from_checkpoint, trainer.args.output_dir, check_files=not _engine_saves(trainer)
             )
@@ -303,7 +291,7 @@ class LeanCheckpointCallback(TrainerCallback):
 
         def create_scheduler(*args: Any, **kwargs: Any) -> Any:
             scheduler = before(*args, **kwargs)
-            trainer = self._trainer()
+            trainer = self.binding.trainer
             if self._is_resuming and not _engine_saves(trainer):
                 self._loading.close()
                 optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wrapper has it
@@ -319,7 +307,7 @@ class LeanCheckpointCallback(TrainerCallback):
             def load_state_dict(state_dict: dict[str, Any]) -> None:
                 self._loading.close()  # the file is open; what follows may read others its own way
                 load_optimizer_state(optimizer, state_dict, load=before)
-                if _maps_state(self._trainer()):
+                if _maps_state(self.binding.trainer):
                     for parameter, state in optimizer.state.items():
                         optimizer.state[parameter] = _off_the_file(state)
 

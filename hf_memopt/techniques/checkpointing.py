@@ -23,7 +23,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memopt.binding import unbound_error
+from hf_memopt.bound import Binding
 from hf_memopt.changes import Change, add_change, nearest
 from hf_memopt.compat import can_offload_checkpoints, checkpointing_of, enable_checkpointing
 from hf_memopt.compatibility import check_settings
@@ -146,7 +146,7 @@ class CheckpointingCallback(TrainerCallback):
         self.changes: list[Change] = []
         self.handle: UndoHandle | None = None
         self._model: Callable[[], Any] = lambda: None
-        self._trainer: Callable[[], Any] = lambda: None
+        self.binding = Binding()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a copy starts unused: handles belong to this process and its model
@@ -157,10 +157,8 @@ class CheckpointingCallback(TrainerCallback):
         if self._parsed.kind != "budget":
             return
         _check_compiled(self.policy, trainer.args)
-        if self._trainer() is trainer:
+        if self.binding.trainer is trainer:
             return
-        if self.handle is not None:
-            self.handle.remove()
         fraction = self._parsed.fraction
 
         def within_budget(before: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,22 +168,14 @@ class CheckpointingCallback(TrainerCallback):
 
             return training_step
 
-        override = override_method(trainer, "training_step", within_budget)
-        self._trainer = weakref.ref(trainer)
-
-        def unbind() -> None:
-            override.remove()
-            self._trainer = lambda: None
-
-        self.handle = UndoHandle(unbind)
+        self.handle = self.binding.to(trainer, override_method(trainer, "training_step", within_budget))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Switch the policy on in the model that is trained now."""
         check_settings(self.technique, args)
         if self._parsed.kind == "budget":
             _check_compiled(self.policy, args)
-            if getattr(self._trainer(), "state", None) is not state:
-                raise unbound_error(self)
+            self.binding.serving(self, state)
             return
         if self.handle is not None and self._model() is model:
             self.handle.remove()  # a second train(): undo is to reach back to before the first

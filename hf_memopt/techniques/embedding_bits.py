@@ -29,6 +29,7 @@ from bitsandbytes.optim.optimizer import GlobalOptimManager, Optimizer8bit
 from torch import nn
 from transformers import TrainerCallback
 
+from hf_memopt.bound import Binding
 from hf_memopt.undo import UndoHandle
 from hf_memopt.units import format_bytes
 
@@ -178,6 +179,7 @@ class EmbeddingBitsCallback(TrainerCallback):
         self.bits = bits
         self.report: StateReport | None = None
         self.handle: UndoHandle | None = None
+        self.binding = Binding()
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._before: dict[str, str] = {}
 

@@ -19,7 +19,6 @@ another form or are not kept at all.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import TrainerCallback
 
-from hf_memopt.binding import unbound_error
+from hf_memopt.bound import Binding
 from hf_memopt.compatibility import check_compatibility
 from hf_memopt.reading import measured_device, read_memory
 from hf_memopt.techniques.kept_outputs import KeptOutputs, OutputSettings, Reduce
@@ -97,41 +96,29 @@ class EvaluationGuardCallback(TrainerCallback):
         }
         _checked(**self._arguments)
         self.handle: UndoHandle | None = None
-        self._is_guarding = False
-        self._trainer: Callable[[], Any] = lambda: None
+        self.binding = Binding()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), **self._arguments), ()  # a copy starts unbound: the handle belongs to one trainer
 
     def bind(self, trainer: Trainer) -> None:
         """Guard this trainer's evaluations; called by ``attach``."""
-        if self._is_guarding and self._trainer() is trainer:
-            return
-        guarded = guard_evaluation(trainer, **self._arguments)
-        if self.handle is not None:
-            self.handle.remove()
-        reference = weakref.ref(trainer)
-
-        def undo() -> None:
-            guarded.remove()
-            if self._trainer is reference:
-                self._is_guarding = False
-
-        self.handle, self._trainer, self._is_guarding = UndoHandle(undo), reference, True
+        if self.binding.trainer is not trainer:
+            self.handle = self.binding.to(trainer, guard_evaluation(trainer, **self._arguments))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse what cannot work before the first evaluation comes."""
-        self._check_bound(args)
-        check_compatibility(self._trainer())
+        self._check_bound(state)
+        if self.binding.trainer is not None:
+            check_compatibility(self.binding.trainer)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound where nothing is trained."""
-        self._check_bound(args)
+        self._check_bound(state)
 
-    def _check_bound(self, args: Any) -> None:
-        trainer = self._trainer()
-        if trainer is None or trainer.args is not args:
-            raise unbound_error(self)
+    def _check_bound(self, state: Any) -> None:
+        if self.handle is None or not self.handle.is_removed:  # taken off by hand it lets evaluations be
+            self.binding.serving(self, state)
 
 
 def guard_evaluation(

@@ -24,6 +24,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_memopt.bound import Binding
 from hf_memopt.changes import Change, add_change, nearest
 from hf_memopt.compat import is_checkpointing
 from hf_memopt.undo import UndoHandle, remove_all
@@ -200,6 +201,7 @@ class FreezeCallback(TrainerCallback):
         self.patterns = checked_patterns(patterns)
         self.changes: list[Change] = []
         self.handle: UndoHandle | None = None
+        self.binding = Binding()
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._undo: list[UndoHandle] = []
 

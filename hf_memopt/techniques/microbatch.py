@@ -32,7 +32,7 @@ from weakref import ref
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_memopt.binding import unbound_error
+from hf_memopt.bound import Binding
 from hf_memopt.changes import Change
 from hf_memopt.compatibility import check_compatibility
 from hf_memopt.techniques.piece_caps import CAPS_FILE, Cap, read_caps, write_caps
@@ -96,6 +96,7 @@ class MicrobatchCallback(TrainerCallback):
         self.changes: list[Change] = []
         self._unwritten: set[str] = set()  # why caps could not be written, as far as it was warned of
         self.handle: UndoHandle | None = None
+        self.binding = Binding()
         self._step: Callable[[], PiecewiseStep | None] = lambda: None  # the trainer has it, and is not kept alive
         self._resume_from: str | bool | None = None  # what train was called with
 
@@ -104,30 +105,18 @@ class MicrobatchCallback(TrainerCallback):
 
     def bind(self, trainer: Trainer) -> None:
         """Stand over this trainer's ``training_step`` and ``compute_loss``; called by ``attach``."""
-        former = self._step()
-        if former is not None and former.trainer is trainer:
+        if self.binding.trainer is trainer:
             return
-        if self.handle is not None:
-            self.handle.remove()
         step = PiecewiseStep(trainer, self.caps, self.changes)
-        step.install()
-        step.keep(override_method(trainer, "train", self._around_train))
+        override = override_method(trainer, "train", self._around_train)
+        self.handle = self.binding.to(trainer, *step.install(), override)
         self._step = ref(step)
-
-        def unbind() -> None:
-            installed, self._step = self._step(), lambda: None
-            if installed is not None:
-                installed.remove()
-
-        self.handle = UndoHandle(unbind)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check again what may have changed since ``attach``, and take over the caps of a run that is resumed."""
-        step = self._step()
-        if step is None:
-            raise unbound_error(self)
-        check_compatibility(step.trainer)
-        step.begin_training()
+        check_compatibility(self.binding.serving(self, state))
+        if (step := self._step()) is not None:
+            step.begin_training()
         if self._resume_from and state.global_step > 0:
             last = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             self._resume(Path(last if self._resume_from is True else self._resume_from))

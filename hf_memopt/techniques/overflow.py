@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hf_memopt.binding import unbound_error
+from hf_memopt.bound import Binding
 from hf_memopt.changes import Change, add_change
 from hf_memopt.compatibility import check_compatibility
 from hf_memopt.techniques.example_indices import example_indices
@@ -101,7 +100,7 @@ class OverflowCallback(TrainerCallback):
         self.poisoned_steps = 0
         self.skipped_steps = 0
         self.handle: UndoHandle | None = None
-        self._trainer: Callable[[], Any] = lambda: None
+        self.binding = Binding()
         self._in_a_row = 0
         self._skips_in_a_row = 0
         self._window: list[MicroBatch] = []
@@ -119,24 +118,15 @@ class OverflowCallback(TrainerCallback):
     # ---- Binding ----------------------------------------------------------------------------------------------------
 
     def bind(self, trainer: Any) -> None:
-        """Watch this trainer's steps and gradient norms, and no other's any more."""
-        if self._trainer() is not trainer:
+        """Watch this trainer's steps and gradient norms; a second ``attach`` puts it outermost again."""
+        if self.binding.trainer is not trainer:
             _warn_of_bfloat16_family(trainer)
-        if self.handle is not None:
-            self.handle.remove()
-        self._trainer = weakref.ref(trainer)
         override = override_method(trainer, "training_step", self._watching)
-
-        def unbind() -> None:
-            self._trainer = lambda: None
-            self._end_run()
-            override.remove()
-
-        self.handle = UndoHandle(unbind)
+        self.handle = self.binding.to(trainer, override, UndoHandle(self._end_run))
 
     def _watching(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            args = self._trainer().args
+            args = self.binding.trainer.args
             micro_batch = MicroBatch(inputs, num_items_in_batch, RandomState.capture(args.device))
             loss = before(model, inputs, num_items_in_batch)
             is_bad = ~torch.isfinite(loss)
@@ -180,9 +170,7 @@ class OverflowCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound or beside what it cannot work with; begin to count."""
-        trainer = self._trainer()
-        if trainer is None or trainer.state is not state:
-            raise unbound_error(self)
+        trainer = self.binding.serving(self, state)
         check_compatibility(trainer)
         self._end_run()
         # only now: a search for hyperparameters gives each run an accelerator of its own
@@ -204,7 +192,7 @@ class OverflowCallback(TrainerCallback):
     ) -> None:
         """Read how the step went, and drop it if it is poisoned."""
         self._restore_filter()
-        trainer = self._trainer()
+        trainer = self.binding.trainer
         if not self._window:
             return
         reading = read_step(self._is_loss_bad, self._norm, trainer.accelerator)

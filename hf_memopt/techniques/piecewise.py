@@ -29,7 +29,7 @@ from hf_memopt.techniques.pieces import (
     take_rows,
 )
 from hf_memopt.techniques.predictions import recover_predictions
-from hf_memopt.undo import UndoHandle, override_method, remove_all
+from hf_memopt.undo import UndoHandle, override_method
 
 __all__ = ["PiecewiseStep"]
 
@@ -64,7 +64,6 @@ class PiecewiseStep:
 
     def __init__(self, trainer: Any, caps: dict[str, Cap], changes: list[Change]) -> None:
         self._trainer: Callable[[], Any] = ref(trainer)
-        self._handles: list[UndoHandle] = []
         self._caps = caps
         self._changes = changes
         self._is_checked = False  # the model, since training began
@@ -82,23 +81,16 @@ class PiecewiseStep:
         """The trainer, None once it is gone."""
         return self._trainer()
 
-    def install(self) -> None:
-        """Put it over the trainer's methods, which keep it alive from then on."""
-        self._handles = [
+    def install(self) -> list[UndoHandle]:
+        """Put it over the trainer's methods, which keep it alive from then on; return what takes it off."""
+        handles = [
             override_method(self.trainer, "compute_loss", self._around_loss),
             override_method(self.trainer, "training_step", self._around_step),
         ]
         of_predictions = recover_predictions(self.trainer)
         if of_predictions is not None:  # None where predictions recover already
-            self._handles.append(of_predictions)
-
-    def keep(self, handle: UndoHandle) -> None:
-        """Let ``remove`` undo this as well."""
-        self._handles.append(handle)
-
-    def remove(self) -> None:
-        """Take it off again."""
-        remove_all(self._handles)
+            handles.append(of_predictions)
+        return handles
 
     def begin_training(self) -> None:
         """Forget what was found out about the model: it may be a new one."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_memopt.binding import unbound_error
+from hf_memopt.bound import Binding, unbound_error
 from hf_memopt.changes import Change, add_change
 from hf_memopt.compatibility import check_compatibility
 from hf_memopt.techniques.precision import (
@@ -81,10 +81,9 @@ class PrecisionCallback(TrainerCallback):
         self.master_weights = _checked("master_weights", master_weights)
         self.changes: list[Change] = []
         self.handle: UndoHandle | None = None
-        self._trainer: Callable[[], Any] = lambda: None
+        self.binding = Binding()
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._undo_model: list[UndoHandle] = []
-        self._undo_trainer: list[UndoHandle] = []
         self._tf32: UndoHandle | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,15 +92,14 @@ class PrecisionCallback(TrainerCallback):
 
     def bind(self, trainer: Trainer) -> None:
         """Reach what only the trainer has; ``attach`` calls it."""
-        if self._trainer() is trainer:
+        if self.binding.trainer is trainer:
             return
-        remove_all(self._undo_trainer)
-        self._undo_trainer = self._disable_autocast_cache(trainer)
-        self._undo_trainer += [
+        self.binding.to(
+            trainer,
+            *self._disable_autocast_cache(trainer),
             override_method(trainer, "train", self._ending_with_tf32),
             override_method(trainer, "call_model_init", lambda before: self._with_master_weights(trainer.args, before)),
-        ]
-        self._trainer = weakref.ref(trainer)
+        )
         # before train(): a resumed run loads float32 weights and states into these
         self._keep_master_weights(trainer.args, trainer.model, trainer.optimizer)
 
@@ -115,7 +113,7 @@ class PrecisionCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Check that what was asked for could be done, and switch TF32 on."""
-        trainer = self._trainer()
+        trainer = self.binding.trainer
         is_bound = trainer is not None and trainer.state is state
         if is_bound:
             check_compatibility(trainer)
@@ -204,9 +202,8 @@ class PrecisionCallback(TrainerCallback):
 
     def _undo(self) -> None:
         self._put_tf32_back()
-        remove_all(self._undo_trainer)
+        self.binding.end()
         remove_all(self._undo_model)
-        self._trainer = lambda: None
 
     def _record(self, name: str, old: Any, new: Any, reason: str) -> None:
         change = Change(name, old, new, reason)

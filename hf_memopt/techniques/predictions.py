@@ -17,7 +17,6 @@ labels.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from torch.nn.functional import pad
 from hf_memopt.techniques.loss_weights import LossWeights, NotSplittableError
 from hf_memopt.techniques.out_of_memory import is_out_of_memory, release_memory
 from hf_memopt.techniques.pieces import row_count, row_lengths, splittable_batch_reason, splittable_reason
-from hf_memopt.undo import UndoHandle, override_method
+from hf_memopt.undo import UndoHandle, is_overridden, override_method, remove_all
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -38,7 +37,7 @@ __all__ = ["recover_predictions"]
 
 logger = logging.getLogger(__name__)
 
-RECOVERS = "memopt_recovers_predictions"  # the attribute of a trainer that has it
+RECOVERS = "recovery of predictions"  # the purpose of the override
 IGNORED = -100  # what stock pads outputs with
 
 
@@ -56,23 +55,14 @@ def recover_predictions(trainer: Trainer) -> UndoHandle | None:
     Raises (in evaluation):
         torch.OutOfMemoryError: a single row does not fit, or rows depend on each other; the message says what to try.
     """
-    if getattr(trainer, RECOVERS, False):
+    if is_overridden(trainer, "prediction_step", RECOVERS):
         return None
     recovery = _Recovery(trainer)
     handles = [
-        override_method(trainer, "prediction_step", recovery.recovering),
+        override_method(trainer, "prediction_step", recovery.recovering, purpose=RECOVERS),
         override_method(trainer, "evaluation_loop", recovery.starting_afresh),
     ]
-    setattr(trainer, RECOVERS, True)
-    reference = weakref.ref(trainer)  # a handle may outlive its trainer
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-        if (alive := reference()) is not None:
-            delattr(alive, RECOVERS)
-
-    return UndoHandle(undo)
+    return UndoHandle(partial(remove_all, handles))
 
 
 class _Recovery:

@@ -23,6 +23,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
+from hf_memopt.bound import Binding
 from hf_memopt.changes import Change, add_change
 from hf_memopt.compatibility import check_settings
 from hf_memopt.techniques.freezing import (
@@ -128,6 +129,7 @@ class GradualUnfreezeCallback(TrainerCallback):
         self.schedule = checked_schedule(schedule)
         self.changes: list[Change] = []
         self.handle: UndoHandle | None = None
+        self.binding = Binding()
         self._model: Any = lambda: None
         self._undo: list[UndoHandle] = []
 
