@@ -319,6 +319,8 @@ def run_arm(spec: ArmSpec) -> dict[str, Any]:
         )
     )
     figures = measure(trainer, clock, imported_bytes)
+    # without autocast, which accelerate leaves in forward: what is measured is what a reloaded model computes
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     predicted = predict_labels(model, tokenizer, task.test_texts)
     hits = sum(one == other for one, other in zip(predicted, task.test_labels, strict=True))
     if spec.arm == "memopt":

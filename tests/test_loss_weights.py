@@ -269,8 +269,8 @@ def test_each_refusal_has_its_own_reason(tmp_path: Path) -> None:
         ") gives, as with a penalty over the whole batch or means over different counts"
     )
     assert refusal(Pairs, tmp_path) == (
-        "the loss of one row alone fails (ValueError: not enough values to unpack (expected 2, got 1)), as where rows "
-        "belong together in pairs"
+        "its rows belong together, as pairs do: the loss of one row alone fails (ValueError: not enough values to "
+        "unpack (expected 2, got 1))"
     )
 
 
@@ -349,6 +349,37 @@ def test_no_more_is_asked_once_everything_that_varies_is_excluded(tmp_path: Path
     for start in range(ROWS, len(rows), ROWS):
         weights.of_rows(trainer, trainer.model, collate(rows[start : start + ROWS]), None)
     assert len(passes) == asked
+
+
+class MeasuredAgainstItself(OwnLoss):
+    """A term over the batch that is 0 as long as the weights are those of the beginning, as with a reference policy."""
+
+    moved = 0.0
+
+    @staticmethod
+    def loss(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        own = functional.cross_entropy(logits, inputs["labels"])
+        return own + logits.mean(0).square().sum() * MeasuredAgainstItself.moved
+
+
+def test_a_rule_is_asked_again_as_the_weights_move(tmp_path: Path) -> None:
+    trainer = make(MeasuredAgainstItself, rows_with(labels=[0, 1, 2, 1] * 4), tmp_path)
+    weights, inputs = LossWeights(), collate(trainer.train_dataset[:ROWS])
+    asked: list[int] = []
+    passes: list[int] = []
+    trainer.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    for step in range(40):
+        trainer.state.global_step = step
+        before = len(passes)
+        weights.of_rows(trainer, trainer.model, inputs, None)
+        asked += [step] * (len(passes) > before)
+    assert asked == [0, 1, 3, 7, 15, 31]
+    MeasuredAgainstItself.moved, trainer.state.global_step = 1.0, 63
+    try:
+        with pytest.raises(ValueError, match="a penalty over the whole batch"):
+            weights.of_rows(trainer, trainer.model, inputs, None)
+    finally:
+        MeasuredAgainstItself.moved = 0.0
 
 
 # ---- Numbers --------------------------------------------------------------------------------------------------------

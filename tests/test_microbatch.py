@@ -687,7 +687,7 @@ def _short_rows_of_one_class(count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("loss", [_weighted_classes, _pairs])
 def test_losses_that_rows_have_only_together_are_refused(loss: Callable[..., torch.Tensor], tmp_path: Path) -> None:
     case = CASES["bert"]._replace(rows=_short_rows_of_one_class)
-    with pytest.raises(ValueError, match=r"^model=BertForSequenceClassification cannot be trained in pieces.*, as "):
+    with pytest.raises(ValueError, match=r"^model=BertForSequenceClassification cannot be trained in pieces.* as "):
         run(case, tmp_path, MicrobatchCallback(), loss=lambda model: loss)
 
 
@@ -699,8 +699,8 @@ def test_a_loss_that_needs_pairs_of_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         run(CASES["bert"], tmp_path, MicrobatchCallback(), loss=lambda model: loss)
     assert str(error.value) == (
-        "model=BertForSequenceClassification cannot be trained in pieces of a batch: the loss of one row alone fails "
-        "(ValueError: not enough values to unpack (expected 2, got 1)), as where rows belong together in pairs; "
+        "model=BertForSequenceClassification cannot be trained in pieces of a batch: its rows belong together, as "
+        "pairs do: the loss of one row alone fails (ValueError: not enough values to unpack (expected 2, got 1)); "
         f"{ADVICE}"
     )
 

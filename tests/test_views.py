@@ -400,6 +400,16 @@ def test_a_view_has_the_column_names_of_its_dataset(kind):
     assert not hasattr(bucketed(examples(), **VIEWS[kind]), "column_names")
 
 
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_view_describes_its_dataset_and_has_none_of_its_methods(kind):
+    dataset = Dataset.from_list(examples())
+    view = bucketed(dataset, **VIEWS[kind])
+    assert (view.features, view.info, view.split) == (dataset.features, dataset.info, None)
+    with pytest.raises(AttributeError) as error:
+        view.map(len)  # would be of the rows in another order
+    assert str(error.value) == f"{type(view).__name__!r} object has no attribute 'map'"
+
+
 @pytest.mark.parametrize(("kind", "item"), [("examples", "an example"), ("batches", "a batch")])
 def test_positions_that_are_not_integers_are_refused(kind, item):
     view = bucketed(examples(), **VIEWS[kind])

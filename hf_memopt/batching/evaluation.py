@@ -36,6 +36,7 @@ from torch.utils.data import SequentialSampler
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from hf_memopt.batching.checks import checked_position
+from hf_memopt.batching.descriptions import DescribedByDataset
 from hf_memopt.batching.lengths import lengths_of
 from hf_memopt.batching.losses import ExactLoss
 from hf_memopt.batching.model_traits import is_causal_lm
@@ -82,7 +83,7 @@ def sorted_by_length(
     return SortedExamples(dataset, order, restore_by_hand=restore_by_hand)
 
 
-class SortedExamples(torch.utils.data.Dataset[Any]):
+class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
     """The examples of a dataset in another order, and the way back.
 
     Attributes:
@@ -97,11 +98,6 @@ class SortedExamples(torch.utils.data.Dataset[Any]):
         self._reader = RowReader(dataset)
         # The id of the DataLoader whose results are put back, 0 while there is none; DataLoader workers get a copy.
         self._restored_for = 0
-
-    @property
-    def column_names(self) -> Any:
-        """The columns of the dataset, if it tells them."""
-        return self.dataset.column_names
 
     def __len__(self) -> int:
         return len(self.order)

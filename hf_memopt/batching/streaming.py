@@ -38,6 +38,7 @@ from hf_memopt.batching.checks import (
     check_world_size,
     checked_boundaries,
 )
+from hf_memopt.batching.descriptions import DescribedByDataset
 from hf_memopt.batching.rows import RowBatch
 from hf_memopt.changes import Change, nearest
 
@@ -48,7 +49,7 @@ EPOCH, DROPPED = 0, 1  # places in the shared memory
 BUFFER_EXAMPLES = 8192
 
 
-class BucketedStream(torch.utils.data.IterableDataset[Any]):
+class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
     """An endless stream of a stream's examples in length-bucketed order: pass after pass, each in another order.
 
     ``batch_size=``: an item is an example; ``batch_size * world_size`` neighbours are of similar length, and every
@@ -287,12 +288,6 @@ class BucketedStream(torch.utils.data.IterableDataset[Any]):
                 f"processes; expected {self.group_examples} or more. "
                 f"Pass bucketed(..., buffer_examples={100 * self.group_examples})"
             )
-
-    @property
-    def column_names(self) -> Any:
-        """The columns of the source, if it tells them."""
-        source: Any = self.dataset
-        return source.column_names
 
     def check_evaluation(self, trainer: Any) -> NoReturn:
         """Raise ValueError: a stream for training never ends; an attached Trainer calls it."""

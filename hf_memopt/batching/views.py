@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hf_memopt.batching.buckets import EpochPlan, LengthBuckets
 from hf_memopt.batching.checks import check_batch_limits, check_world_size, checked_position
+from hf_memopt.batching.descriptions import DescribedByDataset
 from hf_memopt.batching.lengths import lengths_of
 from hf_memopt.batching.rows import RowBatch, RowReader
 from hf_memopt.batching.streaming import BUFFER_EXAMPLES, BucketedStream, seed_of_run
@@ -131,7 +132,7 @@ def _check_settings_of_stream(lengths: Any, n_buckets: Any, boundaries: Any) -> 
             )
 
 
-class _BucketedView(torch.utils.data.Dataset[Any]):
+class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
     """What both views share: the epoch, the plan made from it, and the guard against reading out of order."""
 
     takes_seed = False  # attach may set the seed
@@ -160,11 +161,6 @@ class _BucketedView(torch.utils.data.Dataset[Any]):
 
     def __len__(self) -> int:
         raise NotImplementedError
-
-    @property
-    def column_names(self) -> Any:
-        """The columns of the dataset, if it tells them."""
-        return self.dataset.column_names
 
     @property
     def epoch(self) -> int:

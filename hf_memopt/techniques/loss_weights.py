@@ -8,7 +8,8 @@ model has much the same loss for every row, so losses alone would show little).
 
 One probe proves little: rows with as many boxes each look the same to a mean over rows and to one over boxes. So
 ``LossWeights`` remembers by which inputs the loss does not weigh rows, and asks again before a batch is cut whose rows
-differ in any other.
+differ in any other. It also asks again as the weights move away from where they began (a policy that equals its
+reference, adapters of zeros), after 1, 3, 7, 15 ... optimizer steps.
 
 Limitations: a weight that depends on no single input (a product of two columns, the classes of tokens) is seen only if
 the rows of a probe differ in it. Where two rows do not fit into memory, single ones show no more than whether losses
@@ -77,6 +78,7 @@ class LossWeights:
         self._excluded: set[str] = set()  # what the loss is known not to weigh rows by
         self._too_long: float = math.inf  # of the shorter of two rows that did not fit into memory
         self._assumed: str | None = None
+        self._asked_at, self._ask_again_at = 0, 0  # optimizer steps
 
     def of_rows(
         self,
@@ -101,6 +103,10 @@ class LossWeights:
             NotSplittableError: no weights give the loss of a few rows from the losses of each.
         """
         counts = row_counts(inputs)
+        step = trainer.state.global_step
+        if self.rule is not None and step >= self._ask_again_at:
+            self._probe(trainer, model, inputs, num_items_in_batch, counts, most_rows)
+            self._asked_at, self._ask_again_at = step, step + 2 * max(step - self._asked_at, 1)
         before = -1
         while len(candidates := self._candidates(counts)) not in (0, before):
             before = len(candidates)
@@ -177,6 +183,9 @@ class LossWeights:
             raise NotSplittableError(trainer.model, _reason(trainer, model, probe, items, readings))
         noise = max(1e-6, 2 * torch.finfo(whole.loss.dtype).eps) / tolerance[0]
         fitting = [rule for rule, error in errors.items() if error <= 4 * least + noise]
+        if self.rule is None:
+            step = trainer.state.global_step
+            self._asked_at, self._ask_again_at = step, step + 1
         if self.rule not in fitting:
             self.rule = fitting[0]
         shares = row_shares(self.rule, counts)
@@ -243,8 +252,8 @@ def _read(
     except Exception as error:
         if is_out_of_memory(error):
             return None
-        which = "one row alone" if readings else f"{rows} rows of it"
-        reason = f"the loss of {which} fails ({type(error).__name__}: {error}), as where rows belong together in pairs"
+        which = "one row alone" if readings else f"{rows} rows alone"
+        reason = f"its rows belong together, as pairs do: the loss of {which} fails ({type(error).__name__}: {error})"
         raise NotSplittableError(trainer.model, reason) from error
     return readings
 

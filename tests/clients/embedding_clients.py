@@ -21,7 +21,7 @@ from sentence_transformers.base.sampler import DefaultBatchSampler
 from sentence_transformers.sentence_transformer import losses, modules
 
 import tiny
-from client import SETUPS, Arrange, Client, arguments, not_splittable, texts, words
+from client import SETUPS, Arrange, Client, arguments, not_splittable, texts
 
 
 def encoder(folder: Path) -> SentenceTransformer:
@@ -91,19 +91,20 @@ NOT_A_TRAINER = (
     "trainer=<Trainer> is not a transformers.Trainer; expected the Trainer that trains. Pass the one inside it: "
     "attach(trainer.st_trainer)"
 )
+DATASETS_ALONE = "sentence-transformers takes a datasets.Dataset and refuses every other type by itself"
 OWN_PAIRS = "setfit makes the pairs that it trains on from the texts, and reads them in an order of its own"
 
 CLIENTS = {
     "sentence-transformers, in-batch negatives": Client(
         functools.partial(embeddings, data=pairs, loss=losses.MultipleNegativesRankingLoss),
-        lengths=words("anchor"),
+        no_view=DATASETS_ALONE,
         cannot_cut=not_splittable(
             "SentenceTransformer",
             "the loss of 3 rows at once is # and that of each alone 0, as with in-batch negatives",
         ),
     ),
     "sentence-transformers, scored pairs": Client(
-        functools.partial(embeddings, data=scored, loss=losses.CosineSimilarityLoss), lengths=words("one")
+        functools.partial(embeddings, data=scored, loss=losses.CosineSimilarityLoss), no_view=DATASETS_ALONE
     ),
     "setfit": Client(few_shot, drive=train_outer, no_view=OWN_PAIRS),
     "setfit, its own trainer": Client(

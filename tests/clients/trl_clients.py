@@ -23,7 +23,7 @@ from trl import (
 )
 
 import tiny
-from client import CUT, Arrange, Client, arguments, llama, not_splittable, texts, words
+from client import CUT, Arrange, Client, arguments, llama, no_weighting, not_splittable, texts, words
 
 
 def tokenizer() -> Any:
@@ -136,10 +136,9 @@ def tokens(column: str) -> Any:
 
 PACKED = not_splittable("LlamaForCausalLM", "its examples are packed into one row, as cu_seq_lens_q tells")
 IN_PAIRS = (
-    "the loss of one row alone fails (ValueError: not enough values to unpack (expected 2, got 1)), as where rows "
-    "belong together in pairs"
+    "its rows belong together, as pairs do: the loss of one row alone fails (ValueError: not enough values to unpack "
+    "(expected 2, got 1))"
 )
-AGAINST_THE_BATCH = "its loss is measured against a mean over the batch"
 GENERATED = not_splittable(
     "LlamaForCausalLM", "GRPOTrainer makes its batches from a list within the step, so there are no rows to take"
 )
@@ -153,9 +152,8 @@ CLIENTS = {
     "TRL SFT, packing": Client(functools.partial(sft, count=64, packing=True), cannot_cut=PACKED),
     "TRL SFT, prompt and completion": Client(functools.partial(sft, data=completions)),
     "TRL DPO": Client(dpo, lengths=tokens("chosen_ids"), cannot_cut=not_splittable("LlamaForCausalLM", IN_PAIRS)),
-    "TRL KTO": Client(
-        kto, lengths=tokens("completion_ids"), cannot_cut=not_splittable("LlamaForCausalLM", AGAINST_THE_BATCH)
-    ),
+    # measured against a mean over the batch, which is 0 as long as the policy is its reference
+    "TRL KTO": Client(kto, lengths=tokens("completion_ids"), cannot_cut=no_weighting("LlamaForCausalLM")),
     "TRL Reward": Client(
         reward,
         lengths=tokens("chosen_ids"),
