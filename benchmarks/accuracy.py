@@ -18,7 +18,7 @@ import results_file
 from rich.console import Console
 from rich.table import Table
 
-from hf_memopt.demo import prepare, run_child
+from hf_memopt.demo.run import prepare, run_child
 
 ARMS = ("baseline", "memopt")
 

@@ -72,7 +72,7 @@ def synthetic_lengths(name: str, examples: int) -> NDArray[np.int32]:
 
 def docstring_lengths() -> NDArray[np.int32]:
     """Return the tokens of the demo's training texts."""
-    from hf_memopt.docstrings import docstring_task, read_docstrings, source_files, train_tokenizer
+    from hf_memopt.demo.docstring_task import docstring_task, read_docstrings, source_files, train_tokenizer
 
     texts = list(docstring_task(read_docstrings(source_files())).train_texts)
     ids = train_tokenizer(texts)(texts, truncation=True)["input_ids"]

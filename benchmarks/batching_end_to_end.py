@@ -29,7 +29,7 @@ def measure_end_to_end(seeds: int, max_train: int | None, say: Callable[[str], N
     """Return the figures of every run by arm, in the order of the seeds; the arms of a seed run one after the other."""
     from rich.console import Console
 
-    from hf_memopt.demo import prepare
+    from hf_memopt.demo.run import prepare
 
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in TITLES}
     with tempfile.TemporaryDirectory() as folder:
@@ -66,8 +66,15 @@ def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
     import torch
     from transformers import AutoTokenizer, PrinterCallback
 
-    from hf_memopt.demo_arms import HYPERPARAMETERS, OptimizerClock, build_model, measure, model_config, predict_labels
-    from hf_memopt.docstrings import DocstringTask
+    from hf_memopt.demo.docstring_task import DocstringTask
+    from hf_memopt.demo.setups import (
+        HYPERPARAMETERS,
+        OptimizerClock,
+        build_model,
+        measure,
+        model_config,
+        predict_labels,
+    )
     from hf_memopt.techniques.precision import choose_precision
 
     task = DocstringTask(**json.loads((Path(folder) / "task.json").read_text(encoding="utf-8")))
@@ -107,7 +114,7 @@ def _trainer(arm: str, model: Any, tokenizer: Any, columns: Any, arguments: dict
 
     dataset = Dataset.from_dict(columns)
     if arm in ("random", "group_by_length"):
-        # The rows in a list: see hf_memopt.demo_arms.stock_best_trainer for what a Dataset costs here.
+        # The rows in a list: see hf_memopt.demo.setups.stock_best_trainer for what a Dataset costs here.
         data, collator = dataset.to_list(), DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
         strategy, per_device = arm, BATCH_SIZE
     else:

@@ -29,7 +29,7 @@ def policy_figures(case: str) -> dict[str, dict[str, int]]:
     """Estimate a case with each policy."""
     from hf_memopt.memory.estimation import estimate
     from hf_memopt.memory.result import COMPONENTS
-    from hf_memopt.techniques.checkpointing import checkpoint_layers
+    from hf_memopt.techniques.checkpointing.policies import checkpoint_layers
 
     kept = [COMPONENTS.index(name) for name in ("activations", "logits and loss")]
     figures = {}
@@ -49,7 +49,7 @@ def policy_figures(case: str) -> dict[str, dict[str, int]]:
 
 def budget_figures() -> dict[str, int]:
     """Measure what a compiled network of four blocks, of 512 rows of 256 numbers, saves within each budget."""
-    from hf_memopt.techniques.activation_budget import activation_memory_budget
+    from hf_memopt.techniques.checkpointing.compile_budget import activation_memory_budget
 
     torch.manual_seed(0)
     blocks = [(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.LayerNorm(256)) for _ in range(4)]

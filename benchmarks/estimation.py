@@ -43,10 +43,10 @@ LADDER: dict[str, Any] = {"model": "chinese-macbert-large", "batch_size": 32, "s
 def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any]:
     """Time the estimates of one case in this process."""
     started = time.perf_counter()
+    from hf_memopt.devices.memory_reading import read_process
     from hf_memopt.memory.estimation import estimate
-    from hf_memopt.memory.models import load_model
-    from hf_memopt.memory.trace_cache import forget_traces
-    from hf_memopt.reading import read_process
+    from hf_memopt.memory.models.loading import load_model
+    from hf_memopt.memory.recording.trace_cache import forget_traces
 
     load_model("bert-base-uncased")  # transformers imports a model's code when it is first built
     type_of = load_model(model).model
@@ -77,8 +77,8 @@ def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any
 
 def ladder_figures() -> dict[str, Any]:
     """Estimate the ladders of techniques for README.md in this process."""
-    from hf_memopt.gpus import find_gpu
-    from hf_memopt.recipes.estimate_ladder import ladder
+    from hf_memopt.cli.technique_ladder import ladder
+    from hf_memopt.devices.gpus import find_gpu
 
     gpu = find_gpu(LADDER["gpu"])
     rows = [row.as_dict() for row in ladder(**{**LADDER, "gpu": gpu})]

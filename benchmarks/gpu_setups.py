@@ -122,7 +122,7 @@ def missing_package(case: Case) -> str | None:
 
 def model_class_and_config(case: Case) -> tuple[type, Any]:
     """Return class and configuration that the estimate and the real run are both built from."""
-    from hf_memopt.memory.models import load_model
+    from hf_memopt.memory.models.loading import load_model
 
     model: Any = load_model(MODELS[case.model].known_as).model
     config = model.config
@@ -143,7 +143,7 @@ def build_model(case: Case, device: str) -> Any:
 
 def freeze_body(model: Any) -> None:
     """Freeze the embeddings and all layers but the last, so that a tied head leaves something to train."""
-    from hf_memopt.techniques.freezing import freeze, layer_stacks
+    from hf_memopt.techniques.freezing.freezing import freeze, layer_stacks
 
     last = min(len(layers) for layers in layer_stacks(model).values()) - 1
     freeze(model, ["embeddings", f"layers:0-{last - 1}"])
@@ -183,7 +183,7 @@ def training_arguments(case: Case, output_dir: str, *, steps: int, use_cpu: bool
     """Return the ``TrainingArguments``: what the case says, no saving, and the Trainer's defaults otherwise."""
     from transformers import TrainingArguments
 
-    from hf_memopt.compat import checkpointing_arguments
+    from hf_memopt.binding.versions import checkpointing_arguments
 
     setup = SETUPS[case.setup]
     return TrainingArguments(

@@ -54,7 +54,7 @@ class StepClock(TrainerCallback):
 
 def read_texts() -> tuple[Any, list[dict[str, Any]]]:
     """Return a tokenizer and the tokenized docstrings with their labels."""
-    from hf_memopt.docstrings import docstring_task, read_docstrings, source_files, train_tokenizer
+    from hf_memopt.demo.docstring_task import docstring_task, read_docstrings, source_files, train_tokenizer
 
     task = docstring_task(read_docstrings(source_files()))
     tokenizer = train_tokenizer(task.train_texts)
@@ -97,7 +97,7 @@ def attached(trainer: Any, **caps: int) -> Any:
 
 def overhead(tokenizer: Any, rows: list[dict[str, Any]], folder: str) -> dict[str, float]:
     """Time the callback around a step that does nothing, and a real step of the smallest model on short texts."""
-    from hf_memopt.undo import override_method
+    from hf_memopt.binding.handles import override_method
 
     few = [row for row in rows if len(row["input_ids"]) <= 64][: MICROBATCH_ROWS * STEPS]
     settings = {"output_dir": folder, "per_device_train_batch_size": MICROBATCH_ROWS}

@@ -34,7 +34,7 @@ def demo_table() -> str:
     """Return the table that the demo printed, with what it ran on."""
     from rich.console import Console
 
-    from hf_memopt.demo import figures_table, ratios
+    from hf_memopt.demo.run import figures_table, ratios
 
     figures, versions_of = _demo()
     console = Console(file=io.StringIO(), width=100, record=False)
@@ -263,7 +263,7 @@ def checkpointing() -> str:
 
 def compatibility() -> str:
     """Return which techniques and settings work together, from the table that ``attach`` enforces."""
-    from hf_memopt.compatibility import compatibility_matrix
+    from hf_memopt.binding.conflicts import compatibility_matrix
 
     return compatibility_matrix()
 

@@ -1,6 +1,6 @@
 """Tiny heads with examples whose micro-batches weigh the same, and the gradient norm that the stock Trainer gets.
 
-Run under ``torch.distributed.run`` it prints one JSON line of norms by head, as ``test_binding.py`` compares them.
+Run under ``torch.distributed.run`` it prints one JSON line of norms by head, as ``test_attach.py`` compares them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import transformers
 from transformers import Trainer, TrainerCallback, default_data_collator
 
 import tiny
-from hf_memopt.binding import attach
+from hf_memopt.binding.attach import attach
 
 LENGTH = 12
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -29,7 +29,7 @@ from hf_memopt import (
     bucketed,
     gradient_release,
 )
-from hf_memopt.compatibility import TECHNIQUES
+from hf_memopt.binding.conflicts import TECHNIQUES
 
 LENGTHS = (12, 5, 9, 3, 7, 12, 4, 6)
 STEPS = 4

@@ -160,11 +160,16 @@ def test_expected_seconds_are_those_of_this_card_before(gpu, setups) -> None:
 
 
 def test_the_source_hash_follows_the_package_and_the_measurement(gpu, monkeypatch, tmp_path) -> None:
-    for folder in ("hf_memopt/memory", "benchmarks"):
+    for folder in ("hf_memopt/memory/recording", "benchmarks"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     hashes = []
-    for file in ("hf_memopt/memory/step.py", "benchmarks/gpu_case.py", "benchmarks/gpu_figures.py", "README.md"):
+    for file in (
+        "hf_memopt/memory/recording/step.py",
+        "benchmarks/gpu_case.py",
+        "benchmarks/gpu_figures.py",
+        "README.md",
+    ):
         (tmp_path / file).write_text("1", encoding="utf-8")
         hashes.append(gpu.source_hash())
     assert len(set(hashes)) == 2

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 import hf_memopt
-from hf_memopt.batching.padding import padding_report
-from hf_memopt.demo_output import write_figures
-from hf_memopt.techniques.overflow_diagnosis import OverflowReport, write_reports
-from hf_memopt.techniques.piece_caps import CAPS_FILE, Cap, write_caps
+from hf_memopt.batching.padding_costs.figures import padding_report
+from hf_memopt.demo.output import write_figures
+from hf_memopt.techniques.microbatching.limits import CAPS_FILE, Cap, write_caps
+from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport, write_reports
 from hf_memopt.whole_files import warn_unwritten, write_whole
 
 WRITERS: dict[str, Callable[[Path], Any]] = {  # the file that is written, by its writer

@@ -17,25 +17,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_memopt import compat
-from hf_memopt.gpus import Gpu, find_gpu, gpu_at_hand
-from hf_memopt.memory.allocator import AllocationError, CachingAllocator
-from hf_memopt.memory.arguments import notes_of_arguments, refuse_arguments, settings_of_arguments
-from hf_memopt.memory.chips import Chip
-from hf_memopt.memory.kernels import workspace_bytes
-from hf_memopt.memory.models import load_model
-from hf_memopt.memory.optimizer_state import (
+from hf_memopt.binding import versions as compat
+from hf_memopt.devices.gpus import Gpu, find_gpu, gpu_at_hand
+from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
+from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan, replay
+from hf_memopt.memory.cuda.chip import Chip
+from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
+from hf_memopt.memory.models.loading import load_model
+from hf_memopt.memory.optimizers.optimizer_memory import (
     OptimizerMemory,
     ParameterFacts,
     clipping_temporaries,
     memory_by_parameter,
     optimizer_memory,
 )
-from hf_memopt.memory.replay import Replayed, ReplayPlan, replay
+from hf_memopt.memory.recording.step import StepTrace
+from hf_memopt.memory.recording.trace_cache import Recorded, Shape, recorded
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.memory.step import StepTrace
-from hf_memopt.memory.trace_cache import Recorded, Shape, recorded
+from hf_memopt.memory.training_arguments import notes_of_arguments, refuse_arguments, settings_of_arguments
 
 if TYPE_CHECKING:
     import os

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from hf_memopt.bound import Binding
-from hf_memopt.reading import MemoryReading, PeakMeter, measured_device, read_device_used, read_memory, read_process
+from hf_memopt.binding.callback_binding import Binding
+from hf_memopt.devices.memory_reading import (
+    MemoryReading,
+    PeakMeter,
+    measured_device,
+    read_device_used,
+    read_memory,
+    read_process,
+)
 from hf_memopt.units import format_bytes, to_gib
 
 if TYPE_CHECKING:

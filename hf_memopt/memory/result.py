@@ -12,7 +12,7 @@ from hf_memopt.memory.settings import StepSettings
 if TYPE_CHECKING:
     import numpy as np
 
-    from hf_memopt.gpus import Gpu
+    from hf_memopt.devices.gpus import Gpu
 
 __all__ = ["COMPONENTS", "Estimate", "Timeline"]
 
@@ -100,7 +100,7 @@ class Estimate:
 
     def table(self) -> str:
         """Return the estimate as lines for people, with the verdict."""
-        from hf_memopt.memory.estimate_output import estimate_table
+        from hf_memopt.memory.output.estimate_text import estimate_table
 
         return estimate_table(self)
 
@@ -111,13 +111,13 @@ class Estimate:
             ValueError: ``path`` is no PNG file that can be written.
             MissingExtraError: matplotlib is not installed.
         """
-        from hf_memopt.memory.estimate_picture import draw
+        from hf_memopt.memory.output.estimate_picture import draw
 
         draw(self, os.fspath(path))
 
     def to_json(self) -> str:
         """Return everything but the timeline as JSON text."""
-        from hf_memopt.memory.estimate_output import as_dict
+        from hf_memopt.memory.output.estimate_text import as_dict
 
         return json.dumps(as_dict(self), indent=2)
 

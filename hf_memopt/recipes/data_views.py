@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hf_memopt.batching.evaluation import SortedExamples, sorted_by_length
-from hf_memopt.batching.streaming import BucketedStream
-from hf_memopt.batching.views import BucketedBatches, BucketedExamples, bucketed
+from hf_memopt.batching.views.bucketed_stream import BucketedStream
+from hf_memopt.batching.views.bucketed_view import BucketedBatches, BucketedExamples, bucketed
+from hf_memopt.batching.views.sorted_view import SortedExamples, sorted_by_length
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.effective_batch import process_count

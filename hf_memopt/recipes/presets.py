@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.changes import nearest
-from hf_memopt.reading import read_memory
+from hf_memopt.devices.memory_reading import read_memory
 from hf_memopt.recipes.recipe import Recipe
 from hf_memopt.units import format_bytes, parse_bytes
 

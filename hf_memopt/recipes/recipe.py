@@ -12,19 +12,19 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_memopt import compat
-from hf_memopt.batching.collators import BucketedCollator
-from hf_memopt.binding import attach, record_changes
+from hf_memopt.batching.collation.collators import BucketedCollator
+from hf_memopt.binding import versions as compat
+from hf_memopt.binding.attach import attach, record_changes
+from hf_memopt.binding.conflicts import refusals_of
 from hf_memopt.changes import Change, nearest
-from hf_memopt.compatibility import refusals_of
 from hf_memopt.memory.report import MemoryReportCallback
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
 from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
 from hf_memopt.recipes.effective_batch import cut_effective_batch
-from hf_memopt.techniques.embedding_bits import EmbeddingBitsCallback
-from hf_memopt.techniques.freezing import FreezeCallback, drop_input_gradients, freeze
-from hf_memopt.techniques.microbatch import MicrobatchCallback
+from hf_memopt.techniques.freezing.freezing import FreezeCallback, drop_input_gradients, freeze
+from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
 from hf_memopt.techniques.precision import accelerator_type, check_precision, choose_precision
 from hf_memopt.techniques.precision_callback import PrecisionCallback
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from hf_memopt.compat import checkpointing_of, is_checkpointing
-from hf_memopt.undo import UndoHandle
+from hf_memopt.binding.handles import UndoHandle
+from hf_memopt.binding.versions import checkpointing_of, is_checkpointing
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -204,7 +204,7 @@ def disable_autocast_cache(trainer: Trainer) -> UndoHandle:
 
     Source: ``estimate("bert-large-uncased", batch_size=32, seq_len=128, gpu="RTX 3090", precision="bf16",
     checkpointing=True, gradient_accumulation_steps=2, autocast_cache=False)``, or ``gradient_release=True,
-    max_grad_norm=0.0`` in place of the accumulation; ``tests/test_precision.py``.
+    max_grad_norm=0.0`` in place of the accumulation; ``tests/techniques/test_precision.py``.
 
     Returns:
         A handle that puts the former setting back for models that are prepared later.

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_memopt.bound import Binding, unbound_error
+from hf_memopt.binding.callback_binding import Binding, unbound_error
+from hf_memopt.binding.conflicts import check_compatibility
+from hf_memopt.binding.handles import UndoHandle, override_method, remove_all
 from hf_memopt.changes import Change, add_change
-from hf_memopt.compatibility import check_compatibility
 from hf_memopt.techniques.precision import (
     allow_tf32,
     disable_autocast_cache,
@@ -24,7 +25,6 @@ from hf_memopt.techniques.precision import (
     is_under_autocast,
     keep_master_weights,
 )
-from hf_memopt.undo import UndoHandle, override_method, remove_all
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:

@@ -1,0 +1,402 @@
+"""Pad a batch to its own longest row, column by column in numpy.
+
+Stock collators turn every padded row into Python lists and hand the nested lists to ``torch.tensor``, which costs far
+more than the padding. Here each column becomes one numpy array, filled row by row, wrapped by ``torch.from_numpy``.
+
+``DynamicPaddingCollator`` takes a list of examples, ``BucketedCollator`` also the whole-batch items of a token-budget
+view. One collator serves classification, regression, token labels, causal LM, MLM and encoder-decoders: what the
+labels are is read from their shape, and from the model once ``adapt`` has seen it. Left out: truncation, packing,
+multiple choice, whole-word masking and all that is not text (``inner=`` wraps the collator that knows it).
+"""
+
+from __future__ import annotations
+
+import reprlib
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import DataCollatorForLanguageModeling
+
+from hf_memopt.batching.collation.columns import (
+    Array,
+    Column,
+    column_kind,
+    count_ids,
+    label_kind,
+    read_columns,
+    round_up,
+    take_labels,
+    where_padding,
+)
+from hf_memopt.batching.collation.rows import RowBatch
+from hf_memopt.binding.model_traits import has_decoder, is_causal_lm, label_shifter, needs_position_ids
+from hf_memopt.changes import Change
+
+__all__ = ["BucketedCollator", "DynamicPaddingCollator", "flatten", "needs_position_ids"]
+
+
+class DynamicPaddingCollator:
+    """Pad examples to the longest of them and return a plain dict of tensors.
+
+    ``input_ids`` are padded with the tokenizer's pad token on its padding side, ``attention_mask`` (made where it is
+    missing) with 0, ``token_type_ids`` with the tokenizer's pad type, ``special_tokens_mask`` with 1, any other column
+    with one entry per token with 0; the decoder's columns always on the right. One number per row gives ``(batch,)``, a
+    vector of one size in all rows ``(batch, size)``. Columns of None, and ``length``, are dropped.
+
+    Labels come from ``labels``, ``label`` or ``label_ids`` and leave as ``labels``: an int per row is a class, a float
+    a regression target, a vector of floats or bools several targets (float32). A list of ints is one label per token
+    if it is as long as ``input_ids`` in every row, else the labels of a decoder. Rows without tokens become padding.
+
+    Two things that stock gets wrong on left padding are repaired: absolute positions that count the padding (where the
+    model takes ``position_ids``), and the label of a causal LM's first token, which it would have to predict from
+    padding. BART and heads that read the first column (BERT's pooler) still want ``padding_side="right"``.
+
+    Args:
+        tokenizer: gives pad token, padding side and special tokens; a processor that has a ``tokenizer`` will do.
+        model: what ``adapt`` would be given later. Its weights are not kept, so the collator stays small to pickle.
+        mlm_probability: the share of real, non-special tokens to mask, in (0, 1], with the random draws of stock's
+            ``DataCollatorForLanguageModeling``. None masks nothing.
+        causal_lm: copy ``input_ids`` to ``labels``, padding left out by ``attention_mask``: a real end-of-text token
+            keeps its label even when it doubles as the pad token (stock drops it). Labels in the data win.
+        pad_to_multiple_of: round the padded length up; 8 fits tensor cores. None or 1 rounds nothing.
+        label_pad_token_id: what the loss ignores.
+        position_ids: add ``position_ids`` that count real tokens from 0. None: on left padding if the model needs it.
+        inner: a collator that does all the work instead; this one only passes the examples on.
+
+    Raises:
+        ValueError: settings out of range or against each other, no pad token or mask token; on a call: no features,
+            rows with different columns, a missing, ragged or partly None column.
+        TypeError: not a tokenizer; on a call: a row that is no dict, a cell that is no number, ids that are no ints.
+
+    Example:
+        >>> from tokenizers import Tokenizer, models
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> words = Tokenizer(models.WordLevel({"[PAD]": 0}, unk_token="[PAD]"))
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
+        >>> collator = DynamicPaddingCollator(tokenizer, pad_to_multiple_of=4)
+        >>> collator([{"input_ids": [5, 6, 7], "label": 1}, {"input_ids": [8], "label": 0}])["input_ids"]
+        tensor([[5, 6, 7, 0],
+                [8, 0, 0, 0]])
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        *,
+        model: nn.Module | None = None,
+        mlm_probability: float | None = None,
+        causal_lm: bool = False,
+        pad_to_multiple_of: int | None = 8,
+        label_pad_token_id: int = -100,
+        position_ids: bool | None = None,
+        inner: Callable[[Any], Any] | None = None,
+    ) -> None:
+        if not hasattr(tokenizer, "padding_side"):  # a processor
+            tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        own = {"mlm_probability": mlm_probability, "causal_lm": causal_lm, "position_ids": position_ids}
+        if inner is not None:
+            _check_inner(inner, own)
+        else:
+            _check_tokenizer(tokenizer)
+            _check_settings(tokenizer, mlm_probability, causal_lm, pad_to_multiple_of)
+            if not getattr(tokenizer, "is_fast", True):
+                warnings.warn(
+                    f"tokenizer={type(tokenizer).__name__} is a Python tokenizer; expected a fast one, in Rust. "
+                    "Load it with AutoTokenizer.from_pretrained(name, use_fast=True).",
+                    stacklevel=2,
+                )
+        # The Trainer saves data_collator.tokenizer into its checkpoints.
+        self.tokenizer: Any = getattr(inner, "tokenizer", None) if tokenizer is None else tokenizer
+        self.mlm_probability = mlm_probability
+        self.causal_lm = causal_lm
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.label_pad_token_id = label_pad_token_id
+        self.position_ids = position_ids
+        self.inner = inner
+        self._pad_token: tuple[Any, Any, int] = (None, None, 0)
+        self._masking: Any = None
+        if mlm_probability is not None:
+            self._masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability)
+        self._has_decoder: bool | None = None  # None: unknown, so the shape of the labels decides alone
+        self._shift_labels: Callable[..., torch.Tensor] | None = None
+        self._adds_position_ids = bool(position_ids)
+        self._predicts_next_token = causal_lm
+        self._has_model = False
+        if model is not None:
+            self.adapt(model)
+            self._has_model = True
+
+    def adapt(self, model: nn.Module) -> tuple[Change, ...]:
+        """Set what depends on the model and return each choice; nothing changes if a model was given at construction.
+
+        For an encoder-decoder, lists of ints are always decoder labels and ``decoder_input_ids`` are made from them,
+        which label smoothing in the ``Trainer`` needs. For any other model they must fit ``input_ids`` or have one
+        size. What is repaired on left padding stands at the class.
+        """
+        if self.inner is not None or self._has_model:
+            return ()
+        is_seq2seq = has_decoder(model)
+        if is_seq2seq and self.causal_lm:
+            raise ValueError(
+                f"causal_lm=True copies input_ids to labels, but {type(model).__name__} is an encoder-decoder; "
+                "expected the decoder's labels in the data. Leave causal_lm out."
+            )
+        changes = []
+        self._has_decoder = is_seq2seq
+        self._shift_labels = label_shifter(model) if is_seq2seq else None
+        if is_seq2seq:
+            reason = f"{type(model).__name__} is an encoder-decoder, whose labels are padded on the right"
+            changes.append(Change("integer lists in labels", "told apart by length", "decoder labels", reason))
+        pads_left = self.tokenizer.padding_side == "left"
+        self._predicts_next_token = self.causal_lm or is_causal_lm(model)
+        if pads_left and self._predicts_next_token:
+            reason = f"{type(model).__name__} would have to predict it from the padding on its left"
+            changes.append(Change("label of the first token", "token id", self.label_pad_token_id, reason))
+        if self.position_ids is None:
+            self._adds_position_ids = pads_left and needs_position_ids(model)
+            if self._adds_position_ids:
+                reason = f"padding on the left would shift the positions of {type(model).__name__}"
+                changes.append(Change("position_ids", False, True, reason))
+        return tuple(changes)
+
+    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
+        """Return the batch of ``features``, which stay as they are."""
+        features, width = self._examples(features)
+        if self.inner is not None:
+            batch: dict[str, Any] = self.inner(list(features) if isinstance(features, RowBatch) else features)
+            return batch
+        columns = features.columns() if isinstance(features, RowBatch) else None
+        return self._collate(read_columns(features) if columns is None else columns, width)
+
+    def _examples(self, features: Sequence[Any]) -> tuple[Sequence[Any], int | None]:
+        """Return the examples, unread where they are, and the width to pad them to; None leaves it to the collator."""
+        if isinstance(features, RowBatch):
+            return features, features.width
+        if len(features) == 1 and isinstance(features[0], RowBatch):
+            return features[0], features[0].width
+        if not any(isinstance(item, RowBatch) for item in features):
+            return features, None
+        widths = [item.width if isinstance(item, RowBatch) else None for item in features]
+        known = [width for width in widths if width is not None]
+        examples = [row for item in features for row in (item if isinstance(item, RowBatch) else [item])]
+        return examples, max(known) if len(known) == len(widths) else None
+
+    def _collate(self, columns: dict[str, Column], width: int | None) -> dict[str, Any]:
+        """Return the batch as tensors, padded to ``width`` or to its longest row."""
+        lengths = count_ids(columns)
+        label_name, labels = take_labels(columns)
+        batch = self._pad_inputs(columns, lengths, self._width(lengths, width))
+        batch.update(self._pad_labels(label_name, labels, lengths, batch))
+        special = None
+        if self.causal_lm or self._masking is not None:  # as stock: a language model takes neither
+            special = batch.pop("special_tokens_mask", None)
+            batch.pop("offset_mapping", None)
+        tensors = {name: torch.from_numpy(column) for name, column in batch.items()}
+        if self._masking is not None:
+            unmaskable = self._unmaskable(batch, special)
+            tensors["input_ids"], tensors["labels"] = self._masking.torch_mask_tokens(
+                tensors["input_ids"], special_tokens_mask=torch.from_numpy(unmaskable)
+            )
+        return tensors
+
+    def _width(self, lengths: Array, width: int | None) -> int:
+        """Return the width that the batch is padded to: the one that is asked for, or its longest row, rounded up."""
+        longest = max(lengths.tolist())
+        if width is None:
+            return round_up(longest, self.pad_to_multiple_of)
+        if longest > width:
+            raise ValueError(
+                f"width={width} is too short for features[{int(lengths.argmax())}]['input_ids'] with {longest} ids; "
+                "expected the longest row to fit. Give the view the true lengths: "
+                "bucketed(dataset, ..., lengths=token_lengths(dataset))."
+            )
+        return width
+
+    def _pad_inputs(self, columns: dict[str, Column], lengths: Array, width: int) -> dict[str, Array]:
+        """Return every column but the labels as one array, plus ``attention_mask`` and ``position_ids`` if wanted."""
+        side = self.tokenizer.padding_side
+        padding = where_padding(lengths, width, side)
+        batch = {}
+        for name, column in columns.items():
+            kind = column_kind(name, column, lengths)
+            if kind == "fixed":
+                batch[name] = column.stack()
+            elif kind == "decoder":
+                own_width = round_up(max(size for (size,) in column.shapes), self.pad_to_multiple_of)
+                batch[name] = column.pad(own_width, self._pad_value(name), "right")
+            else:
+                batch[name] = column.pad(width, self._pad_value(name), side, padding)
+        if "attention_mask" not in batch:
+            batch["attention_mask"] = (~padding).astype(np.int64)
+        if self._adds_position_ids and "position_ids" not in batch:
+            first = batch["attention_mask"].argmax(axis=1)
+            batch["position_ids"] = np.clip(np.arange(width) - first[:, None], 0, None) * ~padding
+        return batch
+
+    def _pad_value(self, name: str) -> int:
+        if name in ("input_ids", "decoder_input_ids"):
+            return self._pad_token_id()
+        if name == "token_type_ids":
+            return int(self.tokenizer.pad_token_type_id)
+        return 1 if name == "special_tokens_mask" else 0
+
+    def _pad_token_id(self) -> int:
+        """Return the tokenizer's present pad token, whose id is looked up anew only when the token was changed."""
+        # `_special_tokens_map` is private (transformers 5.8 to 5.23; pinned by a test): the public way to the id goes
+        # through __getattr__ and the vocabulary, as slow as padding a small column.
+        token = getattr(self.tokenizer, "_special_tokens_map", {}).get("pad_token")
+        tokenizer, known, known_id = self._pad_token
+        if token is None or token is not known or tokenizer is not self.tokenizer:
+            known_id = int(self.tokenizer.pad_token_id)
+            self._pad_token = (self.tokenizer, token, known_id)
+        return known_id
+
+    def _pad_labels(
+        self, name: str, labels: Column | None, lengths: Array, batch: dict[str, Array]
+    ) -> dict[str, Array]:
+        """Return ``labels`` as one array, or nothing; and ``decoder_input_ids`` where the model makes them."""
+        if labels is None:
+            if not self.causal_lm:
+                return {}
+            is_padding = batch["attention_mask"] == 0
+            copied = np.where(is_padding, self.label_pad_token_id, batch["input_ids"])
+            return {"labels": self._without_unpredictable(copied, batch["attention_mask"])}
+        kind = label_kind(labels, lengths, self._has_decoder, name)
+        self._check_label_source(name, kind)
+        if kind in ("class", "target"):
+            return {"labels": labels.stack().astype(np.int64 if kind == "class" else np.float32, copy=False)}
+        if kind == "token":
+            width = batch["input_ids"].shape[1]
+            padded = labels.pad(width, self.label_pad_token_id, self.tokenizer.padding_side)
+            return {"labels": self._without_unpredictable(padded, batch["attention_mask"])}
+        width = round_up(max(size for (size,) in labels.shapes), self.pad_to_multiple_of)
+        padded = labels.pad(width, self.label_pad_token_id, "right")
+        if self._shift_labels is None or "decoder_input_ids" in batch:
+            return {"labels": padded}
+        return {"labels": padded, "decoder_input_ids": self._shift_labels(labels=torch.from_numpy(padded)).numpy()}
+
+    def _without_unpredictable(self, labels: Array, attention_mask: Array) -> Array:
+        """Return causal labels without those of tokens right after padding, which has nothing to predict them from."""
+        if self._predicts_next_token:
+            first = attention_mask.argmax(axis=1)
+            after_padding = np.flatnonzero(first)
+            labels[after_padding, first[after_padding]] = self.label_pad_token_id
+        return labels
+
+    def _check_label_source(self, name: str, kind: str) -> None:
+        """Refuse labels in the data that MLM would overwrite or that do not fit causal LM."""
+        if self._masking is not None:
+            raise ValueError(
+                f"mlm_probability={self.mlm_probability!r} draws the labels, but the data has them under {name!r}; "
+                f"expected one source of labels. Call: dataset.remove_columns({name!r})."
+            )
+        if self.causal_lm and kind != "token":
+            raise ValueError(
+                f"causal_lm=True needs one label per token, and column {name!r} has not; expected labels as long as "
+                f"input_ids, or none. Call: dataset.remove_columns({name!r})."
+            )
+
+    def _unmaskable(self, batch: dict[str, Array], special: Array | None) -> Array:
+        """Return where MLM must not mask: special tokens and padding, ``(batch, seq)``."""
+        if special is None:
+            special = np.isin(batch["input_ids"], self.tokenizer.all_special_ids)
+        unmaskable: Array = (special != 0) | (batch["attention_mask"] == 0)
+        return unmaskable
+
+    def __repr__(self) -> str:
+        shown = {
+            "tokenizer": None if self.tokenizer is None else type(self.tokenizer).__name__,
+            "mlm_probability": self.mlm_probability,
+            "causal_lm": self.causal_lm or None,
+            "pad_to_multiple_of": self.pad_to_multiple_of,
+            "position_ids": self._adds_position_ids or None,
+            "inner": None if self.inner is None else _name(self.inner),
+        }
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in shown.items() if v is not None)})"
+
+
+class BucketedCollator(DynamicPaddingCollator):
+    """``DynamicPaddingCollator`` that also takes whole-batch items: a feature that is a list of examples is spliced in.
+
+    So it serves the views of ``bucketed(batch_size=)`` and of ``bucketed(max_tokens=)`` alike. Settings and errors are
+    those of ``DynamicPaddingCollator``; with ``inner=`` it is the inner collator that gets the examples.
+    """
+
+    def _examples(self, features: Sequence[Any]) -> tuple[Sequence[Any], int | None]:
+        examples, width = super()._examples(features)
+        return (examples, width) if isinstance(examples, RowBatch) else (flatten(examples), width)
+
+
+def flatten(features: Iterable[Any]) -> list[Any]:
+    """Return the examples of ``features``, in order; an item that is a list or tuple stands for the examples in it.
+
+    Example:
+        >>> flatten([{"label": 0}, [{"label": 1}, {"label": 2}]])
+        [{'label': 0}, {'label': 1}, {'label': 2}]
+    """
+    examples: list[Any] = []
+    for item in features:
+        examples.extend(item if isinstance(item, (list, tuple)) else [item])
+    return examples
+
+
+def _name(collator: object) -> str:
+    return getattr(collator, "__name__", type(collator).__name__)
+
+
+def _check_inner(inner: Any, own: dict[str, Any]) -> None:
+    set_too = [name for name, value in own.items() if value]
+    if set_too:
+        raise ValueError(
+            f"inner={_name(inner)} pads by itself, so {', '.join(set_too)} would be ignored; expected inner= alone. "
+            "Set it on the inner collator, or leave inner out."
+        )
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    if tokenizer is None:
+        raise ValueError(
+            "tokenizer=None and inner=None leave nothing to pad with; expected one of them. "
+            "Call: BucketedCollator(AutoTokenizer.from_pretrained(name))."
+        )
+    if not hasattr(tokenizer, "pad_token_id") or not hasattr(tokenizer, "padding_side"):
+        raise TypeError(
+            f"tokenizer={reprlib.repr(tokenizer)} has no pad_token_id and padding_side; expected a transformers "
+            "tokenizer or a processor that holds one. Call: AutoTokenizer.from_pretrained(name)."
+        )
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            f"tokenizer={type(tokenizer).__name__} has no pad token; expected one to pad with. "
+            "Set: tokenizer.pad_token = tokenizer.eos_token."
+        )
+
+
+def _check_settings(
+    tokenizer: Any, mlm_probability: float | None, causal_lm: bool, pad_to_multiple_of: int | None
+) -> None:
+    if pad_to_multiple_of is not None and (not isinstance(pad_to_multiple_of, int) or pad_to_multiple_of < 1):
+        raise ValueError(
+            f"pad_to_multiple_of={pad_to_multiple_of!r} is no length; expected None or an int of at least 1. "
+            "Write: pad_to_multiple_of=8."
+        )
+    if mlm_probability is None:
+        return
+    if not 0 < mlm_probability <= 1:
+        raise ValueError(
+            f"mlm_probability={mlm_probability!r} is out of range; expected a share in (0, 1], or None for no masking. "
+            "Write: mlm_probability=0.15."
+        )
+    if causal_lm:
+        raise ValueError(
+            f"mlm_probability={mlm_probability!r} and causal_lm=True both make the labels; expected one of them. "
+            "Leave one out."
+        )
+    if getattr(tokenizer, "mask_token", None) is None:
+        raise ValueError(
+            f"mlm_probability={mlm_probability!r} needs a mask token, which {type(tokenizer).__name__} does not have; "
+            'expected one in its vocabulary. Set: tokenizer.mask_token = "[MASK]".'
+        )

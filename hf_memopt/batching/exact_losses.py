@@ -1,0 +1,381 @@
+"""Make the gradients of unequal micro-batches those of one big batch: a loss for ``Trainer(compute_loss_func=...)``.
+
+A head that takes the mean over its own micro-batch weighs a label of a short micro-batch more than one of a long one.
+Here each micro-batch adds up its labels' losses and divides by ``num_items_in_batch``, the labels of the whole step:
+all its micro-batches on all its processes. With ``attach(trainer)`` two more things come right:
+
+- A causal LM predicts nothing at a row's first position, yet stock counts a label there (5.8.1: always; 5.17.0, 5.23.0:
+  for heads such as GPT-2 whose class name does not tell): 11/12 of the gradient at length 12. Here it is not counted.
+- Stock takes the labels out of the inputs of a model that is to have its loss computed elsewhere. An encoder-decoder
+  then has nothing to make ``decoder_input_ids`` from (BART silently takes the source text). Here they are made before.
+
+Left out: question answering, multiple choice, contrastive and CTC losses, auxiliary losses (a router's), class weights,
+context and sequence parallelism, and generation in ``Seq2SeqTrainer.evaluate``, which asks no ``compute_loss_func``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.loss.loss_utils import (
+    ForCausalLMLoss,
+    ForMaskedLMLoss,
+    ForSequenceClassificationLoss,
+    ForTokenClassification,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from hf_memopt.binding.attach import refuse_data_parallel
+from hf_memopt.changes import Change, nearest
+
+__all__ = ["TASKS", "ExactLoss", "exact_loss"]
+
+TASKS = ("sequence-classification", "token-classification", "masked-lm", "causal-lm", "seq2seq-lm")
+IGNORED = -100  # the label that the Trainer leaves out of its count
+
+OF_LOSS_FUNCTION = {
+    ForSequenceClassificationLoss: "sequence-classification",
+    ForTokenClassification: "token-classification",
+    ForMaskedLMLoss: "masked-lm",
+    ForCausalLMLoss: "causal-lm",
+}
+OF_MAPPING = (
+    ("sequence-classification", MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    ("sequence-classification", MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+    ("token-classification", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+    ("masked-lm", MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+)
+# Their forward adds or leaves out what the other heads of their kind do not (read in 5.8.1, 5.17.0 and 5.23.0).
+OF_THEIR_OWN_KIND = {
+    "BrosForTokenClassification",
+    "CsmForConditionalGeneration",
+    "GraniteDoclingForConditionalGeneration",
+    "HiggsAudioV2ForConditionalGeneration",
+    "ProphetNetForConditionalGeneration",
+    "ShieldGemma2ForImageClassification",
+}
+COUNTED = "counts_predictions"  # marks the counts of a trainer that attach has bound
+
+
+def exact_loss(model: nn.Module, *, label_smoothing: float | None = None, task: str | None = None) -> ExactLoss:
+    """Return the loss of ``model``'s head for ``Trainer(compute_loss_func=...)``, exact for unequal micro-batches.
+
+    Follow it with ``attach(trainer)``; causal LMs and encoder-decoders refuse to train without. The gradient of a step
+    is that of the mean over all its labels other than -100, however they are spread over micro-batches and processes.
+    For several targets per row (multi-label, regression) each target counts, as in the heads' own losses; unlike there,
+    a target of -100 is left out, as the ``Trainer`` leaves it out of its count. A micro-batch without any label adds 0.
+    16-bit logits are raised to float32. Without ``num_items_in_batch`` the result is the model's own loss.
+
+    Args:
+        model: the model to train, also inside PEFT or DistributedDataParallel. Only its config and name are kept.
+        label_smoothing: the share of the target spread evenly over all classes, in [0, 1). None takes
+            ``args.label_smoothing_factor`` at ``attach(trainer)``; beside a ``compute_loss_func`` stock ignores it.
+        task: what the head computes, one of ``TASKS``. None finds out, from the library's loss function where the head
+            calls it and from the class's name elsewhere.
+
+    Raises:
+        ValueError: a head or a task this loss does not know, an auxiliary loss in the config, smoothing out of range.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertForTokenClassification
+        >>> sizes = dict(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+        >>> loss = exact_loss(BertForTokenClassification(BertConfig(**sizes, num_labels=2)))
+        >>> loss
+        exact_loss(BertForTokenClassification, task='token-classification', label_smoothing=None)
+        >>> loss({"logits": torch.zeros(1, 3, 2)}, torch.tensor([[0, 1, -100]]), num_items_in_batch=4)  # ln(2) * 2 / 4
+        tensor(0.3466)
+    """
+    if label_smoothing is not None and not 0 <= label_smoothing < 1:
+        raise ValueError(
+            f"label_smoothing={label_smoothing!r} is no share of a target; expected 0 <= label_smoothing < 1. "
+            "Call: exact_loss(model, label_smoothing=0.1)"
+        )
+    if task is not None and task not in TASKS:
+        raise ValueError(
+            f"task={task!r} is unknown; expected one of {', '.join(TASKS)}.{nearest(task, TASKS)} "
+            "Leave task out to find out from the model."
+        )
+    inside = _unwrap(model)
+    config = getattr(inside, "config", None)
+    found = task or _find_task(inside)
+    if found is None or (found == "sequence-classification" and config is None):
+        raise ValueError(
+            f"model=<{type(inside).__name__}> has a loss that exact_loss does not know; expected a transformers head "
+            f"for {', '.join(TASKS[:-1])} or {TASKS[-1]}. Leave compute_loss_func out and call attach(trainer), which "
+            "repairs the scale (a mean of the micro-batches' means), or name what the head computes: "
+            'exact_loss(model, task="token-classification")'
+        )
+    for name in ("output_router_logits", "z_loss_coefficient"):
+        if getattr(config, name, None):
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} gives {type(inside).__name__} an auxiliary loss, which is no sum "
+                f"over labels; expected a model without. Leave compute_loss_func out and call attach(trainer), or set: "
+                f"model.config.{name} = {type(getattr(config, name))(0)!r}"
+            )
+    return ExactLoss(type(inside).__name__, config, found, label_smoothing)
+
+
+class ExactLoss:
+    """What ``exact_loss`` returns: called by the ``Trainer``, bound to it by ``attach``; pickles."""
+
+    def __init__(self, model_name: str, config: Any, task: str, label_smoothing: float | None) -> None:
+        self.model_name = model_name
+        self.config = config
+        self.task = task
+        self.label_smoothing = label_smoothing
+        self._smoothing_of_arguments = 0.0
+
+    def __call__(
+        self, outputs: Any, labels: torch.Tensor | None, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Return the summed loss of the labels over ``num_items_in_batch``, or their mean where that is None.
+
+        Raises:
+            ValueError: no labels, no logits, shapes that do not fit, an auxiliary loss in the outputs, smoothing of
+                targets that are no classes.
+            RuntimeError: a causal LM or encoder-decoder whose trainer is not bound, or torch.nn.DataParallel.
+        """
+        if labels is None:
+            raise ValueError(
+                "labels=None reached exact_loss; expected a column called labels. "
+                'Call: dataset.rename_column("<its name>", "labels")'
+            )
+        if torch.is_tensor(num_items_in_batch) and num_items_in_batch.dim() > 0:
+            refuse_data_parallel(len(num_items_in_batch))
+        if self._needs_trainer and num_items_in_batch is not None and not hasattr(num_items_in_batch, COUNTED):
+            raise RuntimeError(
+                f"exact_loss of {self.model_name} (task={self.task!r}) was never bound to its trainer; expected "
+                "a bound loss. Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
+            )
+        total, own_items = self._sum(self._read_logits(outputs), labels)
+        items = own_items if num_items_in_batch is None else num_items_in_batch
+        if torch.is_tensor(items):
+            return total / items.to(total.device).clamp(min=1)
+        return total / max(items, 1)
+
+    def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
+        """Make ``trainer`` count what the head predicts and give a decoder its inputs; return each change.
+
+        ``attach`` calls it; calling it again changes nothing.
+
+        Raises:
+            ValueError: two different amounts of label smoothing, or processes that do not share their counts.
+        """
+        changes = self._take_smoothing(trainer.args)
+        if trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices=False gives each process the same weight, however few labels it has; "
+                "expected True beside exact_loss. Pass TrainingArguments(..., average_tokens_across_devices=True)"
+            )
+        if not self._needs_trainer or hasattr(vars(trainer).get("_get_num_items_in_batch"), COUNTED):
+            return changes
+        _bind_count(trainer, shifts_labels=self.task == "causal-lm")
+        if self.task == "causal-lm":
+            reason = f"{self.model_name} predicts no token from nothing"
+            return (*changes, Change("num_items_in_batch", "labels", "labels without those of position 0", reason))
+        _bind_decoder_inputs(trainer, self.model_name)
+        reason = (
+            f"{self.model_name} could not make them itself, as compute_loss_func takes the labels out of the inputs"
+        )
+        return (*changes, Change("decoder_input_ids", None, "made from the labels where missing", reason))
+
+    @property
+    def _needs_trainer(self) -> bool:
+        return self.task in ("causal-lm", "seq2seq-lm")
+
+    def _take_smoothing(self, args: Any) -> tuple[Change, ...]:
+        """Take ``label_smoothing_factor``, which stock ignores beside a ``compute_loss_func``."""
+        wanted = args.label_smoothing_factor
+        if self.label_smoothing is not None:
+            if wanted not in (0, self.label_smoothing):
+                raise ValueError(
+                    f"label_smoothing_factor={wanted!r} differs from exact_loss's label_smoothing="
+                    f"{self.label_smoothing!r}; expected one amount. Call: exact_loss(model), which takes the former"
+                )
+            return ()
+        if self._problem_type(None) in ("regression", "multi_label_classification"):
+            wanted = 0.0  # as stock, which warns of it for several labels
+        before, self._smoothing_of_arguments = self._smoothing_of_arguments, wanted
+        if before == wanted:
+            return ()
+        reason = "the TrainingArguments' label_smoothing_factor, which stock ignores beside a compute_loss_func"
+        return (Change("exact_loss label_smoothing", before, wanted, reason),)
+
+    def _read_logits(self, outputs: Any) -> torch.Tensor:
+        """Return the logits of a model output or tuple, 16-bit ones as float32."""
+        if isinstance(outputs, Mapping):
+            auxiliary = [name for name, value in outputs.items() if name.endswith("_loss") and value is not None]
+            if auxiliary or "logits" not in outputs:
+                what = f"an auxiliary {auxiliary[0]}" if auxiliary else "no logits"
+                raise ValueError(
+                    f"outputs=<{type(outputs).__name__}> of {self.model_name} have {what}; expected logits and nothing "
+                    "else that adds to the loss. Leave compute_loss_func out and call attach(trainer)"
+                )
+            logits: torch.Tensor = outputs["logits"]
+        else:
+            logits = outputs[0]
+        return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+    def _sum(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses of all labels that count, and how many they are."""
+        labels = labels.to(logits.device)
+        if self.task != "sequence-classification":
+            self._check_shape(logits, labels, logits.shape[:-1])
+            if self.task == "causal-lm":  # logits (batch, seq, vocab) of position i against the label of i + 1
+                labels = functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
+            return self._sum_of_classes(logits, labels)
+        problem = self._problem_type(labels)
+        if problem == "single_label_classification":
+            self._check_shape(logits, labels, logits.shape[:-1], (*logits.shape[:-1], 1))
+            return self._sum_of_classes(logits, labels)
+        if self._smoothing > 0:
+            raise ValueError(
+                f"label_smoothing={self._smoothing!r} has no meaning for {problem}; expected 0. "
+                "Call: exact_loss(model, label_smoothing=0.0)"
+            )
+        allowed = [logits.shape] + [logits.shape[:-1]] * (logits.shape[-1] == 1)
+        self._check_shape(logits, labels, *allowed)
+        targets = labels.to(logits.dtype).reshape(logits.shape)
+        compare = functional.mse_loss if problem == "regression" else functional.binary_cross_entropy_with_logits
+        counts = targets.ne(IGNORED)
+        return compare(logits, targets, reduction="none").masked_fill(~counts, 0).sum(), counts.sum()
+
+    def _sum_of_classes(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the summed cross entropy of class labels, and how many there are."""
+        total = functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]),
+            labels.reshape(-1),
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=self._smoothing,
+        )
+        return total, labels.ne(IGNORED).sum()
+
+    @property
+    def _smoothing(self) -> float:
+        return self._smoothing_of_arguments if self.label_smoothing is None else self.label_smoothing
+
+    def _problem_type(self, labels: torch.Tensor | None) -> str | None:
+        """Return what a classification head takes its labels for: its config decides, else their number and dtype."""
+        if self.task != "sequence-classification":
+            return None
+        if self.config.problem_type is not None:
+            return str(self.config.problem_type)
+        if self.config.num_labels == 1:
+            return "regression"
+        if labels is None:
+            return None
+        if labels.dtype in (torch.long, torch.int):
+            return "single_label_classification"
+        if self.model_name.startswith("Deberta"):  # its own rule: cross entropy with soft targets
+            raise ValueError(
+                f"problem_type=None makes {self.model_name} take {labels.dtype} labels for soft targets, unlike other "
+                'heads; expected it to be set. Set: model.config.problem_type = "multi_label_classification"'
+            )
+        return "multi_label_classification"
+
+    def _check_shape(self, logits: torch.Tensor, labels: torch.Tensor, *allowed: tuple[int, ...]) -> None:
+        if tuple(labels.shape) not in [tuple(shape) for shape in allowed]:
+            raise ValueError(
+                f"labels=<shape {tuple(labels.shape)}> do not fit the logits of {self.model_name}, "
+                f"{tuple(logits.shape)}, in {self.task}; expected {' or '.join(str(tuple(s)) for s in allowed)}. "
+                "Leave compute_loss_func out and call attach(trainer) if the model reads its labels in its own way."
+            )
+
+    def __repr__(self) -> str:
+        return f"exact_loss({self.model_name}, task={self.task!r}, label_smoothing={self.label_smoothing!r})"
+
+
+def _unwrap(model: Any) -> Any:
+    """Return the transformers model inside DistributedDataParallel and PEFT."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _find_task(model: Any) -> str | None:
+    """Return the task of a transformers head, or None if its loss is none of those known here.
+
+    Heads of the library either call ``self.loss_function``, which tells by itself, or compute the loss inline; then the
+    class that defines ``forward`` decides, so a user's subclass with a forward of its own is not mistaken for its
+    parent. Inline causal LMs are not known: those of 5.23.0 (``BartForCausalLM``, XLNet) do not shift their labels.
+    """
+    forward = inspect.unwrap(type(model).forward)
+    name = forward.__qualname__.split(".")[0]
+    parameters = inspect.signature(forward).parameters
+    has_decoder = "decoder_input_ids" in parameters
+    is_stock = forward.__module__.startswith("transformers.") and "labels" in parameters
+    if name in OF_THEIR_OWN_KIND:
+        return None
+    if is_stock and has_decoder and name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values():
+        return "seq2seq-lm"
+    if "loss_function" in forward.__code__.co_names and hasattr(model, "loss_function"):
+        task = OF_LOSS_FUNCTION.get(model.loss_function)
+        return None if has_decoder and task == "causal-lm" else task
+    for task, names in OF_MAPPING:
+        if is_stock and name in names.values():
+            return task
+    return None
+
+
+def _bind_count(trainer: Any, *, shifts_labels: bool) -> None:
+    """Let ``trainer`` count the labels of a step, in training and evaluation, without those of position 0 if shifted.
+
+    They are counted by stock itself, over the micro-batches and processes of the step, but shown as ignored. The method
+    is private; the same in 5.8.1, 5.17.0 and 5.23.0, pinned by tests.
+    """
+    stock = trainer._get_num_items_in_batch
+
+    @wraps(stock)
+    def count(batch_samples: list[Any], device: Any) -> Any:
+        if shifts_labels:
+            batch_samples = [_without_first_labels(batch) for batch in batch_samples]
+        items = stock(batch_samples, device)
+        if torch.is_tensor(items):
+            setattr(items, COUNTED, True)
+        return items
+
+    setattr(count, COUNTED, True)
+    trainer._get_num_items_in_batch = count
+
+
+def _without_first_labels(batch: Any) -> Any:
+    labels = batch.get("labels")
+    if not torch.is_tensor(labels) or labels.dim() == 0:
+        return batch
+    labels = labels.clone()
+    labels[..., 0] = IGNORED
+    return {**batch, "labels": labels}
+
+
+def _bind_decoder_inputs(trainer: Any, model_name: str) -> None:
+    """Let ``trainer`` make ``decoder_input_ids`` from the labels, as the model would if it saw them."""
+    stock = trainer.compute_loss
+
+    @wraps(stock)
+    def compute_loss(model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        names = ("decoder_input_ids", "decoder_inputs_embeds")
+        if "labels" in inputs and all(inputs.get(name) is None for name in names):
+            shift_labels = getattr(_unwrap(trainer.model), "prepare_decoder_input_ids_from_labels", None)
+            if shift_labels is None:
+                raise ValueError(
+                    f"decoder_input_ids are missing, and {model_name} has no prepare_decoder_input_ids_from_labels; "
+                    "expected them in the data. Leave compute_loss_func out, or add the column."
+                )
+            inputs = {**inputs, "decoder_input_ids": shift_labels(labels=inputs["labels"])}
+        return stock(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss

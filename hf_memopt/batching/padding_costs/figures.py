@@ -1,0 +1,290 @@
+"""What padding costs on given lengths: percentiles, what each way of batching wastes, and what to set instead.
+
+``padding_report`` replays the ways of batching on the lengths alone: no tokens, no model, no torch. Percentiles,
+histogram and fixed widths are those of all examples; what needs an order is replayed on ``MOST_SIMULATED`` examples at
+most, so 1e7 lengths take seconds. Left out: what attention saves beyond the tokens (its cost grows with their square).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hf_memopt.batching.padding_costs.strategies import (
+    PaddingStrategy,
+    fitting_budget,
+    fixed_strategies,
+    mean_batch,
+    ordered_strategies,
+    pad_lengths,
+)
+from hf_memopt.batching.plan.buckets import LengthBuckets
+from hf_memopt.batching.plan.checks import check_batch_limits
+
+__all__ = ["Cut", "Histogram", "PaddingReport", "PaddingStrategy", "Suggestion", "padding_report"]
+
+MOST_SIMULATED = 200_000
+PERCENTILES = (50, 75, 90, 95, 99)
+FINEST_HISTOGRAM = 64  # cells up to the 99th percentile
+WORTH_CUTTING = 0.9  # a max_length that leaves more than this of the longest example saves too little to lose text
+ENOUGH = 0.01  # more buckets must gain more than this in padding efficiency
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Examples by length.
+
+    Cell i holds the lengths from ``edges[i]`` to ``edges[i + 1] - 1``. All cells are equally wide except the last one,
+    which holds the longest 1 % where those lie far out (``has_tail``).
+    """
+
+    edges: tuple[int, ...]
+    counts: tuple[int, ...]
+    has_tail: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What truncating to ``max_length`` would take away: shares of the examples and of all tokens."""
+
+    max_length: int
+    examples_fraction: float
+    tokens_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A value to set, why, and the line of code that sets it (empty where there is nothing to copy)."""
+
+    name: str
+    value: int
+    reason: str
+    code: str
+
+
+@dataclass(frozen=True)
+class PaddingReport:
+    """What ``padding_report`` found; print ``table()``, or keep ``as_dict()`` and ``plot(path)``.
+
+    ``percentiles`` maps ``p50`` ... ``p99`` to lengths. ``simulated`` is the number of examples on which the strategies
+    with an order were replayed. ``max_tokens`` is the budget used: the one asked for, or else the suggested one.
+    """
+
+    examples: int
+    total: int
+    mean: float
+    shortest: int
+    longest: int
+    percentiles: dict[str, int]
+    histogram: Histogram
+    strategies: tuple[PaddingStrategy, ...]
+    cuts: tuple[Cut, ...]
+    suggestions: tuple[Suggestion, ...]
+    batch_size: int
+    max_tokens: int
+    max_length: int | None
+    pad_to_multiple_of: int
+    seed: int
+    simulated: int
+    unit: str
+
+    def table(self) -> str:
+        """Return the report as text of at most 80 columns."""
+        from hf_memopt.batching.padding_costs.output import report_text
+
+        return report_text(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything for JSON."""
+        strategies = [{**asdict(found), "wasted_fraction": found.wasted_fraction} for found in self.strategies]
+        return {**asdict(self), "strategies": strategies}
+
+    def plot(self, path: str | Path) -> None:
+        """Draw histogram and strategies to a PNG file, whole or not at all.
+
+        Raises:
+            ValueError: ``path`` does not end in ``.png``, or cannot be written.
+            MissingExtraError: matplotlib is not installed.
+        """
+        from hf_memopt.batching.padding_costs.output import draw_report
+
+        draw_report(self, Path(path))
+
+
+def padding_report(
+    lengths: ArrayLike,
+    *,
+    batch_size: int = 32,
+    max_tokens: int | None = None,
+    max_length: int | None = None,
+    pad_to_multiple_of: int = 8,
+    seed: int = 0,
+    unit: str = "tokens",
+) -> PaddingReport:
+    """Return what each way of batching would waste on examples of these lengths, and what to set.
+
+    Args:
+        lengths: tokens per example, shape (examples,); see ``token_lengths``.
+        batch_size: examples per batch.
+        max_tokens: budget in padded tokens; without one the budget whose mean batch has ``batch_size`` examples.
+        max_length: cut longer examples to it before batching, as ``tokenizer(truncation=True)`` would; percentiles and
+            histogram stay those of the whole examples.
+        pad_to_multiple_of: what batches are padded up to, the same for all strategies.
+        seed: of the orders and of the sample.
+        unit: what was counted; anything but ``"tokens"`` suggests no token budget to copy.
+
+    Raises:
+        ValueError: no lengths, or lengths or sizes that ``LengthBuckets`` refuses; a ``max_length`` below 1; an example
+            that does not fit into ``max_tokens``.
+
+    Example:
+        >>> report = padding_report([12, 480, 30, 25, 60, 9, 14, 333] * 100, batch_size=16)
+        >>> report.strategies[0].name, round(report.strategies[0].wasted_fraction, 2), report.percentiles["p75"]
+        ('fixed to longest, 480', 0.75, 60)
+    """
+    multiple = pad_to_multiple_of
+    whole = LengthBuckets(lengths, batch_size=batch_size, seed=seed, pad_to_multiple_of=multiple).lengths
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length={max_length!r} is not a length; expected 1 or more. Pass max_length=512")
+    cut = whole if max_length is None else np.minimum(whole, max_length)
+    if max_tokens is not None:
+        check_batch_limits(None, max_tokens)
+        _check_budget(cut, max_tokens, multiple)
+    total = int(whole.sum(dtype=np.int64))
+    ranks = np.percentile(whole, PERCENTILES, method="inverted_cdf")
+    percentiles = {f"p{rank}": int(length) for rank, length in zip(PERCENTILES, ranks, strict=True)}
+    cuts = _cuts(whole, total, percentiles, max_length, multiple)
+    sample = _sample(cut, seed)
+    budget = max_tokens or fitting_budget(sample, batch_size, multiple, seed)
+    strategies = (
+        *fixed_strategies(whole, batch_size, max_length, multiple),
+        *ordered_strategies(sample, batch_size, budget, multiple, seed, len(cut)),
+    )
+    suggestions: tuple[Suggestion, ...] = (
+        _suggest_budget(sample, budget, max_tokens, batch_size, multiple, seed),
+        _suggest_length(whole, cuts, percentiles, multiple),
+        _suggest_buckets(sample, batch_size, multiple, seed),
+    )
+    if unit != "tokens":
+        suggestions = (*(replace(found, code="") for found in suggestions[:2]), suggestions[2])
+    return PaddingReport(
+        examples=len(whole),
+        total=total,
+        mean=total / len(whole),
+        shortest=int(whole.min()),
+        longest=int(whole.max()),
+        percentiles=percentiles,
+        histogram=length_histogram(whole, percentiles["p99"]),
+        strategies=strategies,
+        cuts=cuts,
+        suggestions=suggestions,
+        batch_size=batch_size,
+        max_tokens=budget,
+        max_length=max_length,
+        pad_to_multiple_of=multiple,
+        seed=seed,
+        simulated=len(sample),
+        unit=unit,
+    )
+
+
+def _check_budget(lengths: NDArray[np.int32], max_tokens: int, multiple: int) -> None:
+    row = int(lengths.argmax())
+    padded = int(pad_lengths(lengths[row : row + 1], multiple)[0])
+    if padded > max_tokens:
+        raise ValueError(
+            f"max_tokens={max_tokens!r} cannot hold the longest example, lengths[{row}]={int(lengths[row])}, padded to "
+            f"{padded}; expected every example to fit into one batch. Pass max_tokens={padded}, or cut: max_length="
+            f"{max(max_tokens // multiple * multiple, 1)}"
+        )
+
+
+def _sample(lengths: NDArray[np.int32], seed: int) -> NDArray[np.int32]:
+    """Return at most ``MOST_SIMULATED`` lengths, the longest among them."""
+    if len(lengths) <= MOST_SIMULATED:
+        return lengths
+    drawn = np.random.default_rng(seed).choice(len(lengths), MOST_SIMULATED, replace=False, shuffle=False)
+    drawn[0] = lengths.argmax()
+    return lengths[drawn]
+
+
+def length_histogram(lengths: NDArray[np.int32], p99: int) -> Histogram:
+    """Return the histogram in cells whose width is a power of two, 64 of them at most up to the 99th percentile.
+
+    What lies further than a quarter beyond it goes into one last cell, so a few giants do not flatten the rest.
+    """
+    longest = int(lengths.max())
+    top = p99 if longest > p99 * 1.25 else longest
+    width = 1
+    while top // width + 1 > FINEST_HISTOGRAM:
+        width *= 2
+    cells = top // width + 1
+    has_tail = longest >= cells * width
+    counts = np.bincount(np.minimum(lengths // width, cells), minlength=cells + 1)
+    edges = [*range(0, (cells + 1) * width, width), *([longest + 1] if has_tail else [])]
+    return Histogram(tuple(edges), tuple(counts[: len(edges) - 1].tolist()), has_tail)
+
+
+def _cuts(
+    lengths: NDArray[np.int32], total: int, percentiles: dict[str, int], asked: int | None, multiple: int
+) -> tuple[Cut, ...]:
+    """Return what cutting would lose at p95, p99, the powers of two from the median up, and the length asked for."""
+    longest = int(lengths.max())
+    powers = {2**k for k in range(31) if percentiles["p50"] <= 2**k < longest}
+    others = {-(-max(percentiles[rank], 1) // multiple) * multiple for rank in ("p95", "p99")}
+    others |= set() if asked is None else {asked}
+    found = []
+    for max_length in sorted(powers | {length for length in others if length < longest}):
+        over = lengths[lengths > max_length]
+        lost = int(over.sum(dtype=np.int64)) - len(over) * max_length
+        found.append(Cut(max_length, len(over) / len(lengths), lost / max(total, 1)))
+    return tuple(found)
+
+
+def _suggest_budget(
+    sample: NDArray[np.int32], budget: int, asked: int | None, batch_size: int, multiple: int, seed: int
+) -> Suggestion:
+    value = budget if asked is None else fitting_budget(sample, batch_size, multiple, seed)
+    mean, longest = mean_batch(sample, value, multiple, seed), int(pad_lengths(sample.max(keepdims=True), multiple)[0])
+    if value == longest and mean > batch_size:
+        reason = f"the least that holds the longest example; a batch then has {mean:.1f} examples in the mean"
+    else:
+        reason = f"a batch has {mean:.1f} examples in the mean, {batch_size} were asked for; it holds the longest one"
+    return Suggestion("max_tokens", value, reason, f"bucketed(dataset, max_tokens={value})")
+
+
+def _suggest_length(
+    lengths: NDArray[np.int32], cuts: tuple[Cut, ...], percentiles: dict[str, int], multiple: int
+) -> Suggestion:
+    longest = int(pad_lengths(lengths.max(keepdims=True), multiple)[0])
+    mild = [cut for cut in cuts if cut.examples_fraction <= 0.01 and cut.max_length <= WORTH_CUTTING * longest]
+    if mild:
+        value = mild[0].max_length
+        reason = (
+            f"cuts {mild[0].examples_fraction:.1%} of the examples and loses {mild[0].tokens_fraction:.1%} of the "
+            f"text; the longest row, which sets the memory peak, falls from {longest} to {value}"
+        )
+    else:
+        value = longest
+        reason = f"cuts nothing: p99 is {percentiles['p99']}, so cutting 1% of the examples would save little"
+    return Suggestion("max_length", value, reason, f"tokenizer(text, truncation=True, max_length={value})")
+
+
+def _suggest_buckets(sample: NDArray[np.int32], batch_size: int, multiple: int, seed: int) -> Suggestion:
+    """Suggest the fewest buckets, by halving, that come near to what ``n_buckets="auto"`` reaches."""
+    code = f"bucketed(dataset, batch_size={batch_size}, n_buckets="
+    automatic = LengthBuckets(sample, batch_size=batch_size, seed=seed, pad_to_multiple_of=multiple)
+    most, best = len(automatic.boundaries), automatic.padding_efficiency()
+    reason = f'padding efficiency {best:.3f}; "auto" takes as many'
+    for count in sorted(most >> k for k in range(1, most.bit_length())):
+        fewer = LengthBuckets(sample, batch_size=batch_size, n_buckets=count, seed=seed, pad_to_multiple_of=multiple)
+        efficiency = fewer.padding_efficiency()
+        if efficiency >= best - ENOUGH:
+            near = f'near the {best:.3f} of the {most} that "auto" takes; fewer buckets mix the examples better'
+            return Suggestion("n_buckets", count, f"padding efficiency {efficiency:.3f}, {near}", f"{code}{count})")
+        reason = f'padding efficiency {best:.3f}, where {count} would reach {efficiency:.3f}; "auto" takes as many'
+    return Suggestion("n_buckets", most, reason, f"{code}{most})")

@@ -1,0 +1,183 @@
+"""A padding report for people: text for the terminal, and a picture of two panels."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt import plotting as pictures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.console import Console, RenderableType
+
+    from hf_memopt.batching.padding_costs.figures import Histogram, PaddingReport
+
+__all__ = ["check_picture", "draw_report", "print_report", "report_text"]
+
+COLUMNS = 80
+BAR_COLUMNS = 40
+
+
+def report_text(report: PaddingReport) -> str:
+    """Return the report as plain text of at most 80 columns."""
+    from rich.console import Console
+
+    text = io.StringIO()
+    print_report(report, Console(file=text, width=COLUMNS, color_system=None))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def print_report(report: PaddingReport, console: Console) -> None:
+    """Print the report, with bars of plain signs where the console's encoding knows no blocks."""
+    for part in (_heading(report), _bars(report, "#" if console.options.ascii_only else "█")):
+        console.print(part, highlight=False, soft_wrap=True)
+    console.print(_strategies(report))
+    if report.cuts:
+        console.print(_cuts(report))
+    console.print("[bold]Suggestions[/]" if report.unit == "tokens" else f"[bold]Suggestions, in {report.unit}[/]")
+    for found in report.suggestions:
+        console.print(f"[bold]{found.name} = {found.value}[/]: {found.reason}", highlight=False)
+        if found.code:
+            console.print(f"    {found.code}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _heading(report: PaddingReport) -> str:
+    figures = {**report.percentiles, "max": report.longest}
+    lines = [
+        f"[bold]{report.examples:,} examples, {report.total:,} {report.unit}[/], "
+        f"mean {report.mean:.1f}, shortest {report.shortest:,}",
+        "   ".join(f"{name} {length:,}" for name, length in figures.items()),
+    ]
+    if report.unit != "tokens":
+        lines.insert(0, f"[bold yellow]Counted in {report.unit}, not in tokens[/]: a tokenizer makes more of them.")
+    return "\n".join(lines)
+
+
+def _bars(report: PaddingReport, sign: str) -> str:
+    rows = list(_folded(report.histogram))
+    highs = [min(high, report.longest) for _, high, _ in rows]
+    labels = [f"{low:,}-{high:,}" if high > low else f"{low:,}" for (low, _, _), high in zip(rows, highs, strict=True)]
+    widest, most = max(map(len, labels)), max(count for _, _, count in rows)
+    lines = [""]
+    for label, (_, _, count) in zip(labels, rows, strict=True):
+        bar = sign * max(round(BAR_COLUMNS * count / most), count > 0)
+        lines.append(f"{label:>{widest}} |[cyan]{bar:<{BAR_COLUMNS}}[/] {count:>11,} {count / report.examples:>6.1%}")
+    return "\n".join([*lines, ""])
+
+
+def _folded(histogram: Histogram) -> Iterator[tuple[int, int, int]]:
+    """Give lowest length, highest length and count of about 10 to 20 rows."""
+    cells = len(histogram.counts) - histogram.has_tail
+    fold = 1 if cells <= 20 else 2 if cells <= 40 else 4
+    for first in range(0, cells, fold):
+        last = min(first + fold, cells)
+        yield histogram.edges[first], histogram.edges[last] - 1, sum(histogram.counts[first:last])
+    if histogram.has_tail:
+        yield histogram.edges[-2], histogram.edges[-1] - 1, histogram.counts[-1]
+
+
+def _strategies(report: PaddingReport) -> RenderableType:
+    from rich.table import Table
+
+    caption = (
+        f"One epoch in batches of {report.batch_size}, padded to multiples of {report.pad_to_multiple_of}. Largest "
+        f"batch: its padded {report.unit}. Shapes: distinct (rows, width)."
+    )
+    if report.simulated < report.examples:
+        caption += f" All but the fixed widths are replayed on {report.simulated:,} examples, drawn at random."
+    title = "What each way of padding wastes"
+    table = Table(title=title, caption=caption, caption_justify="left", **_look())
+    table.add_column("", overflow="fold")  # in a narrow terminal names are wrapped, and no figure is cut
+    for heading in ("effi-\nciency", "wasted", "batches", "largest\nbatch", "shapes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for found in report.strategies:
+        table.add_row(
+            found.name,
+            f"{found.padding_efficiency:.3f}",
+            f"{found.wasted_fraction:.1%}",
+            f"{found.batches:,}",
+            f"{found.largest_batch_tokens:,}",
+            f"{found.shapes:,}",
+        )
+    return table
+
+
+def _cuts(report: PaddingReport) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(title="\nWhat truncating would lose", **_look())
+    for heading in ("max_length", "examples cut", f"{report.unit} lost"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for cut in report.cuts:
+        asked = " (asked for)" if cut.max_length == report.max_length else ""
+        table.add_row(f"{cut.max_length:,}{asked}", f"{cut.examples_fraction:.2%}", f"{cut.tokens_fraction:.2%}")
+    return table
+
+
+def _look() -> dict[str, Any]:
+    from rich import box
+
+    return {"title_justify": "left", "box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a picture that could not be written; see ``pictures.check_picture``."""
+    pictures.check_picture(path, purpose="the picture of a padding report")
+
+
+def draw_report(report: PaddingReport, path: Path) -> None:
+    """Draw histogram and strategies to a PNG file, whole or not at all; see ``PaddingReport.plot``."""
+    check_picture(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
+    _draw_histogram(report, left)
+    _draw_strategies(report, right)
+    pictures.save_picture(figure, path)
+
+
+def _draw_histogram(report: PaddingReport, axes: Axes) -> None:
+    edges, counts = report.histogram.edges, report.histogram.counts
+    cells = len(counts) - report.histogram.has_tail
+    axes.bar(edges[:cells], counts[:cells], width=edges[1] - edges[0], align="edge", color="#9ecae1", edgecolor="white")
+    axes.set_xlim(0, edges[cells])
+    styles = {"p50": "#08519c", "p90": "#6a51a3", "p95": "#d94801", "p99": "#a50f15"}
+    for name, colour in styles.items():
+        length = report.percentiles[name]
+        axes.axvline(length, color=colour, linewidth=1.5, label=f"{name} = {length:,}")
+    axes.axvline(report.mean, color="#333333", linestyle=":", linewidth=1.5, label=f"mean = {report.mean:,.1f}")
+    beyond = f" ({counts[-1]:,} longer ones, up to {report.longest:,}, not drawn)" if report.histogram.has_tail else ""
+    axes.set_title(f"Lengths of {report.examples:,} examples", fontsize=11, pad=26)
+    axes.set_xlabel(f"{report.unit} per example{beyond}")
+    axes.set_ylabel("examples")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.legend(
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=5,
+        fontsize=8.5,
+        frameon=False,
+        handlelength=1.2,
+        columnspacing=1.0,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_strategies(report: PaddingReport, axes: Axes) -> None:
+    found = report.strategies
+    colours = ["#31a354" if strategy.name.startswith("bucketed") else "#969696" for strategy in found]
+    names = [f"{strategy.name}\nlargest batch {strategy.largest_batch_tokens:,}" for strategy in found]
+    bars = axes.barh(names, [strategy.padding_efficiency for strategy in found], color=colours)
+    axes.tick_params(axis="y", labelsize=9)
+    axes.bar_label(bars, labels=[f"{strategy.padding_efficiency:.1%}" for strategy in found], padding=4, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0%", "25%", "50%", "75%", "100%"])
+    axes.set_title("Padding efficiency of each way to batch", fontsize=11, pad=26)
+    axes.set_xlabel(f"real {report.unit} / padded {report.unit}")
+    axes.spines[["top", "right"]].set_visible(False)

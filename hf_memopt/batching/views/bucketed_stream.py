@@ -1,0 +1,486 @@
+"""Bucketing a stream: an ``IterableDataset`` of unknown length, through one bounded buffer.
+
+The buffer is kept sorted by padded length. Once it is full it is cut, from the longest example downwards, into groups
+(a batch for each process); one of them is drawn at random and handed out, and the stream fills the gap. So a batch
+holds neighbours in length, every group has the same chance at every draw (no length waits for ever, and lengths do not
+come in waves), and memory is that of ``buffer_examples`` examples whatever the stream. No boundaries need to be learnt
+beforehand, and a stream whose lengths drift is followed.
+
+Trade: of 1e5 lognormal lengths (median 60, at most 512) with ``max_tokens=8192``, the share of real tokens is .85, .92,
+.94 and .96 with 1024, 4096, 8192 and 32768 examples held, which are read before the first step
+(benchmarks/streaming.py).
+
+The order is a pure function of the stream, the seed, the sizes and the number of processes, whatever the number of
+workers: every process and every DataLoader worker reads the whole stream and hands out its own share of the batches.
+One worker is enough to read ahead of the training; more of them share the collation, not the reading.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import reprlib
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch.utils.data import get_worker_info
+
+from hf_memopt.batching.collation.rows import RowBatch
+from hf_memopt.batching.plan.checks import (
+    check_batch_limits,
+    check_column,
+    check_counts,
+    check_seed,
+    check_too_long,
+    check_world_size,
+    checked_boundaries,
+)
+from hf_memopt.batching.views.descriptions import DescribedByDataset
+from hf_memopt.changes import Change, nearest
+
+__all__ = ["BUFFER_EXAMPLES", "BucketedStream", "seed_of_run"]
+
+Entry = tuple[int, float, int, Any]  # padded length, random tie-break, position in the pass, example
+EPOCH, DROPPED = 0, 1  # places in the shared memory
+BUFFER_EXAMPLES = 8192
+
+
+class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
+    """An endless stream of a stream's examples in length-bucketed order: pass after pass, each in another order.
+
+    ``batch_size=``: an item is an example; ``batch_size * world_size`` neighbours are of similar length, and every
+    batch is full. ``max_tokens=``: an item is a whole batch (a list of examples), and ``world_size`` neighbours have
+    the same number of rows; ``BucketedCollator`` flattens them. Every example of a pass is handed out exactly once;
+    what fills no group at the end of a pass opens the next one. The stream ends after a pass that brought no example.
+
+    A Trainer needs ``max_steps`` and ``attach(trainer)``; a resumed run reads again what it skips. In its log a sample
+    of a ``max_tokens=`` stream is a batch.
+
+    Args:
+        dataset: a ``datasets.IterableDataset``, a torch ``IterableDataset`` or any iterable of dicts that starts over
+            when iterated again. Its ``set_epoch``, if it has one, is called with the number of the pass. In a
+            DataLoader worker it is read as if there was none, so it need not share itself out.
+        batch_size: examples per batch: a multiple of ``per_device_train_batch_size``; or
+        max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``.
+        boundaries: ascending limits that batches are made for, instead of their own padded lengths; a batch of
+            ``max_tokens=`` is padded to its limit. An example above the last one is too long.
+        buffer_examples: examples held at most by each process and each worker, besides the group that is being handed
+            out. More of them pad less: 100 batches for each process are a good measure.
+        seed: together with the number of the pass it fixes the order.
+        world_size: processes that read side by side.
+        column: the column whose length counts.
+        pad_to_multiple_of: as in the collator.
+        too_long: what to do with an example that fits into no batch: raise, or drop it and count it in ``dropped``.
+
+    Raises:
+        ValueError: a size below 1, both or neither of ``batch_size`` and ``max_tokens``, a buffer smaller than one
+            group, boundaries that do not ascend or fit, a dataset that is split by node already.
+        TypeError: the dataset cannot be iterated more than once.
+
+    Example:
+        >>> rows = [{"input_ids": [1] * length} for length in (3, 50, 4, 52, 5, 51)]
+        >>> stream = BucketedStream(rows, batch_size=3, buffer_examples=6)
+        >>> [len(row["input_ids"]) // 10 for row in itertools.islice(stream, 12)]
+        [0, 0, 0, 5, 5, 5, 0, 0, 0, 5, 5, 5]
+    """
+
+    takes_seed = False  # attach may set the seed
+
+    technique = "length buckets"
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        *,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        boundaries: ArrayLike | None = None,
+        buffer_examples: int = BUFFER_EXAMPLES,
+        seed: int = 0,
+        world_size: int = 1,
+        column: str = "input_ids",
+        pad_to_multiple_of: int = 8,
+        too_long: Literal["error", "drop"] = "error",
+    ) -> None:
+        check_batch_limits(batch_size, max_tokens)
+        _check_source(dataset)
+        self.dataset, self.batch_size, self.max_tokens = dataset, batch_size, max_tokens
+        self.buffer_examples, self.seed, self.world_size = buffer_examples, seed, world_size
+        self.column, self.pad_to_multiple_of, self.too_long = column, pad_to_multiple_of, too_long
+        self._check_settings()
+        self.boundaries: list[int] | None = None
+        if boundaries is not None:
+            self.boundaries = checked_boundaries(np.asarray(boundaries), max_tokens).tolist()
+        self._rows_per_turn = batch_size  # what a process takes at a time; bind_trainer learns it from the Trainer
+        self._kept_columns: frozenset[str] | None = None
+        # The workers of a persistent DataLoader see a new epoch, and the process sees what they dropped.
+        self._shared: torch.Tensor = torch.zeros(2, dtype=torch.int64)
+        self._shared.untyped_storage().share_memory_()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._shared.untyped_storage().share_memory_()  # a copy or a plain pickle is private memory
+
+    @property
+    def epoch(self) -> int:
+        """The number of the pass that the next iteration begins with; 0 in a Trainer, which knows one epoch only."""
+        return int(self._shared[EPOCH])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration begin with this pass, counted from 0; the Trainer and accelerate call it."""
+        self._shared[EPOCH] = epoch
+
+    @property
+    def dropped(self) -> int:
+        """How many examples the latest iteration dropped as too long so far, over all its passes."""
+        return int(self._shared[DROPPED])
+
+    @property
+    def group_examples(self) -> int:
+        """The fewest examples that are handed out together: one batch for each process, one row each in token mode."""
+        return self.world_size * (self.batch_size or 1)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Hand out the examples or batches; in a DataLoader worker, its turns of them."""
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        turns = (turn for group, generator in self._groups(number) for turn in self._deal(group, generator))
+        for position, turn in enumerate(turns):
+            if position % workers == number:
+                yield from turn
+
+    # ---- Order ----
+
+    def _groups(self, worker: int) -> Iterator[tuple[list[Entry], np.random.Generator]]:
+        """Yield what the processes read side by side, longest example first, and the random numbers of its pass."""
+        rest: list[Entry] = []  # of the pass before, fewer than a group
+        source = self._source()
+        if worker == 0:
+            self._shared[DROPPED] = 0
+        capacity = self.buffer_examples // self.group_examples * self.group_examples
+        for number in itertools.count(self.epoch):
+            generator = np.random.Generator(np.random.Philox(key=[self.seed, number]))
+            buffer = _Buffer(self._rows_at, self.world_size, generator, full_only=self.max_tokens is None)
+            is_empty = True
+            for entry in self._entries(source, number, generator, counts=worker == 0):
+                is_empty = False
+                insort(rest if rest else buffer.held, entry)
+                if len(rest) == self.group_examples:
+                    yield rest[::-1], generator
+                    rest = []
+                elif len(buffer.held) == capacity:
+                    yield buffer.take(), generator
+            if is_empty:
+                if rest:
+                    yield rest[::-1], generator
+                return
+            yield from ((group, generator) for group in buffer.drain())
+            rest = rest or buffer.held
+
+    def _deal(self, group: list[Entry], generator: np.random.Generator) -> Iterator[list[Any]]:
+        """Cut a group into what all processes take at a time, and deal that out like cards: to each one of the longest
+        rows, so that they pad to the same length.
+        """
+        rows, world = [entry[-1] for entry in group], self.world_size
+        if self.max_tokens is not None:
+            batches = [RowBatch(rows[rank::world]) for rank in range(min(world, len(rows)))]
+            for batch in batches:
+                batch.width = None if self.boundaries is None else group[0][0]
+            yield batches
+            return
+        size = (self._rows_per_turn or 1) * world
+        turns = [rows[start : start + size] for start in range(0, len(rows), size)]
+        for i in generator.permutation(len(turns)) if len(rows) == self.group_examples else range(len(turns)):
+            yield [row for rank in range(world) for row in turns[i][rank::world]]
+
+    def _rows_at(self, width: int) -> int:
+        """Return how many rows of a padded length one batch holds."""
+        return self.batch_size if self.batch_size is not None else (self.max_tokens or 0) // width
+
+    # ---- Reading ----
+
+    def _source(self) -> Iterable[Any]:
+        """Return the dataset; in a worker a copy of a datasets stream, whose epoch all workers would share."""
+        if get_worker_info() is None or not _is_datasets_stream(self.dataset):
+            return self.dataset
+        import fsspec.asyn
+
+        fsspec.asyn.reset_lock()  # a forked worker cannot use its parent's thread; datasets does so in its own workers
+        return copy.deepcopy(self.dataset)
+
+    def _entries(
+        self, source: Iterable[Any], number: int, generator: np.random.Generator, *, counts: bool
+    ) -> Iterator[Entry]:
+        """Yield the examples of one pass that fit into a batch."""
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(number)
+        most = self.max_tokens if self.boundaries is None else self.boundaries[-1]
+        for position, row in enumerate(_read_whole(source)):
+            length = self._length(row, position, number)
+            width = self._width(length)
+            if most is not None and width > most:
+                if self.too_long == "error":
+                    raise self._too_long(length, width, position, number)
+                self._shared[DROPPED] += counts
+                continue
+            if self._kept_columns is not None:
+                row = {name: value for name, value in row.items() if name in self._kept_columns}
+            yield width, generator.random(), position, row
+
+    def _width(self, length: int) -> int:
+        if self.boundaries is not None and length <= self.boundaries[-1]:
+            return self.boundaries[bisect_left(self.boundaries, length)]
+        return -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
+    def _length(self, row: Any, position: int, number: int) -> int:
+        where = f"row {position} of the stream (pass {number})"
+        if not isinstance(row, Mapping):
+            raise TypeError(
+                f"dataset=<{type(self.dataset).__name__}> gave a {type(row).__name__} as {where}; expected a dict with "
+                f"{self.column!r}. Yield dicts: {{{self.column!r}: [...], 'labels': ...}}"
+            )
+        if self.column not in row:
+            raise ValueError(
+                f"column={self.column!r} is not in {where}; expected one of {sorted(row)}."
+                f"{nearest(self.column, map(str, row))} "
+                'Tokenise first: dataset.map(lambda row: tokenizer(row["text"]))'
+            )
+        tokens = row[self.column]
+        if tokens is not None and not _are_token_ids(tokens):
+            raise ValueError(
+                f"column={self.column!r} holds {reprlib.repr(tokens)} in {where}; expected one flat list of integers "
+                'per row. Tokenise without return_tensors: dataset.map(lambda row: tokenizer(row["text"]))'
+            )
+        if tokens is None or len(tokens) == 0:
+            raise ValueError(
+                f"column={self.column!r} is empty or null in {where}; expected 1 token or more. Drop such rows: "
+                f"dataset.filter(lambda row: row[{self.column!r}])"
+            )
+        return len(tokens)
+
+    def _too_long(self, length: int, width: int, position: int, number: int) -> ValueError:
+        if self.boundaries is None:
+            limit, raising = f"max_tokens={self.max_tokens}", "raise max_tokens"
+        else:
+            limit, raising = f"boundaries[-1]={self.boundaries[-1]}", "append a boundary"
+        return ValueError(
+            f"{limit} has no room for row {position} of the stream (pass {number}), {length} tokens padded to {width}; "
+            "expected every example to fit. Truncate it (tokenizer(..., truncation=True, max_length=...)), "
+            f'{raising}, or pass bucketed(..., too_long="drop"), which counts them in stream.dropped'
+        )
+
+    # ---- Settings and the Trainer ----
+
+    def _check_settings(self) -> None:
+        check_world_size(self.world_size)
+        check_column(self.column)
+        counts = ("buffer_examples", "pad_to_multiple_of")
+        check_counts(**{name: getattr(self, name) for name in counts})
+        check_seed(self.seed)
+        check_too_long(self.too_long)
+        if self.buffer_examples < self.group_examples:
+            raise ValueError(
+                f"buffer_examples={self.buffer_examples} is less than one batch for each of {self.world_size} "
+                f"processes; expected {self.group_examples} or more. "
+                f"Pass bucketed(..., buffer_examples={100 * self.group_examples})"
+            )
+
+    def check_evaluation(self, trainer: Any) -> NoReturn:
+        """Raise ValueError: a stream for training never ends; an attached Trainer calls it."""
+        raise ValueError(
+            "dataset=<BucketedStream> never ends, and neither would the evaluation; expected the dataset itself. "
+            "Evaluate or predict stream.dataset"
+        )
+
+    def keep_columns(self, names: Iterable[str] | None) -> None:
+        """Hand out only these columns, None: all; an attached Trainer calls it when it makes its DataLoader."""
+        self._kept_columns = None if names is None else frozenset(names)
+
+    def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
+        """Let every process read the stream for itself, and check the Trainer's arguments; ``attach`` calls it.
+
+        Stock reads a stream in the first process and cuts each batch up for the others, so unequal batches crash. The
+        accelerator's ``dispatch_batches`` is read when the DataLoader is prepared, so it is in time here.
+
+        Raises:
+            ValueError: arguments or collator do not fit the stream.
+        """
+        _check_trainer(self, trainer)
+        if self.batch_size is not None:
+            self._rows_per_turn = trainer.args.per_device_train_batch_size
+        self.seed, changes = seed_of_run(trainer.args, self.seed, may_change=self.takes_seed, of="bucketed stream")
+        if self.max_tokens is not None:
+            reason = (
+                "an item of a max_tokens= stream is a whole batch, and a stream does not tell its examples beforehand"
+            )
+            changes = (*changes, Change("samples in the Trainer's log", "examples", "batches", reason))
+        config = trainer.accelerator.dataloader_config
+        if config.dispatch_batches is False:
+            return changes
+        change = Change(
+            "accelerator_config.dispatch_batches",
+            config.dispatch_batches,
+            False,
+            "every process reads the stream for itself: stock would cut up batches of the first process for the others",
+        )
+        config.dispatch_batches = False
+        return (*changes, change)
+
+
+class _Buffer:
+    """The examples that are held, sorted by padded length, and how they are cut into groups.
+
+    Args:
+        rows_at: how many rows of a padded length a batch holds.
+        world_size: batches of a group.
+        generator: draws the group to hand out.
+        full_only: whether batches with fewer rows than that are never cut.
+    """
+
+    def __init__(
+        self, rows_at: Callable[[int], int], world_size: int, generator: np.random.Generator, *, full_only: bool
+    ) -> None:
+        self.held: list[Entry] = []
+        self.rows_at, self.world_size, self.generator, self.full_only = rows_at, world_size, generator, full_only
+
+    def take(self) -> list[Entry]:
+        """Remove one group, drawn at random, and return it, longest example first."""
+        cuts = self._cuts()
+        drawn = int(self.generator.integers(len(cuts)))
+        # The last cut has what the others left, so it is drawn as a full group of the shortest instead.
+        start, end = (0, self._shortest_group()) if drawn == len(cuts) - 1 else cuts[drawn]
+        group = self.held[start:end][::-1]
+        del self.held[start:end]
+        return group
+
+    def drain(self) -> Iterator[list[Entry]]:
+        """Yield all groups in random order and leave what fills none."""
+        cuts = self._cuts()
+        for i in self.generator.permutation(len(cuts)):
+            start, end = cuts[i]
+            yield self.held[start:end][::-1]
+        del self.held[cuts[-1][0] if cuts else len(self.held) :]
+
+    def _cuts(self) -> list[tuple[int, int]]:
+        """Return where the groups begin and end, from the longest examples downwards."""
+        cuts, end = [], len(self.held)
+        while end >= self.world_size:
+            size = self.rows_at(self.held[end - 1][0]) * self.world_size
+            if self.full_only and end < size:
+                break
+            size = min(size, end - end % self.world_size)
+            cuts.append((end - size, end))
+            end -= size
+        return cuts
+
+    def _shortest_group(self) -> int:
+        """Return how many of the shortest examples fill one group."""
+        size = self.world_size
+        while size + self.world_size <= len(self.held):
+            if size // self.world_size + 1 > self.rows_at(self.held[size + self.world_size - 1][0]):
+                break
+            size += self.world_size
+        return size
+
+
+def seed_of_run(args: Any, seed: int, *, may_change: bool, of: str) -> tuple[int, tuple[Change, ...]]:
+    """Return the seed of the order of the data under these training arguments, and what that changed.
+
+    Raises:
+        ValueError: the order has a seed of its own, and ``data_seed`` is another one.
+    """
+    name = "seed" if args.data_seed is None else "data_seed"
+    wanted = getattr(args, name)
+    if wanted != seed and may_change:
+        return wanted, (Change(f"seed of the {of}", seed, wanted, f"that of TrainingArguments({name}=...)"),)
+    if wanted != seed and args.data_seed is not None:
+        raise ValueError(
+            f"seed={seed} of the {of} differs from data_seed={wanted} of the training arguments; expected one seed for "
+            "the order of the data. Leave seed out of bucketed(...)"
+        )
+    return seed, ()
+
+
+def _read_whole(source: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over a source as if there was no DataLoader worker: it would give each of them a share of its own, and
+    streams that are cut differently would be read at different speeds, so that no pass was a pass.
+    """
+    # `_worker_info` is what get_worker_info() returns (torch 2.6 to 2.13; pinned by a test).
+    module = torch.utils.data._utils.worker
+    here = module._worker_info
+    if here is None:
+        yield from source
+        return
+    end = object()
+    rows: Iterator[Any] | None = None
+    while True:
+        module._worker_info = None
+        try:
+            rows = iter(source) if rows is None else rows
+            row = next(rows, end)
+        finally:
+            module._worker_info = here
+        if row is end:
+            return
+        yield row
+
+
+def _is_datasets_stream(dataset: Any) -> bool:
+    import datasets
+
+    return isinstance(dataset, datasets.IterableDataset)
+
+
+def _check_source(dataset: Any) -> None:
+    name = type(dataset).__name__
+    if isinstance(dataset, Iterator) or not isinstance(dataset, Iterable):
+        what = "can be read only once" if isinstance(dataset, Iterator) else "cannot be iterated"
+        raise TypeError(
+            f"dataset=<{name}> {what}; expected a stream that starts over when it is iterated again. "
+            "Pass the function that makes the rows: datasets.IterableDataset.from_generator(make_rows)"
+        )
+    # `_distributed` is what split_dataset_by_node sets (datasets 3.0 to 5.2; pinned by a test).
+    if getattr(dataset, "_distributed", None) is not None:
+        raise ValueError(
+            f"dataset=<{name}> is split by node already, so a part of its examples would never be seen; expected the "
+            "whole stream in every process. Leave out split_dataset_by_node"
+        )
+
+
+def _check_trainer(stream: BucketedStream, trainer: Any) -> None:
+    """Raise ValueError where arguments or collator do not fit the stream."""
+    from hf_memopt.batching.views.bucketed_view import check_whole_batches  # which imports this module
+
+    args, per_device = trainer.args, trainer.args.per_device_train_batch_size
+    if args.world_size != stream.world_size:
+        raise ValueError(
+            f"world_size={stream.world_size} of the bucketed stream differs from the run's {args.world_size}; expected "
+            f"the same. Build it in the launched script, or pass bucketed(..., world_size={args.world_size})"
+        )
+    for name in ("dispatch_batches", "split_batches"):
+        if getattr(args.accelerator_config, name):
+            raise ValueError(
+                f"accelerator_config.{name}=True would cut the batches of the bucketed stream up; expected False. "
+                f'Pass TrainingArguments(..., accelerator_config={{"{name}": False}})'
+            )
+    if stream.batch_size is not None:
+        if stream.batch_size % per_device != 0:
+            raise ValueError(
+                f"per_device_train_batch_size={per_device} does not divide the bucketed stream's "
+                f"batch_size={stream.batch_size}; expected a divisor. Pass bucketed(..., batch_size={per_device})"
+            )
+    else:
+        check_whole_batches(trainer)
+
+
+def _are_token_ids(tokens: Any) -> bool:
+    dtype = getattr(tokens, "dtype", None)
+    if dtype is not None:  # a numpy array or a torch tensor
+        return "int" in str(dtype) and len(tokens.shape) == 1
+    if not isinstance(tokens, (list, tuple)):
+        return False
+    return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, tokens)))

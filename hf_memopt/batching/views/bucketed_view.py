@@ -1,0 +1,388 @@
+"""Views that bring a length-bucketed order to the stock ``Trainer``, which reads them from front to back.
+
+``batch_size=``: an item is an example and ``batch_size`` neighbours form a batch; every number of the Trainer keeps its
+stock meaning. ``max_tokens=``: an item is a whole batch (a list of examples), to be read with
+``per_device_train_batch_size=1`` and flattened by ``BucketedCollator``. The order is a pure function of (seed, epoch),
+so a resumed run sees the very batches of the straight run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from hf_memopt.batching.collation.rows import RowBatch, RowReader
+from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets
+from hf_memopt.batching.plan.checks import check_batch_limits, check_world_size, checked_position
+from hf_memopt.batching.plan.lengths import lengths_of
+from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream, seed_of_run
+from hf_memopt.batching.views.descriptions import DescribedByDataset
+from hf_memopt.binding.handles import is_overridden, override_method
+from hf_memopt.changes import Change
+
+__all__ = ["BucketedBatches", "BucketedExamples", "bucketed"]
+
+COUNTS_EXAMPLES = "counts examples"  # the purpose of the override
+IN_ORDER = 'TrainingArguments(..., train_sampling_strategy="sequential")'
+
+
+def bucketed(
+    dataset: Any,
+    *,
+    batch_size: int | None = None,
+    max_tokens: int | None = None,
+    n_buckets: int | Literal["auto"] = "auto",
+    boundaries: ArrayLike | Literal["auto"] | None = None,
+    seed: int | None = None,
+    lengths: ArrayLike | None = None,
+    column: str = "input_ids",
+    world_size: int | None = None,
+    pad_to_multiple_of: int = 8,
+    too_long: Literal["error", "drop"] = "error",
+    buffer_examples: int | None = None,
+) -> BucketedExamples | BucketedBatches | BucketedStream:
+    """Return a view of a dataset in length-bucketed order, reshuffled every epoch; of a stream, a ``BucketedStream``.
+
+    Read it in order: ``TrainingArguments(train_sampling_strategy="sequential")``, or a DataLoader without shuffle.
+
+    Args:
+        dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied. Or a stream:
+            a ``datasets.IterableDataset`` or anything else that can be iterated again and again.
+        batch_size: examples per batch: a multiple of ``per_device_train_batch_size``; or
+        max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``. Batches of short examples have more
+            rows, so a loss that is a mean over the rows gives each of them less weight: made for losses per token.
+        n_buckets: see ``LengthBuckets``.
+        boundaries: see ``LengthBuckets``; ``BucketedCollator`` pads to them, other collators to the longest row.
+        seed: of the order; None: ``attach`` takes that of the training arguments (``data_seed``, else ``seed``), and
+            without it 0 counts.
+        lengths: tokens per example, shape (examples,); read by ``token_lengths(dataset, column)`` unless given.
+        column: the column whose length counts.
+        world_size: processes that share the view; from the environment of torchrun unless given.
+        pad_to_multiple_of: as in the collator.
+        too_long: see ``LengthBuckets``; ``view.buckets.dropped`` tells how many were left out.
+        buffer_examples: of a stream: examples held at most, 8192 per process unless given; see ``BucketedStream``.
+
+    Raises:
+        ValueError: a size below 1, both or neither of ``batch_size`` and ``max_tokens``, an empty dataset, one without
+            the column, lengths that are not one per example, an example that does not fit into ``max_tokens``, a
+            setting of streams for a dataset or the other way round.
+        TypeError: the dataset can neither be indexed nor iterated again.
+    """
+    check_batch_limits(batch_size, max_tokens)
+    if world_size is None:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_world_size(world_size)
+    is_stream = isinstance(dataset, torch.utils.data.IterableDataset)  # it inherits a __getitem__ that only raises
+    if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        _check_settings_of_stream(lengths, n_buckets, boundaries)
+        stream = BucketedStream(
+            dataset,
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            boundaries=boundaries,
+            buffer_examples=BUFFER_EXAMPLES * world_size if buffer_examples is None else buffer_examples,
+            seed=0 if seed is None else seed,
+            world_size=world_size,
+            column=column,
+            pad_to_multiple_of=pad_to_multiple_of,
+            too_long=too_long,
+        )
+        stream.takes_seed = seed is None
+        return stream
+    if buffer_examples is not None:
+        raise ValueError(
+            f"buffer_examples={buffer_examples!r} is for streams, and <{type(dataset).__name__}> can be indexed; "
+            "expected it left out, since all lengths are known. Leave buffer_examples out"
+        )
+    buckets = LengthBuckets(
+        lengths_of(dataset, lengths, column),
+        batch_size=batch_size,
+        max_tokens=max_tokens,
+        n_buckets=n_buckets,
+        boundaries=boundaries,
+        seed=0 if seed is None else seed,
+        world_size=world_size,
+        pad_to_multiple_of=pad_to_multiple_of,
+        too_long=too_long,
+    )
+    view = BucketedExamples(dataset, buckets) if max_tokens is None else BucketedBatches(dataset, buckets)
+    view.takes_seed = seed is None
+    return view
+
+
+def _check_settings_of_stream(lengths: Any, n_buckets: Any, boundaries: Any) -> None:
+    """Raise ValueError for settings that need all lengths before the first batch."""
+    needs_lengths = {
+        "lengths": lengths is not None,
+        "n_buckets": n_buckets != "auto",
+        "boundaries": isinstance(boundaries, str),
+    }
+    given = {"lengths": lengths, "n_buckets": n_buckets, "boundaries": boundaries}
+    for name, value in given.items():
+        if needs_lengths[name]:
+            raise ValueError(
+                f"{name}={value!r} needs all lengths beforehand, which a stream does not tell; expected it left out. "
+                "Leave it out, or pass boundaries=[64, 128, 256] to bound the shapes"
+            )
+
+
+class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
+    """What both views share: the epoch, the plan made from it, and the guard against reading out of order."""
+
+    takes_seed = False  # attach may set the seed
+
+    technique = "length buckets"
+
+    def __init__(self, dataset: Any, buckets: LengthBuckets) -> None:
+        self.dataset = dataset
+        self.buckets = buckets
+        self.reader = RowReader(dataset)
+        self._share_epoch(torch.zeros(1, dtype=torch.int64))
+        self._planned: tuple[int, int, EpochPlan] | None = None
+
+    def _share_epoch(self, epoch: torch.Tensor) -> None:
+        """Keep the epoch in shared memory, so that the workers of a persistent DataLoader see a new one."""
+        epoch.untyped_storage().share_memory_()
+        self._shared = epoch
+        self._epoch = epoch.numpy()  # the same memory, faster to read
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_planned": None, "_epoch": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._share_epoch(self._shared)  # a copy or a plain pickle is private memory
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose order the view shows."""
+        return int(self._epoch[0])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Show the order of an epoch, counted from 0; the Trainer and accelerate call it, more than once an epoch."""
+        self._epoch[0] = epoch
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The order of the current epoch."""
+        epoch, seed = int(self._epoch[0]), self.buckets.seed
+        planned = self._planned
+        if planned is None or planned[0] != epoch or planned[1] != seed:
+            self._planned = None  # the old order is not needed while the new one is made
+            self._planned = planned = (epoch, seed, self.buckets.plan(epoch))
+        return planned[2]
+
+    def _read(self, examples: Sequence[int] | NDArray[Any], width: int | None) -> RowBatch:
+        if len(self.dataset) != len(self.buckets.lengths):
+            raise RuntimeError(
+                f"dataset=<{len(self.dataset)} examples> had {len(self.buckets.lengths)} when the view was built; "
+                "expected the same. Build the view again: bucketed(dataset, ...)"
+            )
+        return self.reader.read(examples, width)
+
+    def _check_in_order(self, positions: Sequence[int], most: int) -> None:
+        """Raise unless the positions follow each other; at the end they may start over, as padding the ranks does.
+
+        Positions that are fetched one by one show no order: there only ``attach`` refuses the wrong strategy.
+        """
+        if len(positions) > most:
+            raise RuntimeError(
+                f"positions=<{len(positions)} at once> are more than a batch of this view; expected at most {most}. "
+                f"Pass TrainingArguments(..., per_device_train_batch_size={most}); with several GPUs launch one "
+                "process per GPU: torchrun --nproc_per_node=<GPUs> your_script.py. A view is for training: to evaluate "
+                "pass sorted_by_length(view.dataset)"
+            )
+        if not _follow_each_other(positions) and any(
+            (after - before - 1) % len(self) != 0 for before, after in pairwise(positions)
+        ):
+            raise RuntimeError(
+                f"positions={list(positions[:4])!r} ... read a bucketed view out of order; expected one after the "
+                f"other, or the buckets are lost. Pass {IN_ORDER}, or shuffle=False to a DataLoader"
+            )
+
+    # ---- Under a Trainer --------------------------------------------------------------------------------------------
+
+    def check_evaluation(self, trainer: Any) -> NoReturn:
+        """Raise ValueError: an order for training is not one for evaluation; an attached Trainer calls it."""
+        raise ValueError(
+            f"dataset=<{type(self).__name__}> is in shuffled order, and predictions would be in that order too; "
+            "expected the dataset itself, or sorted by length. Evaluate or predict sorted_by_length(view.dataset)"
+        )
+
+    def keep_columns(self, names: Iterable[str] | None) -> None:
+        """Read only these columns, None: all; an attached Trainer calls it when it makes its DataLoader."""
+        self.reader.keep(names)
+
+    def _take_seed(self, trainer: Any) -> tuple[Change, ...]:
+        may_change, old = self.takes_seed, self.buckets.seed
+        self.buckets.seed, changes = seed_of_run(trainer.args, old, may_change=may_change, of="bucketed view")
+        return changes
+
+
+class BucketedExamples(_BucketedView):
+    """An item is an example; ``batch_size`` neighbours are of similar length."""
+
+    _as_batches = False  # under an attached Trainer: hand the rows to our collator as one item
+
+    def __len__(self) -> int:
+        return self.buckets.n_examples
+
+    def __getitem__(self, position: int) -> Any:
+        return self._at([checked_position(position, len(self))])[0]
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        """Return the examples at consecutive positions.
+
+        Raises:
+            RuntimeError: the positions are out of order or more than a batch.
+        """
+        self._check_in_order(positions, most=self.buckets.batch_size or 1)
+        rows = self._at(positions)
+        return [rows] if self._as_batches else rows
+
+    def indices_of(self, positions: Sequence[int]) -> list[int]:
+        """Return the dataset's indices of the examples at ``positions`` of the current epoch."""
+        plan, size = self.plan, self.buckets.batch_size or 1
+        numbers, within = np.divmod(np.asarray(positions) % len(self), size)
+        return [int(index) for index in plan.order[plan.starts[plan.sequence[numbers]] + within]]
+
+    def _at(self, positions: Sequence[int]) -> RowBatch:
+        """Return the rows at positions that follow each other, or start over at the end."""
+        plan, size = self.plan, self.buckets.batch_size or 1
+        number, first = divmod(positions[0], size)
+        begin = int(plan.starts[plan.sequence[number]]) + first
+        if first + len(positions) <= size and _follow_each_other(positions):
+            return self._read(plan.order[begin : begin + len(positions)], plan.width(number))
+        numbers, within = np.divmod(np.asarray(positions), size)
+        width = None if plan.widths is None else int(plan.widths[plan.sequence[numbers]].max())
+        return self._read(plan.order[plan.starts[plan.sequence[numbers]] + within], width)
+
+    def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
+        """Fit the view to a Trainer; ``attach`` calls it. Returns what was changed.
+
+        Raises:
+            ValueError: the Trainer's arguments would spoil the order.
+        """
+        from hf_memopt.batching.collation.collators import BucketedCollator
+
+        _check_arguments(trainer.args, self.buckets.world_size)
+        per_device, of_view = trainer.args.per_device_train_batch_size, self.buckets.batch_size or 1
+        if of_view % per_device != 0:
+            raise ValueError(
+                f"per_device_train_batch_size={per_device} does not divide the bucketed view's batch_size={of_view}; "
+                f"expected a divisor. Pass bucketed(..., batch_size={per_device})"
+            )
+        self._as_batches = isinstance(trainer.data_collator, BucketedCollator)
+        return self._take_seed(trainer)
+
+
+class BucketedBatches(_BucketedView):
+    """An item is a whole batch: a list of examples whose padded size stays within ``max_tokens``."""
+
+    def __len__(self) -> int:
+        return self.buckets.n_batches
+
+    def __getitem__(self, position: int) -> list[Any]:
+        plan, position = self.plan, checked_position(position, len(self), item="a batch")
+        return self._read(plan.batch(position), plan.width(position))
+
+    def __getitems__(self, positions: Sequence[int]) -> list[list[Any]]:
+        """Return the batches at consecutive positions.
+
+        Raises:
+            RuntimeError: the positions are out of order or more than one.
+        """
+        self._check_in_order(positions, most=1)
+        return [self[position] for position in positions]
+
+    def indices_of(self, positions: Sequence[int]) -> list[int]:
+        """Return the dataset's indices of all examples in the batches at ``positions`` of the current epoch."""
+        return [int(index) for position in positions for index in self.plan.batch(position % len(self))]
+
+    def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
+        """Fit the view to a Trainer and make the Trainer count examples; ``attach`` calls it. Returns what was changed.
+
+        Raises:
+            ValueError: the Trainer's arguments or collator do not fit whole batches.
+        """
+        _check_arguments(trainer.args, self.buckets.world_size)
+        check_whole_batches(trainer)
+        changes = self._take_seed(trainer)
+        count_examples(trainer)
+        return changes
+
+
+def _follow_each_other(positions: Sequence[int]) -> bool:
+    """Tell whether positions ascend by one, without a look at every pair."""
+    return list(positions) == list(range(positions[0], positions[0] + len(positions)))
+
+
+def _check_arguments(args: Any, world_size: int) -> None:
+    """Raise ValueError where the training arguments would spoil the order of a bucketed view."""
+    if args.train_sampling_strategy != "sequential":
+        raise ValueError(
+            f"train_sampling_strategy={args.train_sampling_strategy!r} would read the bucketed view out of order; "
+            f'expected "sequential", since the view brings its own shuffled order. Pass {IN_ORDER}'
+        )
+    if args.world_size != world_size:
+        raise ValueError(
+            f"world_size={world_size} of the bucketed view differs from the run's {args.world_size}; "
+            "expected the same. Build it in the launched script, or pass bucketed(..., "
+            f"world_size={args.world_size})"
+        )
+
+
+def check_whole_batches(trainer: Any) -> None:
+    """Raise ValueError unless the Trainer takes one whole batch at a time and its collator can flatten it."""
+    from hf_memopt.batching.collation.collators import BucketedCollator
+
+    per_device = trainer.args.per_device_train_batch_size
+    if per_device != 1:
+        raise ValueError(
+            f"per_device_train_batch_size={per_device} would join whole batches of the max_tokens view; expected "
+            "1. Pass TrainingArguments(..., per_device_train_batch_size=1)"
+        )
+    if not isinstance(trainer.data_collator, BucketedCollator):
+        raise ValueError(
+            f"data_collator=<{type(trainer.data_collator).__name__}> cannot flatten the whole batches of the "
+            "max_tokens view; expected BucketedCollator. Pass Trainer(..., "
+            "data_collator=BucketedCollator(tokenizer))"
+        )
+
+
+def count_examples(trainer: Any) -> None:
+    """Make the Trainer count the examples of a view whose items are whole batches.
+
+    ``Num examples``, ``Total train batch size`` (its mean) and ``train_samples_per_second`` are right then. Both
+    methods are public; ``get_total_train_batch_size`` feeds nothing else (5.8.1, 5.17.0, 5.23.0; pinned by a test).
+    """
+    if is_overridden(trainer, "num_examples", COUNTS_EXAMPLES):
+        return
+
+    def counting_batches(before: Callable[..., Any]) -> Callable[..., Any]:
+        def get_total_train_batch_size(args: Any) -> Any:
+            batches, view = before(args), trainer.train_dataset
+            if not isinstance(view, BucketedBatches):
+                return batches
+            return float(round(batches * view.buckets.n_examples / view.buckets.n_batches, 3))
+
+        return get_total_train_batch_size
+
+    def counting_items(before: Callable[..., Any]) -> Callable[..., Any]:
+        def num_examples(dataloader: Any) -> Any:
+            view = getattr(dataloader, "dataset", None)
+            return view.buckets.n_examples if isinstance(view, BucketedBatches) else before(dataloader)
+
+        return num_examples
+
+    override_method(trainer, "get_total_train_batch_size", counting_batches)
+    override_method(trainer, "num_examples", counting_items, purpose=COUNTS_EXAMPLES)

@@ -1,0 +1,361 @@
+"""Evaluate and predict with little padding: a view sorted by length, and results in the order of the dataset.
+
+``sorted_by_length`` shows the longest example first, so a card that is too small says so in the first batch, and
+``per_device_eval_batch_size`` neighbours need hardly any padding. After ``attach(trainer)``, ``trainer.evaluate`` and
+``trainer.predict`` return predictions and labels in dataset order, ``compute_metrics`` gets them so, and the metrics
+have one more loss, which does not depend on how rows are batched:
+
+- ``eval_loss_per_example`` (one label, or one vector of numbers, per row): in one process equal to ``eval_loss``.
+- ``eval_loss_per_token`` (one label per token): the summed loss of all counted labels, divided by their number. Labels
+  of -100 do not count, nor does the first of a causal LM's row. ``eval_loss`` is a mean of batch means there, in any
+  order.
+
+With several processes the rows that fill up the last step count once; they cost one more forward pass of it. While a
+view is evaluated, the loss of a batch is the mean over its own labels, in its own process: ``eval_loss`` is not
+multiplied by the number of processes, as stock does for heads that ignore ``num_items_in_batch``.
+
+Left out: losses that are no mean over labels (a router's auxiliary loss, contrastive losses): what is named per example
+or per token is then a weighted mean of batch losses. Labels under another name than ``labels`` get no second loss.
+Tensor and context parallelism, where processes share rows, were not tried. Read without ``attach`` the view raises,
+since predictions would come back in its own order, unless it was made with ``restore_by_hand=True``: for a loop of
+your own, which saves padding and calls ``restore_order`` with its predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from numpy.typing import ArrayLike, NDArray
+from torch import nn
+from torch.utils.data import SequentialSampler
+from transformers.trainer_utils import RemoveColumnsCollator
+
+from hf_memopt.batching.collation.rows import RowReader
+from hf_memopt.batching.exact_losses import ExactLoss
+from hf_memopt.batching.plan.checks import checked_position
+from hf_memopt.batching.plan.lengths import lengths_of
+from hf_memopt.batching.views.descriptions import DescribedByDataset
+from hf_memopt.binding.model_traits import is_causal_lm
+from hf_memopt.changes import Change
+
+__all__ = ["SortedExamples", "sorted_by_length"]
+
+
+def sorted_by_length(
+    dataset: Any, *, lengths: ArrayLike | None = None, column: str = "input_ids", restore_by_hand: bool = False
+) -> SortedExamples:
+    """Return a view of a map-style dataset for evaluation and prediction, the longest example first.
+
+    Examples of one length keep their order.
+
+    Args:
+        dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied.
+        lengths: tokens per example, shape (examples,); read by ``token_lengths(dataset, column)`` unless given.
+        column: the column whose length counts.
+        restore_by_hand: for a loop of your own, not for an attached Trainer: the view may be read by anything, and
+            ``restore_order`` brings predictions back into dataset order.
+
+    Raises:
+        ValueError: an empty dataset, one without the column, or lengths that are not one per example.
+        TypeError: the dataset is not map-style.
+
+    Example:
+        >>> rows = [{"input_ids": [5]}, {"input_ids": [6, 7, 8]}, {"input_ids": [9, 9]}]
+        >>> view = sorted_by_length(rows, restore_by_hand=True)
+        >>> [row["input_ids"] for row in view]
+        [[6, 7, 8], [9, 9], [5]]
+        >>> view.restore_order(np.array([3, 2, 1]))
+        array([1, 3, 2])
+    """
+    is_stream = isinstance(dataset, torch.utils.data.IterableDataset)  # it inherits a __getitem__ that only raises
+    if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TypeError(
+            f"dataset=<{type(dataset).__name__}> cannot be sorted; expected a map-style dataset with __len__ and "
+            "__getitem__. Load it without streaming=True"
+        )
+    found = lengths_of(dataset, lengths, column)
+    order = np.argsort(-found.astype(np.int64), kind="stable")
+    return SortedExamples(dataset, order, restore_by_hand=restore_by_hand)
+
+
+class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
+    """The examples of a dataset in another order, and the way back.
+
+    Attributes:
+        dataset: the dataset itself.
+        order: which example stands at each position, shape (examples,).
+    """
+
+    def __init__(self, dataset: Any, order: NDArray[np.int64], *, restore_by_hand: bool = False) -> None:
+        self.dataset = dataset
+        self.order = order
+        self.restore_by_hand = restore_by_hand
+        self._reader = RowReader(dataset)
+        # The id of the DataLoader whose results are put back, 0 while there is none; DataLoader workers get a copy.
+        self._restored_for = 0
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, position: int) -> Any:
+        self._check_read()
+        return self._reader.rows([int(self.order[checked_position(position, len(self))])])[0]
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        """Return the examples at these positions, as a list that reads them when it is looked at."""
+        self._check_read()
+        return self._reader.read(self.order[np.asarray(positions)])
+
+    def _check_read(self) -> None:
+        if not (self.restore_by_hand or self._restored_for):
+            raise RuntimeError(
+                "dataset=<SortedExamples> is read outside the evaluation of an attached Trainer, so predictions would "
+                "come back in its own order, the longest example first; expected attach(trainer) before "
+                "trainer.evaluate() or trainer.predict(). In a loop of your own pass sorted_by_length(..., "
+                "restore_by_hand=True) and call view.restore_order(predictions)"
+            )
+        if len(self.dataset) != len(self):
+            raise RuntimeError(
+                f"dataset=<{len(self.dataset)} examples> had {len(self)} when the view was built; expected the same. "
+                "Build the view again: sorted_by_length(dataset)"
+            )
+
+    def restore_order(self, values: Any) -> Any:
+        """Return values that stand in the order of this view in the order of the dataset.
+
+        Args:
+            values: arrays or tensors of shape (examples, ...), None, or tuples, lists and dicts of them, as
+                ``predictions`` and ``label_ids`` are. They stay as they are; the result is a copy.
+
+        Raises:
+            ValueError: an array has not one row per example.
+            TypeError: anything else, a list of strings for example.
+        """
+        if values is None:
+            return None
+        if isinstance(values, Mapping):
+            return {name: self.restore_order(value) for name, value in values.items()}
+        if isinstance(values, (tuple, list)):
+            return type(values)(map(self.restore_order, values))
+        if not isinstance(values, (np.ndarray, torch.Tensor)):
+            raise TypeError(
+                f"values=<{type(values).__name__}> cannot be put into another order; expected arrays, tensors, or "
+                "tuples, lists and dicts of them. Call: view.restore_order(np.array(values))"
+            )
+        if values.shape[:1] != (len(self),):
+            raise ValueError(
+                f"values=<array of shape {tuple(values.shape)}> has not one row for each of {len(self)} examples; "
+                "expected shape (examples, ...). An output of the model that is none per example is left out by: "
+                'trainer.evaluate(ignore_keys=["aux_loss"])'
+            )
+        place = np.empty_like(self.order)
+        place[self.order] = np.arange(len(self))
+        return values[place] if isinstance(values, np.ndarray) else values[torch.from_numpy(place).to(values.device)]
+
+    # ---- What attach calls ------------------------------------------------------------------------------------------
+
+    def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
+        """Raise ValueError: an order for evaluation is none for training."""
+        raise ValueError(
+            "train_dataset=<SortedExamples> would show the longest examples first in every epoch; expected an order "
+            "for training. Pass Trainer(..., train_dataset=bucketed(view.dataset, batch_size=32))"
+        )
+
+    def check_evaluation(self, trainer: Any) -> None:
+        """Raise ValueError where the arguments would lose the way back into dataset order, or it is left to hand."""
+        if self.restore_by_hand:
+            raise ValueError(
+                "restore_by_hand=True leaves predictions in the order of the view, and an attached Trainer restores "
+                "that of the dataset; expected False. Pass sorted_by_length(dataset)"
+            )
+        args = trainer.args
+        if args.train_sampling_strategy == "group_by_length":
+            raise ValueError(
+                "train_sampling_strategy='group_by_length' permutes evaluation too, so predictions could not be put "
+                "back into dataset order; expected another strategy. Train with bucketed(...) and "
+                'TrainingArguments(..., train_sampling_strategy="sequential")'
+            )
+        if args.dataloader_drop_last:
+            raise ValueError(
+                "dataloader_drop_last=True would leave the shortest examples out of the evaluation; expected False. "
+                "Pass TrainingArguments(..., dataloader_drop_last=False)"
+            )
+        if not args.eval_do_concat_batches:
+            raise ValueError(
+                "eval_do_concat_batches=False keeps predictions in batches, which have no place in dataset order; "
+                "expected True. Pass TrainingArguments(..., eval_do_concat_batches=True)"
+            )
+
+    def evaluate_in_order(
+        self,
+        trainer: Any,
+        evaluation_loop: Callable[..., Any],
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Run the Trainer's ``evaluation_loop`` over this view; return its output in dataset order with the exact loss.
+
+        With ``batch_eval_metrics=True`` compute_metrics gets each batch as it was read, which is all that stock
+        promises there.
+
+        Raises:
+            ValueError: a sampler that does not read from front to back; an output of the model that has not one row
+                per example.
+        """
+        if self._restored_for == id(dataloader):  # attached twice, around an override that is not ours
+            return evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        _check_sequential(dataloader)
+        restored: dict[int, Any] = {}  # by identity: what compute_metrics changes in place shows in the output, as ever
+
+        def restore(values: Any) -> Any:
+            if id(values) not in restored:
+                restored[id(values)] = self.restore_order(values)
+            return restored[id(values)]
+
+        loss = _ExactLoss(trainer, len(self))
+        replaced = {"prediction_step": loss.prediction_step, "compute_loss": loss.compute_loss}
+        if trainer.compute_metrics is not None and not trainer.args.batch_eval_metrics:
+            replaced["compute_metrics"] = _restoring(trainer.compute_metrics, restore)
+        local_counts = _replaced(trainer.args, {"average_tokens_across_devices": False})
+        is_read = _replaced(self, {"_restored_for": id(dataloader)})
+        with _replaced(trainer, replaced), local_counts, is_read, self._without_unused_columns(dataloader):
+            output = evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        output.metrics.update(loss.result(metric_key_prefix))
+        return output._replace(predictions=restore(output.predictions), label_ids=restore(output.label_ids))
+
+    @contextmanager
+    def _without_unused_columns(self, dataloader: Any) -> Iterator[None]:
+        """Leave unused columns unread, instead of dropping them row by row as stock's wrapper of the collator does."""
+        loader = getattr(dataloader, "base_dataloader", dataloader)  # what accelerate's loader iterates
+        wrapper = getattr(loader, "collate_fn", None)
+        if not isinstance(wrapper, RemoveColumnsCollator):
+            yield
+            return
+        self._reader.keep(wrapper.signature_columns)
+        loader.collate_fn = wrapper.data_collator
+        try:
+            yield
+        finally:
+            loader.collate_fn = wrapper
+            self._reader.keep(None)
+
+
+def _restoring(compute_metrics: Callable[..., Any], restore: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return ``compute_metrics`` for values that stand in the order of the view."""
+
+    def in_order(prediction: Any) -> Any:
+        return compute_metrics(
+            type(prediction)(
+                predictions=restore(prediction.predictions),
+                label_ids=restore(prediction.label_ids),
+                inputs=restore(prediction.inputs),
+                losses=restore(prediction.losses),
+            )
+        )
+
+    return in_order
+
+
+def _check_sequential(dataloader: Any) -> None:
+    batches = dataloader.batch_sampler
+    while hasattr(batches, "batch_sampler"):  # accelerate's share of this process stands around it
+        batches = batches.batch_sampler
+    sampler = getattr(batches, "sampler", batches)
+    if not isinstance(sampler, SequentialSampler):
+        raise ValueError(
+            f"sampler=<{type(sampler).__name__}> reads the sorted view in an order of its own, so predictions could "
+            "not be put back into dataset order; expected SequentialSampler. Leave the evaluation sampler to the "
+            "Trainer, or evaluate view.dataset"
+        )
+
+
+@contextmanager
+def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Set attributes of one object for a while, whether it has them itself or from its class."""
+    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(owner)[name]
+        vars(owner).update(own)
+
+
+class _ExactLoss:
+    """Sum the loss of one evaluation over its labels: the mean loss of a batch times the number of its labels.
+
+    ``num_items_in_batch`` is kept from the model, so that its loss is a mean over the batch whatever the head makes of
+    that count; the user's ``compute_loss_func``, which may rely on it, gets the count of this batch.
+    """
+
+    def __init__(self, trainer: Any, examples: int) -> None:
+        self.trainer, self.examples = trainer, examples
+        self.shifts = is_causal_lm(trainer.model)
+        self._predict, self._compute = trainer.prediction_step, trainer.compute_loss
+        self._seen = 0  # rows of all processes, in reading order
+        self._unit = ""
+        self._losses: list[torch.Tensor] = []  # on the device, as the counts: reading them would wait for it
+        self._counts: list[torch.Tensor] = []
+
+    def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss as a mean over the labels of this batch."""
+        loss_func = self.trainer.compute_loss_func
+        if loss_func is None or isinstance(loss_func, ExactLoss):  # the latter then takes the mean over these labels
+            kwargs["num_items_in_batch"] = None
+        elif self._unit == "token":  # 5.8.1 counts the first label of a causal LM's row as well
+            kwargs["num_items_in_batch"] = self._count(inputs["labels"])
+        return self._compute(model, inputs, *args, **kwargs)
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take the step and note its loss, without the rows that only fill up the last step of several processes."""
+        labels = inputs.get("labels")
+        if not torch.is_tensor(labels) or labels.dim() == 0:
+            return self._predict(model, inputs, *args, **kwargs)
+        is_integer = not labels.is_floating_point() and labels.dtype != torch.bool
+        self._unit = "token" if is_integer and labels.dim() > 1 else "example"
+        rows = len(labels)
+        real = self._real_rows(rows)
+        output = self._predict(model, inputs, *args, **kwargs)
+        loss = output[0]
+        if loss is None:
+            return output
+        if self._seen > self.examples:  # every process takes part, or those that shard the model would wait for it
+            first = {
+                name: value[: max(real, 1)] if torch.is_tensor(value) and value.shape[:1] == (rows,) else value
+                for name, value in inputs.items()
+            }
+            loss = self._predict(model, first, True)[0]
+        self._losses.append(loss.detach().mean())
+        self._counts.append(self._count(labels[:real]))
+        return output
+
+    def _real_rows(self, rows: int) -> int:
+        """Return how many of the next rows of this process were not seen before: its last ones start over."""
+        processes = self.trainer.accelerator.num_processes
+        start: int = self._seen + self.trainer.accelerator.process_index * rows
+        self._seen += processes * rows
+        return min(rows, max(0, self.examples - start))
+
+    def _count(self, labels: torch.Tensor) -> torch.Tensor:
+        if labels.is_floating_point() or labels.dtype == torch.bool:
+            return torch.tensor(len(labels), device=labels.device)
+        return (labels[..., 1:] if self.shifts and self._unit == "token" else labels).ne(-100).sum()
+
+    def result(self, prefix: str) -> dict[str, float]:
+        """Return the exact loss of all processes under its name, or nothing if there was none."""
+        if not self._losses:
+            return {}
+        losses, counts = (torch.stack(found).cpu().double() for found in (self._losses, self._counts))
+        has_labels = counts > 0  # the mean over no labels is nan
+        own = float(losses[has_labels] @ counts[has_labels]), float(counts.sum())
+        summed, count = np.sum(gather_object([own]), axis=0)
+        return {f"{prefix}_loss_per_{self._unit}": float(summed / count)} if count else {}

@@ -1,0 +1,333 @@
+"""What can be used together: one table, which ``attach`` enforces and from which README's matrix is printed.
+
+A technique is a callback, a data view or an optimizer class of this package that bears its name as ``technique``; a
+setting is what ``TrainingArguments`` or the launcher ask stock for. What is refused would train wrongly, hang or stop
+in the middle of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.binding import versions as compat
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+__all__ = [
+    "REFUSALS",
+    "SETTINGS",
+    "TECHNIQUES",
+    "Refusal",
+    "check_compatibility",
+    "check_settings",
+    "compatibility_matrix",
+    "refusal_of",
+    "refusals_of",
+    "settings_in_use",
+    "techniques_in_use",
+]
+
+TECHNIQUES = (
+    "length buckets",
+    "freezing",
+    "gradual unfreezing",
+    "32-bit embeddings",
+    "gradient release",
+    "checkpointing policy",
+    "micro-batching",
+    "overflow triage",
+    "precision",
+    "evaluation guard",
+    "memory report",
+    "lean checkpoints",
+)
+"""The techniques, by the name that each bears as ``technique``."""
+
+SETTINGS: Mapping[str, str] = {
+    "bf16": "bf16=True",
+    "fp16": "fp16=True",
+    "accumulation": "gradient_accumulation_steps > 1",
+    "norm clipping": "max_grad_norm > 0, which is stock's default",
+    "NEFTune": "neftune_noise_alpha is set",
+    "reentrant checkpointing": 'activation_checkpointing_kwargs={"use_reentrant": True}',
+    "layer-wise optimizer": "LOMO, AdaLOMO and the *_layerwise optimizers, which step within the backward pass",
+    "auto_find_batch_size": "auto_find_batch_size=True",
+    "DDP": "several processes with ddp_broadcast_buffers=False and ddp_find_unused_parameters=False",
+    "DDP, default flags": "several processes with either of the two left to its default",
+    "FSDP": "sharded weights",
+    "DeepSpeed": "its engine in place of backward and step",
+}
+"""The settings of stock that some technique cannot work with, and what is meant by each."""
+
+RUN_IN_ONE_PROCESS = (
+    "bf16",
+    "accumulation",
+    "norm clipping",
+    "NEFTune",
+    "reentrant checkpointing",
+    "auto_find_batch_size",
+)
+RUN = (*RUN_IN_ONE_PROCESS, "DDP", "DDP, default flags")
+"""The settings with which the tests run every technique that is not refused, in one process or in two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Two things that cannot be used together, why, and what to do instead."""
+
+    one: str
+    other: str
+    reason: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.one} and {self.other} cannot work together: {self.reason}; expected one of the two. {self.fix}"
+
+
+DROP_RELEASE = "Train with the plain optimizer class"
+DROP_MICROBATCH = "Take MicrobatchCallback out of callbacks="
+
+REFUSALS = (
+    Refusal(
+        "gradient release",
+        "norm clipping",
+        "the global norm is known only when the first gradients are gone",
+        "Set max_grad_norm=0 (or max_grad_norm=0 and gradient_release(..., max_tensor_norm=1.0))",
+    ),
+    Refusal(
+        "gradient release",
+        "fp16",
+        "the gradient scaler looks at all gradients at once",
+        "Set bf16=True, or neither of them",
+    ),
+    Refusal(
+        "gradient release",
+        "accumulation",
+        "gradients have to stay until the last micro-batch of a step",
+        "Set gradient_accumulation_steps=1",
+    ),
+    Refusal(
+        "gradient release",
+        "micro-batching",
+        "gradients have to stay until the last piece, and a weight that has stepped cannot be taken back",
+        DROP_MICROBATCH,
+    ),
+    Refusal(
+        "gradient release",
+        "overflow triage",
+        "a poisoned step is dropped before the optimizer steps, and here it steps within the backward pass",
+        "Take OverflowCallback out of callbacks=",
+    ),
+    Refusal(
+        "gradient release",
+        "reentrant checkpointing",
+        "a parameter that two checkpointed segments share would step twice",
+        'Pass "use_reentrant": False',
+    ),
+    Refusal(
+        "gradient release",
+        "layer-wise optimizer",
+        "its optimizer steps within the backward pass already",
+        "Choose another optim",
+    ),
+    Refusal(
+        "gradient release",
+        "auto_find_batch_size",
+        "weights that have stepped when memory runs out cannot be taken back",
+        "Leave auto_find_batch_size out",
+    ),
+    *(
+        Refusal("gradient release", name, "weights would step before the processes have shared gradients", DROP_RELEASE)
+        for name in ("DDP", "DDP, default flags", "FSDP", "DeepSpeed")
+    ),
+    Refusal(
+        "micro-batching",
+        "DDP, default flags",
+        "a forward pass that is run again would wait for the buffers of processes that do not run it",
+        "Set ddp_broadcast_buffers=False, ddp_find_unused_parameters=False",
+    ),
+    *(
+        Refusal(
+            "micro-batching",
+            name,
+            "processes wait for each other within a step, and only one would repeat it",
+            DROP_MICROBATCH,
+        )
+        for name in ("FSDP", "DeepSpeed")
+    ),
+    Refusal(
+        "micro-batching",
+        "layer-wise optimizer",
+        "weights step within the backward pass, so an interrupted step cannot be repeated",
+        "Choose another optim",
+    ),
+    Refusal(
+        "micro-batching",
+        "NEFTune",
+        "its noise is scaled by the padded length, which is another one in a part of a batch",
+        "Leave neftune_noise_alpha out",
+    ),
+    Refusal(
+        "micro-batching",
+        "auto_find_batch_size",
+        "both recover from out of memory, and stock's restarts the run with a smaller batch",
+        "Leave auto_find_batch_size out",
+    ),
+    Refusal(
+        "length buckets",
+        "auto_find_batch_size",
+        "it would shrink the batches that the buckets are made for",
+        "Leave auto_find_batch_size out",
+    ),
+    Refusal(
+        "overflow triage",
+        "layer-wise optimizer",
+        "weights step within the backward pass, so a poisoned step cannot be dropped",
+        "Choose another optim",
+    ),
+    Refusal(
+        "overflow triage",
+        "FSDP",
+        "the diagnosis runs rows in one process, and sharded weights need all of them",
+        "Take OverflowCallback out of callbacks=",
+    ),
+    Refusal(
+        "overflow triage",
+        "DeepSpeed",
+        "its engine steps by itself, so a poisoned step cannot be dropped",
+        "Take OverflowCallback out of callbacks=",
+    ),
+    Refusal(
+        "checkpointing policy",
+        "reentrant checkpointing",
+        "policies need the non-reentrant variant",
+        'Leave activation_checkpointing_kwargs={"use_reentrant": True} out',
+    ),
+    *(
+        Refusal(
+            "gradual unfreezing",
+            name,
+            "which parameters have gradients is settled when the model is wrapped",
+            "Take GradualUnfreezeCallback out of callbacks=, or train in one process",
+        )
+        for name in ("DDP", "DDP, default flags", "FSDP", "DeepSpeed")
+    ),
+    *(
+        Refusal(
+            "evaluation guard",
+            name,
+            "processes wait for each other within a forward pass, and only one would repeat it",
+            "Take EvaluationGuardCallback out of callbacks=",
+        )
+        for name in ("FSDP", "DeepSpeed")
+    ),
+)
+"""Every pair that is refused. Symmetric."""
+
+
+def check_compatibility(trainer: Trainer, *callbacks: TrainerCallback) -> None:
+    """Refuse techniques and settings that cannot work together: those of a Trainer, and callbacks it is to get.
+
+    Raises:
+        ValueError: naming the first such pair, the reason and the fix.
+    """
+    for found in refusals_of(trainer, *callbacks):
+        raise ValueError(str(found))
+
+
+def check_settings(technique: str, args: TrainingArguments) -> None:
+    """Refuse settings that a technique cannot work with, where there are arguments but no Trainer to ask.
+
+    Raises:
+        ValueError: naming the first such setting, the reason and the fix.
+    """
+    for setting in settings_in_use(args, world_size=args.world_size):
+        found = refusal_of(technique, setting)
+        if found is not None:
+            raise ValueError(str(found))
+
+
+def refusals_of(trainer: Trainer, *callbacks: TrainerCallback) -> list[Refusal]:
+    """Return every pair in use that is refused, of a Trainer and callbacks it is to get."""
+    techniques = techniques_in_use(trainer, *callbacks)
+    engines = {"FSDP": trainer.is_fsdp_enabled, "DeepSpeed": trainer.is_deepspeed_enabled}
+    world_size = 1 if any(engines.values()) else trainer.args.world_size  # the model is not wrapped by DDP then
+    used = [*techniques, *settings_in_use(trainer.args, world_size=world_size)]
+    used += [name for name, is_used in engines.items() if is_used]
+    pairs = ((one, other) for one in techniques for other in used)
+    found = dict.fromkeys(refusal_of(one, other) for one, other in pairs)
+    return [refusal for refusal in found if refusal is not None]
+
+
+def refusal_of(one: str, other: str) -> Refusal | None:
+    """Return why two techniques, or a technique and a setting, are refused together; None if they are not."""
+    return next((found for found in REFUSALS if {found.one, found.other} == {one, other}), None)
+
+
+def techniques_in_use(trainer: Trainer, *callbacks: TrainerCallback) -> tuple[str, ...]:
+    """Return the names of this package's techniques that a Trainer uses, in the order of ``TECHNIQUES``."""
+    given = (*trainer.callback_handler.callbacks, *callbacks, trainer.train_dataset, *optimizers_of(trainer))
+    names = {getattr(part, "technique", None) for part in given}
+    return tuple(name for name in TECHNIQUES if name in names)
+
+
+def optimizers_of(trainer: Any) -> tuple[Any, ...]:
+    """Return the optimizer that a Trainer was given or has built, and the class it is to build one from."""
+    optimizer = trainer.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's AcceleratedOptimizer
+    asked = trainer.optimizer_cls_and_kwargs
+    return (inner, None if asked is None else asked[0])
+
+
+def settings_in_use(args: TrainingArguments, *, world_size: int = 1) -> tuple[str, ...]:
+    """Return the names among ``SETTINGS`` that ``TrainingArguments`` ask for."""
+    is_checkpointed, options = compat.checkpointing_of(args)
+    optim = str(getattr(args.optim, "value", args.optim))
+    flags = (args.ddp_broadcast_buffers, args.ddp_find_unused_parameters)
+    asked = {
+        "bf16": args.bf16,
+        "fp16": args.fp16,
+        "accumulation": args.gradient_accumulation_steps > 1,
+        "norm clipping": (args.max_grad_norm or 0) > 0,
+        "NEFTune": args.neftune_noise_alpha is not None,
+        "reentrant checkpointing": is_checkpointed and options.get("use_reentrant") is True,
+        "layer-wise optimizer": optim in ("lomo", "adalomo") or optim.endswith("_layerwise"),
+        "auto_find_batch_size": args.auto_find_batch_size,
+        "DDP": world_size > 1 and flags == (False, False),
+        "DDP, default flags": world_size > 1 and flags != (False, False),
+    }
+    return tuple(name for name in SETTINGS if asked.get(name))
+
+
+def compatibility_matrix() -> str:
+    """Return the matrix in Markdown: technique by technique, technique by setting, and the reasons."""
+    numbered = {name: str(number) for number, name in enumerate(TECHNIQUES, 1)}
+    reasons = [f"{number}. {found.reason}" for number, found in enumerate(_distinct(), 1)]
+    return "\n\n".join([_table(numbered), _table({name: name for name in SETTINGS}), "\n".join(reasons)])
+
+
+def _table(columns: Mapping[str, str]) -> str:
+    """Return one table of all techniques by these columns, each with its head."""
+    numbers = {found.reason: number for number, found in enumerate(_distinct(), 1)}
+    lines = [f"| | {' | '.join(columns.values())} |", f"|---|{'---|' * len(columns)}"]
+    for number, row in enumerate(TECHNIQUES, 1):
+        cells = [_cell(row, column, numbers) for column in columns]
+        lines.append(f"| {number} {row} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _distinct() -> list[Refusal]:
+    """Return one refusal for each reason."""
+    return list({found.reason: found for found in reversed(REFUSALS)}.values())[::-1]
+
+
+def _cell(row: str, column: str, numbers: Mapping[str, int]) -> str:
+    if row == column:
+        return ""
+    found = refusal_of(row, column)
+    if found is not None:
+        return f"no ({numbers[found.reason]})"
+    return "yes" if column in TECHNIQUES or column in RUN else "?"

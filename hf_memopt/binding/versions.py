@@ -1,0 +1,120 @@
+"""What differs between transformers 5.8, 5.17 and 5.23, what changed since 4.x, and one name of torch. Nowhere else.
+
+Seen in 5.8.1, 5.17.0 and 5.23.0; ``tests/binding/test_versions.py`` pins each difference.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import TrainingArguments
+
+__all__ = [
+    "RENAMED_ARGUMENTS",
+    "allocator_variable",
+    "can_offload_checkpoints",
+    "checkpointing_arguments",
+    "checkpointing_of",
+    "enable_checkpointing",
+    "is_checkpointing",
+    "training_argument_names",
+]
+
+RENAMED_ARGUMENTS = {
+    "evaluation_strategy": 'eval_strategy="steps"',
+    "group_by_length": 'train_sampling_strategy="group_by_length"',
+    "no_cuda": "use_cpu=True",
+    "adafactor": 'optim="adafactor"',
+    "warmup_ratio": "warmup_steps=0.1 (a fraction of the run below 1)",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "torchdynamo": "torch_compile_backend",
+    "dispatch_batches": 'accelerator_config={"dispatch_batches": ...}',
+    "split_batches": 'accelerator_config={"split_batches": ...}',
+    "include_inputs_for_metrics": 'include_for_metrics=["inputs"]',
+    "push_to_hub_model_id": "hub_model_id",
+    "push_to_hub_organization": "hub_model_id",
+    "push_to_hub_token": "hub_token",
+    "fp16_backend": "nothing: autocast is the only one",
+    "half_precision_backend": "nothing: autocast is the only one",
+    "fp16_opt_level": "nothing: apex is gone",
+    "save_safetensors": "nothing: checkpoints are always safetensors",
+    "overwrite_output_dir": "nothing: resuming is asked for by train(resume_from_checkpoint=True)",
+    "logging_dir": "the environment variable TENSORBOARD_LOGGING_DIR",
+    "use_mps_device": "nothing: MPS is found by itself",
+    "tokenizer": "processing_class, an argument of Trainer",
+}
+"""Arguments of transformers 4.x that 5.x no longer has, and what to write instead."""
+
+
+def allocator_variable() -> str:
+    """Return the environment variable that sets torch's caching allocator for CUDA in the installed torch.
+
+    torch 2.9 and 2.10 ignore the newer name (https://github.com/pytorch/pytorch/issues/183387), older ones lack it.
+    """
+    major, minor = (int(part) for part in version("torch").split(".")[:2])
+    return "PYTORCH_ALLOC_CONF" if (major, minor) >= (2, 11) else "PYTORCH_CUDA_ALLOC_CONF"
+
+
+@cache
+def training_argument_names() -> frozenset[str]:
+    """Return the names that ``transformers.TrainingArguments`` accepts in the installed version."""
+    from transformers import TrainingArguments
+
+    return frozenset(field.name for field in fields(TrainingArguments) if field.init)
+
+
+def checkpointing_arguments(**checkpointing: Any) -> dict[str, Any]:
+    """Return the ``TrainingArguments`` that switch checkpointing of activations on, by the installed version's names.
+
+    ``gradient_checkpointing`` (5.8, 5.17) became ``activation_checkpointing`` (5.23). ``checkpointing`` are the options
+    of ``torch.utils.checkpoint``; ``use_reentrant=False`` unless given.
+    """
+    prefix = "activation" if "activation_checkpointing" in training_argument_names() else "gradient"
+    options = {"use_reentrant": False, **checkpointing}
+    return {f"{prefix}_checkpointing": True, f"{prefix}_checkpointing_kwargs": options}
+
+
+def checkpointing_of(args: TrainingArguments) -> tuple[bool, dict[str, Any]]:
+    """Return whether ``TrainingArguments`` switch checkpointing on, and its options, under either name."""
+    prefix = "activation" if "activation_checkpointing" in training_argument_names() else "gradient"
+    options = getattr(args, f"{prefix}_checkpointing_kwargs")
+    return bool(getattr(args, f"{prefix}_checkpointing")), dict(options or {})
+
+
+def can_offload_checkpoints() -> bool:
+    """Tell whether transformers can keep the inputs of checkpointed layers in host memory: from 5.17 on."""
+    from transformers import PreTrainedModel
+
+    renamed = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
+    return "offload" in inspect.signature(renamed or PreTrainedModel.gradient_checkpointing_enable).parameters
+
+
+def enable_checkpointing(model: Any, options: Mapping[str, Any]) -> None:
+    """Switch checkpointing on in a transformers model, as the ``Trainer`` of the installed version does.
+
+    ``options`` are those of ``checkpointing_arguments``. 5.8 has neither ``every_n_layers`` nor ``offload`` and ignores
+    them, so it does here.
+    """
+    rest = dict(options)
+    if hasattr(model, "activation_checkpointing_enable"):
+        of_model = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest}
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=rest or None, **of_model)
+        return
+    known = inspect.signature(model.gradient_checkpointing_enable).parameters  # PEFT hands it on
+    of_model = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest and name in known}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=rest or None, **of_model)
+
+
+def is_checkpointing(model: nn.Module) -> bool:
+    """Tell whether checkpointing of activations is switched on in a transformers model."""
+    if hasattr(type(model), "is_activation_checkpointing"):
+        return bool(model.is_activation_checkpointing)
+    return bool(getattr(model, "is_gradient_checkpointing", False))

@@ -1,0 +1,246 @@
+"""The command line: ``hf-memopt demo | presets | lengths | estimate | doctor``, or ``python -m hf_memopt ...``.
+
+Exit code 2 and one line on standard error are the answer to every bad input, and to an error of the package itself;
+``HF_MEMOPT_DEBUG=1`` shows the traceback instead. 0 and 1 are answers of the commands.
+
+torch and transformers are imported by the command that needs them, so ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+__all__ = ["app", "main"]
+
+
+class _Commands(TyperGroup):
+    """The commands, whose errors all end here; typer deals with those of its options, and with interrupts, itself."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except Exception as error:
+            if os.environ.get("HF_MEMOPT_DEBUG"):
+                raise
+            typer.echo(_in_one_line(error), err=True)
+            sys.exit(2)
+
+
+def _in_one_line(error: Exception) -> str:
+    from hf_memopt.changes import MissingExtraError
+
+    text = " ".join(str(error).split())
+    if isinstance(error, (ValueError, MissingExtraError)):
+        return text
+    if isinstance(error, OSError):
+        return f"{type(error).__name__}: {text}"
+    return (
+        f"hf-memopt failed ({type(error).__name__}: {text}), which is an error of its own; please report it. "
+        "For the traceback set HF_MEMOPT_DEBUG=1"
+    )
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    help="Train transformers on the card you have, with the stock Hugging Face Trainer.",
+)
+
+LARGEST = 2**31 - 1  # numpy counts in 64 bits, and multiplies these
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False,
+) -> None:
+    if version:
+        from hf_memopt import __version__
+
+        typer.echo(f"hf-memopt {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for the trained model.")] = Path("hf-memopt-demo"),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training texts.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and data order.")] = 0,
+    max_train: Annotated[int | None, typer.Option(min=1, help="Train on the first N texts only.")] = None,
+) -> None:
+    """Train one small BERT three times on the standard library's docstrings: naive, stock at its best, hf_memopt."""
+    from hf_memopt.demo.run import run_demo
+
+    raise typer.Exit(run_demo(output, json_file=json_file, epochs=epochs, seed=seed, max_train=max_train))
+
+
+@app.command()
+def presets(
+    name: Annotated[str | None, typer.Argument(help="One preset, with every choice and its reason.")] = None,
+    json_output: AsJson = False,
+) -> None:
+    """List the presets, or explain one."""
+    from hf_memopt.recipes.presets import PRESETS, recipe
+
+    if name is None:
+        if json_output:
+            import json
+
+            typer.echo(json.dumps({key: json.loads(value.to_json()) for key, value in PRESETS.items()}, indent=2))
+        else:
+            _print_presets()
+        return
+    chosen = recipe(name)
+    typer.echo(chosen.to_json() if json_output else str(chosen))
+
+
+def _print_presets() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hf_memopt.recipes.presets import PRESETS, preset_rows
+
+    rows = preset_rows(PRESETS)
+    table = Table(title="hf-memopt presets (batch: examples x accumulation; explain one: hf-memopt presets 4gb-gpu)")
+    for heading in rows[0]:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*row.values())
+    Console().print(table)
+
+
+@app.command()
+def lengths(
+    path: Annotated[Path, typer.Argument(help="A Parquet, Arrow, JSON Lines or CSV file, or a folder of them.")],
+    column: Annotated[str | None, typer.Option(help="Token ids or texts; input_ids or text unless given.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="For texts: a folder or a name on the Hub.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, max=LARGEST, help="Examples per batch.")] = 32,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, max=LARGEST, help="Padded tokens per batch; found unless given.")
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Cut longer examples to it.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw a picture to this PNG file.")] = None,
+    json_output: AsJson = False,
+) -> None:
+    """Show how long the examples of a data file are, what padding would waste, and what to set."""
+    from hf_memopt.batching.padding_costs.data_files import file_lengths
+    from hf_memopt.batching.padding_costs.figures import padding_report
+    from hf_memopt.batching.padding_costs.output import check_picture, print_report
+
+    if plot is not None:
+        check_picture(plot)
+    found = file_lengths(path, column=column, tokenizer=tokenizer)
+    report = padding_report(
+        found.lengths, batch_size=batch_size, max_tokens=max_tokens, max_length=max_length, unit=found.unit
+    )
+    if plot is not None:
+        report.plot(plot)
+    if json_output:
+        import json
+
+        typer.echo(json.dumps({"path": str(path), **found.as_dict(), **report.as_dict()}, indent=2))
+        return
+    from rich.console import Console
+
+    typer.echo(found.heading(path))
+    print_report(report, Console())
+    if plot is not None:
+        typer.echo(f"Picture: {plot}")
+
+
+def _list_models(wanted: bool) -> None:
+    if wanted:
+        from hf_memopt.memory.models.loading import known_models
+
+        for name in known_models():
+            typer.echo(name)
+        raise typer.Exit
+
+
+@app.command()
+def estimate(
+    model: Annotated[str, typer.Argument(help="A well-known name, a folder with config.json, or a name on the Hub.")],
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Examples of one pass; the preset's unless given, else 8, with --compare 32."),
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a row, padding included.")] = None,
+    gpu: Annotated[str | None, typer.Option(help='A card: "RTX 3050 4GB"; the one at hand unless given.')] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="Of a card that is not in the table: 4GiB.")] = None,
+    compute_capability: Annotated[str | None, typer.Option(help="Of that card: 7.5.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Start from a preset; the other options override it.")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, bf16 or fp16.")] = None,
+    optim: Annotated[str | None, typer.Option(help="As in TrainingArguments.")] = None,
+    checkpointing: Annotated[bool | None, typer.Option(help="Recompute activations instead of keeping them.")] = None,
+    gradient_accumulation_steps: Annotated[int | None, typer.Option(min=1, help="Passes per optimizer step.")] = None,
+    freeze: Annotated[list[str] | None, typer.Option(help="A pattern of hf_memopt.freeze; may be repeated.")] = None,
+    attn: Annotated[str | None, typer.Option(help="Attention: sdpa, eager, flash_attention_2.")] = None,
+    task: Annotated[str | None, typer.Option(help="The model's head.")] = None,
+    eval_batch_size: Annotated[int | None, typer.Option(min=1, help="Also an evaluation, with such batches.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the timeline to this PNG file.")] = None,
+    json_output: AsJson = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare ladders of techniques.")] = False,
+    list_models: Annotated[
+        bool,
+        typer.Option(
+            "--list-models", callback=_list_models, is_eager=True, help="Print the well-known names and stop."
+        ),
+    ] = False,
+) -> None:
+    """Predict the memory of a training step; exit code 0 if it fits or no card is known, 1 if not, 2 on errors."""
+    from rich.console import Console
+
+    from hf_memopt.cli.estimate_command import EstimateOptions, run_estimate
+
+    options = EstimateOptions(
+        model,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        gpu=gpu,
+        gpu_memory=gpu_memory,
+        compute_capability=compute_capability,
+        preset=preset,
+        precision=precision,
+        optim=optim,
+        checkpointing=checkpointing,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        freeze=tuple(freeze or ()),
+        attn=attn,
+        task=task,
+        eval_batch_size=eval_batch_size,
+        plot=plot,
+        json_output=json_output,
+        compare=compare,
+    )
+    raise typer.Exit(run_estimate(options, Console(), Console(stderr=True)))
+
+
+@app.command()
+def doctor(json_output: AsJson = False) -> None:
+    """Look for what would break a run on this machine; exit code 0 if nothing would, 1 otherwise."""
+    from hf_memopt.cli.doctor import examine, findings_table
+
+    findings = examine()
+    if json_output:
+        import json
+
+        typer.echo(json.dumps([finding.as_dict() for finding in findings], indent=2))
+    else:
+        from rich.console import Console
+
+        Console().print(findings_table(findings))
+    raise typer.Exit(int(any(finding.level == "error" for finding in findings)))
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="hf-memopt")

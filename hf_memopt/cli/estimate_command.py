@@ -1,0 +1,193 @@
+"""What ``hf-memopt estimate`` does: one set-up from its options, or ladders of techniques (``estimate_ladder``)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.cli.technique_ladder import LADDER_BATCH_SIZE, frozen, ladder, print_ladder
+from hf_memopt.devices.gpus import custom_gpu, find_gpu
+from hf_memopt.memory.estimation import estimate
+from hf_memopt.memory.output.estimate_picture import check_picture, draw
+from hf_memopt.memory.output.estimate_text import as_dict, print_estimate
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.recipes.effective_batch import largest_divisor
+from hf_memopt.recipes.presets import recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.recipes.recipe import Recipe
+
+__all__ = ["EstimateOptions", "run_estimate"]
+
+FITS, DOES_NOT_FIT = 0, 1
+MOST = {"batch_size": 10**6, "seq_len": 10**6, "eval_batch_size": 10**6, "gradient_accumulation_steps": 10**4}
+"""What is simulated within seconds: sizes have 63 bits, and every accumulation step is played."""
+DEFAULT_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class EstimateOptions:
+    """The options of the command; None and () where one was not given."""
+
+    model: str
+    batch_size: int | None = None
+    seq_len: int | None = None
+    gpu: str | None = None
+    gpu_memory: str | None = None
+    compute_capability: str | None = None
+    preset: str | None = None
+    precision: str | None = None
+    optim: str | None = None
+    checkpointing: bool | None = None
+    gradient_accumulation_steps: int | None = None
+    freeze: tuple[str, ...] = ()
+    attn: str | None = None
+    task: str | None = None
+    eval_batch_size: int | None = None
+    plot: Path | None = None
+    json_output: bool = False
+    compare: bool = False
+
+
+def run_estimate(options: EstimateOptions, console: Console, errors: Console) -> int:
+    """Print what the options ask for; ``errors`` shows the progress. Return 0 if it fits, or no card is known, else 1.
+
+    Raises:
+        ValueError: bad options, or a set-up that is not estimable.
+        MissingExtraError: a picture without matplotlib.
+    """
+    for name, most in MOST.items():
+        _check_count(name, getattr(options, name) or 1, most)
+    gpu = _read_gpu(options.gpu, options.gpu_memory, options.compute_capability)
+    if options.compare:
+        return _run_ladder(options, gpu, console, errors)
+    if options.plot is not None:
+        check_picture(options.plot)
+    chosen, batch_size, settings = _set_up(options)
+    with errors.status(f"simulating {options.model}"):
+        found = estimate(
+            options.model, batch_size=batch_size, seq_len=options.seq_len, recipe=chosen, gpu=gpu, **settings
+        )
+    if options.plot is not None:
+        draw(found, options.plot)
+    if options.json_output:
+        _print_json(as_dict(found), console)
+    else:
+        print_estimate(found, console)
+        if options.plot is not None:
+            console.out(f"Picture: {options.plot}", highlight=False)
+    return DOES_NOT_FIT if found.fits is False else FITS
+
+
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        option = name.replace("_", "-")
+        raise ValueError(f"{name}={count} is beyond what is simulated; expected 1 to {most}. Pass --{option} 32")
+
+
+def _print_json(found: Any, console: Console) -> None:
+    console.out(json.dumps(found, indent=2), highlight=False)
+
+
+def _read_gpu(name: str | None, memory: str | None, compute_capability: str | None) -> Gpu | None:
+    """Return the card that the options name; None for the one at hand, if there is one.
+
+    Raises:
+        ValueError: an unknown card, a card given twice, or one given by half.
+    """
+    if memory is None and compute_capability is None:
+        return None if name is None else find_gpu(name)
+    if name is not None:
+        raise ValueError(
+            f"gpu={name!r}, gpu_memory={memory!r}, compute_capability={compute_capability!r} name a card twice; "
+            f"expected a name, or memory and compute capability. Pass --gpu {name!r} alone"
+        )
+    if memory is None:
+        raise ValueError(
+            f"compute_capability={compute_capability!r} alone does not describe a card; expected its memory too. "
+            f"Pass --gpu-memory 4GiB --compute-capability {compute_capability}"
+        )
+    return custom_gpu(memory, compute_capability)
+
+
+def _set_up(options: EstimateOptions) -> tuple[Recipe | None, int, dict[str, Any]]:
+    """Return the preset's recipe, the batch size and the settings that the options themselves give."""
+    named = {
+        "precision": options.precision,
+        "optim": options.optim,
+        "checkpointing": options.checkpointing,
+        "gradient_accumulation_steps": options.gradient_accumulation_steps,
+        "attn_implementation": options.attn,
+        "task": options.task,
+        "eval_batch_size": options.eval_batch_size,
+    }
+    settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    if options.preset is None:
+        chosen, batch_size = None, options.batch_size or DEFAULT_BATCH_SIZE
+    else:
+        chosen = recipe(options.preset)
+        batch_size, settings["gradient_accumulation_steps"] = _cut(
+            chosen, options.batch_size, options.gradient_accumulation_steps
+        )
+    if options.freeze:
+        start = StepSettings() if chosen is None else chosen.step_settings()
+        checkpointing = bool(settings.get("checkpointing", start.checkpointing))
+        settings["prepare"] = (*start.prepare, *frozen(options.freeze, checkpointing=checkpointing))
+    return chosen, batch_size, settings
+
+
+def _cut(chosen: Recipe, batch_size: int | None, steps: int | None) -> tuple[int, int]:
+    """Return batch size and accumulation steps; the recipe's effective batch stays unless both are given."""
+    if batch_size is not None and steps is not None:
+        return batch_size, steps
+    effective = chosen.effective_batch_size
+    name, part = ("gradient_accumulation_steps", steps) if batch_size is None else ("batch_size", batch_size)
+    if part is None:
+        name, part = "batch_size", chosen.per_device_train_batch_size
+    if effective % part:
+        near = largest_divisor(effective, part)
+        raise ValueError(
+            f"{name}={part} does not divide the {effective} examples of a step of preset {chosen.name!r}; expected a "
+            f"divisor. Pass --{name.replace('_', '-')} {near}, or both --batch-size and --gradient-accumulation-steps"
+        )
+    return (part, effective // part) if name == "batch_size" else (effective // part, part)
+
+
+def _run_ladder(options: EstimateOptions, gpu: Gpu | None, console: Console, errors: Console) -> int:
+    _refuse_beside_compare(options)
+    batch_size, steps = options.batch_size or LADDER_BATCH_SIZE, options.gradient_accumulation_steps or 1
+    # a rung of each ladder has them one by one
+    _check_count("batch_size", batch_size, MOST["gradient_accumulation_steps"] // steps)
+    overrides = {"attn_implementation": options.attn, "task": options.task}
+    with errors.status(f"simulating {options.model}") as status:
+        rows = ladder(
+            options.model,
+            batch_size=batch_size,
+            seq_len=options.seq_len,
+            gradient_accumulation_steps=steps,
+            gpu=gpu,
+            announce=status.update,
+            **{name: value for name, value in overrides.items() if value is not None},
+        )
+    if options.json_output:
+        _print_json([row.as_dict() for row in rows], console)
+    else:
+        print_ladder(rows, console)
+    fits = [row.estimate.fits for row in rows if row.estimate is not None]
+    return DOES_NOT_FIT if all(fit is False for fit in fits) else FITS
+
+
+def _refuse_beside_compare(options: EstimateOptions) -> None:
+    for name in ("preset", "precision", "optim", "checkpointing", "freeze", "eval_batch_size", "plot"):
+        value = getattr(options, name)
+        if value not in (None, ()):
+            shown = str(value) if isinstance(value, Path) else value
+            raise ValueError(
+                f"{name}={shown!r}, compare=True cannot work together: every rung of a ladder has its own set-up; "
+                f"expected one of the two. Drop --compare or --{name.replace('_', '-')}"
+            )

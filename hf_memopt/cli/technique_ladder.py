@@ -1,0 +1,234 @@
+"""Ladders of techniques from one baseline, for ``hf-memopt estimate --compare``. Every rung is one simulation.
+
+The first ladder is the one that write-ups of small cards climb (gradient accumulation, checkpointing, Adafactor, a
+frozen body, half the length; so for chinese-macbert-large in "Transformers显存优化策略",
+crazybuddha-max.github.io/CBuddhaDocs). The second reaches small cards with every weight trained on the whole text. The
+third does so without cutting the batch, since no gradient outlives its parameter's step; clipping by the global norm
+is what that costs. Examples per optimizer step stay the same on every rung.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.devices.gpus import gpu_at_hand
+from hf_memopt.memory.estimation import estimate
+from hf_memopt.memory.output.estimate_text import as_dict
+from hf_memopt.memory.result import COMPONENTS
+from hf_memopt.recipes.effective_batch import largest_divisor
+from hf_memopt.techniques.freezing.freezing import drop_input_gradients, freeze
+from hf_memopt.units import format_bytes, to_gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.memory.result import Estimate
+
+__all__ = ["Row", "Rung", "frozen", "ladder", "ladder_rungs", "print_ladder"]
+
+LADDER_BATCH_SIZE = 32
+TABLE_COLUMNS = 79
+SHOWN_ALONE = ("weights", "gradients", "optimizer state", "activations")
+HEADINGS = ("weights", "grads", "state", "activ.", "other", "alloc.", "re-\nserved", "total", "fits")
+BASELINE, USUAL, WHOLE = "baseline", "the usual ladder", "nothing frozen or cut"
+RELEASED = "gradients released"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A set-up on a ladder: what was added to the one before, and everything it has by now."""
+
+    ladder: str
+    added: str
+    batch_size: int
+    seq_len: int | None
+    settings: Mapping[str, Any] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rung and its estimate, or why there is none."""
+
+    rung: Rung
+    estimate: Estimate | None
+    reason: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row for JSON."""
+        return {
+            "ladder": self.rung.ladder,
+            "added": self.rung.added,
+            "batch_size": self.rung.batch_size,
+            "gradient_accumulation_steps": self.rung.settings["gradient_accumulation_steps"],
+            "seq_len": self.rung.seq_len,
+            "reason": self.reason,
+            "estimate": None if self.estimate is None else as_dict(self.estimate),
+        }
+
+
+def frozen(patterns: tuple[str, ...], *, checkpointing: bool) -> tuple[Callable[[Any], Any], ...]:
+    """Return what ``FreezeCallback`` does to the model."""
+    first = partial(freeze, patterns=patterns)
+    return (first, drop_input_gradients) if checkpointing else (first,)
+
+
+def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool = True) -> list[Rung]:
+    """Return the baseline and the ladders from it; ``bf16`` is whether the card computes in it."""
+    stock = {"precision": "fp32", "optim": "adamw_torch_fused", "gradient_accumulation_steps": 1}
+    baseline = Rung(BASELINE, f"fp32, batch {effective_batch_size}", effective_batch_size, seq_len, stock)
+    precision = "bf16" if bf16 else "fp16"
+    half = {} if seq_len is None else {"+ half the length": {"seq_len": max(seq_len // 2, 1)}}
+    piece = largest_divisor(effective_batch_size, 8)
+    usual: dict[str, dict[str, Any]] = {
+        f"+ accumulation 1 x {effective_batch_size}": {"batch_size": 1},
+        "+ checkpointing": {"checkpointing": True},
+        "+ Adafactor": {"optim": "adafactor"},
+        "+ frozen body": {"prepare": frozen(("base",), checkpointing=True)},
+        **half,
+    }
+    eight_bit = {"+ 8-bit Adam": {"optim": "adamw_8bit", "embedding_bits": 32}}
+    no_cache = {"+ autocast cache off": {"autocast_cache": False}}
+    paged = {"+ paged state": {"optim": "paged_adamw_8bit"}}
+    whole: dict[str, dict[str, Any]] = {
+        f"+ {precision} autocast": {"precision": precision},
+        **eight_bit,
+        f"+ accumulation {piece} x {effective_batch_size // piece}": {"batch_size": piece},
+        "+ checkpointing": {"checkpointing": True},
+        **no_cache,
+        **paged,
+        "+ expandable segments": {"expandable_segments": True},
+    }
+    released: dict[str, dict[str, Any]] = {
+        **(
+            {"+ bf16 autocast": {"precision": "bf16"}} if bf16 else {}
+        ),  # the scaler of fp16 wants all gradients at once
+        **eight_bit,
+        "+ checkpointing": {"checkpointing": True},
+        **(no_cache if bf16 else {}),
+        "+ release, unclipped": {"gradient_release": True, "max_grad_norm": 0.0},
+        **paged,
+    }
+    ladders = {USUAL: usual, WHOLE: whole, RELEASED: released}
+    return [baseline, *(rung for name, additions in ladders.items() for rung in _climb(baseline, name, additions))]
+
+
+def _climb(rung: Rung, name: str, additions: Mapping[str, Mapping[str, Any]]) -> Iterator[Rung]:
+    effective = rung.batch_size
+    for added, changed in additions.items():
+        settings = {**rung.settings, **changed}
+        batch_size = settings.pop("batch_size", rung.batch_size)
+        seq_len = settings.pop("seq_len", rung.seq_len)
+        settings["gradient_accumulation_steps"] = effective // batch_size
+        rung = replace(rung, ladder=name, added=added, batch_size=batch_size, seq_len=seq_len, settings=settings)
+        yield rung
+
+
+def ladder(
+    model: Any,
+    *,
+    batch_size: int = LADDER_BATCH_SIZE,
+    seq_len: int | None = None,
+    gradient_accumulation_steps: int = 1,
+    gpu: Gpu | None = None,
+    announce: Callable[[str], object] = lambda text: None,
+    **overrides: Any,
+) -> list[Row]:
+    """Estimate every rung of the ladders; a rung that cannot be is a row with its reason.
+
+    Args:
+        model: as for ``estimate``.
+        batch_size: examples of a step, with ``gradient_accumulation_steps``; every rung keeps their product.
+        seq_len: as for ``estimate``.
+        gradient_accumulation_steps: see ``batch_size``.
+        gpu: as for ``estimate``; without one, and none at hand, the 16-bit rungs are bf16.
+        announce: called before each simulation, with what it is.
+        overrides: settings of every rung, as for ``estimate``.
+
+    Raises:
+        ValueError: no rung is estimable; the baseline's reason.
+    """
+    gpu = gpu_at_hand() if gpu is None else gpu
+    rungs = ladder_rungs(batch_size * gradient_accumulation_steps, seq_len, bf16=gpu is None or gpu.bf16)
+    rows = []
+    for number, rung in enumerate(rungs, 1):
+        announce(f"{number} of {len(rungs)}: {rung.added}")
+        settings = {**rung.settings, **overrides}
+        try:
+            found = estimate(model, batch_size=rung.batch_size, seq_len=rung.seq_len, gpu=gpu, **settings)
+        except ValueError as error:
+            rows.append(Row(rung, None, str(error)))
+        else:
+            rows.append(Row(rung, found))
+    if all(row.estimate is None for row in rows):
+        raise ValueError(rows[0].reason)
+    return rows
+
+
+def print_ladder(rows: Sequence[Row], console: Console) -> None:
+    """Print the rungs as a table, the reasons of those that are not estimable, and what fits the card."""
+    found = [row.estimate for row in rows if row.estimate is not None]
+    baseline, known = rows[0].rung, found[0]
+    plain = partial(console.print, markup=False, highlight=False, emoji=False)
+    length = "" if baseline.seq_len is None else f" of {baseline.seq_len} tokens"
+    plain(f"{known.model}: {baseline.batch_size} examples{length} per optimizer step, in GiB")
+    table = _ladder_table(rows)
+    if console.width < TABLE_COLUMNS:
+        table.width = TABLE_COLUMNS  # the terminal wraps its lines; cut figures would be wrong
+    console.print(table, crop=False)
+    context = "which is unknown" if known.context_bytes is None else format_bytes(known.context_bytes)
+    plain(
+        "\nComponents at the peak of allocated bytes; other: logits and loss, temporaries, workspace, inputs. Total: "
+        f"reserved bytes and CUDA's context, {context}. 8-bit Adam keeps 32 bits for embeddings."
+    )
+    for row in rows:
+        if row.estimate is None:
+            plain(f"{row.rung.added} ({row.rung.ladder}): {row.reason}")
+    if known.gpu is not None:
+        plain(_ladder_verdict(rows, known.gpu), style="bold")
+
+
+def _ladder_table(rows: Sequence[Row]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("set-up, built up")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name in dict.fromkeys(row.rung.ladder for row in rows):
+        members = [row for row in rows if row.rung.ladder == name]
+        if name != BASELINE:
+            table.add_row(f"[bold]{name}[/]")
+        for row in members:
+            table.add_row(row.rung.added, *_cells(row.estimate), end_section=row is members[-1])
+    return table
+
+
+def _cells(found: Estimate | None) -> list[str]:
+    if found is None:
+        return ["-"] * len(HEADINGS)
+    other = sum(found.components[name] for name in COMPONENTS if name not in SHOWN_ALONE)
+    alone = [found.components[name] for name in SHOWN_ALONE]
+    sizes = [*alone, other, found.peak_allocated_bytes, found.peak_reserved_bytes, found.total_bytes]
+    fits = {True: "yes", False: "no", None: "?"}[found.fits]
+    return [*(f"{to_gib(size_bytes):.2f}" for size_bytes in sizes), fits]
+
+
+def _ladder_verdict(rows: Sequence[Row], gpu: Gpu) -> str:
+    """Return the first rung of each ladder that the card holds; of the baseline, if it does."""
+    known = [(row.rung, row.estimate) for row in rows if row.estimate is not None]
+    fitting = [rung for rung, found in known if found.fits]
+    card = f"{gpu.name}, {format_bytes(gpu.usable_bytes)} usable"
+    if not fitting:
+        rung, least = min(known, key=lambda pair: pair[1].total_bytes)
+        needed = format_bytes(least.total_bytes)
+        return f"none of them fits {card}: the least, {rung.added!r} ({rung.ladder}), needs {needed}"
+    if fitting[0].ladder == BASELINE:
+        return f"fits {card}: already the baseline"
+    first = {rung.ladder: rung.added for rung in reversed(fitting)}
+    return f"fits {card}: " + "; ".join(f"{name} from {first[name]!r}" for name in reversed(first))

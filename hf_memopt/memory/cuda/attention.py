@@ -1,0 +1,256 @@
+"""Attention on CUDA: which kernel a call gets, and what the kernels take from torch's allocator inside one operator.
+
+The rules follow the CUDA source; each names its file and function. See ``kernels`` for the releases that were seen.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hf_memopt.memory.cuda.chip import Chip, copy_bytes, divide_up, round_up, torch_release
+
+__all__ = ["attention_kernel", "efficient_backward", "efficient_forward", "flash_backward", "flash_forward"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+# ---- which kernel
+
+
+def attention_kernel(
+    *,
+    dtype: torch.dtype,
+    head_dim: int,
+    capability: tuple[int, int],
+    query_len: int,
+    key_len: int,
+    has_mask: bool = False,
+    mask_requires_grad: bool = False,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    gqa: bool = False,
+    requires_grad: bool = True,
+    value_dim: int | None = None,
+    torch_version: str | None = None,
+    cudnn_version: int | None = None,
+) -> Literal["flash", "efficient", "cudnn", "math"]:
+    """Return the kernel that ``F.scaled_dot_product_attention`` picks on CUDA for dense, four-dimensional inputs.
+
+    The order is flash, efficient, math; cuDNN comes first on 9.0 and 10.x where the release and its cuDNN say so:
+    never before torch 2.9; in 2.9 with cuDNN 9.9 and later; since 2.10 with cuDNN after 9.15, which the wheels bundle
+    since 2.11. Otherwise cuDNN stands after math and is never reached. Assumed: all kernels enabled, no environment
+    variable, last dimensions with stride 1, a mask that broadcasts over (batch, heads, query, key). cuDNN takes no mask
+    that requires a gradient, such as a learned bias of positions; efficient does.
+    The head dimensions that cuDNN takes are those of 2.9 to 2.13.
+
+    What the call does around its kernel, as ATen operators that a tracker sees:
+
+    - a bool mask becomes a new additive mask of its own shape and the query's type, in every call;
+    - efficient: a mask whose strides are no multiples of 8 is copied with its last dimension padded to one; then it is
+      expanded to (batch, heads, query, key) without a copy;
+    - flash: query, key and value are copied with the head dimension padded to a multiple of 8 if it is none;
+    - math: in 16 bits, query, key and value are computed in float32 (``allow_fp16_bf16_reduction_math_sdp`` off).
+
+    Saved for backward: query, key, value, the mask, the output, and the log of the row sums in float32: (batch, heads,
+    query) for flash, query rounded up to 32 for efficient, (batch, heads, query, 1) for cuDNN; and seed and offset,
+    which lie on the card for flash, on the host for efficient. Math saves its probabilities, (batch, heads, query,
+    key).
+
+    Source: transformers/cuda/sdp_utils.cpp, ``select_sdp_backend``, ``can_use_*_attention``,
+    ``check_prefer_cudnn_attention``; transformers/sdp_utils_cpp.h, ``check_attn_mask_shape``;
+    transformers/attention.cpp, ``scaled_dot_product_attention``. Pull requests 162073 (2.9), 171627 (2.10), 174245
+    (2.12) of pytorch/pytorch; for the bundled cuDNN, 48163 of huggingface/transformers.
+
+    Args:
+        dtype: of query, key and value.
+        head_dim: of query and key.
+        capability: of the card.
+        query_len: rows of the query.
+        key_len: rows of key and value.
+        has_mask: whether ``attn_mask`` is given.
+        mask_requires_grad: whether it requires a gradient.
+        is_causal: as in the call.
+        dropout_p: as in the call.
+        gqa: whether key and value have fewer heads, with ``enable_gqa=True``.
+        requires_grad: whether a backward pass follows.
+        value_dim: head dimension of the value; None for ``head_dim``.
+        torch_version: None for the installed one.
+        cudnn_version: as ``torch.backends.cudnn.version()`` gives it; None for that of the release's CUDA 13 wheel.
+
+    Example:
+        >>> attention_kernel(dtype=torch.bfloat16, head_dim=64, capability=(8, 6), query_len=128, key_len=128)
+        'flash'
+    """
+    release = torch_release(torch_version)
+    value_dim = head_dim if value_dim is None else value_dim
+    if 0 in (query_len, key_len):
+        return "math"
+    if cudnn_version is None:
+        cudnn_version = 91002 if release < (2, 11) else 91900
+    half = dtype in _HALF and capability >= (8, 0)
+    newest = (9, 0) if release < (2, 7) else (12, 1)
+    if half and not mask_requires_grad and _prefers_cudnn(release, capability, cudnn_version):
+        limit = 256 if capability == (9, 0) else 128
+        widths = max(head_dim, value_dim) <= limit or (head_dim, value_dim) == (192, 128)
+        whole = head_dim % 8 == 0 and value_dim % 8 == 0 and key_len > 1
+        dropout = query_len > 1 and not 91100 < cudnn_version < 91400
+        if release >= (2, 12):
+            dropout = dropout and float(dropout_p * 16).is_integer()
+        if widths and whole and (dropout or not dropout_p):
+            return "cudnn"
+    if half and capability <= newest and not has_mask and head_dim == value_dim <= 256:
+        small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+        backward = head_dim <= 192 or (head_dim > 224 and not dropout_p)
+        if (backward or not small or not requires_grad) and not (is_causal and query_len != key_len):
+            return "flash"
+    types = (torch.float16, torch.float32) if capability < (8, 0) else (*_HALF, torch.float32)
+    aligned = head_dim % _alignment(dtype, capability) == 0 and value_dim % _alignment(dtype, capability) == 0
+    if dtype in types and (5, 0) <= capability <= newest and aligned and (not gqa or release >= (2, 14)):
+        return "efficient"
+    return "math"
+
+
+def _prefers_cudnn(release: tuple[int, int], capability: tuple[int, int], cudnn_version: int) -> bool:
+    if release < (2, 10):
+        return release == (2, 9) and cudnn_version >= 90900 and capability in ((9, 0), (10, 0))
+    return cudnn_version > 91500 and capability in ((9, 0), (10, 0), (10, 3))
+
+
+def _alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:
+    """Source: sdp_utils.cpp, ``minimum_gemm_alignment``."""
+    if dtype in _HALF:
+        return 8 if capability >= (7, 0) else 1
+    return 4 if capability >= (8, 0) else 1
+
+
+# ---- inside the kernels
+
+
+def flash_forward(
+    chip: Chip, out: Any, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, *_: Any, **__: Any
+) -> tuple[int, ...]:
+    """Give partial results of split keys: without dropout, and only where heads and queries do not fill the card.
+
+    Source: flash_attn/flash_api.cpp, ``mha_fwd``, ``set_params_splitkv``, ``num_splits_heuristic``.
+    """
+    if dropout_p > 0:
+        return ()
+    batch, heads, query_len, head_dim = query.shape
+    keys_per_block = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
+    tiles = batch * heads * divide_up(query_len, 64)
+    splits = _flash_splits(tiles, 2 * chip.multiprocessors, divide_up(key.shape[2], keys_per_block))
+    if splits == 1:
+        return ()
+    rows = splits * batch * heads * query_len
+    return rows * 4, rows * round_up(head_dim, 32 if head_dim <= 128 else 64) * 4
+
+
+def _flash_splits(tiles: int, slots: int, key_blocks: int) -> int:
+    if tiles >= 0.8 * slots:
+        return 1
+    efficiency = {}
+    for splits in range(1, min(128, slots, key_blocks) + 1):
+        if splits == 1 or divide_up(key_blocks, splits) != divide_up(key_blocks, splits - 1):
+            waves = tiles * splits / slots
+            efficiency[splits] = waves / math.ceil(waves)
+    return next(splits for splits, share in efficiency.items() if share >= 0.85 * max(efficiency.values()))
+
+
+def flash_backward(
+    chip: Chip, out: Any, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, *_: Any, **__: Any
+) -> tuple[int, ...]:
+    """Give the float32 accumulator of dq, the row sums, and dk and dv of all query heads where key heads are fewer.
+
+    Source: attention_backward.cu, ``_flash_attention_backward``; flash_attn/flash_api.cpp, ``mha_bwd``.
+    """
+    batch, heads, query_len, head_dim = query.shape
+    rows = batch * heads * round_up(query_len, 128)
+    blocks = [
+        copy_bytes(grad.transpose(1, 2)),
+        copy_bytes(output.transpose(1, 2)),
+        rows * 4,
+        rows * round_up(head_dim, 32 if head_dim <= 128 else 64) * 4,
+    ]
+    if key.shape[1] != heads:
+        blocks += 2 * [batch * key.shape[2] * heads * head_dim * key.element_size()]
+    return tuple(blocks)
+
+
+def efficient_forward(
+    chip: Chip, out: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[int, ...]:
+    """Give the float32 accumulator of the output, which heads wider than 128 keep outside of the registers.
+
+    Source: attention.cu, ``_efficient_attention_forward``; kernel_forward.h, ``kNeedsOutputAccumulatorBuffer``.
+    """
+    if query.dtype not in _HALF or max(query.shape[3], value.shape[3]) <= 128:
+        return ()
+    batch, heads, query_len, _head_dim = query.shape
+    return (batch * query_len * heads * value.shape[3] * 4,)
+
+
+def efficient_backward(
+    chip: Chip,
+    out: Any,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
+    logsumexp: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    dropout_p: float,
+    *_: Any,
+    **__: Any,
+) -> tuple[int, ...]:
+    """Give delta (row sums of grad * output) and the workspace in which dq, dk and dv gather in float32.
+
+    Source: attention_backward.cu, ``_efficient_attention_backward``; kernel_backward.h, ``Params::workspace_size``,
+    ``GradQTempStorage`` (a tile and 16 bytes of locks), ``kKernelComputesDelta``.
+    """
+    batch, heads, query_len, head_dim = query.shape
+    key_len, value_dim = value.shape[2:]
+    half, minimum = query.dtype in _HALF, chip.capability
+    queries, keys, in_registers = _efficient_tile(chip, half, max(head_dim, value_dim), dropout_p > 0)
+    per_head = 0
+    if half or minimum >= (7, 0):
+        per_head += divide_up(query_len, queries) * divide_up(head_dim, keys) * (queries * keys + 4)
+    if half and not in_registers:
+        splits = _key_splits(chip, batch * heads, key_len, keys)
+        per_head += splits * keys * (round_up(head_dim, queries) + round_up(value_dim, queries))
+    workspace = batch * heads * round_up(per_head, 4) * 4
+    rows = batch * heads * query_len
+    grad_copy, delta = copy_bytes(grad.transpose(1, 2)), rows * 4
+    volta = (7, 0) <= minimum < (7, 5)
+    last = (grad_copy, delta, workspace)
+    if half and (in_registers or not volta):
+        return last
+    product = rows * value_dim * 4
+    first = (grad_copy, *(2 * (product,) if half else ()), product, delta, delta)
+    return max(first, last, key=sum)
+
+
+def _efficient_tile(chip: Chip, half: bool, head_dim: int, dropout: bool) -> tuple[int, int, bool]:
+    """Return queries and keys of a tile, and whether dk and dv stay in registers, of the first kernel that fits.
+
+    Source: kernels/cutlassB.h and generate_kernels.py: tiles of 128 queries need the shared memory of the large chips.
+    """
+    width = next(width for width in (32, 64, 128, 65536) if head_dim <= width)
+    ampere = chip.capability >= (8, 0)
+    if half and chip.capability in ((8, 6), (8, 9)) and 64 < head_dim <= 96 and not dropout:
+        return 128, 64, True
+    queries = 128 if width > 64 and chip.wide_shared_memory and (ampere or half) else 64
+    in_registers = half and width <= queries
+    return queries, 128 if in_registers and ampere and width > 64 else 64, in_registers
+
+
+def _key_splits(chip: Chip, heads: int, key_len: int, keys: int) -> int:
+    if chip.capability < (7, 0) or (heads >= 256 and key_len <= 2 * keys):
+        return 1
+    return max(1, min(divide_up(key_len, keys), 200 // heads))

@@ -1,0 +1,455 @@
+"""Turn whatever names a model into a private copy of it on the meta device, where tensors have sizes and no bytes.
+
+A module is copied without its weights; a configuration, a folder, an id on the hub or a well-known name is built from
+its configuration alone. Either way no weight is initialised, and an 8B model takes well under a second and no host
+memory (``tests/memory/test_models.py`` holds both). The well-known names ship as facts in ``known_models.json`` and
+never touch the network: what changes bytes (sizes, dropout, tied weights), and where each comes from. Rotary
+frequencies are left out.
+
+Limitations: code that a repository brings along is never run (``trust_remote_code=False``), and quantised weights that
+only a configuration announces have no sizes: load such a model and pass the module.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto import modeling_auto
+
+from hf_memopt.changes import nearest
+from hf_memopt.memory.cuda.flash_attention_2 import use_stand_in
+from hf_memopt.memory.models.meta_copy import copy_to_meta, rest_to_meta
+from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.plain_data import parse_object
+
+__all__ = ["TASKS", "LoadedModel", "known_models", "load_model", "task_of", "unwrap"]
+
+_HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "speech-seq2seq": ("AutoModelForSpeechSeq2Seq", modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
+    "seq2seq": ("AutoModelForSeq2SeqLM", modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    "causal-lm": ("AutoModelForCausalLM", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "masked-lm": ("AutoModelForMaskedLM", modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    "sequence-classification": (
+        "AutoModelForSequenceClassification",
+        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+    "token-classification": (
+        "AutoModelForTokenClassification",
+        modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    ),
+    "question-answering": ("AutoModelForQuestionAnswering", modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
+    "multiple-choice": ("AutoModelForMultipleChoice", modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
+    "image-classification": (
+        "AutoModelForImageClassification",
+        modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+}
+# The first that fits is the head of a class that several of them list: BartForConditionalGeneration is no masked LM.
+
+_PATIENCE_SECONDS = 3.0
+_MOST = {"layer": 10_000, "depth": 10_000, "expert": 10_000, "num_labels": 1_000_000}
+"""What transformers counts to when it reads a configuration or builds of it, by a part of the entry's name."""
+
+TASKS = tuple(_HEADS)
+"""What a head is for, as ``task`` names it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model on the meta device, nobody else's.
+
+    Attributes:
+        name: for people: the well-known name, the folder's, or the class's.
+        model: in training mode, without key-value cache, as ``Trainer`` has it; every parameter and buffer on meta.
+        key: equal keys mean equal models; None for a module, which may change between two calls.
+    """
+
+    name: str
+    model: nn.Module
+    key: Hashable | None
+
+
+def load_model(
+    model: nn.Module | PretrainedConfig | str | os.PathLike[str],
+    *,
+    attn_implementation: str | None = None,
+    weights_dtype: str = "float32",
+    task: str | None = None,
+) -> LoadedModel:
+    """Return a copy of ``model`` on the meta device; the model given is not changed, and no weight is read.
+
+    Args:
+        model: a module (real or meta; PEFT's wrappers too), a configuration, a folder with ``config.json``, a
+            well-known name with or without its organisation, in any case, or an id on the hub.
+        attn_implementation: None for the model's own. ``"sdpa"`` becomes ``"eager"`` where a class has no sdpa.
+        weights_dtype: of what is built from a configuration; a module keeps its own.
+        task: the head to build, one of ``TASKS``. By default the first of the configuration's ``architectures``, else
+            the usual one: causal LM for decoders, sequence classification for encoders. No meaning for a module.
+
+    Of a module the hooks come along, its gradients do not.
+
+    Raises:
+        ValueError: nothing has that name (the message says whether the hub could be asked); a folder without
+            ``config.json``; a head without a loss or without a batch known here; an unknown task or attention.
+        NotEstimableError: weights or kernels that have no form on the meta device; a compiled module.
+        TypeError: ``model`` is none of the above.
+
+    Example:
+        >>> loaded = load_model("Llama-3.2-1B")
+        >>> type(loaded.model).__name__, sum(weight.numel() for weight in loaded.model.parameters())
+        ('LlamaForCausalLM', 1235814400)
+    """
+    if task is not None and task not in TASKS:
+        raise ValueError(
+            f"task={task!r} is unknown; expected one of {', '.join(map(repr, TASKS))}.{nearest(task, TASKS)} "
+            "Pass task='sequence-classification'"
+        )
+    if attn_implementation is not None:
+        _check_attention(attn_implementation)
+    if isinstance(model, nn.Module):
+        copied = copy_to_meta(model)
+        # private, seen in transformers 5.8.1, 5.17.0 and 5.23.0
+        own = getattr(getattr(unwrap(copied), "config", None), "_attn_implementation", None)
+        if attn_implementation is not None or own == "flash_attention_2":
+            _set_attention(copied, attn_implementation or "flash_attention_2")
+        return LoadedModel(type(unwrap(copied)).__name__, _as_in_training(copied), None)
+    if isinstance(model, PretrainedConfig):
+        name, config = None, copy.deepcopy(model)
+    elif isinstance(model, str | os.PathLike):
+        name, config, task = _read_config(os.fspath(model), task)
+    else:
+        raise TypeError(
+            f"model=<{type(model).__name__}> is nothing to build from; expected an nn.Module, a PretrainedConfig, or "
+            "the name of a model or a folder. Pass model='bert-base-uncased'"
+        )
+    task = task or _own_task(config)
+    if attn_implementation is None:  # private, as above
+        attn_implementation = getattr(config, "_attn_implementation", None)
+    _check_head(config, task)
+    with _foreign(f"model={name or type(config).__name__!r} cannot be built"):
+        text = config.to_json_string()
+        built = _build(config, task, attn_implementation, weights_dtype)
+        if name is not None:
+            _untie_head(built)
+    key = (type(built), text, name is None, weights_dtype, attn_implementation)
+    return LoadedModel(name or type(built).__name__, _as_in_training(built), key)
+
+
+def unwrap(model: Any) -> Any:
+    """Return the model inside a PEFT wrapper, whose own forward hides what the model takes."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def task_of(model: nn.Module) -> str | None:
+    """Return what the head of a model is for, or None if its class is none of transformers' heads known here."""
+    tasks = _task_of_class()
+    return next((tasks[kind.__name__] for kind in type(unwrap(model)).__mro__ if kind.__name__ in tasks), None)
+
+
+@cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """Return the facts of the well-known models: organisation, model_type, task, source, config, other names."""
+    text = resources.files("hf_memopt.memory.models").joinpath("known_models.json").read_text(encoding="utf-8")
+    return parse_object(text)
+
+
+# ---- configurations
+
+
+def _known_name(text: str) -> str | None:
+    """Return the well-known name that ``text`` means."""
+    organisation, _, name = text.lower().rpartition("/")
+    for known, facts in known_models().items():
+        names = (known.lower(), *(other.lower() for other in facts.get("other_names", ())))
+        if name in names and organisation in ("", facts["organisation"].lower()):
+            return known
+    return None
+
+
+def _read_config(text: str, task: str | None) -> tuple[str, PretrainedConfig, str | None]:
+    """Return a name for people, the configuration, and the task if the facts or the caller tell it.
+
+    A folder goes before a well-known name of the same spelling, as in transformers.
+    """
+    folder = Path(text)
+    try:
+        has_config, is_folder = (folder / "config.json").is_file(), folder.is_dir()
+    except OSError as error:  # no permission, a name that is too long
+        raise ValueError(
+            f"model={text!r} cannot be looked up ({error.strerror}); expected a name, or a folder that may be read. "
+            "Pass model='bert-base-uncased'"
+        ) from error
+    if has_config:
+        return folder.resolve().name, _parse_config(folder, text), task
+    known = _known_name(text)
+    if known is not None:
+        facts = known_models()[known]
+        return known, AutoConfig.for_model(facts["model_type"], **facts["config"]), task or facts["task"]
+    if is_folder:
+        raise ValueError(
+            f"model={text!r} is a folder without config.json; expected one that save_pretrained has written. "
+            f"Call: model.save_pretrained({text!r})"
+        )
+    return text, _parse_config(_download_config(text).parent, text), task
+
+
+def _parse_config(folder: Path, text: str) -> PretrainedConfig:
+    what = f"model={text!r} has a config.json that transformers {transformers.__version__} does not understand"
+    with _foreign(what):
+        json.loads((folder / "config.json").read_text(encoding="utf-8"), object_hook=_check_counts)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return config
+
+
+def _check_counts(entries: dict[str, Any]) -> None:
+    """Refuse counts that keep transformers busy for hours, or that it takes for none; json hands over every object."""
+    for name, value in entries.items():
+        most = next((most for part, most in _MOST.items() if part in name), None)
+        counts = [count for count in (value if isinstance(value, list) else [value]) if isinstance(count, int)]
+        if most is not None and max(counts, default=0) > most:
+            raise ValueError(f"{name}={value!r} is more than any model has, at most {most:,}")
+        if name.startswith(("num_", "n_")) and min(counts, default=0) < 0:
+            raise ValueError(f"{name}={value!r} is negative")
+
+
+@contextmanager
+def _foreign(what: str) -> Iterator[None]:
+    """Turn whatever transformers raises on a configuration that somebody else has written into one ``ValueError``."""
+    try:
+        yield
+    except NotEstimableError:
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{what} without Python code of its own, and no such code is run; expected a model type of "
+                "transformers. Load it yourself and pass the module: estimate(model, ...)"
+            ) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(
+            f"{what} ({reason}); expected a configuration that transformers can build. Correct it, or pass the module"
+        ) from error
+
+
+def _download_config(text: str) -> Path:
+    """Return the path of a repository's ``config.json`` in the hub's local cache, downloaded if need be."""
+    from huggingface_hub import errors, hf_hub_download, is_offline_mode
+
+    cause: Exception
+    try:
+        return Path(hf_hub_download(text, "config.json", local_files_only=not _hub_answers()))
+    except errors.HFValidationError as error:
+        cause, reason = error, "nor can it be an id on the hub"
+    except errors.LocalEntryNotFoundError as error:
+        state = "offline (HF_HUB_OFFLINE is set)" if is_offline_mode() else "unreachable"
+        cause, reason = error, f"and the hub is {state} and its local cache has nothing of that name"
+    except errors.GatedRepoError as error:
+        cause, reason = error, "and on the hub it is gated: accept its licence there and log in with hf auth login"
+    except errors.RepositoryNotFoundError as error:
+        cause, reason = error, "and the hub has no such repository, or not for you"
+    except errors.EntryNotFoundError as error:
+        cause, reason = error, "and its repository on the hub has no config.json"
+    except errors.HfHubHTTPError as error:
+        cause, reason = error, f"and the hub failed ({str(error).splitlines()[0]})"
+    names = list(known_models())
+    raise ValueError(
+        f"model={text!r} is neither a well-known name nor a folder, {reason}; expected a module, a configuration, a "
+        "folder with config.json, an id on the hub, or one of the well-known names that "
+        f"hf-memopt estimate --list-models shows.{nearest(text, names)} Pass, for example, model='bert-base-uncased'"
+    ) from cause
+
+
+def _hub_answers() -> bool:
+    """Tell whether anything listens where the hub is; its client would try for half a minute and log every attempt.
+
+    Behind a proxy nobody can tell but the client.
+    """
+    from huggingface_hub import constants, is_offline_mode
+
+    if is_offline_mode():
+        return False
+    if getproxies():
+        return True
+    endpoint = urlsplit(constants.ENDPOINT)
+    port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
+    try:
+        with socket.create_connection((endpoint.hostname or "", port), timeout=_PATIENCE_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+# ---- building
+
+
+@cache
+def _task_of_class() -> dict[str, str]:
+    tasks: dict[str, str] = {}
+    for task, (_, mapping) in _HEADS.items():
+        for names in mapping.values():
+            for name in (names,) if isinstance(names, str) else names:
+                tasks.setdefault(name, task)
+    return tasks
+
+
+def _tasks_of_type(model_type: str) -> list[str]:
+    return [task for task, (_, mapping) in _HEADS.items() if model_type in mapping]
+
+
+def _usual_task(config: PretrainedConfig) -> str | None:
+    """Return the head that a configuration alone is most often trained with.
+
+    Encoders are told by having a masked LM; most of them list a causal LM as well.
+    """
+    tasks = _tasks_of_type(config.model_type)
+    if config.is_encoder_decoder:
+        order = ["speech-seq2seq", "seq2seq"]
+    elif "masked-lm" in tasks and not getattr(config, "is_decoder", False):
+        order = ["sequence-classification", "masked-lm"]
+    else:
+        order = ["causal-lm", "image-classification", "sequence-classification"]
+    return next((task for task in order if task in tasks), None)
+
+
+def _own_task(config: PretrainedConfig) -> str:
+    """Return the task of the configuration's first architecture, or the usual one where it names none."""
+    usual = _usual_task(config)
+    named: Any = config.architectures or None
+    if isinstance(named, list | tuple):
+        named = named[0]
+    task = usual if named is None else _task_of_class().get(str(named))
+    if task is None:
+        what = f"architectures=[{named!r}]" if named is not None else f"model_type={config.model_type!r}"
+        tasks = _tasks_of_type(config.model_type)
+        if not tasks:
+            raise ValueError(
+                f"{what} has no head whose batch is known here; expected a model type with one of "
+                f"{', '.join(map(repr, TASKS))}. Pass a configuration of such a type"
+            )
+        raise ValueError(
+            f"{what} is no head with a loss and a batch known here; expected one for {', '.join(map(repr, tasks))}. "
+            f"Pass task={(usual or tasks[0])!r}"
+        )
+    return task
+
+
+def _check_head(config: PretrainedConfig, task: str) -> None:
+    if config.model_type not in _HEADS[task][1]:
+        raise ValueError(
+            f"task={task!r} has no head for model_type={config.model_type!r}; expected one of "
+            f"{', '.join(map(repr, _tasks_of_type(config.model_type)))}. Leave task out for the usual one"
+        )
+
+
+def _build(config: PretrainedConfig, task: str, attn_implementation: str | None, weights_dtype: str) -> nn.Module:
+    """Return the head for ``task`` on the meta device."""
+    quantization = _take_quantization(config)
+    if task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0  # decoders refuse to classify several rows without one; costs no bytes
+    from_config = partial(getattr(transformers, _HEADS[task][0]).from_config, trust_remote_code=False)
+    dtype = getattr(torch, weights_dtype)
+    wanted = None if attn_implementation == "flash_attention_2" else attn_implementation
+    with torch.device("meta"):
+        try:
+            model = from_config(config, dtype=dtype, attn_implementation=wanted)
+        except ValueError:
+            if attn_implementation != "sdpa":
+                raise
+            model = from_config(config, dtype=dtype, attn_implementation="eager")  # no sdpa: T5 before 5.17, DeBERTa
+        except ImportError as error:
+            raise _no_kernels(attn_implementation) from error
+    if attn_implementation == "flash_attention_2":
+        use_stand_in(model)
+    rest_to_meta(model)
+    if quantization is not None:
+        from hf_memopt.memory.quantized.stand_ins import quantize  # bitsandbytes takes a second to import
+
+        quantize(model, quantization)
+    built: nn.Module = model
+    return built
+
+
+def _take_quantization(config: Any) -> dict[str, Any] | None:
+    """Take the quantisation by bitsandbytes out of a configuration and return it, or None without one."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    options = dict(found if isinstance(found, Mapping) else found.to_dict())
+    method = str(getattr(options.get("quant_method"), "value", options.get("quant_method")))
+    if not method.startswith("bitsandbytes"):
+        raise NotEstimableError(
+            f"not estimable: quantization_config of method {method!r} has no form on the meta device; expected "
+            "bitsandbytes, or plain weights. Load the model in bfloat16"
+        )
+    del config.quantization_config
+    return options
+
+
+def _untie_head(model: Any) -> None:
+    """Give T5 1.1 and Flan-T5 the head that their checkpoints hold.
+
+    transformers ties the head of every T5 that is built from a configuration, and keeps the two apart that it finds in
+    a checkpoint; seen in 5.8.1 to 5.23.0. ``scale_decoder_outputs`` is what it makes of ``tie_word_embeddings=False``.
+    """
+    head = model.get_output_embeddings()
+    if head is not None and getattr(model.config, "scale_decoder_outputs", True) is False:
+        head.weight = nn.Parameter(torch.empty_like(head.weight))
+
+
+def _as_in_training(model: Any) -> nn.Module:
+    config = getattr(model, "config", None)
+    if config is not None:
+        config.use_cache = False
+    trained: nn.Module = model.train()
+    return trained
+
+
+def _set_attention(model: nn.Module, attn_implementation: str) -> None:
+    inside = unwrap(model)
+    if attn_implementation == "flash_attention_2":
+        use_stand_in(inside)
+        return
+    try:
+        inside.set_attn_implementation(attn_implementation)
+    except ImportError as error:
+        raise _no_kernels(attn_implementation) from error
+    except ValueError:
+        if attn_implementation != "sdpa":
+            raise
+
+
+def _check_attention(name: str) -> None:
+    """Refuse a name that transformers knows no attention by; ``owner/repository`` are kernels of the hub."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if name == "eager" or "/" in name or name in ALL_ATTENTION_FUNCTIONS:
+        return
+    usual = ("eager", "sdpa", "flash_attention_2")
+    raise ValueError(
+        f"attn_implementation={name!r} is unknown; expected one of {', '.join(map(repr, usual))}, or another that "
+        f"transformers {transformers.__version__} has registered.{nearest(name, usual)} "
+        "Pass attn_implementation='sdpa'"
+    )
+
+
+def _no_kernels(attn_implementation: str | None) -> NotEstimableError:
+    return NotEstimableError(
+        f"not estimable: attn_implementation={attn_implementation!r} needs kernels that are not installed; expected "
+        "'sdpa', 'eager' or 'flash_attention_2'. Pass attn_implementation='sdpa'"
+    )

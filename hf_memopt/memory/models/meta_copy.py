@@ -1,0 +1,123 @@
+"""Copy a module to the meta device: the same structure, tensors with sizes and no bytes.
+
+``copy.deepcopy`` does it, given beforehand what it would otherwise copy: a twin for every parameter, a stand-in for
+every quantised module, and a mode that answers for all other tensors. No weight is read: a module of 400 MB costs less
+than 20 MB (``tests/memory/test_models.py`` measures it).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hf_memopt.memory.settings import NotEstimableError
+
+__all__ = ["copy_to_meta", "rest_to_meta"]
+
+
+def copy_to_meta(model: nn.Module) -> nn.Module:
+    """Return a copy with every tensor on meta.
+
+    What several modules share stays shared; views of one storage do not, as in ``model.to(device)``. Hooks of modules
+    come along; gradients and the hooks on parameters, which would step a real optimizer, do not.
+
+    Raises:
+        NotEstimableError: a parameter has no form on meta; the module, or one inside it, is compiled, or holds what
+            cannot be copied.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        model = model.module
+    _refuse_compiled(model)
+    memo = _stand_ins(model)
+    _add_parameters(model, memo)
+    try:
+        with _MetaCopies():
+            copied = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:  # a hook or an attribute that holds a lock, a file, a process group
+        raise NotEstimableError(
+            f"not estimable: model=<{type(model).__name__}> holds what cannot be copied ({error}); expected a module "
+            "that copy.deepcopy takes. Pass model.config"
+        ) from error
+    for wrapped in copied.modules():  # accelerate's prepare hangs an autocast around forward; seen in 1.15
+        if "_original_forward" in vars(wrapped):
+            vars(wrapped)["forward"] = vars(wrapped).pop("_original_forward")
+    return rest_to_meta(copied)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse what ``torch.compile`` returned, and what ``module.compile()`` changed, anywhere in a model.
+
+    ``_orig_mod`` and ``_compiled_call_impl`` are private, seen in torch 2.6 to 2.13.
+    """
+    for name, module in model.named_modules():
+        place = f" ({name})" if name else ""
+        if "_orig_mod" in module._modules:
+            fix = "Pass model._orig_mod" if not name else f"Put {name}._orig_mod in its place"
+        elif getattr(module, "_compiled_call_impl", None) is not None:
+            fix = "Pass the model before it calls compile()"
+        else:
+            continue
+        raise NotEstimableError(
+            f"not estimable: model=<{type(model).__name__}> is compiled{place}: what the compiler fuses and saves is "
+            f"decided on the card; expected a module that runs as it is written. {fix}"
+        )
+
+
+def rest_to_meta(model: nn.Module) -> nn.Module:
+    """Move what a class has put on the host on its own: buffers, and tensors that are plain attributes."""
+    model.to("meta")
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                setattr(module, name, value.to("meta"))
+    return model
+
+
+class _MetaCopies(TorchFunctionMode):
+    """Let ``copy.deepcopy`` make meta tensors of whatever tensors it meets, wherever they hang."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        return memo.setdefault(id(tensor), torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad))
+
+
+def _stand_ins(model: nn.Module) -> dict[int, Any]:
+    """Return copies of quantised modules, which have a form of their own on meta, by identity."""
+    if not any(_may_be_quantised(type(module).__module__) for module in model.modules()):
+        return {}
+    try:
+        from hf_memopt.memory.quantized.stand_ins import stand_in  # imports bitsandbytes, which takes a second
+    except ImportError:  # so none of its modules are here
+        return {}
+    found = {id(module): stand_in(module) for module in model.modules()}
+    return {number: twin for number, twin in found.items() if twin is not None}
+
+
+def _may_be_quantised(defined_in: str) -> bool:
+    package = defined_in.partition(".")[0]
+    return package not in ("torch", "transformers") or defined_in.startswith("transformers.integrations")
+
+
+def _add_parameters(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Put a meta twin of every parameter into ``memo``, except below modules that are there already."""
+    if id(module) in memo:
+        return
+    for name, parameter in module.named_parameters(recurse=False):
+        if type(parameter) is not nn.Parameter and parameter.is_meta:
+            continue  # of a stand-in; it knows how to be copied
+        if type(parameter) is not nn.Parameter:
+            raise NotEstimableError(
+                f"not estimable: {type(module).__name__}.{name} is a {type(parameter).__name__}, which has no form on "
+                "the meta device; expected plain parameters or bitsandbytes' linears. Pass model.config"
+            )
+        if id(parameter) not in memo:
+            twin = torch.empty_like(parameter, device="meta", requires_grad=False)
+            memo[id(parameter)] = nn.Parameter(twin, requires_grad=parameter.requires_grad)
+    for child in module.children():
+        _add_parameters(child, memo)

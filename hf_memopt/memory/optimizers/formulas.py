@@ -1,0 +1,305 @@
+"""Bytes of each family of optimizers, and the names of ``TrainingArguments(optim=...)`` that belong to it.
+
+Read from the sources of torch 2.13, transformers 5.8 to 5.23, bitsandbytes 0.50, schedulefree 1.4.1, torch-optimi
+0.3.3, galore-torch 1.0, lomo-optim 0.1.1 and grokadamw 0.1.2.
+
+On a card, and so here, torch's own optimizers update all tensors of one dtype and one parameter group together
+(``foreach``); stock ``Trainer`` makes two groups, with weight decay and without. ``adamw_torch_fused`` takes nothing on
+top, but keeps its step counters on the card. Loops over parameters hold a little of the last parameter while they work
+on the next, since Python frees a tensor only when its name is bound anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from hf_memopt.memory.optimizers.low_rank import SVD_NOTE, low_rank_adamw, low_rank_order, projection
+from hf_memopt.memory.optimizers.parameter_facts import (
+    FLOAT_BYTES,
+    Family,
+    Groups,
+    OptimizerMemory,
+    OptimizerRequest,
+    ParameterFacts,
+    in_order,
+    memory_of,
+    trainer_groups,
+    with_previous,
+)
+
+__all__ = ["FAMILIES"]
+
+_BLOCK = 256  # elements per absmax value, bitsandbytes 0.50.0 and 0.50.2
+_MIN_8BIT = 4096  # elements below which bitsandbytes keeps 32 bits
+_MIN_PAGED = 100_000  # elements from which a paged optimizer takes managed memory
+_TABLE_BYTES = 256 * FLOAT_BYTES  # a quantisation table of bitsandbytes: 256 float32
+_BITSANDBYTES = {  # name: (averages in state1, averages in state2, bits, paged)
+    "adamw_bnb_8bit": (1, 1, 8, False),
+    "adamw_8bit": (1, 1, 8, False),
+    "paged_adamw_32bit": (1, 1, 32, True),
+    "paged_adamw_8bit": (1, 1, 8, True),
+    "ademamix": (2, 1, 32, False),
+    "ademamix_8bit": (2, 1, 8, False),
+    "paged_ademamix_32bit": (2, 1, 32, True),
+    "paged_ademamix_8bit": (2, 1, 8, True),
+    "lion_32bit": (1, 0, 32, False),
+    "lion_8bit": (1, 0, 8, False),
+    "paged_lion_32bit": (1, 0, 32, True),
+    "paged_lion_8bit": (1, 0, 8, True),
+    "rmsprop_bnb": (1, 0, 32, False),
+    "rmsprop_bnb_32bit": (1, 0, 32, False),
+    "rmsprop_bnb_8bit": (1, 0, 8, False),
+}
+
+
+# ---- torch
+
+
+def _adamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
+    """torch.optim.AdamW, foreach: torch/optim/adam.py."""
+    step = _torch_step(parameters, request, foreach=lambda decay: 1, loop=lambda decay: 2)
+    return _with_counters(parameters, 2, step, on_host=request.cuda)
+
+
+def _fused_adamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
+    """torch.optim.AdamW, fused: its kernels work in place, and read their step counters on the card."""
+    return _with_counters(parameters, 2, (), on_host=False)
+
+
+def _sgd(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
+    """torch.optim.SGD: torch/optim/sgd.py. Weight decay adds the weights to a copy of the gradients."""
+    momentum = request.number("momentum", 0.0) != 0
+    state = [parameter.size_bytes for parameter in in_order(parameters)] if momentum else []
+    if request.cuda:
+        return memory_of(state, _foreach(parameters, request, int))
+    nesterov = momentum and request.flag("nesterov")
+    return memory_of(state, [(p.size_bytes,) * (_decays(p, request) + nesterov) for p in parameters])
+
+
+def _adagrad(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
+    """torch.optim.Adagrad: torch/optim/adagrad.py. The root of the sums, and the gradients times the rate."""
+    step = _torch_step(parameters, request, foreach=lambda decay: 2, loop=lambda decay: 1 + decay)
+    return _with_counters(parameters, 1, step, on_host=request.cuda)
+
+
+def _rmsprop(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
+    """torch.optim.RMSprop: torch/optim/rmsprop.py. The root of the averages, and with weight decay the gradients."""
+    averages = 1 + (request.number("momentum", 0.0) > 0) + request.flag("centered")
+    step = _torch_step(parameters, request, foreach=lambda decay: 1 + decay, loop=lambda decay: 1 + decay)
+    return _with_counters(parameters, averages, step, on_host=request.cuda)
+
+
+def _with_counters(
+    parameters: Sequence[ParameterFacts], averages: int, step: Groups, *, on_host: bool
+) -> OptimizerMemory:
+    """Return the memory of an optimizer with a step counter and averages of the parameter's size for each."""
+    counter = () if on_host else (FLOAT_BYTES,)
+    state = [size for p in in_order(parameters) for size in (*counter, *(p.size_bytes,) * averages)]
+    return memory_of(state, step, host_state_bytes=FLOAT_BYTES * len(parameters) if on_host else 0)
+
+
+def _decays(parameter: ParameterFacts, request: OptimizerRequest) -> bool:
+    return parameter.decays and request.weight_decay != 0
+
+
+def _torch_step(
+    parameters: Sequence[ParameterFacts],
+    request: OptimizerRequest,
+    *,
+    foreach: Callable[[bool], int],
+    loop: Callable[[bool], int],
+) -> Groups:
+    """Return the groups of a torch optimizer: foreach on a card; else a loop whose last tensor stays for a while.
+
+    Args:
+        parameters: all of them.
+        request: says whether it is a card, and how much weight decay there is.
+        foreach: how many copies of a parameter group, by whether it has weight decay.
+        loop: how many copies of a parameter, by the same.
+    """
+    if request.cuda:
+        return _foreach(parameters, request, foreach)
+    return [
+        (left, *(parameter.size_bytes,) * loop(_decays(parameter, request)))
+        for left, parameter in with_previous(parameters)
+    ]
+
+
+def _foreach(parameters: Sequence[ParameterFacts], request: OptimizerRequest, copies: Callable[[bool], int]) -> Groups:
+    """Yield the temporaries of a foreach step: whole copies of a parameter group, one dtype after the other."""
+    for group in trainer_groups(parameters):
+        count = copies(_decays(group[0], request))
+        sizes: tuple[int, ...] = ()
+        for element_size in dict.fromkeys(parameter.element_size for parameter in group):
+            left = sizes[: len(sizes) // count] if count else ()  # the last dtype's, until the name is bound anew
+            sizes = tuple(p.size_bytes for p in group if p.element_size == element_size) * count
+            yield (*left, *sizes)
+
+
+# ---- bitsandbytes
+
+
+def _bitsandbytes(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
+    """Optimizer1State, Optimizer2State and AdEMAMix: bitsandbytes/optim. The kernels update in place."""
+    first, second, bits, paged = _BITSANDBYTES[request.optim]
+    state: list[int] = []
+    host_state_bytes = 0
+    has_tables = request.has_tables
+    for parameter in in_order(parameters):
+        elements = parameter.elements
+        is_8bit = bits == 8 and elements >= _MIN_8BIT and not (parameter.is_embedding and request.embedding_bits == 32)
+        element_size = 1 if is_8bit else FLOAT_BYTES
+        averages = [count * elements * element_size for count in (first, second) if count]
+        scales = [count * math.ceil(elements / _BLOCK) * FLOAT_BYTES for count in (first, second) if count and is_8bit]
+        if is_8bit and not has_tables:  # shared by all parameters
+            state += [_TABLE_BYTES] * len(averages)
+            has_tables = True
+        if paged and request.cuda and elements >= _MIN_PAGED:
+            host_state_bytes += sum(averages)
+            averages = []
+        state += [*scales, *averages] if first == 2 else [*averages, *scales]  # AdEMAMix makes its scales first
+    return memory_of(state, (), host_state_bytes=host_state_bytes)
+
+
+# ---- transformers, and what is made after it
+
+
+def _rows_and_columns(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the elements of a factored second moment, or of the whole one below two dimensions."""
+    if len(shape) < 2:
+        return (math.prod(shape),)
+    return math.prod(shape[:-1]), math.prod((*shape[:-2], shape[-1]))
+
+
+def _casts(parameter: ParameterFacts) -> tuple[int, ...]:
+    """Return the float32 copies of gradient and weights that a parameter of 16 bits is updated in."""
+    full_bytes = parameter.elements * FLOAT_BYTES
+    return (full_bytes, full_bytes) if parameter.element_size < FLOAT_BYTES else ()
+
+
+def _adafactor(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
+    """transformers.optimization.Adafactor, and GaLore's, in float32 whatever the weights are.
+
+    Two tensors of the gradient's size are alive at once, and the last parameter's update while they are first made.
+    """
+    projects = request.optim == "galore_adafactor"
+    state: list[int] = []
+    step: list[tuple[int, ...]] = []
+    update_bytes = cast_bytes = 0  # what the last parameter left
+    for parameter in low_rank_order(parameters) if projects else in_order(parameters):
+        full_bytes = parameter.elements * FLOAT_BYTES
+        casts = _casts(parameter)
+        shape = parameter.shape
+        if projects and parameter.is_linear:
+            projected = projection(parameter, request, FLOAT_BYTES)
+            shape = projected.low_shape
+            state += projected.matrix_bytes
+            step.append((update_bytes, cast_bytes, *casts[:1], *projected.making_bytes))
+            casts = casts[1:]  # the gradient's is gone, the weights' is made now
+        low_bytes = math.prod(shape) * FLOAT_BYTES
+        factors = tuple(count * FLOAT_BYTES for count in _rows_and_columns(shape))
+        state += [*factors, FLOAT_BYTES]  # and the root mean square of the weights
+        if shape is not parameter.shape:
+            step += [
+                (update_bytes, *casts, low_bytes, low_bytes, low_bytes),
+                (*casts, low_bytes, low_bytes, low_bytes, *factors),
+                (*casts, low_bytes, low_bytes, full_bytes, full_bytes),
+                (*casts, low_bytes, full_bytes, full_bytes),
+            ]
+        else:
+            step += [
+                (update_bytes, *casts, full_bytes, full_bytes),
+                (*casts, full_bytes, full_bytes, *(factors if len(shape) > 1 else ())),
+            ]
+        update_bytes, cast_bytes = full_bytes, sum(casts[:1])
+    return memory_of(state, step, notes=(SVD_NOTE,) if projects else ())
+
+
+def _lomo(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
+    """LOMO: no state. 16-bit weights and gradients are cast to float32 for the update, here and in AdaLOMO."""
+    return memory_of((), [_casts(parameter) for parameter in parameters], releases_gradients=True)
+
+
+def _adalomo(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
+    """AdaLOMO: factored second moments (of frozen parameters too, which are not seen here)."""
+    state: list[int] = []
+    step: list[tuple[int, ...]] = []
+    for parameter in parameters:
+        full_bytes = parameter.elements * FLOAT_BYTES
+        factors = tuple(count * FLOAT_BYTES for count in _rows_and_columns(parameter.shape))
+        state += factors
+        two = (full_bytes, full_bytes, *(factors if len(parameter.shape) > 1 else ()))
+        step.append((*_casts(parameter)[:1], *two))  # the weights are cast when one of the two is gone
+    return memory_of(state, step, releases_gradients=True)
+
+
+def _grokadamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
+    """GrokAdamW keeps three averages on the host and brings those of one parameter at a time to the card."""
+    state = [size for p in in_order(parameters) for size in (p.size_bytes,) * 3]
+    pairs = [(left, parameter.size_bytes) for left, parameter in with_previous(parameters)]
+    if not request.cuda:
+        return memory_of(state, [(left, own, own) for left, own in pairs])
+    step = [group for left, own in pairs for group in ((*(left,) * 4, own, own), (left, *(own,) * 5))]
+    return memory_of((), step, host_state_bytes=sum(state))
+
+
+def _schedule_free(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
+    """Schedule-free optimizers: the iterate z, and the second moment but for SGD; one foreach step per group.
+
+    RAdam divides by the second moment only from its fifth step on (with beta2=0.999).
+    """
+    averages = 1 if request.optim == "schedule_free_sgd" else 2
+    state = [size for p in in_order(parameters) for size in (p.size_bytes,) * averages]
+    step: list[tuple[int, ...]] = []
+    left: tuple[int, ...] = ()
+    for group in trainer_groups(parameters) if averages == 2 else ():
+        sizes = tuple(parameter.size_bytes for parameter in group)
+        step.append((*left, *sizes))
+        left = sizes  # until the name is bound anew
+    return memory_of(state, step, first_step=() if request.optim == "schedule_free_radam" else None)
+
+
+def _stable_adamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
+    """StableAdamW of torch-optimi: two moments, the squared epsilon, and for 16-bit weights what rounding lost.
+
+    On a card its Triton kernels work in place, and keep one byte and one float per parameter as scratch.
+    """
+    state: list[int] = []
+    step: list[tuple[int, ...]] = []
+    for parameter in in_order(parameters):
+        size = parameter.size_bytes
+        state += [size, size, parameter.element_size]
+        if parameter.element_size < FLOAT_BYTES:
+            state.append(size)
+        elif request.cuda:
+            state.append(1)
+        if request.cuda:
+            state.append(FLOAT_BYTES)
+        else:
+            step.append((size, size))
+    return memory_of(state, step)
+
+
+FAMILIES: dict[str, Family] = {
+    "adamw_torch": _adamw,
+    "adamw_torch_fused": _fused_adamw,
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "rmsprop": _rmsprop,
+    "adafactor": _adafactor,
+    "galore_adafactor": _adafactor,
+    "galore_adamw": low_rank_adamw,
+    "galore_adamw_layerwise": low_rank_adamw,
+    "apollo_adamw": low_rank_adamw,
+    "apollo_adamw_layerwise": low_rank_adamw,
+    "lomo": _lomo,
+    "adalomo": _adalomo,
+    "grokadamw": _grokadamw,
+    "schedule_free_adamw": _schedule_free,
+    "schedule_free_radam": _schedule_free,
+    "schedule_free_sgd": _schedule_free,
+    "stable_adamw": _stable_adamw,
+    **dict.fromkeys(_BITSANDBYTES, _bitsandbytes),
+}
+"""Which function knows which optimizer."""

@@ -1,0 +1,272 @@
+"""Bytes of an optimizer: its state, and what one step takes on top, for the names of ``TrainingArguments(optim=...)``.
+
+Read from the sources of torch, transformers, bitsandbytes and six further packages (``optimizer_families``,
+``optimizer_low_rank``); the package of a name need not be installed. Bytes per fp32 parameter of the state: AdamW 8,
+and without ``fused`` 4 more while a step lasts; 8-bit AdamW 2.03; Lion half of AdamW; Adafactor
+4 x (rows + columns) / elements.
+
+Left out: sharded states, scalars that live within a step (512 bytes each), the workspace of cuSOLVER in GaLore's
+singular value decomposition (noted in ``OptimizerMemory.notes``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from hf_memopt.changes import nearest
+from hf_memopt.memory.optimizers.formulas import FAMILIES
+from hf_memopt.memory.optimizers.parameter_facts import (
+    FLOAT_BYTES,
+    Family,
+    OptimizerMemory,
+    OptimizerRequest,
+    ParameterFacts,
+)
+from hf_memopt.memory.settings import NotEstimableError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "OptimizerMemory",
+    "ParameterFacts",
+    "clipping_temporaries",
+    "memory_by_parameter",
+    "optimizer_memory",
+    "optimizer_names",
+    "parameter_facts",
+]
+
+_CHUNK = 65_536  # elements per block of a foreach kernel, aten/src/ATen/native/cuda/MultiTensorApply.cuh
+_NOT_ESTIMABLE = {
+    "adamw_torch_xla": "it runs on XLA devices; expected an optimizer for CUDA cards. Pass optim='adamw_torch_fused'",
+    "adamw_torch_npu_fused": (
+        "it runs on Ascend NPUs; expected an optimizer for CUDA cards. Pass optim='adamw_torch_fused'"
+    ),
+    "adamw_anyprecision": (
+        "it needs torchdistx, which is archived and does not load with today's torch; expected an optimizer that can "
+        "run. Pass optim='adamw_torch_fused'"
+    ),
+    **dict.fromkeys(
+        ("adamw_torch_4bit", "adamw_torch_8bit"),
+        "torchao compiles its step, and the compiler alone decides which temporaries there are; expected an optimizer "
+        "whose step is known. Pass optim='adamw_bnb_8bit'",
+    ),
+    "galore_adamw_8bit": (
+        "galore-torch 1.0 hands bitsandbytes 0.50 arguments of a former version (percentile_clipping=100 arrives as "
+        "max_unorm); expected an optimizer that runs as meant. Pass optim='galore_adamw'"
+    ),
+    "galore_adamw_8bit_layerwise": (
+        "galore-torch 1.0 hands bitsandbytes 0.50 arguments of a former version (percentile_clipping=100 arrives as "
+        "max_unorm); expected an optimizer that runs as meant. Pass optim='galore_adamw_layerwise'"
+    ),
+    "galore_adafactor_layerwise": (
+        "stock Trainer cannot build it (it passes a learning rate and leaves relative_step=True); expected an "
+        "optimizer that it can build. Pass optim='galore_adamw_layerwise'"
+    ),
+}
+
+
+def parameter_facts(model: nn.Module) -> list[ParameterFacts]:
+    """Return the facts of the trainable parameters in the model's order, tied ones once.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4))
+        >>> [(fact.name, fact.shape, fact.is_embedding, fact.decays) for fact in parameter_facts(model)]
+        [('0.weight', (10, 4), True, True), ('1.weight', (4,), False, False), ('1.bias', (4,), False, False)]
+    """
+    from torch import nn
+    from transformers import Trainer
+
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    # a method that uses nothing of its Trainer, seen in transformers 5.8.1, 5.17.0 and 5.23.0
+    decaying = set(Trainer.get_decay_parameter_names(cast(Trainer, None), model))
+    return [
+        ParameterFacts(
+            name=name,
+            shape=tuple(parameter.shape),
+            element_size=parameter.element_size(),
+            is_embedding=id(parameter) in embeddings,
+            is_linear=name in linear,
+            decays=name in decaying,
+        )
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def optimizer_names() -> tuple[str, ...]:
+    """Return the names that the installed transformers accepts as ``optim``."""
+    from transformers.training_args import OptimizerNames
+
+    return tuple(name.value for name in OptimizerNames)
+
+
+def optimizer_memory(
+    parameters: Sequence[ParameterFacts],
+    optim: str,
+    *,
+    optim_args: str | None = None,
+    target_modules: Any = None,
+    embedding_bits: int = 32,
+    gradient_release: bool = False,
+    weight_decay: float = 0.0,
+    cuda: bool = True,
+) -> OptimizerMemory:
+    """Return the memory of the optimizer that stock ``Trainer`` builds for these parameters.
+
+    Args:
+        parameters: as ``parameter_facts`` gives them.
+        optim: as ``TrainingArguments`` takes it.
+        optim_args: as ``TrainingArguments`` takes it.
+        target_modules: ``optim_target_modules`` of a low-rank optimizer.
+        embedding_bits: bits of the embeddings' state in an 8-bit optimizer of bitsandbytes.
+        gradient_release: each parameter steps by itself: the same state, one group of temporaries per parameter.
+        weight_decay: as ``TrainingArguments`` takes it; plain torch optimizers other than AdamW copy gradients for it.
+        cuda: False for the same on a CPU: nothing is paged, counters are state, torch loops over the parameters.
+
+    Raises:
+        ValueError: ``optim`` is unknown; ``optim_args`` cannot be read; a low-rank optimizer finds no module.
+        NotEstimableError: this optimizer's memory cannot be known beforehand; the message says why.
+
+    Example:
+        >>> weight = ParameterFacts("weight", (1000, 1000), 4, is_embedding=False)
+        >>> optimizer_memory([weight], "adamw_torch_fused").state
+        (4, 4000000, 4000000)
+        >>> optimizer_memory([weight], "adamw_torch").step
+        ((4000000,),)
+        >>> optimizer_memory([weight], "adamw_bnb_8bit").state  # two tables, then two averages and their scales
+        (1024, 1024, 1000000, 1000000, 15628, 15628)
+    """
+    family = _family(optim)
+    request = OptimizerRequest(optim, _read_arguments(optim_args), target_modules, embedding_bits, weight_decay, cuda)
+    parameters = _with_targets(parameters, request)
+    whole = family(parameters, request)
+    if not (gradient_release or whole.releases_gradients):
+        return whole
+    alone = [family([parameter], request) for parameter in parameters]
+    return replace(
+        whole,
+        step=tuple(max(memory.step, key=sum, default=()) for memory in alone),
+        first_step=tuple(max(memory.first_step, key=sum, default=()) for memory in alone),
+        releases_gradients=True,
+    )
+
+
+def memory_by_parameter(
+    parameters: Sequence[ParameterFacts],
+    optim: str,
+    *,
+    optim_args: str | None = None,
+    target_modules: Any = None,
+    embedding_bits: int = 32,
+    weight_decay: float = 0.0,
+    cuda: bool = True,
+) -> list[OptimizerMemory]:
+    """Return the memory of each parameter that steps by itself, in the order that was given.
+
+    As ``optimizer_memory``, which see for arguments and errors; the states add up to the same. What all parameters of
+    an 8-bit optimizer share stands with the first that has it.
+    """
+    family = _family(optim)
+    request = OptimizerRequest(optim, _read_arguments(optim_args), target_modules, embedding_bits, weight_decay, cuda)
+    memories = []
+    for parameter in _with_targets(parameters, request):
+        memory = family([parameter], request)
+        later = replace(request, has_tables=True)
+        if family([parameter], later).state != memory.state:  # the tables came with this one
+            request = later
+        memories.append(replace(memory, releases_gradients=True))
+    return memories
+
+
+def clipping_temporaries(parameters: Sequence[ParameterFacts]) -> tuple[int, ...]:
+    """Return what ``torch.nn.utils.clip_grad_norm_`` takes on a card, in order of creation.
+
+    Per dtype of the gradients: partial norms of every chunk of 65,536 elements, as many per tensor as the largest of
+    that dtype has, and one norm per gradient; then their stack, the total norm and the coefficient. The gradients
+    themselves are scaled in place.
+
+    Source: torch/nn/utils/clip_grad.py and aten/src/ATen/native/cuda/ForeachReduceOp.cu (``foreach_tensor_norm_cuda``).
+    """
+    sizes: list[int] = []
+    norm_sizes: list[int] = []
+    for element_size in dict.fromkeys(parameter.element_size for parameter in parameters):
+        elements = [p.elements for p in parameters if p.element_size == element_size]
+        chunks = max(math.ceil(count / _CHUNK) for count in elements)
+        sizes += [len(elements) * chunks * FLOAT_BYTES, *[element_size] * len(elements)]
+        norm_sizes += [element_size] * len(elements)
+    if not sizes:
+        return ()
+    norm_size = max(norm_sizes)  # a stack has the widest dtype
+    return (*sizes, norm_size * len(norm_sizes), norm_size, norm_size, norm_size)
+
+
+# ---- names and arguments
+
+
+def _family(optim: str) -> Family:
+    """Return the function that knows this optimizer."""
+    if optim in FAMILIES:
+        return FAMILIES[optim]
+    if optim in _NOT_ESTIMABLE:
+        raise NotEstimableError(f"not estimable: optim={optim!r}: {_NOT_ESTIMABLE[optim]}")
+    known = optimizer_names()
+    if optim in known:
+        raise NotEstimableError(
+            f"not estimable: optim={optim!r}: it is newer than this version of hf_memopt; expected an optimizer whose "
+            "state is known. Pass optim='adamw_torch_fused'"
+        )
+    raise ValueError(
+        f"optim={optim!r} is no optimizer of TrainingArguments; expected one of {', '.join(known)}."
+        f"{nearest(optim, known)} Pass optim='adamw_torch_fused'"
+    )
+
+
+def _read_arguments(optim_args: str | None) -> dict[str, str]:
+    """Return ``optim_args`` as stock ``Trainer`` splits it."""
+    arguments = {}
+    for mapping in (optim_args or "").replace(" ", "").split(","):
+        name, sign, value = mapping.partition("=")
+        if (mapping and not (name and sign)) or "=" in value:
+            raise ValueError(
+                f"optim_args={optim_args!r} cannot be read at {mapping!r}; expected name=value pairs, commas between "
+                "them. Pass, for example, optim_args='rank=64,update_proj_gap=100'"
+            )
+        if mapping:
+            arguments[name] = value
+    return arguments
+
+
+def _with_targets(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> Sequence[ParameterFacts]:
+    """Return the parameters; under a low-rank optimizer only its targets stay ``is_linear``."""
+    if not request.optim.startswith(("galore", "apollo")):
+        return parameters
+    from transformers.trainer_utils import check_target_module_exists
+
+    targets = request.target_modules
+    if not isinstance(targets, (str, list)) or not targets:
+        raise ValueError(
+            f"optim_target_modules={targets!r} names no module, and optim={request.optim!r} needs some; expected "
+            "names, a regular expression or 'all-linear'. Pass optim_target_modules='all-linear'"
+        )
+    every = isinstance(targets, str) and targets.replace("_", "-") == "all-linear"
+    marked = [
+        replace(
+            parameter,
+            is_linear=parameter.is_linear
+            and (every or bool(check_target_module_exists(targets, parameter.name.removesuffix(".weight")))),
+        )
+        for parameter in parameters
+    ]
+    if not any(parameter.is_linear for parameter in marked):
+        raise ValueError(
+            f"optim_target_modules={targets!r} matches no trainable nn.Linear; expected the name of at least one. "
+            "Pass optim_target_modules='all-linear'"
+        )
+    return marked

@@ -1,0 +1,319 @@
+"""Record one step of the stock ``Trainer``: its micro-batches forward and backward, and an evaluation batch.
+
+What the Trainer and accelerate do around the model's own code is done here in the same order: autocast around
+``model.forward`` alone, its outputs as float32 afterwards, label smoothing outside of it, gradients set to None between
+steps. The optimizer is not run: its bytes are known (``optimizer_state``) and enter at the replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.memory.storage_tracker import StorageTracker, recording
+
+__all__ = ["MicroBatch", "StepTrace", "autocast_dtype", "record_step"]
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast_dtype(precision: str) -> torch.dtype | None:
+    """Return the 16-bit dtype of the autocast region, or None without one."""
+    return _AUTOCAST.get(precision)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The events of one forward pass, and its backward pass where it has one.
+
+    Attributes:
+        start: first event.
+        forward_end: first event after the loss is known.
+        end: first event after the graph is gone.
+        logits: numbers of the storages that the model returned as logits.
+        logits_event: the event at which the first of them was born; ``forward_end`` if there are none.
+        logits_sequences: autograd's sequence numbers from that birth to the loss.
+        outputs: numbers of the storages that evaluation gathers.
+        releases: (event, index of the trainable parameter, number of its gradient) for each gradient that was released.
+    """
+
+    start: int
+    forward_end: int
+    end: int
+    logits: frozenset[int] = frozenset()
+    logits_event: int = 0
+    logits_sequences: range = range(0)
+    outputs: tuple[int, ...] = ()
+    releases: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """What was recorded: the tracker's events, cut into micro-batches, and which storages are what.
+
+    ``micro_batches`` are the first, whose gradients are new, and where there are more the second, which adds to them.
+    ``notes`` tell what of the model was changed for the recording.
+    """
+
+    tracker: StorageTracker
+    weights: tuple[int, ...]
+    inputs: tuple[int, ...]
+    gradients: tuple[int, ...] = ()
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    evaluation: MicroBatch | None = None
+    evaluation_inputs: tuple[int, ...] = ()
+    flops: list[int] = field(default_factory=list)
+    host_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def record_step(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    settings: StepSettings,
+    *,
+    piece: Mapping[str, torch.Tensor] | None = None,
+    releases_gradients: bool = False,
+    evaluation_batch: Mapping[str, torch.Tensor] | None = None,
+    tracker: StorageTracker | None = None,
+    semantics: CudaSemantics | None = None,
+) -> StepTrace:
+    """Record a step of ``model`` on ``batch``; both stay on their device, meta or a real CPU.
+
+    Layers that are dropped at random (``layerdrop``) all run, the most that a step can take.
+
+    Args:
+        model: in training mode afterwards, without gradients.
+        batch: of one forward and backward pass of the Trainer.
+        settings: nothing "auto" in it.
+        piece: the first rows of ``batch``, where it is cut into micro-batches; None for the whole.
+        releases_gradients: whether each parameter steps, and frees its gradient, within the backward pass.
+        evaluation_batch: of one evaluation pass; None for no evaluation.
+        tracker: counts; a new one for the meta device unless given.
+        semantics: of the device to simulate; CUDA's, unless given.
+
+    Raises:
+        ValueError: the model has no trainable parameter.
+        NotEstimableError: the model's code asks for values that only real data has, or fails; a recurrent layer of
+            cuDNN.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError(
+            f"model=<{type(model).__name__}> has no trainable parameter; expected one or more with requires_grad=True. "
+            "Call model.requires_grad_(True)"
+        )
+    _refuse_recurrent_layers(model)
+    tracker = StorageTracker(padding=settings.padding) if tracker is None else tracker
+    if semantics is None:
+        autocast = autocast_dtype(settings.precision)
+        semantics = CudaSemantics(autocast=autocast, cache=settings.autocast_cache, tracker=tracker)
+    model.zero_grad()
+    trace = StepTrace(tracker, _weights(model, tracker), _numbers(batch, tracker))
+    count = 2 if settings.gradient_accumulation_steps > 1 or piece is not None else 1
+    releasing = parameters if releases_gradients else []
+    recorder = _Recorder(model, settings, tracker, semantics)
+    model.train()
+    try:
+        with ExitStack() as around:
+            for context in (recording(tracker, semantics), tracker.watching(model), recorder.releasing(releasing)):
+                around.enter_context(context)
+            around.enter_context(torch.inference_mode(False))  # whatever the caller is in; gradients are on with it
+            trace.notes = around.enter_context(_every_layer(model))
+            for _ in range(count):
+                flops = tracker.flops
+                trace.micro_batches.append(recorder.train(batch if piece is None else piece))
+                trace.flops.append(tracker.flops - flops)
+            held = [tracker.number(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            released = [number for _, _, number in trace.micro_batches[0].releases]
+            trace.gradients = tuple(dict.fromkeys(held + released))
+            model.zero_grad()
+            if evaluation_batch is not None:
+                trace.evaluation_inputs = _numbers(evaluation_batch, tracker)
+                trace.evaluation = recorder.evaluate(evaluation_batch)
+    except NotEstimableError:
+        raise
+    except Exception as error:  # of the model's code, which may raise anything
+        raise _not_estimable(model, error) from error
+    finally:
+        tracker.close()
+        model.zero_grad()
+        model.train()
+    trace.host_bytes = semantics.peak_host_bytes
+    return trace
+
+
+def _refuse_recurrent_layers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise NotEstimableError(
+                f"not estimable: {name or 'the model'} is an nn.{type(module).__name__}, for which cuDNN reserves "
+                "memory by rules of its own; expected a model without recurrent layers. Measure the step on the card"
+            )
+
+
+def _not_estimable(model: nn.Module, error: Exception) -> NotEstimableError:
+    """Return the error that tells what the model's code failed with."""
+    name, cause = type(model).__name__, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if "meta" in str(error).lower():
+        return NotEstimableError(
+            f"not estimable: {name} does not run on the meta device, where tensors have shapes but no values ({cause})"
+        )
+    return NotEstimableError(f"not estimable: {name} fails with this batch and set-up ({cause})")
+
+
+@contextmanager
+def _every_layer(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Let no layer be dropped at random inside; yield a note of it, or nothing where none would be."""
+    holders = [holder for module in model.modules() for holder in (module, getattr(module, "config", None))]
+    found = {
+        (id(holder), name): (holder, value)
+        for holder in holders
+        for name, value in getattr(holder, "__dict__", {}).items()
+        if "layerdrop" in name and isinstance(value, float) and value > 0
+    }
+    told = ", ".join(sorted({f"{name}={value:g}" for (_, name), (_, value) in found.items()}))
+    try:
+        for (_, name), (holder, _) in found.items():
+            setattr(holder, name, 0.0)
+        yield (f"{told}: with every layer, the most that a step takes",) if found else ()
+    finally:
+        for (_, name), (holder, value) in found.items():
+            setattr(holder, name, value)
+
+
+class _Recorder:
+    """Runs passes of a model and notes the events at which each of their parts begins."""
+
+    def __init__(
+        self, model: nn.Module, settings: StepSettings, tracker: StorageTracker, semantics: CudaSemantics
+    ) -> None:
+        self._model = model
+        self._settings = settings
+        self._tracker = tracker
+        self._semantics = semantics
+        self._smoother = _label_smoother(settings.label_smoothing_factor)
+        self._releases: list[tuple[int, int, int]] = []
+
+    def train(self, batch: Mapping[str, torch.Tensor]) -> MicroBatch:
+        start = len(self._tracker.events)
+        loss, outputs, logits = self._forward(batch)
+        del outputs
+        if self._settings.gradient_accumulation_steps > 1:
+            loss = loss / self._settings.gradient_accumulation_steps
+        forward_end, logits_of = len(self._tracker.events), self._logits(logits)
+        gradient = torch.ones_like(loss)
+        with self._tracker.backward():
+            run_backward(loss, gradient)
+        del loss, gradient
+        releases, self._releases = tuple(self._releases), []
+        return MicroBatch(start, forward_end, len(self._tracker.events), *logits_of, (), releases)
+
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> MicroBatch:
+        start = len(self._tracker.events)
+        self._model.eval()
+        with torch.no_grad():
+            loss, outputs, logits = self._forward(batch)
+            loss = loss.mean()
+        ignored = {"loss", *getattr(self._model.config, "keys_to_ignore_at_inference", ("past_key_values",))}
+        kept = {name: value for name, value in outputs.items() if name not in ignored}
+        kept |= {name: batch[name] for name in ("labels", "start_positions", "end_positions") if name in batch}
+        gathered = () if self._settings.prediction_loss_only else _numbers(kept, self._tracker)
+        forward_end = len(self._tracker.events)
+        del outputs, kept, loss
+        return MicroBatch(start, forward_end, len(self._tracker.events), *self._logits(logits), gathered)
+
+    def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any, frozenset[int]]:
+        """Return loss, outputs as accelerate hands them on, and the storages of the logits as the model made them."""
+        from accelerate.utils import convert_to_fp32
+
+        inputs = dict(batch)
+        labels = inputs.pop("labels") if self._smoother is not None and "labels" in inputs else None
+        with self._semantics.autocast_region():
+            outputs = self._model(**inputs)
+        made = frozenset(_numbers({name: value for name, value in outputs.items() if "logits" in name}, self._tracker))
+        if autocast_dtype(self._settings.precision) is not None:
+            outputs = convert_to_fp32(outputs)
+        if labels is None or self._smoother is None:
+            return outputs["loss"], outputs, made
+        return self._smoother(outputs, labels, shift_labels=_is_causal(self._model)), outputs, made
+
+    def _logits(self, logits: frozenset[int]) -> tuple[frozenset[int], int, range]:
+        """Return the storages of the logits, the event of their first birth, and the sequence numbers since then."""
+        tracker = self._tracker
+        if not logits:
+            return logits, len(tracker.events), range(0)
+        first = min(logits)
+        return logits, tracker.births[first], range(tracker.sequences[first], tracker.sequence())
+
+    def releasing(self, parameters: list[nn.Parameter]) -> ExitStack:
+        """Return a context in which each gradient of ``parameters`` is dropped as soon as it is there."""
+        hooks = ExitStack()
+        for index, parameter in enumerate(parameters):
+            handle = parameter.register_post_accumulate_grad_hook(self._release(index))  # type: ignore[no-untyped-call]
+            hooks.callback(handle.remove)
+        return hooks
+
+    def _release(self, index: int) -> Any:
+        def release(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                event = len(self._tracker.events)
+                self._releases.append((event, index, self._tracker.number(parameter.grad)))
+                parameter.grad = None
+
+        return release
+
+
+def _weights(model: nn.Module, tracker: StorageTracker) -> tuple[int, ...]:
+    """Register parameters and buffers in the order in which ``model.to(device)`` allocates them; tied ones once."""
+    numbers: dict[int, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                numbers.setdefault(tracker.add(tensor))
+
+    visit(model)
+    return tuple(number for number in numbers if number >= 0)
+
+
+def _numbers(tensors: Any, tracker: StorageTracker) -> tuple[int, ...]:
+    """Register the tensors in a nest of mappings and sequences and return the numbers of their storages."""
+    numbers: dict[int, None] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            numbers.setdefault(tracker.add(value))
+        elif isinstance(value, Mapping):
+            for inner in value.values():
+                visit(inner)
+        elif isinstance(value, (list, tuple)):
+            for inner in value:
+                visit(inner)
+
+    visit(tensors)
+    return tuple(number for number in numbers if number >= 0)
+
+
+def _label_smoother(factor: float) -> Any:
+    if not factor:
+        return None
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    return LabelSmoother(epsilon=factor)
+
+
+def _is_causal(model: Any) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

@@ -1,0 +1,174 @@
+"""The recorded step of a model, kept for later calls: another optimizer or accumulation needs a replay only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_memopt.binding import versions as compat
+from hf_memopt.memory.cuda.chip import Chip
+from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
+from hf_memopt.memory.cuda.semantics import CudaSemantics
+from hf_memopt.memory.models.example_batch import cut_batch, example_batch
+from hf_memopt.memory.models.loading import LoadedModel, unwrap
+from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, parameter_facts
+from hf_memopt.memory.recording.fingerprints import code_of, module_fingerprint, value_fingerprint
+from hf_memopt.memory.recording.step import StepTrace, autocast_dtype, record_step
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.storage_tracker import StorageTracker
+
+__all__ = ["Recorded", "Shape", "forget_traces", "recorded"]
+
+_NOT_IN_TRACE = {
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "weight_decay",
+    "embedding_bits",
+    "gradient_release",
+    "max_grad_norm",
+    "gradient_accumulation_steps",
+    "eval_batches",
+    "eval_accumulation_steps",
+    "eval_do_concat_batches",
+    "batch_eval_metrics",
+    "torch_empty_cache_steps",
+    "expandable_segments",
+}
+_KEPT_TRACES = 8
+_traces: OrderedDict[Hashable, Recorded] = OrderedDict()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Examples of a batch, tokens of a row and of its targets."""
+
+    batch_size: int
+    seq_len: int | None
+    labels_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A step and what else of the prepared model an estimate needs."""
+
+    trace: StepTrace
+    trainable: tuple[ParameterFacts, ...]
+    parameters: int
+    notes: tuple[str, ...]
+
+
+def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Recorded:
+    """Return the recorded step of a model that is new from ``load_model``; it is prepared in place.
+
+    Raises:
+        ValueError: a batch or length that the model cannot take; a function of ``settings.prepare`` refuses the model.
+        NotEstimableError: as ``record_step`` does.
+    """
+    key = _key(loaded, settings, shape, chip)
+    if key is not None and key in _traces:
+        _traces.move_to_end(key)
+        return _traces[key]
+    lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
+    batch = example_batch(loaded.model, batch_size=shape.batch_size, **lengths)
+    if settings.label_smoothing_factor and hasattr(unwrap(loaded.model), "prepare_decoder_input_ids_from_labels"):
+        # the Trainer takes the labels out; what the model then makes its targets of comes from the collator
+        batch["decoder_input_ids"] = torch.zeros_like(batch["labels"])
+    evaluation_batch = None
+    if settings.eval_batch_size is not None:
+        evaluation_batch = example_batch(loaded.model, batch_size=settings.eval_batch_size, **lengths)
+    rows = settings.micro_batch_size
+    model = _prepared(loaded.model, settings)
+    _check_scaled_gradients(model, settings)
+    tracker = StorageTracker(padding=settings.padding, hidden=partial(_hidden, chip))
+    semantics = CudaSemantics(
+        autocast=autocast_dtype(settings.precision),
+        capability=chip.capability,
+        cache=settings.autocast_cache,
+        tracker=tracker,
+    )
+    trace = record_step(
+        model,
+        batch,
+        settings,
+        piece=cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None,
+        releases_gradients=_releases(settings),
+        evaluation_batch=evaluation_batch,
+        tracker=tracker,
+        semantics=semantics,
+    )
+    facts = tuple(parameter_facts(model))
+    notes = (*_notes(model), *trace.notes)
+    found = Recorded(trace, facts, sum(parameter.numel() for parameter in model.parameters()), notes)
+    if key is not None:
+        _traces[key] = found
+    if len(_traces) > _KEPT_TRACES:
+        _traces.popitem(last=False)
+    return found
+
+
+def forget_traces() -> None:
+    """Drop what was recorded for later calls."""
+    _traces.clear()
+
+
+def _hidden(chip: Chip, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, ...]:
+    return hidden_bytes(func, args, kwargs, out, chip.capability, multiprocessors=chip.multiprocessors)
+
+
+def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
+    """Apply what the Trainer and the techniques do to a model before the first step."""
+    if settings.checkpointing:
+        options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
+        compat.enable_checkpointing(model, {"use_reentrant": False, **options})
+    for function in settings.prepare:
+        changed = function(model)
+        model = changed if isinstance(changed, nn.Module) else model
+    return model
+
+
+def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:
+    """Refuse 16-bit weights that train under the gradient scaler, which raises at the first real step."""
+    if settings.precision != "fp16":
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"precision='fp16' trains {name} in {dtype}, whose gradients torch's scaler refuses; expected float32 "
+                "for what is trained. Pass weights_dtype='float32' (for a module: model.float()), or precision='fp32'"
+            )
+
+
+def _notes(model: nn.Module) -> tuple[str, ...]:
+    """Return what the simulation assumes of a model's modules."""
+    found = {type(module).__name__ for module in model.modules()}
+    notes = {
+        "Linear8bitStandIn": "8-bit linears: without outlier columns, whose number only data tells; 2 bytes a row each",
+        "Linear4bitStandIn": "4-bit linears: a dequantised copy of each weight in forward, which some cards do without",
+        "Conv1d": "convolutions: without the workspace that cuDNN chooses on the card",
+        "Conv2d": "convolutions: without the workspace that cuDNN chooses on the card",
+    }
+    return tuple(dict.fromkeys(text for name, text in notes.items() if name in found))
+
+
+def _key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Hashable | None:
+    """Return what a trace depends on, or None where that cannot be told."""
+    of_model = loaded.key if loaded.key is not None else module_fingerprint(loaded.model)
+    names = [item.name for item in fields(settings) if item.name not in _NOT_IN_TRACE]
+    of_settings = value_fingerprint([getattr(settings, name) for name in names])
+    if of_model is None or of_settings is None:
+        return None
+    accumulates = settings.gradient_accumulation_steps > 1
+    return of_model, code_of(loaded.model), of_settings, accumulates, _releases(settings), shape, chip
+
+
+def _releases(settings: StepSettings) -> bool:
+    """Tell whether each parameter steps within the backward pass."""
+    return settings.gradient_release or settings.optim in ("lomo", "adalomo") or settings.optim.endswith("_layerwise")

@@ -1,0 +1,62 @@
+"""Existing ``TrainingArguments`` as the settings of a step: what they change of its bytes, what is not simulated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hf_memopt.binding import versions as compat
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+__all__ = ["notes_of_arguments", "refuse_arguments", "settings_of_arguments"]
+
+_REFUSED = {
+    "torch_compile": "what the compiler fuses and saves is decided on the card",
+    "use_liger_kernel": "its Triton kernels do not run without a card",
+    "deepspeed": "sharding over processes is not simulated",
+    "fsdp": "sharding over processes is not simulated",
+    "neftune_noise_alpha": "its noise on the embeddings is not simulated",
+    "use_cache": "a key-value cache in training is not simulated",
+}
+
+
+def refuse_arguments(args: TrainingArguments) -> None:
+    """Raise ``NotEstimableError`` for the first argument that asks for what is not simulated."""
+    for name, reason in _REFUSED.items():
+        value = getattr(args, name, None)
+        if value:
+            raise NotEstimableError(f"not estimable: {name}={value!r}: {reason}")
+
+
+def settings_of_arguments(args: TrainingArguments) -> StepSettings:
+    """Return what of the arguments changes the bytes of a step."""
+    checkpointing, options = compat.checkpointing_of(args)
+    evaluates = args.eval_strategy != "no" or args.eval_on_start
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "tf32" if args.tf32 else "fp32"
+    return StepSettings(
+        precision=precision,
+        optim=str(getattr(args.optim, "value", args.optim)),
+        optim_args=args.optim_args,
+        optim_target_modules=args.optim_target_modules,
+        weight_decay=args.weight_decay,
+        max_grad_norm=args.max_grad_norm,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        checkpointing=checkpointing and (options or True),
+        label_smoothing_factor=args.label_smoothing_factor,
+        eval_batch_size=args.per_device_eval_batch_size if evaluates else None,
+        prediction_loss_only=args.prediction_loss_only,
+        eval_accumulation_steps=args.eval_accumulation_steps,
+        eval_do_concat_batches=args.eval_do_concat_batches,
+        batch_eval_metrics=args.batch_eval_metrics,
+        torch_empty_cache_steps=args.torch_empty_cache_steps,
+    )
+
+
+def notes_of_arguments(args: TrainingArguments) -> tuple[str, ...]:
+    """Return what of the arguments changes nothing here, though a reader may expect it."""
+    name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval" if args.fp16_full_eval else None
+    if name is None:
+        return ()
+    return (f"{name} changes nothing while training: the Trainer casts the weights for an evaluate() by itself only",)

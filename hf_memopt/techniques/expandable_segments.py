@@ -1,0 +1,99 @@
+"""Ask torch's CUDA allocator for expandable segments, before CUDA starts.
+
+A segment that grows in place leaves no gaps between batches of different lengths; the ordinary ones do, and the card
+runs out with memory reserved but unused. ``estimate(..., expandable_segments=True)`` says what it saves beforehand.
+
+Left out: ``max_split_size_mb`` and ``garbage_collection_threshold``, which expandable segments take the place of
+(torch leaves such segments out of both, https://github.com/pytorch/pytorch/pull/134338). What the environment already
+says stays there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from hf_memopt.binding.handles import UndoHandle
+from hf_memopt.binding.versions import allocator_variable
+from hf_memopt.changes import Change
+
+__all__ = ["use_expandable_segments"]
+
+logger = logging.getLogger(__name__)
+
+SETTING = "expandable_segments"
+OLDER_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""What torch 2.11 and later read, in this order, where ``PYTORCH_ALLOC_CONF`` is not set."""
+
+TEGRA_RELEASE = Path("/etc/nv_tegra_release")
+KERNEL_RELEASE = Path("/proc/sys/kernel/osrelease")
+
+
+def use_expandable_segments() -> UndoHandle | None:
+    """Add ``expandable_segments:True`` to the allocator's environment variable, for this process and its children.
+
+    Call it first thing in the script: ``TrainingArguments(...)`` starts CUDA, and so does a preset. Other settings in
+    the variable stay, and one of this name wins, whatever it says.
+
+    Returns:
+        A handle whose ``remove()`` puts the environment back as it was; None where nothing was changed, because the
+        environment settles it already or (with a warning) because the platform cannot.
+
+    Raises:
+        RuntimeError: CUDA has started in this process, and its allocator has read the variable.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise RuntimeError(
+            "torch.cuda.is_initialized()=True comes too late, the allocator has read its settings; expected a call "
+            "before CUDA starts. Move use_expandable_segments() to the top of the script, before TrainingArguments(...)"
+        )
+    variable = allocator_variable()
+    text = _settings_in_effect(variable)
+    asked = [item for item in text.split(",") if item.partition(":")[0].strip() == SETTING]
+    if asked:
+        logger.info("%s", Change(variable, text, text, f"the environment's own {asked[0].strip()} wins"))
+        return None
+    problem = _platform_problem()
+    if problem:
+        warnings.warn(
+            f"expandable_segments=True is left out: {problem}; expected plain Linux. Leave use_expandable_segments() "
+            "out here",
+            stacklevel=2,
+        )
+        return None
+    former = os.environ.get(variable)
+    os.environ[variable] = f"{text},{SETTING}:True" if text else f"{SETTING}:True"
+    logger.info("%s", Change(variable, former, os.environ[variable], "segments grow in place, so nothing fragments"))
+    return UndoHandle(lambda: _put_back(variable, former))
+
+
+def _settings_in_effect(variable: str) -> str:
+    """Return the text that torch would read; to set the newer variable would hide that of an older one."""
+    names = (variable, *(name for name in OLDER_VARIABLES if name != variable))
+    text = next((os.environ[name] for name in names if name in os.environ), "")
+    return text.strip().strip(",")
+
+
+def _platform_problem() -> str:
+    """Return why expandable segments cannot work on this platform, or an empty text."""
+    if sys.platform == "win32":  # seen up to torch 2.13; https://github.com/pytorch/pytorch/pull/189163
+        return "torch ignores it on Windows"
+    if KERNEL_RELEASE.exists() and "microsoft" in KERNEL_RELEASE.read_text().lower():
+        return (
+            "under WSL the driver can fail at the first allocation (https://github.com/pytorch/pytorch/issues/192330)"
+        )
+    if TEGRA_RELEASE.exists():
+        return "on Tegra boards the driver reports out of memory (https://github.com/unslothai/unsloth-zoo/pull/1235)"
+    return ""
+
+
+def _put_back(variable: str, former: str | None) -> None:
+    if former is None:
+        os.environ.pop(variable, None)
+    else:
+        os.environ[variable] = former

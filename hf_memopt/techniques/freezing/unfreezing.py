@@ -1,0 +1,225 @@
+"""Unfreeze a model in stages, from the head downwards, on a schedule of optimizer steps.
+
+A parameter that is frozen for now has no gradient, and no optimizer state before its first step; a frozen prefix saves
+activations too (``freezing.py``). Memory therefore grows with each stage, and the last one decides what fits.
+
+All parameters are in the optimizer's groups from the start, and what is trainable follows from the number of steps
+taken alone. So a checkpoint of any stage has the layout of the last one, and a resumed run equals a straight one to the
+bit. (To add groups on the way instead makes checkpoints that torch refuses to load.)
+
+Left out: several processes, since DDP settles which parameters have gradients when it wraps the model. Under
+``torch.compile`` each stage compiles anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_memopt.binding.callback_binding import Binding
+from hf_memopt.binding.conflicts import check_settings
+from hf_memopt.binding.handles import UndoHandle, remove_all
+from hf_memopt.changes import Change, add_change
+from hf_memopt.techniques.freezing.freezing import (
+    INPUT_GRADIENTS_DROPPED,
+    checked_patterns,
+    drop_input_gradients,
+    matching_parameters,
+    trainable_parameters,
+)
+
+__all__ = ["GradualUnfreezeCallback", "Schedule", "unfreeze_by_schedule"]
+
+logger = logging.getLogger(__name__)
+
+Patterns = str | Iterable[str]
+Schedule = Mapping[int, Patterns] | Mapping[float, Patterns] | Mapping[int | float, Patterns]
+
+EXAMPLE = "schedule={0: 'classifier', 100: 'layers:10-11', 200: ['layers:0-9', 'embeddings']}"
+
+
+def unfreeze_by_schedule(
+    model: nn.Module, schedule: Schedule, step: int, *, total_steps: int | None = None
+) -> UndoHandle:
+    """Make trainable what ``schedule`` names for ``step`` or before, and freeze what it names for later only.
+
+    What it does not name stays as it is. A parameter named more than once follows its earliest stage, so
+    ``{0: "classifier", 100: "layers:10-11", 200: "base"}`` needs no exceptions; tied weights are one parameter.
+
+    Args:
+        model: the model.
+        schedule: patterns as ``freeze`` takes them, by the optimizer step from which on they are trained: an int, or a
+            float below 1 as a fraction of ``total_steps`` (rounded up).
+        step: optimizer steps taken so far.
+        total_steps: steps of the whole run; only fractions need it.
+
+    Returns:
+        A handle whose ``remove()`` sets the flags back that this call changed; it keeps no model alive.
+
+    Raises:
+        ValueError: the schedule is malformed; a pattern matches nothing; nothing would be left to train. The model is
+            unchanged then.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> handle = unfreeze_by_schedule(model, {0: "1", 100: "0"}, step=99)
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        ['1.weight', '1.bias']
+        >>> handle.remove(); trainable_parameters(model)
+        12
+    """
+    stages = _stages(checked_schedule(schedule), total_steps)
+    first = _first_steps(model, stages)
+    flags = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
+    flags |= {key: first_step <= step for key, first_step in first.items()}
+    if not any(flags.values()):
+        raise ValueError(
+            f"schedule={dict(schedule)!r} leaves {type(model).__name__} nothing to train at step {step}; expected at "
+            f"least one trainable parameter. Name the head for step 0, for example: {EXAMPLE}"
+        )
+    changed = [
+        (weakref.ref(module), name, parameter.requires_grad)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad != flags[id(parameter)]
+    ]
+    for parameter in model.parameters():
+        parameter.requires_grad_(flags[id(parameter)])
+        if not parameter.requires_grad:
+            parameter.grad = None  # an optimizer would step once more with what is left there
+
+    def undo() -> None:
+        for reference, name, former in changed:
+            if (module := reference()) is not None:
+                module.get_parameter(name).requires_grad_(former)
+
+    return UndoHandle(undo)
+
+
+class GradualUnfreezeCallback(TrainerCallback):
+    """Call ``unfreeze_by_schedule`` when training begins and at each step that a stage of the schedule begins with.
+
+    Nothing is frozen before the optimizer is built, so that it holds every parameter. Under checkpointing it also calls
+    ``drop_input_gradients``. When training ends the flags stay as the last step had them.
+
+    Args:
+        schedule: as ``unfreeze_by_schedule`` takes it; ``{0: "classifier", 0.25: "layers:6-11", 0.5: "base"}``.
+            Fractions are of ``state.max_steps``: a resumed run must have as many as the first.
+
+    Attributes:
+        changes: what was done, one ``Change`` per stage.
+        handle: undoes what was done to the model seen last; None before the first.
+
+    Raises:
+        ValueError: a malformed schedule, at once; a pattern that matches nothing, when ``Trainer`` is constructed;
+            when training begins, several processes, and parameters that the optimizer does not hold because they were
+            frozen before it was built.
+    """
+
+    technique = "gradual unfreezing"
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = checked_schedule(schedule)
+        self.changes: list[Change] = []
+        self.handle: UndoHandle | None = None
+        self.binding = Binding()
+        self._model: Any = lambda: None
+        self._undo: list[UndoHandle] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.schedule,)  # a copy starts unused: handles belong to this process and its model
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Refuse patterns that match nothing; freeze nothing yet."""
+        _first_steps(model, self.schedule)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Check that the optimizer holds what is to be trained later, and begin with the stage of this step."""
+        check_settings(self.technique, args)
+        stages = _stages(self.schedule, state.max_steps)
+        _check_groups(model, stages, optimizer)
+        if self._model() is not model:
+            self._model, self._undo = weakref.ref(model), []
+        dropped = drop_input_gradients(model)
+        if dropped is not None:
+            self._undo.append(dropped)
+            add_change(self.changes, INPUT_GRADIENTS_DROPPED)
+        self._begin_stage(model, stages, state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Begin the next stage where it is due."""
+        stages = _stages(self.schedule, state.max_steps)
+        if state.global_step in stages:
+            self._begin_stage(model, stages, state)
+
+    def _begin_stage(self, model: nn.Module, stages: Mapping[int, tuple[str, ...]], state: Any) -> None:
+        step = state.global_step
+        before = trainable_parameters(model)
+        self._undo.append(unfreeze_by_schedule(model, stages, step))
+        self.handle = UndoHandle(partial(remove_all, self._undo))
+        after = trainable_parameters(model)
+        if after != before:
+            begun = ", ".join(name for first, patterns in stages.items() if first <= step for name in patterns)
+            add_change(self.changes, Change("trainable_parameters", before, after, f"from step {step}: {begun}"))
+            total = sum(parameter.numel() for parameter in model.parameters())
+            logger.info(f"GradualUnfreezeCallback trains {after:,} of {total:,} parameters from step {step}: {begun}")
+
+
+def checked_schedule(schedule: Any) -> dict[int | float, tuple[str, ...]]:
+    """Return the schedule with its patterns as tuples, or raise for what is none whatever the model."""
+    if not isinstance(schedule, Mapping) or not schedule:
+        raise ValueError(f"schedule={schedule!r} names no stage; expected patterns by step. Write {EXAMPLE}")
+    for step in schedule:
+        is_number = isinstance(step, (int, float)) and not isinstance(step, bool)
+        if not is_number or not step >= 0 or (isinstance(step, float) and step >= 1):
+            raise ValueError(
+                f"schedule={dict(schedule)!r} has the key {step!r}, which is no step; expected an integer of 0 or "
+                f"more, or a fraction of the run below 1.0. Write {EXAMPLE}"
+            )
+    return {step: checked_patterns(patterns) for step, patterns in schedule.items()}
+
+
+def _stages(schedule: Mapping[int | float, tuple[str, ...]], total_steps: int | None) -> dict[int, tuple[str, ...]]:
+    """Return the schedule by whole steps, earliest first."""
+    stages: dict[int, tuple[str, ...]] = {}
+    for key, patterns in schedule.items():
+        if isinstance(key, float) and total_steps is None:
+            raise ValueError(
+                f"total_steps={total_steps!r} leaves the fraction {key!r} of the schedule open; expected the steps of "
+                "the run. Pass total_steps=1000, or give whole steps"
+            )
+        step = math.ceil(key * (total_steps or 0)) if isinstance(key, float) else key
+        stages[step] = (*stages.get(step, ()), *patterns)
+    return dict(sorted(stages.items()))
+
+
+def _first_steps(model: nn.Module, stages: Mapping[Any, tuple[str, ...]]) -> dict[int, Any]:
+    """Return the earliest step of each parameter that a schedule names, by the parameter's id."""
+    first: dict[int, Any] = {}
+    for step, patterns in stages.items():
+        for pattern in patterns:
+            for parameter in matching_parameters(model, pattern):
+                first[id(parameter)] = min(step, first.get(id(parameter), step))
+    return first
+
+
+def _check_groups(model: nn.Module, stages: Mapping[int, tuple[str, ...]], optimizer: Any) -> None:
+    """Refuse to schedule a parameter that would never be trained."""
+    scheduled = _first_steps(model, stages)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) in scheduled.keys() - held]
+    if missing:
+        raise ValueError(
+            f"schedule={dict(stages)!r} names {len(missing)} parameters that the optimizer does not hold, beginning "
+            f"with {missing[0]}; expected parameters that were trainable when it was built. Freeze them by the "
+            "schedule alone, without FreezeCallback, and begin with: model.requires_grad_(True)"
+        )

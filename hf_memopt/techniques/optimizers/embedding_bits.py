@@ -1,0 +1,403 @@
+"""Keep the optimizer state of embeddings in 32 bits under any 8-bit optimizer of bitsandbytes, or in 8 bits on request.
+
+Why 32: the tokens of a text are very unevenly distributed, and so are the gradients of an embedding's rows. For that
+the paper on 8-bit optimizers (https://arxiv.org/abs/2110.02861) treats embeddings apart, and bitsandbytes' own
+``StableEmbedding`` asks for 32 bits. The price is about 6 bytes per element under Adam (8 instead of about 2).
+
+Stock ``Trainer`` asks for it too, but only with its own ``optim`` names, and in a process-wide registry. It misses
+``optimizers=(AdamW8bit(...), None)``, ``optimizer_cls_and_kwargs=(AdamW8bit, {...})`` and states resumed in 8 bits; it
+keeps the embeddings of every model alive for ever; and it hands their 32 bits to whatever parameter stands at the same
+place in a later model. Here each optimizer gets a registry of its own.
+
+Left out: an untied output head (an ``nn.Linear``; register it with bitsandbytes' ``GlobalOptimManager``, and that moves
+along), and states smaller than bitsandbytes' ``min_8bit_size`` (4,096 elements), which are always in 32 bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import bitsandbytes
+import torch
+from bitsandbytes.functional import dequantize_blockwise
+from bitsandbytes.optim.optimizer import GlobalOptimManager, Optimizer8bit
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_memopt.binding.callback_binding import Binding
+from hf_memopt.binding.handles import UndoHandle
+from hf_memopt.units import format_bytes
+
+__all__ = ["EmbeddingBitsCallback", "GroupState", "StateReport", "optimizer_state_bytes", "override_embedding_bits"]
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_SIZE = 256  # elements per absmax value in a quantised state, seen in bitsandbytes 0.50.0 and 0.50.2
+_QUANTISATION_TABLES = ("qmap1", "qmap2")
+
+
+def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, bits: int = 32) -> UndoHandle:
+    """Make ``optimizer`` keep the state of every ``nn.Embedding`` weight of ``model`` in ``bits`` bits.
+
+    Works before the first step and after it: with 32 bits an 8-bit state, resumed or trained, is dequantised as it
+    stands. With 8 bits a state that is in 32 bits already is left so. Overrides of other parameters of this model that
+    were registered with bitsandbytes' ``GlobalOptimManager`` go on working, and nothing of this model stays in it.
+
+    Args:
+        model: its embeddings may be tied, frozen or not in the optimizer; the latter two have no state to speak of.
+        optimizer: an 8-bit optimizer of bitsandbytes or a subclass, as it is or wrapped by accelerate.
+        bits: 8 or 32.
+
+    Returns:
+        A handle whose ``remove()`` gives the optimizer its former registry back, and that one its registrations.
+        States that were dequantised stay in 32 bits. The handle keeps neither model nor optimizer alive.
+
+    Raises:
+        TypeError: ``optimizer`` is none of bitsandbytes' optimizers.
+        ValueError: it is one with 32-bit states; ``bits`` is neither 8 nor 32; ``model`` has no embeddings.
+
+    Example:
+        >>> from bitsandbytes.optim import AdamW8bit
+        >>> model = nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 64))
+        >>> optimizer = AdamW8bit(model.parameters())
+        >>> handle = override_embedding_bits(model, optimizer)
+        >>> model(torch.arange(8)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer_state_bytes(optimizer)  # 2 x 32,768 and the bias; 2 x 4,096 with one scale per block of 256
+        {'float32': 66176, 'uint8': 8192}
+    """
+    _check_bits(bits)
+    eight_bit = _eight_bit_optimizer(optimizer)
+    embeddings = _embedding_weights(model)
+    if not embeddings:
+        raise ValueError(
+            f"model={type(model).__name__} has no nn.Embedding; expected a model with embeddings. Take "
+            "EmbeddingBitsCallback() out of callbacks=."
+        )
+    singleton_class: Any = GlobalOptimManager
+    former, manager = eight_bit.mng, _own_manager()
+    put_back = _move_registrations(model, [former, singleton_class.get_instance()], manager)
+    for weight in embeddings.values():
+        manager.pid2config.setdefault(id(weight), {})["optim_bits"] = bits
+    manager.register_parameters(eight_bit.param_groups)
+    eight_bit.mng = manager
+    if bits == 32:
+        _dequantise_states(eight_bit, {id(weight) for weight in embeddings.values()})
+    reference = weakref.ref(eight_bit)
+
+    def undo() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.mng = former
+        for restore in put_back:
+            restore()
+
+    return UndoHandle(undo)
+
+
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the bytes of all tensors in an optimizer's state by dtype name.
+
+    Each storage counts once and as a whole; of a sharded tensor the local part counts. bitsandbytes' quantisation
+    tables (``qmap1`` and ``qmap2``, 1 KiB each, shared by all parameters) are left out.
+
+    Example:
+        >>> layer = nn.Linear(4, 4, bias=False)
+        >>> optimizer = torch.optim.Adam(layer.parameters())
+        >>> layer(torch.ones(4)).sum().backward(); optimizer.step()
+        >>> optimizer_state_bytes(optimizer)  # two moments of 16 elements, and the step count
+        {'float32': 132}
+    """
+    return _bytes_by_dtype(_unwrapped(optimizer).state.values())
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """The state of one parameter group: tensors (parameters) by dtype of their first state, and bytes by dtype."""
+
+    weight_decay: float
+    tensors: dict[str, int]
+    state_bytes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StateReport:
+    """What an optimizer holds after a step.
+
+    Args:
+        bits: what was asked for.
+        embeddings: dtype of the state of each embedding weight that has one, by parameter name.
+        groups: by parameter group, in the optimizer's order.
+        state_bytes: as ``optimizer_state_bytes`` gives it.
+        dequantised: embedding weights whose state was in 8 bits before.
+        kept: embedding weights whose state was in 32 bits before and stays so although 8 were asked for.
+    """
+
+    bits: int
+    embeddings: dict[str, str]
+    groups: tuple[GroupState, ...]
+    state_bytes: dict[str, int]
+    dequantised: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in sorted(self.state_bytes.items()))
+        dtypes = Counter(self.embeddings.values())
+        counts = ", ".join(f"{count} in {dtype}" for dtype, count in sorted(dtypes.items())) or "none trained"
+        notes = [
+            f"dequantised: {', '.join(self.dequantised)}" if self.dequantised else "",
+            f"left in 32 bits: {', '.join(self.kept)}" if self.kept else "",
+        ]
+        return "; ".join([f"embedding states: {counts}", f"optimizer state: {sizes}", *filter(None, notes)])
+
+
+class EmbeddingBitsCallback(TrainerCallback):
+    """Call ``override_embedding_bits`` when training begins, and verify it after the first optimizer step.
+
+    Args:
+        bits: 8 or 32, as ``override_embedding_bits`` takes it.
+
+    Attributes:
+        report: a ``StateReport`` of the last run, None before its first step.
+        handle: undoes the override of the last run; None before the first.
+
+    Raises:
+        ValueError: as ``override_embedding_bits`` does; wrong ``bits`` at once, the others when training begins.
+        TypeError: as ``override_embedding_bits`` does, when training begins.
+        RuntimeError: an embedding's state does not have the bits asked for after the first step.
+    """
+
+    technique = "32-bit embeddings"
+
+    def __init__(self, bits: int = 32) -> None:
+        _check_bits(bits)
+        self.bits = bits
+        self.report: StateReport | None = None
+        self.handle: UndoHandle | None = None
+        self.binding = Binding()
+        self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
+        self._before: dict[str, str] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.bits,)  # a copy starts unused: handles belong to this process and its optimizer
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Override the bits; checkpoints are loaded by now."""
+        inner = _unwrapped(optimizer)
+        if self.handle is not None and self._optimizer() is inner:
+            self.handle.remove()  # a second train() has the same optimizer: undo is to reach back to before the first
+        self._before = _embedding_dtypes(model, inner)
+        self.handle = override_embedding_bits(model, inner, self.bits)
+        self._optimizer = weakref.ref(inner)
+        self.report = None
+
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Verify and report once, after the first step that was not skipped for an overflow."""
+        inner = _unwrapped(optimizer)
+        if self.report is None and inner.state:
+            self.report = _verified_report(model, inner, self.bits, self._before)
+            logger.info(f"EmbeddingBitsCallback: {self.report}")
+
+
+def _own_manager() -> Any:
+    """Return bitsandbytes' registry of overrides for one optimizer alone; the class constructs its singleton only."""
+    manager: Any = GlobalOptimManager.__new__(GlobalOptimManager)
+    manager.initialize()
+    return manager
+
+
+def _check_bits(bits: Any) -> None:
+    if type(bits) is not int or bits not in (8, 32):
+        raise ValueError(f"bits={bits!r} is no size of an optimizer state; expected 8 or 32. Write bits=32.")
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside accelerate's ``AcceleratedOptimizer`` and its like."""
+    inner: torch.optim.Optimizer = optimizer
+    while isinstance(deeper := getattr(inner, "optimizer", None), torch.optim.Optimizer):
+        inner = deeper
+    return inner
+
+
+def _eight_bit_optimizer(optimizer: Any) -> Any:
+    inner: Any = _unwrapped(optimizer)
+    name = f"{type(inner).__module__}.{type(inner).__qualname__}"
+    fix = 'Set, for example, TrainingArguments(optim="adamw_8bit").'
+    if not issubclass(type(inner), Optimizer8bit):
+        raise TypeError(f"optimizer={name} has no 8-bit state; expected an 8-bit optimizer of bitsandbytes. {fix}")
+    if inner.args.optim_bits != 8:
+        raise ValueError(
+            f"optimizer={name} keeps its state in {inner.args.optim_bits} bits; expected optim_bits=8. {fix}"
+        )
+    return inner
+
+
+def _embedding_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights of all embeddings by parameter name, tied ones once."""
+    names: dict[torch.Tensor, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            names.setdefault(module.weight, f"{name}.weight".lstrip("."))
+    return {name: weight for weight, name in names.items()}
+
+
+def _move_registrations(model: nn.Module, sources: Iterable[Any], target: Any) -> list[Callable[[], None]]:
+    """Move what managers hold about ``model`` to ``target``, one merged configuration per parameter.
+
+    Returns the functions that put it back; they refer to modules and parameters weakly.
+    """
+    modules = {id(module) for module in model.modules()}
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    put_back: list[Callable[[], None]] = []
+    for source in {id(source): source for source in sources}.values():
+        triples = [triple for triple in source.module_weight_config_triple if id(triple[0]) in modules]
+        by_id = {key: config for key, config in source.pid2config.items() if key in parameters}
+        configs = [*(config for _, _, config in triples), *by_id.values()]
+        # entries by position name no parameter, but share the configuration of the one that they were made for
+        by_index = {key: config for key, config in source.index2config.items() if any(config is own for own in configs)}
+        put_back.append(_restorer(source, triples, {key: (parameters[key], by_id[key]) for key in by_id}, by_index))
+        source.module_weight_config_triple = [
+            triple for triple in source.module_weight_config_triple if id(triple[0]) not in modules
+        ]
+        for key in by_id:
+            del source.pid2config[key]
+        for position in by_index:
+            del source.index2config[position]
+        for key, config in by_id.items():
+            target.pid2config.setdefault(key, {}).update(config)
+        for module, name, config in triples:
+            if isinstance(parameter := getattr(module, name, None), torch.Tensor):
+                merged = target.pid2config.setdefault(id(parameter), {})
+                merged.update(config)
+                target.register_module_override(module, name, merged)
+    return put_back
+
+
+def _restorer(
+    source: Any,
+    triples: list[tuple[nn.Module, str, dict[str, Any]]],
+    by_id: dict[int, tuple[nn.Parameter, dict[str, Any]]],
+    by_index: dict[tuple[int, int], dict[str, Any]],
+) -> Callable[[], None]:
+    weak_triples = [(weakref.ref(module), name, config) for module, name, config in triples]
+    weak_by_id = {key: (weakref.ref(parameter), config) for key, (parameter, config) in by_id.items()}
+
+    def restore() -> None:
+        restored = []
+        for module, name, config in weak_triples:
+            if (alive := module()) is not None:
+                source.register_module_override(alive, name, config)
+                restored.append(config)
+        for key, (parameter, config) in weak_by_id.items():
+            if parameter() is not None:
+                source.pid2config[key] = config
+                restored.append(config)
+        for position, config in by_index.items():
+            if any(config is alive for alive in restored):
+                source.index2config[position] = config
+
+    return restore
+
+
+def _dequantise_states(optimizer: Any, targets: set[int]) -> None:
+    """Replace the 8-bit states of the parameters with these ids by 32-bit ones of the same values."""
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            state = optimizer.state.get(parameter, {})
+            if id(parameter) not in targets or "absmax1" not in state:
+                continue
+            former = dict(state)
+            state.clear()
+            optimizer.init_state(group, parameter, group_index, index)  # allocates as it does: paged, of any shape
+            for key in state:
+                if key in ("state1", "state2"):
+                    state[key].copy_(_dequantised(former, key[-1]))
+                elif key in former:
+                    state[key] = former[key]
+
+
+def _dequantised(state: dict[str, Any], number: str) -> torch.Tensor:
+    """Return a state in float32: of the parameter's shape, or two such halves where AdEMAMix keeps two averages."""
+    values, scales, table = (state[f"{key}{number}"] for key in ("state", "absmax", "qmap"))
+    if scales.dim() == 2:  # blocks are counted in each half anew
+        return torch.stack([_blocks(*half, table) for half in zip(values, scales, strict=True)])
+    return _blocks(values, scales, table)
+
+
+def _blocks(values: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    flat = dequantize_blockwise(values.reshape(-1), absmax=scales, code=table, blocksize=_BLOCK_SIZE)
+    return flat.reshape(values.shape)
+
+
+def _embedding_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the dtype of the first state tensor of each embedding weight that has one."""
+    return {
+        name: _dtype_name(optimizer.state[weight]["state1"])
+        for name, weight in _embedding_weights(model).items()
+        if "state1" in optimizer.state.get(weight, {})
+    }
+
+
+def _verified_report(model: nn.Module, optimizer: Any, bits: int, before: dict[str, str]) -> StateReport:
+    """Return the report, or raise for an embedding whose state has other bits than were asked for."""
+    dtypes = _embedding_dtypes(model, optimizer)
+    weights = _embedding_weights(model)
+    wanted = {8: "uint8", 32: "float32"}[bits]
+    small = {name for name, weight in weights.items() if weight.numel() < optimizer.args.min_8bit_size}
+    kept = tuple(name for name in dtypes if bits == 8 and before.get(name) == "float32" and name not in small)
+    for name, dtype in dtypes.items():
+        if dtype != wanted and name not in kept and not (bits == 8 and name in small):
+            raise RuntimeError(
+                f"bits={bits} was set for the state of {name!r}, which is in {dtype} after the first step; expected "
+                f"{wanted}. Keep other code from setting optimizer.mng (bitsandbytes {bitsandbytes.__version__})."
+            )
+    groups = tuple(
+        GroupState(
+            weight_decay=group["weight_decay"],
+            tensors=dict(Counter(_dtype_name(state["state1"]) for state in states if "state1" in state)),
+            state_bytes=_bytes_by_dtype(states),
+        )
+        for group in optimizer.param_groups
+        for states in [[optimizer.state.get(parameter, {}) for parameter in group["params"]]]
+    )
+    dequantised = tuple(name for name in dtypes if bits == 32 and before.get(name) == "uint8")
+    return StateReport(bits, dtypes, groups, optimizer_state_bytes(optimizer), dequantised, kept)
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _bytes_by_dtype(states: Iterable[Any]) -> dict[str, int]:
+    """Return the bytes of the storages of all tensors in ``states`` by dtype, sorted by dtype name."""
+    storages: dict[Any, tuple[str, int]] = {}
+    for tensor in _tensors(list(states)):
+        storage = tensor.untyped_storage()
+        key = (storage.device, storage.data_ptr()) if storage.data_ptr() else id(tensor)  # meta has no addresses
+        storages.setdefault(key, (_dtype_name(tensor), storage.nbytes()))
+    sizes: Counter[str] = Counter()
+    for dtype, size in storages.values():
+        sizes[dtype] += size
+    return dict(sorted(sizes.items()))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in a state: nested in containers, or inside tensor subclasses (sharded, quantised)."""
+    if hasattr(value, "__tensor_flatten__"):
+        yield from _tensors([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+    elif isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors([inner for key, inner in value.items() if key not in _QUANTISATION_TABLES])
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _tensors(inner)

@@ -1,0 +1,300 @@
+"""Step each parameter within the backward pass, as soon as it has its gradient, and free that gradient at once.
+
+All gradients together are as large as the weights (4 bytes per parameter in float32); released, at most the largest
+one lives: 131,072 instead of 919,808 bytes in ``test_gradient_release.py``. Weights, optimizer state and
+checkpoints are bit for bit those of the plain optimizer. The price is the fixed Python cost of a ``step()``, paid for
+each parameter instead of once, and whatever needs all gradients together (``REFUSALS`` of ``binding/conflicts.py``):
+the norm of all gradients, loss scaling, accumulation, several processes.
+
+Left out: the global norm, which the stock ``Trainer`` then logs as ``grad_norm`` 0.0 (see ``last_grad_norm``), and
+optimizers whose parameters depend on each other within a step. An optimizer's step hooks run around ``step()``, where
+the gradients are gone already.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from bitsandbytes.optim.optimizer import Optimizer8bit
+from torch.utils.hooks import RemovableHandle
+
+from hf_memopt.binding.conflicts import refusal_of
+from hf_memopt.binding.handles import UndoHandle
+from hf_memopt.techniques.optimizers.single_steps import coupling, plain_step, step_alone
+
+__all__ = ["gradient_release"]
+
+TECHNIQUE = "gradient release"
+FIX = "Call gradient_release(torch.optim.AdamW)."
+
+
+def gradient_release(optimizer_class: type[torch.optim.Optimizer], *, max_tensor_norm: float | None = None) -> Any:
+    """Return a subclass of an optimizer class that steps each parameter within the backward pass.
+
+    Its optimizers are built and used like the plain ones, ``step()`` after each backward pass included: that steps what
+    still has a gradient (a parameter unfrozen since), and ends the step. Their ``state_dict`` is the plain class's, so
+    checkpoints go both ways; learning-rate schedules, weight-decay groups and tied weights work as they do there. So
+    does the registration of 32-bit embeddings that stock ``Trainer`` makes for ``optim_bits=8``: it goes by the module
+    name of the class, which is the plain one's. A copy or an unpickled optimizer steps as the plain one does.
+
+    An optimizer's ``handle.remove()`` takes its hooks off: from then on it is a plain optimizer.
+    ``last_grad_norm()`` returns the norm of all gradients of the last step, before clipping, as a tensor on their
+    device; None without ``max_tensor_norm``, since only that measures norms.
+
+    Args:
+        optimizer_class: of torch or bitsandbytes, transformers' Adafactor, or any other whose step treats each
+            parameter by itself. When an optimizer is built, that is tried out on a few numbers.
+        max_tensor_norm: clip each parameter's gradient by itself to this L2 norm, as ``torch.nn.utils.clip_grad_norm_``
+            does for one tensor; ``math.inf`` only measures. It is **not** ``max_grad_norm``, the norm of all gradients
+            together: gradients change their proportions to each other, so it changes the training. None by default.
+
+    Returns:
+        A class for ``Trainer(optimizer_cls_and_kwargs=(released_class, {"lr": ...}))``, always the same one for the
+        same arguments. With a ``Trainer`` set ``max_grad_norm=0`` and call ``attach(trainer)``, which refuses what
+        cannot work.
+
+    Raises:
+        TypeError: ``optimizer_class`` is no optimizer class.
+        ValueError: it needs a closure, releases gradients already, or is a bitsandbytes class with a step of its own;
+            ``max_tensor_norm`` is not above 0. When an optimizer is built: one parameter's step depends on others.
+        RuntimeError: in the backward pass, where accelerate or ``torch.distributed`` run fp16, accumulation or several
+            processes, or where a parameter would step twice.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> optimizer = gradient_release(torch.optim.SGD)([layer.weight], lr=1.0)
+        >>> before = layer.weight.tolist()
+        >>> layer(torch.ones(2)).backward()
+        >>> layer.weight.grad is None, layer.weight.tolist() != before  # it has stepped
+        (True, True)
+        >>> optimizer.step()
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(
+            f"optimizer_class={optimizer_class!r} is no class of optimizers; expected a subclass of "
+            f"torch.optim.Optimizer. {FIX}"
+        )
+    is_number = isinstance(max_tensor_norm, (int, float)) and not isinstance(max_tensor_norm, bool)
+    if max_tensor_norm is not None and not (is_number and max_tensor_norm > 0):
+        raise ValueError(
+            f"max_tensor_norm={max_tensor_norm!r} is no bound; expected a norm above 0, or None not to clip. "
+            "Pass max_tensor_norm=1.0."
+        )
+    plain: Any = optimizer_class
+    _check_class(plain)
+    return _released_class(plain, max_tensor_norm)
+
+
+class _Released(torch.optim.Optimizer):
+    """What a released class has before its plain class in the order of methods."""
+
+    technique = TECHNIQUE
+    max_tensor_norm: float | None
+    _plain_class: Any
+    _plain_step: Any
+    _is_releasing = False
+
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+        self._check_steps_alone(args, kwargs)
+        self._places: dict[torch.Tensor, tuple[int, int]] = {}  # group and position of each parameter with a hook
+        self._stepped: set[torch.Tensor] = set()  # since the last step()
+        self._norms: list[torch.Tensor] = []
+        self._last_norms: list[torch.Tensor] = []
+        self._lock = threading.Lock()  # the backward pass has one thread per device
+        self._hooks: list[RemovableHandle] = []
+        self._hook = partial(_on_gradient, weakref.ref(self))  # weakly: parameters outlive their optimizer
+        self.handle = UndoHandle(partial(_stop_releasing, weakref.ref(self)))
+        self._is_releasing = True
+        self._install_hooks()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copied, (self._plain_class, self.max_tensor_norm), self.__getstate__()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, and release its gradients too."""
+        super().add_param_group(param_group)
+        if self._is_releasing:
+            self._install_hooks()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._is_releasing:
+            self._stepped.clear()  # a checkpoint was loaded
+            self._norms.clear()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the parameters that still have a gradient, and end the step; returns the closure's loss, if any."""
+        if not self._is_releasing:
+            return self._plain_step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        remaining = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        for parameter in remaining:
+            self._clip(parameter)
+        if remaining or getattr(self, "is_paged", False):  # paged states are ready only when the plain step has synced
+            self._plain_step()
+        for parameter in remaining:
+            parameter.grad = None
+        self._stepped.clear()
+        self._last_norms, self._norms = self._norms, []
+        self._install_hooks()
+        return loss
+
+    def last_grad_norm(self) -> torch.Tensor | None:
+        """Return the L2 norm of all gradients of the last step before clipping; None if none was measured."""
+        if not self._last_norms:
+            return None
+        device = self._last_norms[0].device
+        norms = [norm.to(device, torch.float32) for norm in self._last_norms]
+        return torch.nn.utils.get_total_norm(norms)
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+    def _install_hooks(self) -> None:
+        """Put a hook on every parameter that requires a gradient and has none yet."""
+        for group_index, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and parameter not in self._places:
+                    self._places[parameter] = (group_index, index)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook))
+
+    def _release(self, parameter: torch.Tensor) -> None:
+        with self._lock:
+            if not self._stepped:
+                _check_surroundings()
+            self._check_first_time(parameter)
+            self._stepped.add(parameter)
+            self._clip(parameter)
+            self._step_alone(parameter, *self._places[parameter])
+            parameter.grad = None
+
+    def _check_first_time(self, parameter: torch.Tensor) -> None:
+        if parameter in self._stepped:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} got a second gradient within one step of "
+                f"{type(self).__name__}; expected one backward pass per optimizer.step(), and no reentrant "
+                "checkpointing. Pass use_reentrant=False, or call optimizer.step() after each backward pass, an "
+                "interrupted one included."
+            )
+        if parameter.grad is None:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} was released before "
+                f"{type(self).__name__} saw it; expected one released optimizer per parameter. Call handle.remove() of "
+                "the other optimizer."
+            )
+
+    def _clip(self, parameter: torch.Tensor) -> None:
+        if self.max_tensor_norm is not None:
+            self._norms.append(torch.nn.utils.clip_grad_norm_(parameter, self.max_tensor_norm))
+
+    def _step_alone(self, parameter: torch.Tensor, group_index: int, index: int) -> None:
+        step_alone(self, self._plain_step, parameter, group_index)
+
+    def _check_steps_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            finding = coupling(self._plain_class, self.param_groups, args, kwargs)
+        except Exception as error:  # whatever an optimizer's own code raises
+            finding = f"{type(error).__name__}: {error}"
+        if finding is not None:
+            name = _name(self._plain_class)
+            raise ValueError(
+                f"optimizer_class={name} cannot step one parameter at a time ({finding}); expected a class whose step "
+                f"treats each parameter by itself. {FIX}"
+            )
+
+
+class _ReleasedBitsandbytes(_Released):
+    """bitsandbytes looks overrides up by group and position, so those stay as they are; it steps one by one anyway."""
+
+    def _step_alone(self, parameter: torch.Tensor, group_index: int, index: int) -> None:
+        optimizer: Any = self
+        if not optimizer.initialized:
+            optimizer.check_overrides()
+            optimizer.to_gpu()
+            optimizer.initialized = True
+        group = self.param_groups[group_index]
+        if not self.state[parameter]:
+            optimizer.init_state(group, parameter, group_index, index)
+        optimizer.prefetch_state(parameter)
+        optimizer.update_step(group, parameter, group_index, index)
+
+    def _check_steps_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Nothing to try: the step is bitsandbytes' own loop over parameters."""
+
+
+def _on_gradient(reference: weakref.ref[_Released], parameter: torch.Tensor) -> None:
+    optimizer = reference()
+    if optimizer is not None:
+        optimizer._release(parameter)
+
+
+def _stop_releasing(reference: weakref.ref[_Released]) -> None:
+    optimizer = reference()
+    if optimizer is not None:
+        for hook in optimizer._hooks:
+            hook.remove()
+        optimizer._is_releasing = False
+
+
+@cache
+def _released_class(optimizer_class: Any, max_tensor_norm: float | None) -> type:
+    kind = _ReleasedBitsandbytes if issubclass(optimizer_class, Optimizer8bit) else _Released
+    attributes = {
+        "__module__": optimizer_class.__module__,  # stock registers 32-bit embeddings where it reads "bitsandbytes"
+        "__doc__": f"{optimizer_class.__name__} that steps within the backward pass.",
+        "max_tensor_norm": max_tensor_norm,
+        "_plain_class": optimizer_class,
+        "_plain_step": plain_step(optimizer_class.step),
+    }
+    return type(f"Released{optimizer_class.__name__}", (kind, optimizer_class), attributes)
+
+
+def _copied(optimizer_class: Any, max_tensor_norm: float | None) -> Any:
+    released: Any = _released_class(optimizer_class, max_tensor_norm)
+    copied = released.__new__(released)
+    copied.handle, copied._last_norms = UndoHandle(lambda: None), []
+    return copied
+
+
+def _check_class(optimizer_class: Any) -> None:
+    step = plain_step(optimizer_class.step)
+    closure = inspect.signature(step).parameters.get("closure")
+    problem = None
+    if issubclass(optimizer_class, _Released):
+        problem = "releases gradients already; expected a plain class"
+    elif closure is not None and closure.default is inspect.Parameter.empty:
+        problem = "runs the model several times within one step; expected a class whose step needs no closure"
+    elif issubclass(optimizer_class, Optimizer8bit) and step is not plain_step(Optimizer8bit.step):
+        problem = "has a step of its own; expected a class with the step of bitsandbytes or of torch"
+    if problem is not None:
+        raise ValueError(f"optimizer_class={_name(optimizer_class)} {problem}. {FIX}")
+
+
+def _name(optimizer_class: type) -> str:
+    return f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
+
+
+def _check_surroundings() -> None:
+    """Raise RuntimeError where the state of accelerate or of torch.distributed tells that this cannot work."""
+    from accelerate.state import AcceleratorState, GradientState, is_initialized
+
+    setting = None
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        setting = "DDP" if torch.distributed.get_world_size() > 1 else None
+    if is_initialized():
+        if AcceleratorState().mixed_precision == "fp16":
+            setting = "fp16"
+        elif not GradientState().sync_gradients:
+            setting = "accumulation"
+    if setting is not None:
+        raise RuntimeError(str(refusal_of(TECHNIQUE, setting)))

@@ -1,0 +1,47 @@
+"""The released optimizer that ``TrainingArguments`` name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.binding.conflicts import check_settings
+from hf_memopt.techniques.optimizers.gradient_release import TECHNIQUE, gradient_release
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+__all__ = ["released_optimizer"]
+
+
+def released_optimizer(
+    args: TrainingArguments, model: Any, *, max_tensor_norm: float | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Return the released class of the optimizer that ``TrainingArguments`` name, and its arguments.
+
+    Name, learning rate, betas, epsilon and ``optim_args`` are read as stock does; weight decay is stock's too. Stock's
+    defaults need one change: ``max_grad_norm=0``.
+
+    Args:
+        args: of the Trainer.
+        model: of the Trainer; GaLore's and APOLLO's names choose its modules.
+        max_tensor_norm: as in ``gradient_release``.
+
+    Returns:
+        What ``Trainer(optimizer_cls_and_kwargs=...)`` takes.
+
+    Raises:
+        ValueError: a setting cannot work with it (``hf_memopt.binding.conflicts``).
+
+    Example:
+        >>> import torch
+        >>> from transformers import TrainingArguments
+        >>> args = TrainingArguments(optim="adamw_torch", max_grad_norm=0, learning_rate=2e-5)
+        >>> released, kwargs = released_optimizer(args, torch.nn.Linear(2, 2))
+        >>> released.__name__, kwargs["lr"], kwargs["betas"]
+        ('ReleasedAdamW', 2e-05, (0.9, 0.999))
+    """
+    from transformers import Trainer
+
+    check_settings(TECHNIQUE, args)
+    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    return gradient_release(optimizer_class, max_tensor_norm=max_tensor_norm), kwargs

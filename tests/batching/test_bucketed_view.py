@@ -1,0 +1,527 @@
+"""Bucketed views: what they show, what attach fits to the Trainer and what it refuses, and the guards."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from accelerate.state import GradientState
+from datasets import Dataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from transformers import Trainer
+
+import tiny
+from hf_memopt.batching.collation.collators import BucketedCollator
+from hf_memopt.batching.views.bucketed_stream import BucketedStream
+from hf_memopt.batching.views.bucketed_view import bucketed
+from hf_memopt.binding.attach import attach
+from hf_memopt.changes import Change
+
+COUNT = 36
+LENGTHS = [(7 * i) % 23 + 1 for i in range(COUNT)]
+
+
+def examples(count: int = COUNT) -> list[dict[str, Any]]:
+    """Return examples of different lengths; the first token, 5 + index, tells which one it is."""
+    return [{"input_ids": [5 + i] + [50] * (LENGTHS[i % COUNT] - 1), "labels": i % 3} for i in range(count)]
+
+
+VIEWS = {"examples": {"batch_size": 4, "n_buckets": 3}, "batches": {"max_tokens": 96, "n_buckets": 3}}
+
+
+def make_trainer(output_dir: Any, view: Any, **settings: Any) -> tuple[Trainer, list[list[int]]]:
+    """Return a trainer on a tiny BERT and the list that its forward passes fill with the examples of each batch."""
+    model, seen = tiny.bert(), []
+    model.register_forward_pre_hook(
+        lambda module, _, kwargs: seen.append((kwargs["input_ids"][:, 0] - 5).tolist()) if module.training else None,
+        with_kwargs=True,
+    )
+    settings.setdefault("per_device_train_batch_size", view.buckets.batch_size or 1)
+    settings = {"train_sampling_strategy": "sequential", "num_train_epochs": 2, "optim": "adamw_torch", **settings}
+    args = tiny.arguments(output_dir, learning_rate=1e-3, **settings)
+    return Trainer(model, args, train_dataset=view, data_collator=BucketedCollator(tiny.tokenizer())), seen
+
+
+# In the stock Trainer; exact order and resume: test_exact_resume.py
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("settings", [{"num_train_epochs": 2}, {"max_steps": 5}], ids=str)
+def test_an_attached_trainer_counts_examples(kind, settings, tmp_path):
+    view = bucketed(examples(), **VIEWS[kind])
+    trainer, seen = make_trainer(tmp_path, view, gradient_accumulation_steps=2, **settings)
+    attach(attach(trainer))
+    result = trainer.train()
+    trained = sum(map(len, seen))
+    per_second = result.metrics["train_samples_per_second"] * result.metrics["train_runtime"]
+    if "max_steps" in settings:  # 10 batches of average size, not the very ones
+        assert per_second == pytest.approx(10 * COUNT / view.buckets.n_batches, rel=0.01)
+    else:
+        assert per_second == pytest.approx(trained, rel=0.01)
+        assert trained == 2 * COUNT
+        assert result.metrics["epoch"] == 2.0
+    loader = trainer.get_train_dataloader()
+    assert trainer.num_examples(loader) == COUNT
+    mean = 2 * (4 if kind == "examples" else COUNT / view.buckets.n_batches)
+    assert trainer.get_total_train_batch_size(trainer.args) == pytest.approx(mean, abs=1e-3)
+    plain = Trainer(tiny.bert(), tiny.arguments(tmp_path), train_dataset=examples(8))
+    assert plain.num_examples(plain.get_train_dataloader()) == 8
+    assert trainer.num_examples(plain.get_train_dataloader()) == 8
+
+
+@pytest.mark.parametrize(("given", "expected"), [({"seed": 7}, 7), ({"seed": 7, "data_seed": 5}, 5)])
+@pytest.mark.parametrize("kind", VIEWS)
+def test_attach_takes_the_seed_from_the_arguments(kind, given, expected, tmp_path):
+    view = bucketed(examples(), **VIEWS[kind])
+    before = list(view[0])
+    trainer = attach(attach(make_trainer(tmp_path, view, **given)[0]))
+    name = "data_seed" if "data_seed" in given else "seed"
+    found = [change for change in trainer.memopt_changes if "seed" in change.name]
+    assert [str(change) for change in found] == [
+        str(Change("seed of the bucketed view", 0, expected, f"that of TrainingArguments({name}=...)"))
+    ]
+    same = bucketed(examples(), seed=expected, **VIEWS[kind])
+    assert [view[i] for i in range(len(view))] == [same[i] for i in range(len(same))]
+    assert list(view[0]) != before or kind == "examples"
+
+
+def test_a_seed_of_its_own_stays_unless_the_arguments_name_another(tmp_path):
+    view = bucketed(examples(), batch_size=4, seed=3)
+    assert attach(make_trainer(tmp_path, view)[0]).train_dataset.buckets.seed == 3
+    attach(make_trainer(tmp_path, view, data_seed=3)[0])
+    with pytest.raises(ValueError) as error:
+        attach(make_trainer(tmp_path, view, data_seed=4)[0])
+    assert str(error.value) == (
+        "seed=3 of the bucketed view differs from data_seed=4 of the training arguments; expected one seed for the "
+        "order of the data. Leave seed out of bucketed(...)"
+    )
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_attach_reads_only_what_the_model_takes(kind, tmp_path):
+    rows = [{**row, "text": f"row {i}", "length": 3} for i, row in enumerate(examples())]
+    view = bucketed(Dataset.from_list(rows), **VIEWS[kind])
+    trainer, seen = make_trainer(tmp_path, view, num_train_epochs=1)
+    attach(trainer).train()
+    assert sorted(i for batch in seen for i in batch) == list(range(COUNT))
+    item = view[0] if kind == "examples" else view[0][0]
+    assert item.keys() == {"input_ids", "labels"}
+    kept = bucketed(Dataset.from_list(rows).remove_columns("text"), **VIEWS[kind])
+    attach(make_trainer(tmp_path, kept, remove_unused_columns=False)[0])
+    assert (kept[0] if kind == "examples" else kept[0][0]).keys() == {"input_ids", "labels", "length"}
+
+
+def test_boundaries_are_what_batches_are_padded_to(tmp_path):
+    for limit in ({"max_tokens": 96}, {"batch_size": 4}):
+        view = bucketed(Dataset.from_list(examples()), boundaries=[12, 24], **limit)
+        trainer, _ = make_trainer(tmp_path, view, num_train_epochs=1)
+        shapes: set[tuple[int, ...]] = set()
+        trainer.model.register_forward_pre_hook(
+            lambda _, args, kwargs, found=shapes: found.add(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        attach(trainer).train()
+        assert {width for _, width in shapes} == {12, 24}
+        assert len(shapes) <= 3
+        plain = DataLoader(
+            bucketed(examples(), boundaries=[12, 24], batch_size=4),
+            batch_size=4,
+            collate_fn=BucketedCollator(tiny.tokenizer()),
+        )
+        assert {batch["input_ids"].shape[1] for batch in plain} == {12, 24}
+
+
+# What a view is
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("source", [list, Dataset.from_list], ids=["list", "arrow"])
+def test_the_items_are_those_of_the_plan(kind, source):
+    rows = examples()
+    view = bucketed(source(rows), **VIEWS[kind])
+    view.set_epoch(1)
+    plan = view.buckets.plan(1)
+    if kind == "examples":
+        assert len(view) == COUNT
+        assert [view[i] for i in range(COUNT)] == [rows[i] for i in plan.flat()]
+        assert view.__getitems__([3, 4]) == [view[3], view[4]]
+    else:
+        assert len(view) == view.buckets.n_batches
+        assert [view[i] for i in range(len(view))] == [[rows[i] for i in plan.batch(k)] for k in range(len(view))]
+        assert view.__getitems__([2]) == [view[2]]
+        assert view[-1] == view[len(view) - 1]
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_set_epoch_is_idempotent_and_pickles_and_copies_follow_it(kind):
+    view = bucketed(examples(), **VIEWS[kind])
+    first = view[0], view[1], view[2]
+    for _ in range(2):
+        view.set_epoch(1)
+        assert view.epoch == 1
+        assert (view[0], view[1], view[2]) != first
+    for twin in (pickle.loads(pickle.dumps(view)), copy.deepcopy(view)):
+        assert twin.epoch == 1
+        assert twin[2] == view[2]
+        assert twin._shared.is_shared()
+        twin.set_epoch(0)
+        assert (twin[0], twin[1], twin[2]) == first
+        assert view.epoch == 1
+
+
+def test_persistent_workers_of_a_copied_view_see_the_new_epoch():
+    view = copy.deepcopy(bucketed(examples(), **VIEWS["batches"]))
+    loader = DataLoader(view, batch_size=1, num_workers=1, persistent_workers=True, collate_fn=lambda items: items[0])
+    for epoch in (0, 1):
+        view.set_epoch(epoch)
+        assert list(loader) == [view[i] for i in range(len(view))]
+
+
+def test_the_world_size_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert bucketed(examples(), batch_size=4).buckets.world_size == 3
+    assert bucketed(examples(), batch_size=4, world_size=2).buckets.world_size == 2
+
+
+# Out of order
+
+
+def out_of_order(start: str) -> str:
+    return (
+        f"positions={start} ... read a bucketed view out of order; expected one after the other, or the buckets are "
+        'lost. Pass TrainingArguments(..., train_sampling_strategy="sequential"), or shuffle=False to a DataLoader'
+    )
+
+
+def test_the_stock_random_sampler_is_refused(tmp_path):
+    trainer, seen = make_trainer(tmp_path, bucketed(examples(), batch_size=4), train_sampling_strategy="random")
+    with pytest.raises(RuntimeError) as error:
+        trainer.train()
+    shown = str(error.value).removeprefix("positions=").split(" ...")[0]
+    assert str(error.value) == out_of_order(shown)
+    assert len(json.loads(shown)) == 4
+    assert seen == []
+
+
+def test_a_shuffling_data_loader_is_refused():
+    view = bucketed(examples(), batch_size=4)
+    loader = DataLoader(view, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0), collate_fn=list)
+    with pytest.raises(RuntimeError) as error:
+        list(loader)
+    first = torch.randperm(COUNT, generator=torch.Generator().manual_seed(0))
+    assert str(error.value).startswith("positions=[")
+    assert len(first) == COUNT
+    with pytest.raises(RuntimeError) as error:
+        view.__getitems__([5, 4])
+    assert str(error.value) == out_of_order("[5, 4]")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 8, 9, 16, 17, 23])
+def test_the_wrap_around_of_even_batches_is_allowed(world_size, count):
+    view = bucketed(examples(count), batch_size=4, world_size=world_size)
+    seen: list[int] = []
+    for rank in range(world_size):
+        sampler = BatchSampler(SequentialSampler(view), batch_size=4, drop_last=False)
+        for positions in BatchSamplerShard(sampler, num_processes=world_size, process_index=rank, even_batches=True):
+            seen += [row["input_ids"][0] - 5 for row in view.__getitems__(positions)]
+    assert set(seen) == set(range(count))
+
+
+def test_more_positions_than_a_batch_are_refused():
+    for kind, most in (("examples", 4), ("batches", 1)):
+        with pytest.raises(RuntimeError) as error:
+            bucketed(examples(), **VIEWS[kind]).__getitems__(list(range(most + 1)))
+        assert str(error.value) == (
+            f"positions=<{most + 1} at once> are more than a batch of this view; expected at most {most}. Pass "
+            f"TrainingArguments(..., per_device_train_batch_size={most}); with several GPUs launch one process per "
+            "GPU: torchrun --nproc_per_node=<GPUs> your_script.py. A view is for training: to evaluate pass "
+            "sorted_by_length(view.dataset)"
+        )
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_dataset_that_grew_or_shrank_is_refused(kind):
+    rows = examples()
+    view = bucketed(rows, **VIEWS[kind])
+    for change, count in (
+        (lambda: rows.append(rows[0]), COUNT + 1),
+        (lambda: rows.__delitem__(slice(0, 3)), COUNT - 2),
+    ):
+        change()
+        for read in (lambda: view[0], lambda: view.__getitems__([0])):
+            with pytest.raises(RuntimeError) as error:
+                read()
+            assert str(error.value) == (
+                f"dataset=<{count} examples> had {COUNT} when the view was built; expected the same. "
+                "Build the view again: bucketed(dataset, ...)"
+            )
+
+
+def test_a_batch_beyond_the_end_is_an_index_error():
+    view = bucketed(examples(), **VIEWS["batches"])
+    with pytest.raises(IndexError) as error:
+        view[len(view)]
+    assert str(error.value) == f"position={len(view)} is not a batch of this view; expected 0 to {len(view) - 1}"
+
+
+# What attach refuses
+
+
+REFUSED = {
+    "random": (
+        "examples",
+        {"train_sampling_strategy": "random"},
+        "train_sampling_strategy='random' would read the bucketed view out of order; expected \"sequential\", since "
+        'the view brings its own shuffled order. Pass TrainingArguments(..., train_sampling_strategy="sequential")',
+    ),
+    "auto_find_batch_size": (
+        "batches",
+        {"auto_find_batch_size": True},
+        "length buckets and auto_find_batch_size cannot work together: it would shrink the batches that the buckets "
+        "are made for; expected one of the two. Leave auto_find_batch_size out",
+    ),
+    "no divisor": (
+        "examples",
+        {"per_device_train_batch_size": 3},
+        "per_device_train_batch_size=3 does not divide the bucketed view's batch_size=4; expected a divisor. "
+        "Pass bucketed(..., batch_size=3)",
+    ),
+    "joined batches": (
+        "batches",
+        {"per_device_train_batch_size": 8},
+        "per_device_train_batch_size=8 would join whole batches of the max_tokens view; expected 1. "
+        "Pass TrainingArguments(..., per_device_train_batch_size=1)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "settings", "message"), REFUSED.values(), ids=REFUSED)
+def test_attach_refuses_arguments_that_spoil_the_view(kind, settings, message, tmp_path):
+    trainer, _ = make_trainer(tmp_path, bucketed(examples(), **VIEWS[kind]), **settings)
+    with pytest.raises(ValueError) as error:
+        attach(trainer)
+    assert str(error.value) == message
+
+
+def test_attach_refuses_another_world_size(tmp_path):
+    trainer, _ = make_trainer(tmp_path, bucketed(examples(), batch_size=4, world_size=2))
+    with pytest.raises(ValueError) as error:
+        attach(trainer)
+    assert str(error.value) == (
+        "world_size=2 of the bucketed view differs from the run's 1; expected the same. Build it in the launched "
+        "script, or pass bucketed(..., world_size=1)"
+    )
+
+
+def test_attach_refuses_a_collator_that_cannot_flatten(tmp_path):
+    trainer, _ = make_trainer(tmp_path, bucketed(examples(), **VIEWS["batches"]))
+    trainer.data_collator = list
+    with pytest.raises(ValueError) as error:
+        attach(trainer)
+    assert str(error.value) == (
+        "data_collator=<type> cannot flatten the whole batches of the max_tokens view; expected BucketedCollator. "
+        "Pass Trainer(..., data_collator=BucketedCollator(tokenizer))"
+    )
+
+
+def test_attach_refuses_a_view_as_evaluation_data_and_takes_its_dataset(tmp_path):
+    for trained in (bucketed(examples(), batch_size=4), examples()):
+        trainer = Trainer(
+            tiny.bert(),
+            tiny.arguments(tmp_path, train_sampling_strategy="sequential", per_device_train_batch_size=2),
+            train_dataset=trained,
+            data_collator=BucketedCollator(tiny.tokenizer()),
+        )
+        view = bucketed(examples(), batch_size=8)
+        for trainer.eval_dataset in ({"one": view}, view):
+            with pytest.raises(ValueError) as error:
+                attach(trainer)
+            assert str(error.value) == NOT_FOR_EVALUATION
+        trainer.eval_dataset = trainer.eval_dataset.dataset
+        assert attach(trainer) is trainer
+
+
+NOT_FOR_EVALUATION = (
+    "dataset=<BucketedExamples> is in shuffled order, and predictions would be in that order too; expected the dataset "
+    "itself, or sorted by length. Evaluate or predict sorted_by_length(view.dataset)"
+)
+
+
+def test_an_attached_trainer_refuses_to_evaluate_a_view_or_a_stream(tmp_path):
+    trainer = Trainer(tiny.bert(), tiny.arguments(tmp_path), data_collator=BucketedCollator(tiny.tokenizer()))
+    attach(trainer)
+    view = bucketed(examples(), batch_size=4)
+    for evaluate in (trainer.predict, trainer.evaluate, lambda view: trainer.evaluate({"one": view})):
+        with pytest.raises(ValueError) as error:
+            evaluate(view)
+        assert str(error.value) == NOT_FOR_EVALUATION
+    with pytest.raises(ValueError) as error:
+        trainer.predict(bucketed(examples(), max_tokens=96))
+    assert str(error.value) == NOT_FOR_EVALUATION.replace("Examples", "Batches")
+    with pytest.raises(ValueError) as error:
+        trainer.predict(BucketedStream(examples(), batch_size=4))
+    assert str(error.value) == ENDLESS
+
+
+ENDLESS = (
+    "dataset=<BucketedStream> never ends, and neither would the evaluation; expected the dataset itself. "
+    "Evaluate or predict stream.dataset"
+)
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))])
+def test_a_copied_trainer_counts_as_stock_until_it_is_attached(kind, copied, tmp_path):
+    GradientState._reset_state()  # where an iteration broke off it holds weak references, which do not pickle
+    trainer, _ = make_trainer(tmp_path, bucketed(examples(), **VIEWS[kind]))
+    trainer.model._forward_pre_hooks.clear()  # a local function, which does not pickle
+    trainer.model._forward_pre_hooks_with_kwargs.clear()
+    twin = copied(attach(trainer))
+    plain, counted = len(twin.train_dataset), COUNT
+    assert twin.num_examples(twin.get_train_dataloader()) == plain
+    attach(twin)
+    assert twin.num_examples(twin.get_train_dataloader()) == counted
+    assert trainer.num_examples(trainer.get_train_dataloader()) == counted
+    trainer.train_dataset = examples(8)  # what is counted is what is read
+    assert trainer.num_examples(trainer.get_train_dataloader()) == 8
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_view_has_the_column_names_of_its_dataset(kind):
+    dataset = Dataset.from_list(examples())
+    assert bucketed(dataset, **VIEWS[kind]).column_names == ["input_ids", "labels"]
+    assert bucketed(dataset.to_iterable_dataset(), batch_size=4).column_names == ["input_ids", "labels"]
+    assert not hasattr(bucketed(examples(), **VIEWS[kind]), "column_names")
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_view_describes_its_dataset_and_has_none_of_its_methods(kind):
+    dataset = Dataset.from_list(examples())
+    view = bucketed(dataset, **VIEWS[kind])
+    assert (view.features, view.info, view.split) == (dataset.features, dataset.info, None)
+    with pytest.raises(AttributeError) as error:
+        view.map(len)  # would be of the rows in another order
+    assert str(error.value) == f"{type(view).__name__!r} object has no attribute 'map'"
+
+
+@pytest.mark.parametrize(("kind", "item"), [("examples", "an example"), ("batches", "a batch")])
+def test_positions_that_are_not_integers_are_refused(kind, item):
+    view = bucketed(examples(), **VIEWS[kind])
+    for position in (slice(0, 3), "0", 1.0, None, [0, 1]):
+        with pytest.raises(TypeError) as error:
+            view[position]
+        assert str(error.value) == (
+            f"position={position!r} is not an integer; expected the position of {item}. "
+            "Read several with: [view[i] for i in range(3)]"
+        )
+    assert view[np.int64(1)] == view[torch.tensor(1)] == view[1]
+
+
+# What bucketed refuses
+
+
+def test_a_stream_becomes_a_bucketed_stream():
+    stream = bucketed(Dataset.from_list(examples()).to_iterable_dataset(), batch_size=4, world_size=2, too_long="drop")
+    assert isinstance(stream, BucketedStream)
+    assert (stream.batch_size, stream.world_size, stream.buffer_examples) == (4, 2, 2 * 8192)
+    assert (stream.seed, stream.takes_seed, stream.too_long) == (0, True, "drop")
+    given = bucketed(StartsOver(examples()), max_tokens=96, seed=3, buffer_examples=10, boundaries=[12, 24])
+    assert (given.seed, given.takes_seed, given.buffer_examples, given.boundaries) == (3, False, 10, [12, 24])
+
+
+class StartsOver:
+    """The smallest stream: no length, no index."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("lengths", [3] * COUNT), ("n_buckets", 4), ("boundaries", "auto")], ids=str
+)
+def test_a_stream_takes_no_setting_that_needs_all_lengths(name, value):
+    with pytest.raises(ValueError) as error:
+        bucketed(StartsOver(examples()), batch_size=4, **{name: value})
+    assert str(error.value) == (
+        f"{name}={value!r} needs all lengths beforehand, which a stream does not tell; expected it left out. Leave it "
+        "out, or pass boundaries=[64, 128, 256] to bound the shapes"
+    )
+
+
+def test_a_dataset_takes_no_setting_of_streams():
+    with pytest.raises(ValueError) as error:
+        bucketed(examples(), batch_size=4, buffer_examples=100)
+    assert str(error.value) == (
+        "buffer_examples=100 is for streams, and <list> can be indexed; expected it left out, since all lengths are "
+        "known. Leave buffer_examples out"
+    )
+
+
+def test_what_can_be_read_only_once_is_refused():
+    with pytest.raises(TypeError) as error:
+        bucketed(iter([]), batch_size=4)
+    assert str(error.value) == (
+        "dataset=<list_iterator> can be read only once; expected a stream that starts over when it is iterated again. "
+        "Pass the function that makes the rows: datasets.IterableDataset.from_generator(make_rows)"
+    )
+
+
+def test_lengths_of_another_dataset_are_refused_and_fitting_ones_replace_the_column():
+    with pytest.raises(ValueError) as error:
+        bucketed(examples(), batch_size=4, lengths=[1, 2])
+    assert str(error.value) == (
+        f"lengths=<array of shape (2,)> does not belong to a dataset of {COUNT} examples; expected one length per "
+        "example. Leave lengths out, or pass token_lengths(dataset)"
+    )
+    view = bucketed(TensorDataset(torch.zeros(3, 2)), batch_size=2, lengths=[4, 5, 6])
+    assert len(view) == 3
+
+
+@pytest.mark.parametrize("cell", [None, []])
+def test_a_null_or_empty_row_is_named(cell):
+    with pytest.raises(ValueError) as error:
+        bucketed(Dataset.from_dict({"input_ids": [[5], cell, [6, 7]]}), batch_size=2)
+    assert str(error.value) == (
+        "lengths[1]=0 is an example without tokens (empty or null); expected 1 or more. Drop such rows: "
+        'dataset.filter(lambda row: row["input_ids"])'
+    )
+
+
+@pytest.mark.parametrize("source", [list, iter])
+def test_more_processes_than_any_run_has_are_refused(source):
+    with pytest.raises(ValueError) as error:
+        bucketed(source(examples()), batch_size=4, world_size=10**9)
+    assert str(error.value) == (
+        "world_size=1000000000 is more processes than a run has; expected 1 to 1048576. Leave world_size out: it is "
+        "read from the environment of torchrun"
+    )
+
+
+def test_bad_limits_are_refused_before_the_dataset_is_read():
+    with pytest.raises(ValueError) as error:
+        bucketed(None)
+    assert str(error.value) == (
+        "batch_size=None, max_tokens=None; expected exactly one of them. "
+        "Pass batch_size=32 (examples per batch) or max_tokens=4096 (padded tokens per batch)"
+    )
+
+
+@pytest.mark.parametrize("size", [{"batch_size": 4}, {"max_tokens": 40}], ids=["batch_size", "max_tokens"])
+def test_indices_of_names_the_examples_that_an_item_holds(size) -> None:
+    dataset = [{"input_ids": [i] * (3 + i % 7)} for i in range(1, 22)]
+    view = bucketed(dataset, **size)
+    view.set_epoch(1)
+    for position in range(len(view)):
+        item = view[position]
+        rows = item if "max_tokens" in size else [item]
+        assert view.indices_of([position]) == [row["input_ids"][0] - 1 for row in rows]
+    assert view.indices_of([len(view)]) == view.indices_of([0])

@@ -1,0 +1,391 @@
+"""Length buckets: the best boundaries, every example once, the same batches for the same seed, clear errors."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_memopt.batching.plan.boundaries import optimal_boundaries
+from hf_memopt.batching.plan.buckets import LengthBuckets
+
+
+def round_up(length: int, multiple: int) -> int:
+    return max(multiple, -(-length // multiple) * multiple)
+
+
+def padded_tokens(lengths: list[int], boundaries: Any) -> int:
+    return sum(min(limit for limit in boundaries if length <= limit) for length in lengths)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=12),
+    n_buckets=st.integers(1, 4),
+    multiple=st.sampled_from([1, 8]),
+)
+def test_boundaries_pad_as_little_as_the_best_of_all_sets(lengths, n_buckets, multiple):
+    limits = sorted({round_up(length, multiple) for length in lengths})
+    best = min(
+        padded_tokens(lengths, [*chosen, limits[-1]])
+        for size in range(min(n_buckets, len(limits)))
+        for chosen in combinations(limits[:-1], size)
+    )
+    found = optimal_boundaries(np.array(lengths, np.int32), n_buckets, pad_to_multiple_of=multiple)
+    assert len(found) <= n_buckets
+    assert sorted(set(found.tolist())) == found.tolist()
+    assert all(limit % multiple == 0 for limit in found)
+    assert found[-1] == limits[-1]
+    assert padded_tokens(lengths, found) == best
+
+
+def test_very_long_examples_are_put_on_a_coarser_grid():
+    lengths = np.random.default_rng(0).integers(0, 100_000, 5000).astype(np.int32)
+    found = optimal_boundaries(lengths, 8)
+    assert len(found) == 8
+    assert found[-1] >= lengths.max()
+    even = np.arange(1, 9) * 12_504
+    assert padded_tokens(lengths.tolist(), found) <= padded_tokens(lengths.tolist(), even) * 1.01  # the grid is 200
+
+
+LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=120)
+SETTINGS = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 3) | st.just(2**63 - 1),
+        "world_size": st.sampled_from([1, 2, 3, 8, 500]),
+        "n_buckets": st.sampled_from(["auto", 1, 3, 50]),
+        "pad_to_multiple_of": st.sampled_from([1, 8]),
+    }
+)
+BY_EXAMPLES = st.integers(1, 40).map(lambda size: {"batch_size": size})
+BY_TOKENS = st.integers(104, 2000).map(lambda size: {"max_tokens": size})
+
+
+def batches_of(buckets: LengthBuckets, epoch: int) -> list[list[int]]:
+    plan = buckets.plan(epoch)
+    assert len(plan) == buckets.n_batches
+    return [plan.batch(i).tolist() for i in range(buckets.n_batches)]
+
+
+def padded_size(batch: list[int], lengths: list[int], multiple: int) -> int:
+    return len(batch) * round_up(max(lengths[i] for i in batch), multiple)
+
+
+@given(lengths=LENGTHS, limit=BY_EXAMPLES | BY_TOKENS, settings=SETTINGS)
+def test_every_example_is_in_exactly_one_batch_of_an_epoch(lengths, limit, settings):
+    buckets = LengthBuckets(lengths, **limit, **settings)
+    for epoch in (0, 1, 7):
+        batches = batches_of(buckets, epoch)
+        assert all(batches)
+        assert sorted(example for batch in batches for example in batch) == list(range(len(lengths)))
+
+
+@given(lengths=LENGTHS, limit=BY_EXAMPLES | BY_TOKENS, settings=SETTINGS)
+def test_the_order_depends_on_seed_and_epoch_alone(lengths, limit, settings):
+    one, other = (LengthBuckets(lengths, **limit, **settings) for _ in range(2))
+    other.plan(3)
+    assert batches_of(one, 1) == batches_of(other, 1)
+    assert batches_of(pickle.loads(pickle.dumps(one)), 1) == batches_of(one, 1)
+
+
+@pytest.mark.parametrize("limit", [{"batch_size": 4}, {"max_tokens": 416}], ids=str)
+@given(lengths=st.lists(st.integers(1, 100), min_size=40, max_size=60), seed=st.integers(0, 100))
+def test_epochs_and_seeds_differ(limit, lengths, seed):
+    orders = [LengthBuckets(lengths, seed=s, **limit).plan(epoch).flat() for s in (seed, seed + 1) for epoch in (0, 1)]
+    assert len({order.tobytes() for order in orders}) == 4
+
+
+@given(lengths=LENGTHS, limit=BY_EXAMPLES, settings=SETTINGS)
+def test_all_batches_but_the_very_last_are_full(lengths, limit, settings):
+    size = limit["batch_size"]
+    for epoch in (0, 1):
+        sizes = [len(batch) for batch in batches_of(LengthBuckets(lengths, **limit, **settings), epoch)]
+        assert set(sizes[:-1]) <= {size}
+        assert sizes[-1] == (len(lengths) - 1) % size + 1
+
+
+@given(lengths=LENGTHS, limit=BY_TOKENS, settings=SETTINGS)
+def test_no_batch_exceeds_the_token_budget(lengths, limit, settings):
+    for epoch in (0, 1):
+        for batch in batches_of(LengthBuckets(lengths, **limit, **settings), epoch):
+            assert padded_size(batch, lengths, settings["pad_to_multiple_of"]) <= limit["max_tokens"]
+
+
+@given(lengths=LENGTHS, limit=BY_EXAMPLES | BY_TOKENS, settings=SETTINGS)
+def test_ranks_get_equal_row_counts_and_the_largest_batch_comes_first(lengths, limit, settings):
+    world, multiple = settings["world_size"], settings["pad_to_multiple_of"]
+    for epoch in (0, 1):
+        batches = batches_of(LengthBuckets(lengths, **limit, **settings), epoch)
+        groups = [batches[i : i + world] for i in range(0, len(batches) - world + 1, world)]
+        spreads = [max(map(len, group)) - min(map(len, group)) for group in groups]
+        if "batch_size" in limit:
+            if len(lengths) % limit["batch_size"] and len(batches) % world == 0:
+                groups, spreads = groups[:-1], spreads[:-1]  # the group with the partial batch
+            assert not any(spreads)
+        else:
+            assert sum(spreads) <= 1  # the group that shares the rest
+        if groups:
+            largest = [max(padded_size(batch, lengths, multiple) for batch in group) for group in groups]
+            assert largest[0] == max(largest)
+
+
+@given(lengths=st.lists(st.integers(1, 100), min_size=64, max_size=120), settings=SETTINGS)
+def test_batches_of_a_group_span_neighbouring_lengths_only(lengths, settings):
+    buckets = LengthBuckets(lengths, batch_size=2, **{**settings, "world_size": 2})
+    whole = [batch for batch in batches_of(buckets, 0) if len(batch) == 2]
+    for i in range(0, len(whole) - 1, 2):
+        classes = np.searchsorted(buckets.boundaries, [lengths[j] for batch in whole[i : i + 2] for j in batch])
+        # A group of 4 examples that reaches over several buckets holds all of those between, which are 2 at most.
+        between = np.searchsorted(buckets.boundaries, lengths)
+        assert sum((between > classes.min()) & (between < classes.max())) <= 2
+
+
+@pytest.mark.parametrize("limit", [{"batch_size": 3}, {"max_tokens": 24}], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 9])
+def test_one_example_and_examples_of_one_token(limit, world_size):
+    assert batches_of(LengthBuckets([5], world_size=world_size, **limit), 0) == [[0]]
+    assert batches_of(LengthBuckets([1], world_size=world_size, **limit), 0) == [[0]]
+    batches = batches_of(LengthBuckets([1] * 7, world_size=world_size, **limit), 0)
+    assert sorted(i for batch in batches for i in batch) == list(range(7))
+    assert max(map(len, batches)) <= 3
+
+
+@given(lengths=LENGTHS, limit=BY_EXAMPLES | BY_TOKENS, settings=SETTINGS, epoch=st.integers(0, 3))
+def test_padding_efficiency_equals_the_slow_count(lengths, limit, settings, epoch):
+    buckets = LengthBuckets(lengths, **limit, **settings)
+    padded = sum(padded_size(batch, lengths, settings["pad_to_multiple_of"]) for batch in batches_of(buckets, epoch))
+    assert buckets.padding_efficiency(epoch) == pytest.approx(sum(lengths) / padded)
+
+
+def test_buckets_pad_far_less_than_a_random_order():
+    lengths = np.random.default_rng(0).lognormal(3, 1, 4000).astype(np.int64) + 1
+    shuffled = np.array_split(lengths, 125)
+    random = lengths.sum() / sum(len(batch) * round_up(int(batch.max()), 8) for batch in shuffled)
+    assert LengthBuckets(lengths, batch_size=32).padding_efficiency() > 2 * random
+
+
+def test_auto_gives_every_bucket_four_batches_and_one_for_every_process():
+    lengths = np.random.default_rng(0).integers(1, 500, 1000)
+    for world_size, most in [(1, 15), (4, 15), (6, 10), (100, 8)]:
+        assert len(LengthBuckets(lengths, batch_size=16, world_size=world_size).boundaries) == most
+    assert len(LengthBuckets(np.tile(lengths, 50), batch_size=16).boundaries) <= 63
+    outlier = LengthBuckets([10] * 999 + [5001], max_tokens=5008)  # one long example must not spread over the others
+    assert outlier.n_batches == 5
+
+
+def error_of(**settings: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        LengthBuckets(**{"lengths": [3, 4, 100], **settings})
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("batch_size", "max_tokens"), [(None, None), (8, 64)])
+def test_both_or_neither_limit_is_refused(batch_size, max_tokens):
+    assert error_of(batch_size=batch_size, max_tokens=max_tokens) == (
+        f"batch_size={batch_size}, max_tokens={max_tokens}; expected exactly one of them. "
+        "Pass batch_size=32 (examples per batch) or max_tokens=4096 (padded tokens per batch)"
+    )
+
+
+@pytest.mark.parametrize("name", ["batch_size", "max_tokens"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "32", True])
+def test_a_limit_that_is_no_size_is_refused(name, value):
+    assert error_of(**{name: value}) == (
+        f"{name}={value!r} is not a size; expected an integer of 1 or more. Pass, for example, {name}=32"
+    )
+
+
+@pytest.mark.parametrize("name", ["world_size", "pad_to_multiple_of", "n_buckets"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "many", True])
+def test_a_count_below_one_is_refused(name, value):
+    assert error_of(batch_size=2, **{name: value}) == (
+        f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass {name}=1 or leave it out"
+    )
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, None])
+def test_a_seed_out_of_range_is_refused(seed):
+    assert error_of(batch_size=2, seed=seed) == (
+        f"seed={seed!r} is no seed; expected an integer from 0 to 2**63 - 1. Pass seed=0"
+    )
+
+
+@pytest.mark.parametrize(("lengths", "shape"), [([], "(0,)"), ([[1, 2]], "(1, 2)"), (5, "()")])
+def test_lengths_of_another_shape_are_refused(lengths, shape):
+    assert error_of(lengths=lengths, batch_size=2) == (
+        f"lengths=<array of shape {shape}> is not one length per example; expected shape (examples,) with at least "
+        "one. Pass token_lengths(dataset)"
+    )
+
+
+@pytest.mark.parametrize(("lengths", "dtype"), [([1.0, 2.0], "float64"), ([True], "bool"), (["a"], "<U1")])
+def test_lengths_that_are_no_integers_are_refused(lengths, dtype):
+    assert error_of(lengths=lengths, batch_size=2) == (
+        f"lengths=<array of {dtype}> is not a number of tokens; expected integers. Pass token_lengths(dataset)"
+    )
+
+
+@pytest.mark.parametrize("length", [-1, 2**31])
+def test_a_length_out_of_range_is_named(length):
+    assert error_of(lengths=[4, length, 5], batch_size=2) == (
+        f"lengths[1]={length} is not a number of tokens; expected 1 to 2**31 - 1. Pass token_lengths(dataset)"
+    )
+
+
+def test_an_example_without_tokens_is_named():
+    assert error_of(lengths=[4, 0, 5], batch_size=2) == (
+        "lengths[1]=0 is an example without tokens (empty or null); expected 1 or more. Drop such rows: "
+        'dataset.filter(lambda row: row["input_ids"])'
+    )
+
+
+def test_an_example_that_fits_into_no_batch_is_named():
+    for limit, longest in ({"max_tokens": 100}, 96), ({"max_tokens": 400, "boundaries": [50, 90]}, 90):
+        named = "max_tokens=100" if longest == 96 else "boundaries[-1]=90"
+        assert error_of(lengths=[3, 4, 100, 99], **limit) == (
+            f"lengths[2]=100 exceeds {longest} tokens, the longest row that {named} allows, as do 1 other examples; "
+            "expected every example to fit into a batch. Truncate (tokenizer(..., truncation=True, "
+            f"max_length={longest})), leave them out (too_long='drop') or raise {named.split('=')[0]}"
+        )
+    assert LengthBuckets([3, 4, 100], max_tokens=104, n_buckets=2).n_batches == 2
+    assert error_of(lengths=[300, 400], max_tokens=100, too_long="drop") == (
+        "lengths[1]=400 exceeds 96 tokens, the longest row that max_tokens=100 allows, as do 1 other examples; "
+        "expected every example to fit into a batch. Truncate (tokenizer(..., truncation=True, max_length=96)), leave "
+        "them out (too_long='drop') or raise max_tokens"
+    )
+
+
+def test_an_unknown_way_to_treat_long_examples_is_refused():
+    assert error_of(batch_size=2, too_long="cut") == (
+        "too_long='cut' is unknown; expected 'error' or 'drop'. Pass too_long='drop'"
+    )
+
+
+@given(lengths=LENGTHS, settings=SETTINGS, max_tokens=st.integers(8, 103))
+def test_long_examples_are_dropped_with_a_count(lengths, settings, max_tokens):
+    multiple = settings["pad_to_multiple_of"]
+    kept = [i for i, length in enumerate(lengths) if round_up(length, multiple) <= max_tokens]
+    if not kept:
+        return
+    buckets = LengthBuckets(lengths, max_tokens=max_tokens, too_long="drop", **settings)
+    assert (buckets.n_examples, buckets.dropped) == (len(kept), len(lengths) - len(kept))
+    for epoch in (0, 1):
+        batches = batches_of(buckets, epoch)
+        assert sorted(i for batch in batches for i in batch) == kept
+        assert all(padded_size(batch, lengths, multiple) <= max_tokens for batch in batches)
+
+
+# Few shapes
+
+
+@given(lengths=LENGTHS, limit=BY_EXAMPLES | BY_TOKENS, settings=SETTINGS, given_limits=st.booleans())
+def test_boundaries_bound_the_shapes(lengths, limit, settings, given_limits):
+    if given_limits:
+        settings = {**settings, "n_buckets": "auto", "boundaries": [13, 40, 104]}
+    else:
+        settings = {**settings, "boundaries": "auto"}
+    buckets = LengthBuckets(lengths, **limit, **settings)
+    for epoch in (0, 1):
+        plan = buckets.plan(epoch)
+        shapes = set()
+        for i in range(len(plan)):
+            batch, width = plan.batch(i), plan.width(i)
+            assert width in buckets.boundaries
+            assert width >= max(lengths[j] for j in batch)
+            assert len(batch) * width <= limit.get("max_tokens", len(batch) * width)
+            shapes.add((len(batch), width))
+        world = settings["world_size"]
+        for i in range(0, len(plan) - world + 1, world):
+            in_group = {plan.width(i + rank) for rank in range(world)}
+            assert len(in_group) == 1 or "batch_size" in limit  # a group of rests
+        assert len(shapes) <= len(buckets.boundaries) + 4
+        assert buckets.diagnostics(epoch).shapes == len(shapes)
+
+
+@pytest.mark.parametrize("boundaries", ["best", [], [[8, 16]], [0, 8], [16, 8], [8, 8], [8.5, 16.0]])
+def test_boundaries_that_are_no_limits_are_refused(boundaries):
+    assert error_of(batch_size=2, boundaries=boundaries) == (
+        f"boundaries={boundaries!r} are no length limits; expected 'auto' or ascending integers of 1 or more. "
+        "Pass boundaries=[64, 128, 256]"
+    )
+
+
+def test_boundaries_against_other_settings_are_refused():
+    assert error_of(batch_size=2, boundaries=[64, 128], n_buckets=2) == (
+        "n_buckets=2, boundaries=[64, 128] both set the number of buckets; expected one of them. Leave n_buckets out"
+    )
+    assert error_of(max_tokens=120, boundaries=[64, 128]) == (
+        "boundaries[-1]=128 is above max_tokens=120; expected every limit to fit into one batch. Pass max_tokens=128 "
+        "or more"
+    )
+
+
+# What it is worth
+
+
+@given(lengths=LENGTHS, limit=BY_EXAMPLES | BY_TOKENS, settings=SETTINGS, epoch=st.integers(0, 3))
+def test_the_diagnostics_equal_the_slow_count(lengths, limit, settings, epoch):
+    buckets = LengthBuckets(lengths, **limit, **settings)
+    found = buckets.diagnostics(epoch)
+    batches = batches_of(buckets, epoch)
+    multiple, world = settings["pad_to_multiple_of"], settings["world_size"]
+    padded = [padded_size(batch, lengths, multiple) for batch in batches]
+    assert (found.kept, found.dropped, found.batches) == (len(lengths), 0, len(batches))
+    assert found.shapes == len({(len(batch), size) for batch, size in zip(batches, padded, strict=True)})
+    assert found.padding_efficiency == pytest.approx(sum(lengths) / sum(padded))
+    if "max_tokens" in limit:
+        assert found.fill == pytest.approx(np.mean(padded) / limit["max_tokens"])
+        assert found.budget_use == pytest.approx(sum(lengths) / len(batches) / limit["max_tokens"])
+        assert found.over_budget == 0
+        whole = len(batches) // world
+        ratios = [max(step) / np.mean(step) for step in np.array(padded[: whole * world]).reshape(whole, world)]
+        assert found.straggler_ratio == pytest.approx(np.mean(ratios) if ratios else 1.0)
+    else:
+        assert found.fill is found.budget_use is None
+
+
+def test_the_plan_of_real_looking_lengths_is_as_good_as_promised():
+    """The length sets of benchmarks/batching.py, smaller; the full figures stand there."""
+    rng = np.random.default_rng(0)
+    heavy = np.clip(np.exp(rng.normal(np.log(250), 1.15, 100_000)), 8, 4096).astype(np.int64)
+    found = LengthBuckets(heavy, max_tokens=16384, boundaries="auto").diagnostics()
+    assert found.padding_efficiency >= 0.96
+    assert found.fill >= 0.96
+    assert (found.shapes, found.over_budget) == (64, 0)
+    ranks = LengthBuckets(heavy, max_tokens=16384, boundaries="auto", world_size=8).diagnostics()
+    assert ranks.straggler_ratio <= 1.001
+
+
+def test_a_rest_smaller_than_the_ranks_is_shared_with_the_group_before():
+    buckets = LengthBuckets([8] * 35, max_tokens=32, world_size=8)
+    sizes = sorted(map(len, batches_of(buckets, 0)))
+    assert sizes == [2] * 13 + [3] * 3  # 16 batches: two steps of eight ranks, no batch read twice
+
+
+def test_a_plan_does_not_depend_on_the_plans_before_it():
+    lengths = np.random.default_rng(0).integers(1, 100, 1000)
+    one, other = (LengthBuckets(lengths, max_tokens=800) for _ in range(2))
+    kept = one.plan(0)
+    copied = kept.flat().copy()
+    for epoch in (4, 2, 0):
+        one.plan(epoch)
+    assert (one.plan(3).flat() == other.plan(3).flat()).all()
+    assert (kept.flat() == copied).all()
+
+
+def test_every_order_inside_a_bucket_is_as_likely():
+    buckets = LengthBuckets([5] * 3, batch_size=3)
+    counts = np.unique([buckets.plan(epoch).flat().tolist() for epoch in range(6000)], axis=0, return_counts=True)[1]
+    assert len(counts) == 6
+    assert np.abs(counts - 1000).max() < 150  # five standard deviations
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, None])
+def test_an_epoch_out_of_range_is_refused(epoch):
+    with pytest.raises(ValueError) as error:
+        LengthBuckets([3, 4], batch_size=2).plan(epoch)
+    assert str(error.value) == (f"epoch={epoch!r} is no epoch; expected an integer from 0 to 2**63 - 1. Pass epoch=0")

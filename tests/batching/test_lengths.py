@@ -1,0 +1,285 @@
+"""Lengths from Arrow offsets: equal to counting row by row, whatever way the dataset was made; clear errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from datasets import Dataset, Features, LargeList, List, Value
+from datasets.table import InMemoryTable
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Subset
+
+import tiny
+from hf_memopt.batching.plan.lengths import token_lengths
+from hf_memopt.batching.views.bucketed_view import bucketed
+from hf_memopt.batching.views.sorted_view import sorted_by_length
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet_progress() -> Any:
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def slow_lengths(dataset: Any, column: str = "input_ids") -> list[int]:
+    return [0 if row[column] is None else len(row[column]) for row in (dataset[i] for i in range(len(dataset)))]
+
+
+def assert_same_as_slow(dataset: Any) -> None:
+    found = token_lengths(dataset)
+    assert found.dtype == np.int32
+    assert found.tolist() == slow_lengths(dataset)
+
+
+def ids(lengths: list[int]) -> list[list[int]]:
+    return [list(range(5, 5 + n)) for n in lengths]
+
+
+KINDS = {
+    "list": List(Value("int64")),
+    "large_list": LargeList(Value("int32")),
+    "fixed-size list": List(Value("int16"), length=3),
+}
+LENGTHS = st.lists(st.none() | st.integers(0, 9), min_size=1, max_size=12)
+STEPS = st.lists(st.sampled_from(["shuffle", "slice", "select", "filter", "sort", "concatenate"]), max_size=4)
+
+
+def make(kind: str, lengths: list[int | None]) -> Dataset:
+    sizes = [3 if kind == "fixed-size list" and n is not None else n for n in lengths]
+    rows = [None if n is None else ids([n])[0] for n in sizes]
+    return Dataset.from_dict(
+        {"input_ids": rows, "key": [(7 * i) % 5 for i in range(len(rows))]},
+        features=Features({"input_ids": KINDS[kind], "key": Value("int64")}),
+    )
+
+
+def change(dataset: Dataset, step: str) -> Dataset:
+    n = len(dataset)
+    if step == "shuffle":
+        return dataset.shuffle(seed=n)
+    if step == "slice":  # contiguous: a slice of the table, without _indices
+        return dataset.select(range(n // 3, n))
+    if step == "select":
+        return dataset.select([n - 1, *range(0, n, 2)])
+    if step == "filter":
+        return dataset.filter(lambda row: row["key"] < 3) if any(key < 3 for key in dataset["key"]) else dataset
+    if step == "sort":
+        return dataset.sort("key", reverse=True)
+    return datasets.concatenate_datasets([dataset, dataset.select([n - 1]), dataset])
+
+
+# datasets 5.2.0 sorts with an argument that pyarrow 25 deprecates.
+@pytest.mark.filterwarnings("ignore:Specifying null_placement in SortOptions:FutureWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=20)
+@given(lengths=LENGTHS, steps=STEPS)
+def test_equals_the_slow_way_after_any_steps(kind, lengths, steps):
+    dataset = make(kind, lengths)
+    for step in steps:
+        dataset = change(dataset, step)
+    assert_same_as_slow(dataset)
+
+
+@given(lengths=LENGTHS.filter(lambda found: len(found) > 3), chunks=st.integers(1, 3))
+def test_equals_the_slow_way_on_slices_of_arrow_chunks(lengths, chunks):
+    rows = pa.array([None if n is None else ids([n])[0] for n in lengths], pa.list_(pa.int64()))
+    pieces = [rows.slice(start, len(rows) - start) for start in range(1, 1 + chunks)] + [rows.slice(1, 0)]
+    assert_same_as_slow(Dataset(InMemoryTable(pa.table({"input_ids": pa.chunked_array(pieces)}))))
+
+
+@pytest.mark.parametrize("form", ["numpy", "torch", "arrow", "pandas"])
+def test_the_format_of_the_dataset_does_not_matter(form):
+    dataset = make("list", [3, 1, 4, 1, 5]).shuffle(seed=1)
+    assert token_lengths(dataset.with_format(form)).tolist() == slow_lengths(dataset)
+    assert token_lengths(dataset.with_format(form, columns=["key"])).tolist() == slow_lengths(dataset)
+
+
+def test_a_memory_mapped_dataset_of_several_files(tmp_path):
+    dataset = make("list", [3, 1, None, 4, 1, 5, 9, 2, 6])
+    dataset.save_to_disk(tmp_path / "saved", num_shards=3)
+    loaded = datasets.load_from_disk(str(tmp_path / "saved"))
+    assert loaded.cache_files
+    assert_same_as_slow(loaded)
+    assert_same_as_slow(loaded.shuffle(seed=0))
+
+
+def words_to_ids(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+    return {"input_ids": [[5] * len(text.split()) for text in batch["text"]]}
+
+
+def test_ids_made_by_a_transform_are_counted_by_the_length_column_or_row_by_row():
+    texts = ["a b c", "d", "", "e f"]
+    plain = Dataset.from_dict({"text": texts}).with_transform(words_to_ids)
+    assert token_lengths(plain).tolist() == [3, 1, 0, 2]
+    told = Dataset.from_dict({"text": texts, "length": [30, 10, 0, 20]}).with_transform(words_to_ids)  # told apart
+    assert token_lengths(told).tolist() == [30, 10, 0, 20]
+    assert token_lengths(told.select([3, 0])).tolist() == [20, 30]
+
+
+@pytest.mark.parametrize("convert", [list, tuple, np.array, torch.tensor, lambda row: np.array(row, np.uint16)])
+def test_rows_of_any_other_dataset(convert):
+    rows = [{"input_ids": convert(row), "label": 0} for row in ids([3, 1, 4])]
+    assert token_lengths(rows).tolist() == [3, 1, 4]
+    assert token_lengths(Subset(rows, [2, 0])).tolist() == [4, 3]
+    assert token_lengths(rows, column="input_ids").dtype == np.int32
+
+
+def test_another_column_and_empty_rows():
+    rows = [{"words": [1, 2], "input_ids": [1]}, {"words": [], "input_ids": [1]}]
+    assert token_lengths(rows, column="words").tolist() == [2, 0]
+    assert token_lengths(Dataset.from_list(rows), column="words").tolist() == [2, 0]
+
+
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=9), data=st.data())
+def test_equals_the_slow_way_on_sequences_and_subsets(lengths, data):
+    rows = [{"input_ids": row} for row in ids(lengths)]
+    assert_same_as_slow(rows)
+    assert_same_as_slow(Subset(rows, data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1))))
+
+
+def test_what_is_private_of_datasets_is_where_it_was():
+    # Seen in datasets 5.2.0: `.data` wraps the pyarrow table as `.table`; `_indices` wraps a table of one uint64 column
+    # of row numbers, and is None where the rows are the table's own.
+    dataset = make("list", [3, 1, 4])
+    assert isinstance(dataset.data.table, pa.Table)
+    assert dataset._indices is None
+    chosen = dataset.select([2, 0])
+    assert chosen._indices.column(0).type == pa.uint64()
+    assert chosen._indices.column(0).to_pylist() == [2, 0]
+
+
+OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...])"
+MAP = 'dataset.map(lambda row: tokenizer(row["text"]))'
+ARROW_TYPES = [
+    (["w1 w2"], "of type string"),
+    ([5], "of type int64"),
+    ([[5.5]], "of type list<double>"),
+    ([[True]], "of type list<bool>"),
+    ([["w1"]], "of type list<string>"),
+    ([[[5], [6, 7]]], "of type list<list<item: int64>>"),
+    ([None], "of type null"),
+]
+ROWS = [
+    ("w1 w2", "like 'w1 w2' in row 1"),
+    (5, "like 5 in row 1"),
+    (None, "like None in row 1"),
+    ([5.5], "like [5.5] in row 1"),
+    ([5, 5.5], "like [5, 5.5] in row 1"),
+    ([True], "like [True] in row 1"),
+    (["w1"], "like ['w1'] in row 1"),
+    ([[5], [6, 7]], "like [[5], [6, 7]] in row 1"),
+    (np.array([5.5]), "like array([5.5]) in row 1"),
+    (np.array([[5, 6]]), "like array([[5, 6]]) in row 1"),
+    (torch.tensor([True]), "like tensor([True]) in row 1"),
+]
+
+
+def message(found: str) -> str:
+    return (
+        f"column='input_ids' does not hold token ids but values {found}; expected one flat list of integers per row. "
+        f"Tokenise text without return_tensors: {MAP}. {OTHERS}"
+    )
+
+
+@pytest.mark.parametrize(("cells", "found"), ARROW_TYPES, ids=[found for _, found in ARROW_TYPES])
+def test_a_column_of_something_else_is_refused(cells, found):
+    dataset = Dataset(InMemoryTable(pa.table({"input_ids": pa.array(cells)})))
+    with pytest.raises(ValueError) as error:
+        token_lengths(dataset)
+    assert str(error.value) == message(found)
+
+
+@pytest.mark.parametrize(("cell", "found"), ROWS, ids=[found for _, found in ROWS])
+def test_a_row_of_something_else_is_refused(cell, found):
+    with pytest.raises(ValueError) as error:
+        token_lengths([{"input_ids": [5]}, {"input_ids": cell}])
+    assert str(error.value) == message(found)
+
+
+@pytest.mark.parametrize("dataset", [[], Dataset.from_dict({"input_ids": []})], ids=["list", "arrow"])
+def test_an_empty_dataset_is_refused(dataset):
+    with pytest.raises(ValueError) as error:
+        token_lengths(dataset)
+    assert str(error.value) == (
+        "dataset=<0 examples> is empty; expected at least one example. Check the filter that made it"
+    )
+
+
+@pytest.mark.parametrize("make_dataset", [list, Dataset.from_list], ids=["list", "arrow"])
+def test_a_missing_column_names_those_there_are(make_dataset):
+    with pytest.raises(ValueError) as error:
+        token_lengths(make_dataset([{"inputs_ids": [5], "length": 1}]))
+    assert str(error.value) == (
+        "column='input_ids' is not in the dataset; expected one of ['inputs_ids', 'length']. "
+        f"Did you mean 'inputs_ids'? Tokenise text first: {MAP}. {OTHERS}"
+    )
+
+
+@pytest.mark.parametrize("column", [1, None, ["input_ids"], 0.5, b"input_ids"])
+@pytest.mark.parametrize("make_dataset", [list, Dataset.from_list], ids=["list", "arrow"])
+def test_a_column_that_is_not_text_is_refused(make_dataset, column):
+    with pytest.raises(ValueError) as error:
+        token_lengths(make_dataset([{"input_ids": [5]}]), column)
+    assert str(error.value) == (
+        f'column={column!r} is not the name of a column; expected text. Pass column="input_ids"'
+    )
+
+
+ROW = {"input_ids": [5, 6], "label": 1}
+TABLES = {
+    "DataFrame": (pd.DataFrame([ROW]), "datasets.Dataset.from_pandas(dataset)"),
+    "Table": (pa.Table.from_pylist([ROW]), "datasets.Dataset(dataset)"),
+    "dict": ({"input_ids": [[5, 6]]}, "datasets.Dataset.from_dict(dict(dataset))"),
+    "BatchEncoding": (tiny.tokenizer()(["w1 w2", "w3"]), "datasets.Dataset.from_dict(dict(dataset))"),
+    "DatasetDict": (datasets.DatasetDict(train=Dataset.from_list([ROW])), "one of its parts: dataset['train']"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_is_indexed_by_column_is_refused(name):
+    table, fix = TABLES[name]
+    for read in (
+        lambda: token_lengths(table),
+        lambda: bucketed(table, batch_size=1, lengths=[1] * len(table)),
+        lambda: sorted_by_length(table),
+    ):
+        with pytest.raises(TypeError) as error:
+            read()
+        assert str(error.value) == (
+            f"dataset=<{name}> is indexed by column; expected rows: dataset[0] an example. Pass {fix}"
+        )
+
+
+def test_rows_without_columns_are_refused():
+    with pytest.raises(TypeError) as error:
+        token_lengths([([5, 6], 1)])
+    assert str(error.value) == (
+        "dataset[0]=<tuple> has no columns; expected a dict with 'input_ids'. "
+        "Count the tokens yourself: bucketed(dataset, ..., lengths=[...])"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cells", "found"),
+    [
+        ([1, None], "1 nulls"),
+        ([1.5, 2.0], "values of type double"),
+        (["1", "2"], "values of type string"),
+    ],
+)
+def test_a_length_column_that_holds_no_lengths_is_refused(cells, found):
+    dataset = Dataset.from_dict({"text": ["a", "b"], "length": cells}).with_transform(words_to_ids)
+    with pytest.raises(ValueError) as error:
+        token_lengths(dataset)
+    assert str(error.value) == (
+        f"column='length' holds {found}; expected the number of tokens of every row. "
+        "Remove it: dataset.remove_columns('length')"
+    )

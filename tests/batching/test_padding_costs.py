@@ -1,0 +1,349 @@
+"""The padding report: every figure against a slow obvious way, stock's own order, its text and its picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.trainer_pt_utils import get_length_grouped_indices
+
+from hf_memopt.batching.padding_costs import figures as padding
+from hf_memopt.batching.padding_costs.figures import MOST_SIMULATED, length_histogram, padding_report
+from hf_memopt.batching.padding_costs.strategies import fitting_budget, grouped_by_length
+from hf_memopt.batching.plan.buckets import LengthBuckets
+
+
+def review(count: int = 4000, seed: int = 0) -> np.ndarray:
+    """Return lengths like those of product reviews: log-normal, median 60, 4 to 512."""
+    drawn = np.exp(np.random.default_rng(seed).normal(np.log(60), 0.85, count))
+    return np.clip(drawn, 4, 512).astype(np.int32)
+
+
+def slow_strategy(batches: list[list[int]], multiple: int) -> tuple[float, int, int, int]:
+    """Return efficiency, batches, largest batch and shapes of batches given as lists of lengths."""
+    shapes = [(len(batch), multiple * math.ceil(max(batch) / multiple)) for batch in batches]
+    padded = [rows * width for rows, width in shapes]
+    return sum(map(sum, batches)) / sum(padded), len(batches), max(padded), len(set(shapes))
+
+
+def figures(strategy: padding.PaddingStrategy) -> tuple[float, int, int, int]:
+    return (
+        pytest.approx(strategy.padding_efficiency, rel=1e-12),  # sums of integers, divided once
+        strategy.batches,
+        strategy.largest_batch_tokens,
+        strategy.shapes,
+    )
+
+
+def chunks(lengths: Any, size: int) -> list[list[int]]:
+    found = [int(length) for length in lengths]
+    return [found[start : start + size] for start in range(0, len(found), size)]
+
+
+def planned(buckets: LengthBuckets) -> list[list[int]]:
+    plan = buckets.plan(0)
+    return [buckets.lengths[plan.batch(i)].tolist() for i in range(buckets.n_batches)]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=150),
+    batch_size=st.integers(1, 9),
+    multiple=st.sampled_from([1, 8]),
+    seed=st.integers(0, 5),
+)
+def test_strategies_equal_the_slow_way(lengths, batch_size, multiple, seed):
+    report = padding_report(lengths, batch_size=batch_size, pad_to_multiple_of=multiple, seed=seed)
+    fixed, random, grouped, by_size, by_tokens = report.strategies
+    shuffled = np.random.default_rng(seed).permutation(len(lengths))
+    in_order = np.asarray(lengths)[shuffled]
+
+    width = multiple * math.ceil(max(lengths) / multiple)
+    efficiency, count, largest, shapes = figures(fixed)
+    assert fixed.name == f"fixed to longest, {width}"
+    assert efficiency == sum(lengths) / (len(lengths) * width)
+    assert (count, largest) == (math.ceil(len(lengths) / batch_size), min(batch_size, len(lengths)) * width)
+    assert shapes == len({len(chunk) for chunk in chunks(lengths, batch_size)})
+
+    assert figures(random) == slow_strategy(chunks(in_order, batch_size), multiple)
+    stock = np.asarray(lengths)[stock_order(lengths, batch_size, shuffled)]
+    assert figures(grouped) == slow_strategy(chunks(stock, batch_size), multiple)
+    settings = {"seed": seed, "pad_to_multiple_of": multiple}
+    sized = planned(LengthBuckets(lengths, batch_size=batch_size, **settings))
+    assert figures(by_size) == slow_strategy(sized, multiple)
+    budgeted = planned(LengthBuckets(lengths, max_tokens=report.max_tokens, **settings))
+    assert figures(by_tokens) == slow_strategy(budgeted, multiple)
+    assert by_tokens.largest_batch_tokens <= report.max_tokens
+    assert all(found.wasted_fraction == 1 - found.padding_efficiency for found in report.strategies)
+
+
+def stock_order(lengths: list[int], batch_size: int, shuffled: np.ndarray) -> list[int]:
+    """Return transformers' own group_by_length order, from a random one that is given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randperm", lambda *_, **__: torch.from_numpy(shuffled.copy()))
+        return get_length_grouped_indices(lengths, batch_size)
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=300), batch_size=st.integers(1, 40))
+def test_grouped_by_length_is_the_order_of_stock(lengths, batch_size):
+    shuffled = np.random.default_rng(len(lengths)).permutation(len(lengths))
+    found = grouped_by_length(np.asarray(lengths, dtype=np.int32), batch_size, shuffled)
+    assert found.tolist() == stock_order(lengths, batch_size, shuffled)
+
+
+def test_grouped_by_length_sorts_50_batches_together_as_stock_does():
+    lengths = review(2100)
+    shuffled = np.random.default_rng(0).permutation(2100)
+    assert grouped_by_length(lengths, 4, shuffled).tolist() == stock_order(lengths.tolist(), 4, shuffled)
+
+
+@given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=200))
+def test_percentiles_histogram_and_cuts_equal_the_slow_way(lengths):
+    report = padding_report(lengths)
+    ascending = sorted(lengths)
+    for rank in (50, 75, 90, 95, 99):  # nearest rank
+        assert report.percentiles[f"p{rank}"] == ascending[max(math.ceil(rank * len(lengths) / 100), 1) - 1]
+    assert (report.examples, report.total) == (len(lengths), sum(lengths))
+    assert (report.shortest, report.longest) == (ascending[0], ascending[-1])
+    assert report.mean == sum(lengths) / len(lengths)
+    edges, counts = report.histogram.edges, report.histogram.counts
+    for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
+        assert count == sum(low <= length < high for length in lengths)
+    assert sum(counts) == len(lengths)
+    for cut in report.cuts:
+        assert 0 < cut.max_length < report.longest
+        assert cut.examples_fraction == sum(n > cut.max_length for n in lengths) / len(lengths)
+        assert cut.tokens_fraction == sum(max(n - cut.max_length, 0) for n in lengths) / sum(lengths)
+
+
+def test_a_histogram_of_short_texts_has_a_cell_per_length():
+    assert length_histogram(np.array([0, 2, 2, 3], dtype=np.int32), 3) == padding.Histogram(
+        (0, 1, 2, 3, 4), (1, 0, 2, 1), has_tail=False
+    )
+
+
+def test_a_few_giants_share_the_last_cell():
+    lengths = np.array([10] * 995 + [4000] * 5, dtype=np.int32)
+    histogram = length_histogram(lengths, 10)
+    assert histogram.has_tail
+    assert (histogram.edges[-2:], histogram.counts[-1]) == ((11, 4001), 5)
+
+
+def test_the_candidates_of_max_length():
+    report = padding_report(review(), max_length=100)
+    p95, p99 = report.percentiles["p95"], report.percentiles["p99"]
+    assert [cut.max_length for cut in report.cuts] == sorted({64, 100, 128, 256, -(-p95 // 8) * 8, -(-p99 // 8) * 8})
+
+
+def test_max_length_cuts_before_batching_and_leaves_the_figures_of_the_texts():
+    lengths = review()
+    plain, cut = padding_report(lengths, max_tokens=4096), padding_report(lengths, max_tokens=4096, max_length=100)
+    assert (cut.percentiles, cut.histogram, cut.total) == (plain.percentiles, plain.histogram, plain.total)
+    assert cut.strategies[0] == padding.PaddingStrategy(
+        "fixed to longest, 512, uncut", plain.strategies[0].padding_efficiency, 125, 32 * 512, 1
+    )
+    assert cut.strategies[1].name == "fixed to max_length=100"
+    assert cut.strategies[1].padding_efficiency == pytest.approx(
+        np.minimum(lengths, 100).sum() / (4000 * 100), rel=1e-12
+    )
+    assert cut.strategies[1].largest_batch_tokens == 3200
+    assert cut.strategies[2:] == padding_report(np.minimum(lengths, 100), max_tokens=4096).strategies[1:]
+    assert padding_report(lengths, max_length=600).strategies[0].name == "fixed to longest, 512"
+
+
+# ---- suggestions
+
+
+@pytest.mark.parametrize("batch_size", [8, 32, 100])
+def test_the_suggested_budget_gives_the_mean_batch_asked_for(batch_size):
+    lengths = review(20_000)
+    report = padding_report(lengths, batch_size=batch_size)
+    suggestion = report.suggestions[0]
+    mean = len(lengths) / LengthBuckets(lengths, max_tokens=suggestion.value).n_batches
+    assert mean == pytest.approx(batch_size, rel=0.08)  # rounded by 6 % at most
+    assert suggestion == padding.Suggestion(
+        "max_tokens",
+        report.max_tokens,
+        f"a batch has {mean:.1f} examples in the mean, {batch_size} were asked for; it holds the longest one",
+        f"bucketed(dataset, max_tokens={report.max_tokens})",
+    )
+
+
+def test_a_budget_holds_the_longest_example_even_where_that_makes_batches_larger():
+    lengths = np.array([10] * 19_999 + [5001], dtype=np.int32)
+    assert fitting_budget(lengths, 4, 8, 0) == 5008
+    mean = 20_000 / LengthBuckets(lengths, max_tokens=5008).n_batches
+    assert padding_report(lengths, batch_size=4).suggestions[0].reason == (
+        f"the least that holds the longest example; a batch then has {mean:.1f} examples in the mean"
+    )
+
+
+def test_a_given_budget_is_used_and_the_suggestion_stays():
+    lengths = review()
+    free, given_budget = padding_report(lengths), padding_report(lengths, max_tokens=8192)
+    assert given_budget.suggestions == free.suggestions
+    assert (given_budget.max_tokens, given_budget.strategies[-1].name) == (8192, "bucketed(max_tokens=8192)")
+
+
+def test_max_length_is_suggested_where_cutting_one_percent_saves_a_tenth():
+    lengths = [20] * 990 + [100] * 10
+    assert padding_report(lengths).suggestions[1] == padding.Suggestion(
+        "max_length",
+        24,
+        "cuts 1.0% of the examples and loses 3.7% of the text; the longest row, which sets the memory peak, falls from "
+        "104 to 24",
+        "tokenizer(text, truncation=True, max_length=24)",
+    )
+    assert padding_report([97] * 90 + [100] * 10).suggestions[1] == padding.Suggestion(
+        "max_length",
+        104,
+        "cuts nothing: p99 is 100, so cutting 1% of the examples would save little",
+        "tokenizer(text, truncation=True, max_length=104)",
+    )
+
+
+def test_the_suggested_buckets_come_near_to_auto():
+    drawn = np.random.default_rng(0)
+    lengths = np.concatenate([drawn.choice([16, 64, 256], 19_000), drawn.integers(1, 512, 1000)])
+    suggestion = padding_report(lengths).suggestions[2]
+    auto = LengthBuckets(lengths, batch_size=32)
+    fewer = LengthBuckets(lengths, batch_size=32, n_buckets=suggestion.value)
+    assert suggestion.value < len(auto.boundaries)
+    assert fewer.padding_efficiency() >= auto.padding_efficiency() - padding.ENOUGH
+    halved = LengthBuckets(lengths, batch_size=32, n_buckets=suggestion.value // 2)
+    assert halved.padding_efficiency() < auto.padding_efficiency() - padding.ENOUGH
+    assert suggestion.reason == (
+        f"padding efficiency {fewer.padding_efficiency():.3f}, near the {auto.padding_efficiency():.3f} of the "
+        f'{len(auto.boundaries)} that "auto" takes; fewer buckets mix the examples better'
+    )
+    assert suggestion.code == f"bucketed(dataset, batch_size=32, n_buckets={suggestion.value})"
+
+
+def test_lengths_that_are_all_alike_need_one_bucket():
+    assert padding_report([7] * 500).suggestions[2] == padding.Suggestion(
+        "n_buckets",
+        1,
+        'padding efficiency 0.875; "auto" takes as many',
+        "bucketed(dataset, batch_size=32, n_buckets=1)",
+    )
+
+
+# ---- many examples
+
+
+def test_many_examples_are_replayed_on_a_sample_with_the_longest_one():
+    lengths = review(MOST_SIMULATED + 50_000)
+    lengths[123] = 900
+    started = time.perf_counter()
+    report = padding_report(lengths)
+    assert time.perf_counter() - started < 20  # about a second; a Python loop per example would take minutes at 1e7
+    assert (report.simulated, report.longest) == (MOST_SIMULATED, 900)
+    assert report.strategies[1].largest_batch_tokens == 32 * 904
+    assert [found.batches for found in report.strategies[:4]] == [math.ceil(len(lengths) / 32)] * 4
+    whole = LengthBuckets(lengths, max_tokens=report.max_tokens)
+    assert report.strategies[4].batches == pytest.approx(whole.n_batches, rel=0.01)  # what a sample varies by
+    assert report.strategies[4].padding_efficiency == pytest.approx(whole.padding_efficiency(), abs=0.01)
+    assert "replayed on 200,000 examples" in " ".join(report.table().split())
+    assert padding_report(lengths) == report
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("lengths", "settings", "message"),
+    [
+        (
+            [3, 512, 4],
+            {"max_tokens": 500},
+            "max_tokens=500 cannot hold the longest example, lengths[1]=512, padded to 512; expected every example to "
+            "fit into one batch. Pass max_tokens=512, or cut: max_length=496",
+        ),
+        ([3], {"max_length": 0}, "max_length=0 is not a length; expected 1 or more. Pass max_length=512"),
+    ],
+)
+def test_bad_settings(lengths, settings, message):
+    with pytest.raises(ValueError) as error:
+        padding_report(lengths, **settings)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("lengths", "settings"),
+    [([], {}), ([3, -1], {}), ([3, 0], {}), ([3.5], {}), ([3], {"batch_size": 0}), ([3], {"seed": -1})],
+)
+def test_what_length_buckets_refuses_is_refused_with_its_words(lengths, settings):
+    with pytest.raises((ValueError, TypeError)) as expected:
+        LengthBuckets(lengths, **{"batch_size": 32, **settings})
+    with pytest.raises(type(expected.value)) as error:
+        padding_report(lengths, **settings)
+    assert str(error.value) == str(expected.value)
+
+
+# ---- text, JSON and picture
+
+
+def test_text_of_a_small_report():
+    assert (
+        padding_report([20] * 60 + [60] * 4, batch_size=16, max_tokens=512)
+        .table()
+        .startswith(
+            "64 examples, 1,440 tokens, mean 22.5, shortest 20\np50 20   p75 20   p90 20   p95 60   p99 60   max 60\n"
+        )
+    )
+
+
+@pytest.mark.parametrize("unit", ["tokens", "words"])
+@pytest.mark.parametrize("longest", [5, 512, 1_000_000])
+def test_the_text_fits_into_80_columns_and_says_everything(unit, longest):
+    lengths = review()
+    lengths[0] = longest
+    report = padding_report(np.minimum(lengths, longest), max_length=100, unit=unit)
+    text = report.table()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for found in report.strategies:
+        assert found.name in text
+        assert f"{found.padding_efficiency:.3f}" in text
+        assert f"{found.largest_batch_tokens:,}" in text
+    for found in report.suggestions:
+        assert f"{found.name} = {found.value}: {found.reason}" in text.replace("\n", " ")
+        assert found.code in text
+    assert ("Counted in words, not in tokens: a tokenizer makes more of them." in text) == (unit == "words")
+
+
+def test_words_suggest_no_line_to_copy_that_sets_tokens():
+    suggestions = padding_report([3, 4, 5], unit="words").suggestions
+    assert [bool(found.code) for found in suggestions] == [False, False, True]
+
+
+def test_the_report_as_json_says_the_same():
+    report = padding_report(review(), max_length=256)
+    read = json.loads(json.dumps(report.as_dict()))
+    assert read["percentiles"] == report.percentiles
+    assert read["histogram"]["counts"] == list(report.histogram.counts)
+    assert [found["wasted_fraction"] for found in read["strategies"]] == [s.wasted_fraction for s in report.strategies]
+    assert [found["code"] for found in read["suggestions"]] == [found.code for found in report.suggestions]
+    assert read["cuts"][0]["max_length"] == report.cuts[0].max_length
+
+
+def test_the_picture_shows_two_panels(tmp_path):
+    pytest.importorskip("matplotlib")
+    image_reader = pytest.importorskip("PIL.Image")  # comes with matplotlib
+    picture = tmp_path / "lengths.png"
+    picture.write_text("an older one")
+    padding_report(review()).plot(picture)
+    with image_reader.open(picture) as image:
+        assert (image.format, image.size) == ("PNG", (1800, 750))
+        pixels = np.asarray(image.convert("RGB")).reshape(750, 2, 900, 3)
+    for colour, panel in (((158, 202, 225), 0), ((49, 163, 84), 1)):  # bars of the histogram; of the bucketed ways
+        found = (pixels[:, panel] == colour).all(axis=-1)
+        assert found.sum() > 5000
+        assert not (pixels[:, 1 - panel] == colour).all(axis=-1).any()
+    assert list(tmp_path.iterdir()) == [picture]

@@ -1,0 +1,260 @@
+"""Samplers over the plan: every example once, equal steps per rank, exact resume, strict state, Accelerate."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from hf_memopt.batching.plan.buckets import LengthBuckets
+from hf_memopt.batching.plan.samplers import LengthBucketedBatchSampler, LengthBucketedSampler
+
+LENGTHS = [(7 * i) % 23 + 1 for i in range(37)]
+SAMPLERS = {
+    "tokens": (LengthBucketedBatchSampler, {"max_tokens": 96}),
+    "batches": (LengthBucketedBatchSampler, {"batch_size": 4}),
+    "examples": (LengthBucketedSampler, {"batch_size": 4}),
+}
+
+
+def make(kind: str, lengths: Any = LENGTHS, **settings: Any) -> Any:
+    sampler, limit = SAMPLERS[kind]
+    return sampler(lengths, **limit, **settings)
+
+
+def indices(items: Any) -> list[int]:
+    return [i for item in items for i in (item if isinstance(item, list) else [item])]
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=80),
+    world_size=st.sampled_from([1, 2, 3, 7]),
+    seed=st.integers(0, 5),
+)
+def test_the_ranks_share_every_example_in_equal_steps(kind, lengths, world_size, seed):
+    one = make(kind, lengths, world_size=world_size, seed=seed)
+    ranks = [make(kind, lengths, world_size=world_size, seed=seed, rank=rank) for rank in range(world_size)]
+    for epoch in (0, 3):
+        for sampler in (one, *ranks):
+            sampler.set_epoch(epoch)
+        assert sorted(indices(one)) == list(range(len(lengths)))
+        shares = [list(sampler) for sampler in ranks]
+        assert {len(share) for share in shares} == {len(ranks[0])}
+        assert len(list(one)) == len(one)
+        assert set(indices(itertools.chain(*shares))) == set(range(len(lengths)))
+        repeated = sum(map(len, map(indices, shares))) - len(lengths)
+        plan = one.buckets.plan(epoch)
+        largest = max(4, *(len(plan.batch(i)) for i in range(len(plan))))
+        assert repeated <= world_size * largest  # only what fills the last step up is read twice
+
+
+def test_the_batches_are_those_of_the_plan():
+    sampler = make("tokens", seed=3)
+    plan = LengthBuckets(LENGTHS, max_tokens=96, seed=3).plan(2)
+    sampler.set_epoch(2)
+    assert list(sampler) == [plan.batch(i).tolist() for i in range(len(plan))]
+    flat = make("examples", seed=3)
+    assert list(flat) == LengthBuckets(LENGTHS, batch_size=4, seed=3).plan(0).flat().tolist()
+
+
+# Epoch and state
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("rank", [None, 1])
+@given(data=st.data())
+def test_a_restored_sampler_goes_on_where_the_other_stopped(kind, rank, data):
+    settings = {} if rank is None else {"world_size": 2, "rank": rank}
+    sampler = make(kind, **settings)
+    epoch = data.draw(st.integers(0, 3))
+    sampler.set_epoch(epoch)
+    straight = list(sampler)
+    stop = data.draw(st.integers(0, len(straight)))
+    iterator = iter(sampler)
+    assert list(itertools.islice(iterator, stop)) == straight[:stop]
+    state = json.loads(json.dumps(sampler.state_dict()))
+    restored = make(kind, **settings)
+    restored.load_state_dict(state)
+    assert restored.state_dict() == state
+    restored.set_epoch(epoch)  # as the training loop does: already there, so nothing is lost
+    assert list(restored) == straight[stop:]
+    assert list(restored) == straight  # the next iteration begins at the beginning
+    restored.set_epoch(epoch + 1)
+    assert list(restored) != straight
+    assert len(list(restored)) == len(straight)
+
+
+def test_a_new_iteration_begins_anew():
+    sampler = make("tokens")
+    first = list(sampler)
+    next(iter(sampler))  # a look at the first batch
+    assert list(sampler) == first
+
+
+def test_set_epoch_is_idempotent():
+    sampler = make("tokens")
+    iterator = iter(sampler)
+    next(iterator)
+    for _ in range(2):
+        sampler.set_epoch(0)
+    assert sampler.state_dict()["position"] == 1
+    sampler.set_epoch(1)
+    assert sampler.state_dict()["position"] == 0
+
+
+def test_what_workers_hold_ready_can_be_left_out_of_the_state():
+    sampler = make("tokens")
+    straight = list(sampler)
+    list(itertools.islice(iter(sampler), 5))
+    restored = make("tokens")
+    restored.load_state_dict(sampler.state_dict(position=2))
+    assert list(restored) == straight[2:]
+
+
+def state_error(change: dict[str, Any] | None = None, drop: str | None = None, **settings: Any) -> str:
+    state = {**make("tokens").state_dict(), **(change or {})}
+    if drop is not None:
+        del state[drop]
+    sampler = make("tokens", **{"lengths": LENGTHS, **settings})
+    before = sampler.state_dict()
+    with pytest.raises(ValueError) as error:
+        sampler.load_state_dict(state)
+    assert sampler.state_dict() == before
+    return str(error.value)
+
+
+def test_a_state_with_missing_or_unknown_keys_is_refused():
+    keys = sorted(make("tokens").state_dict())
+    assert state_error(drop="seed") == (
+        f"state=<keys {sorted(set(keys) - {'seed'})}> lacks ['seed'] and has the unknown []; expected what "
+        "state_dict() of this version returns. Save it anew: sampler.state_dict()"
+    )
+    assert state_error(change={"step": 3}) == (
+        f"state=<keys {sorted([*keys, 'step'])}> lacks [] and has the unknown ['step']; expected what state_dict() of "
+        "this version returns. Save it anew: sampler.state_dict()"
+    )
+
+
+OTHER = {
+    "seed": {"seed": 1},
+    "world_size": {"world_size": 2},
+    "examples": {"lengths": LENGTHS[:-1]},
+    "boundaries": {"n_buckets": 2},
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_state_of_another_order_is_refused(name):
+    mine, theirs = make("tokens", **{"lengths": LENGTHS, **OTHER[name]}), make("tokens")
+    first = next(key for key, value in mine.state_dict().items() if theirs.state_dict()[key] != value)
+    assert state_error(**OTHER[name]) == (
+        f"state[{first!r}]={theirs.state_dict()[first]!r} belongs to another order than this sampler's "
+        f"{mine.state_dict()[first]!r}; expected the same lengths and settings. Build the sampler as it was when the "
+        "state was saved"
+    )
+
+
+def test_a_state_of_other_lengths_is_refused_though_there_are_as_many():
+    other = [*LENGTHS[1:], LENGTHS[0]]
+    mine, theirs = (make("tokens", lengths).state_dict()["fingerprint"] for lengths in (other, LENGTHS))
+    assert mine != theirs
+    assert state_error(lengths=other) == (
+        f"state['fingerprint']={theirs!r} belongs to another order than this sampler's {mine!r}; expected the same "
+        "lengths and settings. Build the sampler as it was when the state was saved"
+    )
+
+
+@pytest.mark.parametrize("position", [-1, 100, 1.0, True])
+def test_a_position_outside_the_epoch_is_refused(position):
+    sampler = make("tokens")
+    message = (
+        f"position={position!r} is not within the epoch; expected 0 to {len(sampler)}. Pass the number of items that "
+        "were trained on since the epoch began"
+    )
+    with pytest.raises(ValueError) as error:
+        sampler.state_dict(position=position)
+    assert str(error.value) == message
+    assert state_error(change={"position": position}) == message
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 0.0, True])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_rank_out_of_range_is_refused(kind, rank):
+    with pytest.raises(ValueError) as error:
+        make(kind, world_size=2, rank=rank)
+    assert str(error.value) == (
+        f"rank={rank!r} is out of range; expected None or 0 to world_size - 1 = 1. Pass rank=0, world_size=2"
+    )
+
+
+def test_an_epoch_out_of_range_is_refused():
+    with pytest.raises(ValueError) as error:
+        make("tokens").set_epoch(-1)
+    assert str(error.value) == "epoch=-1 is no epoch; expected an integer from 0 to 2**63 - 1. Pass epoch=0"
+
+
+def test_diagnostics_are_those_of_the_plan():
+    sampler = make("tokens", seed=2)
+    sampler.set_epoch(1)
+    assert sampler.diagnostics() == sampler.buckets.diagnostics(1)
+    assert sampler.diagnostics().over_budget == 0
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_samplers_pickle_and_copy(kind):
+    sampler = make(kind)
+    sampler.set_epoch(1)
+    for twin in (pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler)):
+        assert list(twin) == list(sampler)
+
+
+# In loaders
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
+@pytest.mark.parametrize("workers", [0, 2])
+def test_in_a_plain_data_loader(workers):
+    sampler = make("tokens")
+    loader = DataLoader(torch.arange(len(LENGTHS)), batch_sampler=sampler, num_workers=workers)
+    for epoch in (0, 1):
+        sampler.set_epoch(epoch)
+        plan = sampler.buckets.plan(epoch)
+        assert [batch.tolist() for batch in loader] == [plan.batch(i).tolist() for i in range(len(plan))]
+    one_by_one = DataLoader(torch.arange(len(LENGTHS)), sampler=make("examples"), batch_size=4)
+    assert [batch.tolist() for batch in one_by_one] == list(make("batches"))
+
+
+def test_accelerate_sets_the_epoch_and_keeps_the_batches():
+    sampler = make("batches")
+    loader = Accelerator(cpu=True).prepare(DataLoader(torch.arange(len(LENGTHS)), batch_sampler=sampler))
+    seen = []
+    for epoch in (0, 1):
+        loader.set_epoch(epoch)
+        plan = sampler.buckets.plan(epoch)
+        seen.append([batch.tolist() for batch in loader])
+        assert seen[-1] == [plan.batch(i).tolist() for i in range(len(plan))]
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("kind", ["tokens", "batches"])
+def test_accelerate_gives_each_rank_its_batch_of_a_group(kind):
+    sampler = make(kind, np.tile(LENGTHS, 4), world_size=2)
+    shares = [
+        list(BatchSamplerShard(sampler, num_processes=2, process_index=rank, even_batches=kind == "batches"))
+        for rank in (0, 1)
+    ]
+    assert set(indices(itertools.chain(*shares))) == set(range(4 * len(LENGTHS)))
+    assert len(shares[0]) == len(shares[1])
+    assert [len(batch) for batch in shares[0]][:-1] == [len(batch) for batch in shares[1]][:-1]

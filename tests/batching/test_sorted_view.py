@@ -1,0 +1,703 @@
+"""Evaluation by a sorted view in the stock Trainer: dataset order, the same metrics, the exact loss, two processes.
+
+Run under ``torch.distributed``'s environment it writes what every case gives to a file per rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import heads
+import numpy as np
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from torch.nn import functional
+from torch.utils.data import DataLoader, Sampler, Subset
+from transformers import DataCollatorWithPadding, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+
+import tiny
+from hf_memopt.batching.collation.collators import BucketedCollator
+from hf_memopt.batching.collation.rows import RowReader
+from hf_memopt.batching.exact_losses import exact_loss
+from hf_memopt.batching.views.bucketed_view import bucketed
+from hf_memopt.batching.views.sorted_view import sorted_by_length
+from hf_memopt.binding.attach import attach
+from two_ranks import run_pair
+
+COUNT = 13
+LENGTHS = [(7 * i) % 23 + 2 for i in range(COUNT)]
+IGNORED = -100
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # float32 logits of up to 10, summed in another order for another width
+
+Row = dict[str, Any]
+
+
+def rows(count: int, labels: Callable[[int, list[int]], Any]) -> list[Row]:
+    """Return examples of different lengths; the first token, 5 + index, tells which one it is."""
+    found = []
+    for i in range(count):
+        ids = [5 + i, *(5 + (17 * i + 3 * j) % 90 for j in range(1, LENGTHS[i % COUNT]))]
+        found.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels(i, ids)})
+    return found
+
+
+def some_ignored(i: int, ids: list[int]) -> list[int]:
+    """Labels for every token but a third."""
+    return [token % 3 if j % 3 != i % 3 else IGNORED for j, token in enumerate(ids)]
+
+
+class Case(NamedTuple):
+    """A model, the labels of its examples, and the summed loss and number of counted labels of one example alone."""
+
+    build: Callable[[], Any]
+    labels: Callable[[int, list[int]], Any]
+    loss_of_one: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, int]]
+    unit: str
+
+
+def of_class(logits: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Cross-entropy of one row."""
+    return functional.cross_entropy(logits[None], label[None]), 1
+
+
+def of_number(logits: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Squared error of one row."""
+    return (logits[0] - label) ** 2, 1
+
+
+def of_targets(logits: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Binary cross-entropy of one row: the mean over its targets."""
+    return functional.binary_cross_entropy_with_logits(logits, label), 1
+
+
+def of_tokens(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Summed cross-entropy of one row's counted labels."""
+    return functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), int((labels != -100).sum())
+
+
+def of_next_tokens(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The same, each label against the prediction made one token before it."""
+    return of_tokens(logits[:-1], labels[1:])
+
+
+def seeded(build: Callable[[], Any], scale: float = 3.0) -> Callable[[], Any]:
+    """Return a builder that always draws the same weights, scaled so that losses differ between rows."""
+
+    def build_seeded() -> Any:
+        torch.manual_seed(0)
+        model = build().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(scale)
+        return model
+
+    return build_seeded
+
+
+CASES = {
+    "classes": Case(seeded(tiny.bert), lambda i, ids: (i * i) % 3, of_class, "example"),
+    "regression": Case(seeded(lambda: tiny.bert(num_labels=1)), lambda i, ids: i / 3, of_number, "example"),
+    "targets": Case(
+        seeded(lambda: tiny.bert(problem_type="multi_label_classification")),
+        lambda i, ids: [float(i % 2), 1.0, float(i % 3 == 0)],
+        of_targets,
+        "example",
+    ),
+    "tokens": Case(
+        seeded(lambda: transformers.BertForTokenClassification(tiny.bert_config())), some_ignored, of_tokens, "token"
+    ),
+    "causal": Case(seeded(tiny.llama), lambda i, ids: ids, of_next_tokens, "token"),
+    "seq2seq": Case(
+        seeded(heads.HEADS["t5"].build, 1.0), lambda i, ids: [*ids[i % 5 :: -1], 5 + i % 7, 3], of_tokens, "token"
+    ),
+}
+
+
+def reference(case: Case, examples: list[Row]) -> tuple[list[np.ndarray], float]:
+    """Return the logits of every example and the loss per label, one example at a time without any padding."""
+    model, logits, losses, counts = case.build(), [], [], []
+    for row in examples:
+        labels = torch.tensor(row["labels"])
+        with torch.no_grad():
+            output = model(input_ids=torch.tensor([row["input_ids"]]), labels=labels[None])
+        logits.append(output.logits[0].numpy())
+        loss, count = case.loss_of_one(output.logits[0], labels)
+        losses.append(float(loss))
+        counts.append(count)
+    return logits, sum(losses) / sum(counts)
+
+
+def record(prediction: transformers.EvalPrediction) -> dict[str, Any]:
+    """Metrics that tell the order: each row's index by its first token, and what the first prediction of it is."""
+    predictions = prediction.predictions
+    first = predictions[0] if isinstance(predictions, tuple) else predictions
+    labels = prediction.label_ids.reshape(len(prediction.label_ids), -1)
+    found = {"indices": (prediction.inputs[:, 0] - 5).tolist(), "labels": labels[:, 0].tolist()}
+    return {**found, "logits": first.reshape(len(first), -1)[:, 0].tolist(), "loss_rows": len(prediction.losses)}
+
+
+def make_trainer(name: str, output_dir: Any, dataset: Any, **settings: Any) -> Trainer:
+    """Return an attached trainer of a case that evaluates a dataset."""
+    names = [key for key in settings if key.startswith("trainer_")]
+    of_trainer = {key.removeprefix("trainer_"): settings.pop(key) for key in names}
+    args = tiny.arguments(
+        output_dir, **{"per_device_eval_batch_size": 4, "include_for_metrics": ["inputs", "loss"], **settings}
+    )
+    collator = BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=1)
+    trainer = Trainer(
+        CASES[name].build(),
+        args,
+        eval_dataset=dataset,
+        data_collator=collator,
+        compute_metrics=of_trainer.pop("compute_metrics", record),
+        **of_trainer,
+    )
+    return attach(trainer)
+
+
+def without_speed(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics of an evaluation that neither measure time nor tell the epoch."""
+    timed = ("_runtime", "_per_second", "_time", "epoch")
+    return {key: value for key, value in metrics.items() if not key.endswith(timed)}
+
+
+def first_logits(predictions: Any) -> np.ndarray:
+    """Return the logits where the model gives more (an encoder-decoder its encoder's states)."""
+    return predictions[0] if isinstance(predictions, tuple) else predictions
+
+
+# One process
+
+
+@pytest.mark.parametrize("source", [list, Dataset.from_list], ids=["list", "arrow"])
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_each_example_alone_in_dataset_order(name, source, tmp_path):
+    case = CASES[name]
+    examples = rows(COUNT, case.labels)
+    logits, loss = reference(case, examples)
+    plain = make_trainer(name, tmp_path, source(examples)).evaluate()
+    view = sorted_by_length(source(examples))
+    trainer = make_trainer(name, tmp_path, view)
+    metrics = trainer.evaluate()
+
+    assert metrics["eval_indices"] == list(range(COUNT))
+    assert metrics["eval_loss_rows"] == COUNT
+    assert metrics["eval_labels"] == plain["eval_labels"]
+    np.testing.assert_allclose(metrics["eval_logits"], plain["eval_logits"], **CLOSE)
+    assert metrics[f"eval_loss_per_{case.unit}"] == pytest.approx(loss, rel=1e-6)
+    if case.unit == "example":
+        assert metrics["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
+        assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-6)
+    assert metrics.keys() - plain.keys() == {f"eval_loss_per_{case.unit}"}
+
+    output = trainer.predict(view)  # the same view, by the other door
+    for one, alone in zip(first_logits(output.predictions), logits, strict=True):
+        np.testing.assert_allclose(one.reshape(-1)[: alone.size], alone.reshape(-1), **CLOSE)
+    for one, row in zip(output.label_ids, examples, strict=True):
+        labels = np.atleast_1d(row["labels"]).astype(output.label_ids.dtype)
+        assert np.array_equal(np.atleast_1d(one)[: len(labels)], labels)
+    assert output.metrics[f"test_loss_per_{case.unit}"] == metrics[f"eval_loss_per_{case.unit}"]
+
+
+def test_predictions_equal_those_of_the_plain_dataset(tmp_path):
+    examples = rows(COUNT, CASES["classes"].labels)
+    trainer = make_trainer("classes", tmp_path, None)
+    plain, by_view = trainer.predict(examples), trainer.predict(sorted_by_length(examples))
+    np.testing.assert_allclose(by_view.predictions, plain.predictions, rtol=0, atol=1e-6)
+    assert np.array_equal(by_view.label_ids, plain.label_ids)
+    assert by_view.metrics["test_loss"] == pytest.approx(plain.metrics["test_loss"], rel=1e-6)
+    assert by_view.metrics["test_indices"] == plain.metrics["test_indices"] == list(range(COUNT))
+
+
+def test_a_dataset_without_labels_gives_predictions_and_no_loss(tmp_path):
+    examples = [{"input_ids": row["input_ids"]} for row in rows(COUNT, CASES["classes"].labels)]
+    trainer = make_trainer("classes", tmp_path, None)
+    plain, by_view = trainer.predict(examples), trainer.predict(sorted_by_length(examples))
+    np.testing.assert_allclose(by_view.predictions, plain.predictions, rtol=0, atol=1e-6)
+    assert by_view.label_ids is None
+    assert without_speed(by_view.metrics) == {}
+
+
+@pytest.mark.parametrize("name", ["classes", "causal"])
+def test_the_loss_alone_is_exact_too(name, tmp_path):
+    examples = rows(COUNT, CASES[name].labels)
+    trainer = make_trainer(name, tmp_path, sorted_by_length(examples), trainer_compute_metrics=None)
+    metrics = trainer.evaluate()
+    assert set(without_speed(metrics)) == {"eval_loss", f"eval_loss_per_{CASES[name].unit}"}
+    assert metrics[f"eval_loss_per_{CASES[name].unit}"] == pytest.approx(reference(CASES[name], examples)[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["classes", "tokens", "causal", "seq2seq"])
+def test_label_smoothing_does_not_depend_on_the_batches_either(name, tmp_path):
+    examples = rows(COUNT, CASES[name].labels)
+    losses = []
+    for size in (1, 4, 13):
+        settings = {"per_device_eval_batch_size": size, "label_smoothing_factor": 0.1}
+        metrics = make_trainer(name, tmp_path, sorted_by_length(examples), **settings).evaluate()
+        losses.append(metrics[f"eval_loss_per_{CASES[name].unit}"])
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    assert abs(losses[0] - reference(CASES[name], examples)[1]) > 1e-3  # it is a smoothed one
+
+
+def test_a_loss_of_the_user_that_divides_by_the_count_is_exact(tmp_path):
+    def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        return functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+    examples = rows(COUNT, CASES["causal"].labels)
+    view = sorted_by_length(examples)
+    metrics = make_trainer("causal", tmp_path, view, trainer_compute_loss_func=summed).evaluate()
+    assert metrics["eval_loss_per_token"] == pytest.approx(reference(CASES["causal"], examples)[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_exact_loss_too(name, tmp_path):
+    examples = rows(COUNT, CASES[name].labels)
+    model = CASES[name].build()
+    given = {"trainer_compute_loss_func": exact_loss(model)}
+    metrics = make_trainer(name, tmp_path, sorted_by_length(examples), **given).evaluate()
+    assert metrics[f"eval_loss_per_{CASES[name].unit}"] == pytest.approx(reference(CASES[name], examples)[1], rel=1e-6)
+
+
+def test_batches_without_any_label_do_not_count(tmp_path):
+    examples = rows(COUNT, some_ignored)
+    order = sorted_by_length(examples).order
+    for i in order[:4]:  # a whole batch
+        examples[i]["labels"] = [IGNORED] * LENGTHS[i]
+    trainer = make_trainer("tokens", tmp_path, sorted_by_length(examples))
+    assert trainer.evaluate()["eval_loss_per_token"] == pytest.approx(reference(CASES["tokens"], examples)[1], rel=1e-6)
+
+
+def test_it_pads_less_and_begins_with_the_longest(tmp_path):
+    examples = rows(COUNT, CASES["classes"].labels)
+    real, shapes = sum(len(row["input_ids"]) for row in examples), {}
+    for kind, dataset in (("plain", examples), ("sorted", sorted_by_length(examples))):
+        trainer, seen = make_trainer("classes", tmp_path, dataset), []
+        trainer.model.register_forward_pre_hook(
+            lambda _, args, kwargs, seen=seen: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        trainer.evaluate()
+        shapes[kind] = seen
+    efficiency = {kind: real / sum(count * width for count, width in seen) for kind, seen in shapes.items()}
+    assert [width for _, width in shapes["sorted"]] == sorted(LENGTHS, reverse=True)[::4]
+    assert len(shapes["plain"]) == len(shapes["sorted"])  # one forward pass per batch and no more
+    assert efficiency["sorted"] > 1.2 * efficiency["plain"], efficiency
+
+
+def test_a_dict_of_datasets_and_evaluation_during_training(tmp_path):
+    examples, others = rows(COUNT, CASES["classes"].labels), rows(7, CASES["classes"].labels)
+    trainer = make_trainer(
+        "classes",
+        tmp_path,
+        {"a": sorted_by_length(examples), "b": others, "c": sorted_by_length(others)},
+        trainer_train_dataset=bucketed(examples, batch_size=4),
+        train_sampling_strategy="sequential",
+        per_device_train_batch_size=4,
+        eval_strategy="epoch",
+        num_train_epochs=2,
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "eval_a_indices" in entry]
+    assert len(logged) == 2
+    metrics = trainer.evaluate()
+    assert metrics["eval_a_indices"] == list(range(COUNT))
+    assert metrics["eval_b_indices"] == metrics["eval_c_indices"] == list(range(7))
+    assert metrics["eval_c_loss_per_example"] == pytest.approx(metrics["eval_b_loss"], rel=1e-6)
+    assert "eval_b_loss_per_example" not in metrics
+
+
+def test_attaching_twice_and_two_trainers_stay_apart(tmp_path):
+    examples = rows(COUNT, CASES["classes"].labels)
+    one = make_trainer("classes", tmp_path, sorted_by_length(examples))
+    loop = one.evaluation_loop
+    assert attach(one).evaluation_loop is loop
+    other = make_trainer("tokens", tmp_path, sorted_by_length(rows(5, some_ignored)))
+    assert one.evaluate()["eval_indices"] == list(range(COUNT))
+    assert other.evaluate()["eval_indices"] == list(range(5))
+    assert one.compute_metrics is record
+    assert "prediction_step" not in vars(one)
+    assert "compute_loss" not in vars(one)
+    assert one.args.average_tokens_across_devices is True
+
+
+def test_a_failed_evaluation_leaves_the_trainer_as_it_was(tmp_path):
+    def failing(prediction: Any) -> dict[str, float]:
+        raise ArithmeticError("no metrics")
+
+    view = sorted_by_length(rows(5, CASES["classes"].labels))
+    trainer = make_trainer("classes", tmp_path, view, trainer_compute_metrics=failing)
+    with pytest.raises(ArithmeticError):
+        trainer.evaluate()
+    assert trainer.compute_metrics is failing
+    assert "prediction_step" not in vars(trainer)
+
+
+def test_metrics_per_batch_get_every_row_once(tmp_path):
+    seen: list[int] = []
+
+    def per_batch(prediction: Any, compute_result: bool) -> dict[str, Any]:
+        seen.extend((prediction.inputs["input_ids"][:, 0] - 5).tolist())
+        return {"rows": len(seen)} if compute_result else {}
+
+    view = sorted_by_length(rows(COUNT, CASES["classes"].labels))
+    trainer = make_trainer("classes", tmp_path, view, trainer_compute_metrics=per_batch, batch_eval_metrics=True)
+    assert trainer.evaluate()["eval_rows"] == COUNT
+    assert seen == view.order.tolist()
+    plain = trainer.predict(view.dataset)
+    np.testing.assert_allclose(trainer.predict(view).predictions, plain.predictions, rtol=0, atol=1e-6)
+
+
+def test_what_compute_metrics_changes_in_place_shows_in_the_output(tmp_path):
+    def relabel(prediction: Any) -> dict[str, float]:
+        prediction.label_ids[prediction.label_ids == IGNORED] = 7
+        return {}
+
+    view = sorted_by_length(rows(COUNT, some_ignored))
+    output = make_trainer("tokens", tmp_path, None, trainer_compute_metrics=relabel).predict(view)
+    assert (output.label_ids != IGNORED).all()
+
+
+def test_a_subset_of_a_view_keeps_its_own_order(tmp_path):
+    view = sorted_by_length(rows(COUNT, CASES["classes"].labels), restore_by_hand=True)
+    metrics = make_trainer("classes", tmp_path, Subset(view, [3, 1])).evaluate()
+    assert metrics["eval_indices"] == view.order[[3, 1]].tolist()
+
+
+@pytest.mark.parametrize("collator", [BucketedCollator, DataCollatorWithPadding])
+@pytest.mark.parametrize("source", [list, Dataset.from_list], ids=["list", "arrow"])
+def test_unused_columns_are_left_out_and_stay_in_the_view(source, collator, tmp_path):
+    examples = [{**row, "text": "no tensor"} for row in rows(COUNT, CASES["classes"].labels)]
+    view = sorted_by_length(source(examples))
+    trainer = make_trainer("classes", tmp_path, view)
+    trainer.data_collator = collator(tiny.tokenizer())
+    for _ in range(2):
+        assert trainer.evaluate()["eval_indices"] == list(range(COUNT))
+        assert view._reader.rows([0]) == [examples[0]]
+
+
+def test_our_collator_reads_the_columns_straight_from_arrow(tmp_path, monkeypatch):
+    def row_by_row(*_: Any) -> None:
+        raise AssertionError("the rows were read one by one")
+
+    view = sorted_by_length(Dataset.from_list(rows(COUNT, CASES["classes"].labels)))
+    monkeypatch.setattr(RowReader, "rows", row_by_row)
+    assert make_trainer("classes", tmp_path, view).evaluate()["eval_indices"] == list(range(COUNT))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_read_the_view(persistent, tmp_path):
+    view = sorted_by_length(Dataset.from_list(rows(COUNT, CASES["classes"].labels)))
+    settings = {"dataloader_num_workers": 1, "dataloader_persistent_workers": persistent}
+    trainer = make_trainer("classes", tmp_path, view, **settings)
+    for _ in range(2):
+        assert trainer.evaluate()["eval_indices"] == list(range(COUNT))
+
+
+def test_columns_that_a_trainer_adds_reach_its_loss(tmp_path):
+    seen: list[list[float]] = []
+
+    class Weighted(Trainer):
+        def _set_signature_columns_if_needed(self) -> None:
+            super()._set_signature_columns_if_needed()
+            self._signature_columns += ["weight"]
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(inputs.pop("weight").tolist())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    examples = [{**row, "weight": float(i), "text": "no tensor"} for i, row in enumerate(rows(5, lambda i, ids: 0))]
+    view = sorted_by_length(Dataset.from_list(examples))
+    args = tiny.arguments(tmp_path, per_device_eval_batch_size=4)
+    trainer = Weighted(tiny.bert(), args, eval_dataset=view, data_collator=BucketedCollator(tiny.tokenizer()))
+    attach(trainer).evaluate()
+    order = view.order.tolist()
+    assert seen == [order[:4], order[4:]]
+
+
+UNATTACHED = (
+    "dataset=<SortedExamples> is read outside the evaluation of an attached Trainer, so predictions would come back in "
+    "its own order, the longest example first; expected attach(trainer) before trainer.evaluate() or "
+    "trainer.predict(). In a loop of your own pass sorted_by_length(..., restore_by_hand=True) and call "
+    "view.restore_order(predictions)"
+)
+
+
+def test_a_view_that_nobody_restores_is_not_read(tmp_path):
+    view = sorted_by_length(rows(5, CASES["classes"].labels))
+    collator = BucketedCollator(tiny.tokenizer())
+    trainer = Trainer(tiny.bert(), tiny.arguments(tmp_path), eval_dataset=view, data_collator=collator)
+    attached = make_trainer("classes", tmp_path, Subset(view, [3, 1]))
+    for read in (
+        trainer.evaluate,
+        lambda: trainer.predict(view),
+        lambda: next(iter(DataLoader(view, batch_size=2, collate_fn=collator))),
+        lambda: view[0],
+        attached.evaluate,
+    ):
+        with pytest.raises(RuntimeError) as error:
+            read()
+        assert str(error.value) == UNATTACHED
+    attach(trainer).evaluate()
+    with pytest.raises(RuntimeError):
+        view[0]  # after the evaluation as before it
+
+
+def test_a_loop_of_ones_own_says_that_it_restores_the_order(tmp_path):
+    examples = rows(COUNT, CASES["classes"].labels)
+    view = sorted_by_length(examples, restore_by_hand=True)
+    collator = BucketedCollator(tiny.tokenizer())
+    trainer = Trainer(CASES["classes"].build(), tiny.arguments(tmp_path), data_collator=collator)
+    plain = trainer.predict(examples).predictions
+    np.testing.assert_allclose(view.restore_order(trainer.predict(view).predictions), plain, rtol=0, atol=1e-6)
+    for refused in (lambda: attach(trainer).predict(view), lambda: make_trainer("classes", tmp_path, view)):
+        with pytest.raises(ValueError) as error:
+            refused()
+        assert str(error.value) == (
+            "restore_by_hand=True leaves predictions in the order of the view, and an attached Trainer restores that "
+            "of the dataset; expected False. Pass sorted_by_length(dataset)"
+        )
+
+
+def test_attaching_again_around_a_loop_of_the_users_restores_once(tmp_path):
+    trainer = make_trainer("classes", tmp_path, sorted_by_length(rows(COUNT, CASES["classes"].labels)))
+    attached = trainer.evaluation_loop
+    trainer.evaluation_loop = lambda *args, **kwargs: attached(*args, **kwargs)
+    assert attach(trainer).evaluate()["eval_indices"] == list(range(COUNT))
+
+
+def test_a_copied_trainer_does_not_restore_until_it_is_attached(tmp_path):
+    view = sorted_by_length(rows(COUNT, CASES["classes"].labels))
+    trainer = make_trainer("classes", tmp_path, view)
+    twin = copy.deepcopy(trainer)
+    with pytest.raises(RuntimeError) as error:
+        twin.evaluate()
+    assert str(error.value) == UNATTACHED
+    with torch.no_grad():
+        twin.model.classifier.bias += torch.tensor([9.0, 0.0, 0.0])
+    found = attach(twin).evaluate()
+    assert found["eval_indices"] == list(range(COUNT))
+    np.testing.assert_allclose(found["eval_logits"], np.array(trainer.evaluate()["eval_logits"]) + 9, atol=1e-4)
+
+
+def test_a_view_has_the_column_names_of_its_dataset():
+    examples = rows(3, CASES["classes"].labels)
+    assert sorted_by_length(Dataset.from_list(examples)).column_names == ["input_ids", "attention_mask", "labels"]
+    assert not hasattr(sorted_by_length(examples), "column_names")
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")  # what the test wants
+def test_generated_tokens_come_in_dataset_order(tmp_path):
+    examples = rows(COUNT, CASES["seq2seq"].labels)
+    settings = tiny.arguments(tmp_path).to_dict()
+    quiet = {key: settings[key] for key in ("output_dir", "use_cpu", "report_to", "disable_tqdm", "save_strategy")}
+    args = Seq2SeqTrainingArguments(
+        **quiet, per_device_eval_batch_size=4, predict_with_generate=True, generation_max_length=6
+    )
+    collator = BucketedCollator(tiny.tokenizer())
+    trainer = attach(Seq2SeqTrainer(CASES["seq2seq"].build(), args, data_collator=collator))
+    output = trainer.predict(sorted_by_length(examples))
+    with torch.no_grad():
+        for tokens, row in zip(output.predictions, examples, strict=True):
+            alone = trainer.model.generate(torch.tensor([row["input_ids"]]), max_length=6, do_sample=False)[0].numpy()
+            assert tokens[: len(alone)].tolist() == alone.tolist()
+    assert output.metrics["test_loss_per_token"] == pytest.approx(reference(CASES["seq2seq"], examples)[1], rel=1e-6)
+
+
+# Two processes
+
+
+SIZES = {"classes": [(COUNT, 2), (5, 2), (3, 4), (8, 2)], "causal": [(COUNT, 2), (3, 4)]}  # examples, per device
+
+
+def run_cases(output_dir: str) -> dict[str, Any]:
+    """Evaluate and predict every case in this process of several."""
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        for count, size in SIZES.get(name, [(5, 2)]):
+            view = sorted_by_length(rows(count, case.labels))
+            settings = {"per_device_eval_batch_size": size, "ddp_backend": "gloo"}
+            trainer = make_trainer(name, output_dir, view, **settings)
+            metrics = without_speed(trainer.evaluate())
+            predictions = [one.reshape(-1).tolist() for one in first_logits(trainer.predict(view).predictions)]
+            found[f"{name} {count}"] = {"metrics": metrics, "predictions": predictions}
+    view = sorted_by_length(rows(5, CASES["causal"].labels))
+    settings = {"per_device_eval_batch_size": 2, "ddp_backend": "gloo", "prediction_loss_only": True}
+    found["loss only"] = make_trainer("causal", output_dir, view, **settings).evaluate()["eval_loss_per_token"]
+    return found
+
+
+def test_two_processes_give_the_results_of_each_example_alone(tmp_path):
+    one, other = run_pair(tmp_path, __file__, str(tmp_path))
+    assert one == other
+    assert one["loss only"] == pytest.approx(reference(CASES["causal"], rows(5, CASES["causal"].labels))[1], rel=1e-6)
+    for name, case in CASES.items():
+        for count, _ in SIZES.get(name, [(5, 2)]):
+            logits, loss = reference(case, rows(count, case.labels))
+            metrics, predictions = one[f"{name} {count}"].values()
+            assert metrics["eval_indices"] == list(range(count))
+            assert metrics["eval_loss_rows"] == count
+            assert metrics[f"eval_loss_per_{case.unit}"] == pytest.approx(loss, rel=1e-6), (name, count)
+            for predicted, alone in zip(predictions, logits, strict=True):
+                np.testing.assert_allclose(predicted[: alone.size], alone.reshape(-1), **CLOSE)
+    full = one["classes 8"]["metrics"]  # no row over: nothing to repeat, so stock's mean is the same
+    assert full["eval_loss"] == pytest.approx(full["eval_loss_per_example"], rel=1e-6)
+
+
+# The view
+
+
+def test_the_view_is_sorted_and_stable_and_reads_its_rows():
+    examples = [{"input_ids": [i] * length} for i, length in enumerate([2, 3, 2, 3, 1])]
+    view = sorted_by_length(Dataset.from_list(examples), restore_by_hand=True)
+    assert view.order.tolist() == [1, 3, 0, 2, 4]
+    assert list(view) == [examples[i] for i in view.order]
+    assert view[-1] == examples[4]
+    assert view.__getitems__([0, 4]) == [examples[1], examples[4]]
+    twin = pickle.loads(pickle.dumps(view))
+    assert list(twin) == list(view)
+    assert sorted_by_length(examples, lengths=[1, 1, 1, 1, 2]).order.tolist() == [4, 0, 1, 2, 3]
+    assert sorted_by_length([{"ids": [1]}, {"ids": [1, 2]}], column="ids").order.tolist() == [1, 0]
+
+
+def test_restore_order_goes_through_nests_and_leaves_its_input():
+    view = sorted_by_length([{"input_ids": [1] * length} for length in (1, 3, 2)])
+    of_view = np.array([[1.0], [2.0], [0.0]])
+    restored = view.restore_order({"a": (of_view, None), "b": [torch.from_numpy(of_view)]})
+    assert restored["a"][0].tolist() == [[0.0], [1.0], [2.0]]
+    assert restored["a"][1] is None
+    assert restored["b"][0].tolist() == [[0.0], [1.0], [2.0]]
+    assert of_view[0, 0] == 1.0
+
+
+@pytest.mark.parametrize("values", [np.zeros(2), torch.zeros(4, 3), np.array(1.0)])
+def test_restore_order_refuses_other_sizes(values):
+    view = sorted_by_length([{"input_ids": [1]}] * 3)
+    with pytest.raises(ValueError) as error:
+        view.restore_order((np.zeros(3), values))
+    assert str(error.value) == (
+        f"values=<array of shape {tuple(values.shape)}> has not one row for each of 3 examples; expected shape "
+        "(examples, ...). An output of the model that is none per example is left out by: "
+        'trainer.evaluate(ignore_keys=["aux_loss"])'
+    )
+
+
+def test_restore_order_refuses_what_is_no_array():
+    with pytest.raises(TypeError) as error:
+        sorted_by_length([{"input_ids": [1]}]).restore_order("text")
+    assert str(error.value) == (
+        "values=<str> cannot be put into another order; expected arrays, tensors, or tuples, lists and dicts of them. "
+        "Call: view.restore_order(np.array(values))"
+    )
+
+
+def test_bad_datasets_are_refused():
+    with pytest.raises(TypeError) as wrong_type:
+        sorted_by_length(iter([]))
+    assert str(wrong_type.value) == (
+        "dataset=<list_iterator> cannot be sorted; expected a map-style dataset with __len__ and __getitem__. "
+        "Load it without streaming=True"
+    )
+    with pytest.raises(ValueError) as wrong_lengths:
+        sorted_by_length([{"input_ids": [1]}], lengths=[1, 2])
+    assert str(wrong_lengths.value) == (
+        "lengths=<array of shape (2,)> does not belong to a dataset of 1 examples; expected one length per example. "
+        "Leave lengths out, or pass token_lengths(dataset)"
+    )
+
+
+def test_a_dataset_that_grew_is_refused():
+    examples = rows(3, CASES["classes"].labels)
+    view = sorted_by_length(examples, restore_by_hand=True)
+    examples.append(examples[0])
+    for read in (lambda: view[0], lambda: view.__getitems__([0])):
+        with pytest.raises(RuntimeError) as error:
+            read()
+        assert str(error.value) == (
+            "dataset=<4 examples> had 3 when the view was built; expected the same. "
+            "Build the view again: sorted_by_length(dataset)"
+        )
+
+
+# What attach refuses
+
+
+REFUSED = {
+    "group_by_length": (
+        {"train_sampling_strategy": "group_by_length"},
+        "train_sampling_strategy='group_by_length' permutes evaluation too, so predictions could not be put back into "
+        "dataset order; expected another strategy. Train with bucketed(...) and "
+        'TrainingArguments(..., train_sampling_strategy="sequential")',
+    ),
+    "drop_last": (
+        {"dataloader_drop_last": True},
+        "dataloader_drop_last=True would leave the shortest examples out of the evaluation; expected False. "
+        "Pass TrainingArguments(..., dataloader_drop_last=False)",
+    ),
+    "batches": (
+        {"eval_do_concat_batches": False},
+        "eval_do_concat_batches=False keeps predictions in batches, which have no place in dataset order; expected "
+        "True. Pass TrainingArguments(..., eval_do_concat_batches=True)",
+    ),
+}
+
+
+@pytest.mark.parametrize("as_dict", [False, True], ids=["one", "dict"])
+@pytest.mark.parametrize(("settings", "message"), REFUSED.values(), ids=REFUSED)
+def test_attach_and_predict_refuse_arguments_that_lose_the_order(settings, message, as_dict, tmp_path):
+    view = sorted_by_length(rows(5, CASES["classes"].labels))
+    with pytest.raises(ValueError) as error:
+        make_trainer("classes", tmp_path, {"a": view} if as_dict else view, **settings)
+    assert str(error.value) == message
+    with pytest.raises(ValueError) as error:
+        make_trainer("classes", tmp_path, None, **settings).predict(view)
+    assert str(error.value) == message
+
+
+def test_another_sampler_is_refused(tmp_path, monkeypatch):
+    view = sorted_by_length(rows(5, CASES["classes"].labels))
+    trainer = make_trainer("classes", tmp_path, view)
+
+    class Backwards(Sampler[int]):
+        def __init__(self, dataset: Any) -> None:
+            self.size = len(dataset)
+
+        def __len__(self) -> int:
+            return self.size
+
+        def __iter__(self) -> Iterator[int]:
+            return reversed(range(self.size))
+
+    monkeypatch.setattr(trainer, "_get_eval_sampler", Backwards)
+    with pytest.raises(ValueError) as error:
+        trainer.evaluate()
+    assert str(error.value) == (
+        "sampler=<Backwards> reads the sorted view in an order of its own, so predictions could not be put back "
+        "into dataset order; expected SequentialSampler. Leave the evaluation sampler to the Trainer, or evaluate "
+        "view.dataset"
+    )
+
+
+def test_a_view_is_refused_as_training_data(tmp_path):
+    view = sorted_by_length(rows(5, CASES["classes"].labels))
+    with pytest.raises(ValueError) as error:
+        make_trainer("classes", tmp_path, None, trainer_train_dataset=view)
+    assert str(error.value) == (
+        "train_dataset=<SortedExamples> would show the longest examples first in every epoch; expected an order for "
+        "training. Pass Trainer(..., train_dataset=bucketed(view.dataset, batch_size=32))"
+    )
+
+
+if __name__ == "__main__":
+    results = run_cases(sys.argv[1])
+    with open(Path(sys.argv[1]) / f"rank{os.environ['RANK']}.json", "w") as file:
+        json.dump(results, file)

@@ -1,0 +1,690 @@
+"""``attach``: the gradient scale against stock's, what it refuses, and all that it must leave as it was."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import logging
+import os
+import pickle
+import random
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import heads
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from heads import HEADS, gradient_norms, make_trainer
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, default_data_collator
+
+import tiny
+from hf_memopt.batching.collation.collators import BucketedCollator
+from hf_memopt.batching.exact_losses import exact_loss
+from hf_memopt.batching.views.bucketed_view import bucketed
+from hf_memopt.binding.attach import attach, refuse_data_parallel, used_columns
+from hf_memopt.binding.callback_binding import unbound_error
+from hf_memopt.changes import Change
+
+# DeBERTa-v2 of transformers 5.8 and 5.17 calls torch.jit.script when it is imported, which torch 2.13 deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+SPLITS = [(8, 1), (4, 2), (2, 4)]  # per device x accumulation: 8 examples per optimizer step
+BERT_CHANGE = Change(
+    "model_accepts_loss_kwargs",
+    True,
+    False,
+    "the loss of BertForSequenceClassification ignores num_items_in_batch, so stock would multiply its gradients by "
+    "accumulation steps x processes",
+)
+
+
+def unclear(finding: str, model: str = "BertForSequenceClassification") -> str:
+    return (
+        f"attach could not find out whether the loss of {model} is normalised by num_items_in_batch ({finding}); its "
+        "gradients may be multiplied by the accumulation steps. If the loss is a mean over the batch, set: "
+        "trainer.model_accepts_loss_kwargs = False"
+    )
+
+
+def bert_trainer(tmp_path: Any, trainer_class: type[Trainer] = Trainer, **settings: Any) -> Trainer:
+    pieces = {"model": tiny.bert(), "train_dataset": tiny.rows(), "data_collator": default_data_collator}
+    of_trainer = {key: settings.pop(key) for key in list(settings) if key in inspect.signature(Trainer).parameters}
+    arguments = {"per_device_train_batch_size": 4, "train_sampling_strategy": "sequential"} | settings
+    return trainer_class(args=tiny.arguments(tmp_path, **arguments), **(pieces | of_trainer))
+
+
+class Stream(IterableDataset):
+    """Examples one after the other; counts how many were read."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows, self.read = rows, 0
+
+    def __iter__(self):
+        for row in self.rows:
+            self.read += 1
+            yield row
+
+
+class SeenBatches(TrainerCallback):
+    """Note the first id of every row that a model is given while it trains."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen: list[list[list[int]]] = []
+        model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if model.training:
+            self.seen.append(kwargs["input_ids"].tolist())
+
+
+# ---- gradient scale
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("name", HEADS)
+def test_the_split_of_a_batch_changes_neither_gradient_nor_weights(name, smoothing, tmp_path):
+    head = HEADS[name]
+
+    def make(per_device, accumulation):
+        return make_trainer(head, tmp_path, per_device, accumulation, label_smoothing_factor=smoothing)
+
+    stock = [gradient_norms(make(*split))[0] for split in SPLITS]
+    factors = [norm / stock[0] for norm in stock]
+    wrong = pytest.approx([1, 2, 4], rel=1e-4)
+    right = pytest.approx([1, 1, 1], rel=1e-4)
+    if not smoothing:  # with it, stock's own smoother counts the items from 5.17 on, and in 5.8 for no head
+        assert factors == (wrong if head.is_wrong_in_stock else right)
+    is_wrong = factors == wrong
+    assert is_wrong or factors == right
+
+    whole, reference = None, None
+    for split in SPLITS:
+        trainer = attach(make(*split))
+        assert trainer.model_accepts_loss_kwargs is not is_wrong
+        assert [change.name for change in trainer.memopt_changes] == ["model_accepts_loss_kwargs"] * is_wrong
+        norms = gradient_norms(trainer)
+        if whole is None:
+            whole, reference = norms, trainer.model
+            assert norms[0] == pytest.approx(stock[0], rel=1e-5)
+        assert norms == pytest.approx(whole, rel=1e-5)  # float32 sums in another order
+        assert tiny.largest_difference(trainer.model, reference) < 1e-6
+    print(f"\n{name:16} smoothing {smoothing}: stock {factors}, attached {norms[0] / whole[0]:.6f} at 2x4")
+
+
+def test_two_processes_give_the_gradient_of_one(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    run = subprocess.run(
+        [*launch, heads.__file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    (line,) = (line for line in run.stdout.splitlines() if line.startswith("RESULT "))
+    results = json.loads(line.removeprefix("RESULT "))
+    assert set(results) == set(HEADS)
+    for name, result in results.items():
+        trainer = attach(make_trainer(HEADS[name], tmp_path, 8, 1))
+        norms = gradient_norms(trainer)
+        factor = 2 if HEADS[name].is_wrong_in_stock else 1
+        assert result["stock"][0] == pytest.approx(factor * norms[0], rel=1e-4), name
+        assert result["attached"] == pytest.approx(norms, rel=1e-5), name
+        weights = float(sum(p.detach().double().sum() for p in trainer.model.parameters()))
+        assert result["weights"] == pytest.approx(weights, abs=1e-4), name  # a sum over all weights
+
+
+def test_the_change_tells_what_was_found(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="hf_memopt.binding.attach"):
+        trainer = attach(bert_trainer(tmp_path))
+    assert trainer.memopt_changes == (BERT_CHANGE,)
+    assert caplog.messages == [str(BERT_CHANGE)]
+
+
+def test_stock_reads_the_switch_of_the_instance_at_every_step(tmp_path):
+    """What the repair rests on, in every supported version."""
+    assert "model_accepts_loss_kwargs" not in vars(Trainer)
+    head = HEADS["bert"]
+    trainer = make_trainer(head, tmp_path, 2, 4)
+
+    class SwitchAfterFirstStep(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            trainer.model_accepts_loss_kwargs = False
+
+    trainer.add_callback(SwitchAfterFirstStep())
+    assert vars(trainer)["model_accepts_loss_kwargs"] is True
+    trainer.args.learning_rate = 0.0  # both steps from the same weights
+    first, second = gradient_norms(trainer)
+    whole = make_trainer(head, tmp_path, 8, 1)
+    whole.args.learning_rate = 0.0
+    one, two = gradient_norms(whole)
+    assert (first / one, second / two) == pytest.approx((4, 1), rel=1e-4)
+
+
+def test_a_loss_that_ignores_the_count_in_kwargs_is_repaired_too(tmp_path):
+    class MeanLoss(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            labels = inputs.pop("labels")
+            return nn.functional.cross_entropy(model(**inputs).logits, labels)
+
+    trainer = attach(bert_trainer(tmp_path, MeanLoss))
+    assert trainer.memopt_changes == (BERT_CHANGE,)
+
+
+def test_a_loss_without_the_count_is_the_users_own(tmp_path):
+    calls = []
+
+    class OwnStep(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False):
+            calls.append(1)
+
+    trainer = attach(bert_trainer(tmp_path, OwnStep))
+    assert (trainer.memopt_changes, trainer.model_accepts_loss_kwargs, calls) == ((), True, [])
+
+
+def test_a_users_compute_loss_func_is_left_alone(tmp_path):
+    def summed(outputs, labels, num_items_in_batch=None):
+        raise AssertionError("called before training")
+
+    trainer = attach(bert_trainer(tmp_path, compute_loss_func=summed))
+    assert trainer.compute_loss_func is summed
+    assert (trainer.memopt_changes, trainer.model_accepts_loss_kwargs) == ((), True)
+
+
+def test_a_model_that_takes_no_loss_kwargs_is_left_alone(tmp_path):
+    model = tiny.bert()
+    model.accepts_loss_kwargs = False
+    trainer = attach(bert_trainer(tmp_path, model=model))
+    assert (trainer.memopt_changes, trainer.model_accepts_loss_kwargs) == ((), False)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_few_examples_are_enough(rows, tmp_path):
+    assert attach(bert_trainer(tmp_path, train_dataset=tiny.rows(rows))).memopt_changes == (BERT_CHANGE,)
+
+
+def test_the_probe_holds_no_more_rows_than_a_step(tmp_path):
+    sizes = []
+    trainer = bert_trainer(tmp_path, per_device_train_batch_size=2)
+    trainer.model.register_forward_pre_hook(
+        lambda model, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    attach(trainer)
+    assert sizes == [2, 2]
+
+
+@pytest.mark.parametrize("rows", [None, []])
+def test_nothing_to_train_on_is_no_error(rows, tmp_path):
+    trainer = attach(bert_trainer(tmp_path, train_dataset=rows))
+    assert (trainer.memopt_changes, trainer.model_accepts_loss_kwargs) == ((), True)
+
+
+def test_columns_that_the_trainer_removes_do_not_reach_the_collator(tmp_path):
+    rows = [{**row, "number": i} for i, row in enumerate(tiny.rows())]
+    names = []
+
+    def collate(examples):
+        names.extend(examples[0])
+        return default_data_collator(examples)
+
+    assert attach(bert_trainer(tmp_path, train_dataset=rows, data_collator=collate)).memopt_changes == (BERT_CHANGE,)
+    assert names == ["input_ids", "attention_mask", "labels"]
+
+
+class Weighted(Trainer):
+    """A weighted loss, as stock documents it: the subclass names a column that the model does not take."""
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        self._signature_columns += ["weight"]
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        weights = inputs.pop("weight")
+        losses = nn.functional.cross_entropy(model(**inputs).logits, inputs["labels"], reduction="none")
+        return (losses * weights).mean()
+
+
+WEIGHTED_ROWS = [{**row, "weight": 1.0 + i, "text": "no tensor"} for i, row in enumerate(tiny.rows())]
+WEIGHTED_DATA = {
+    "list": lambda: WEIGHTED_ROWS,
+    "view": lambda: bucketed(Dataset.from_list(WEIGHTED_ROWS), batch_size=4),
+    "view of a list": lambda: bucketed(WEIGHTED_ROWS, batch_size=4),
+    "whole batches": lambda: bucketed(Dataset.from_list(WEIGHTED_ROWS), max_tokens=64),
+    "stream": lambda: bucketed(Dataset.from_list(WEIGHTED_ROWS).to_iterable_dataset(), batch_size=4),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED_DATA)
+def test_a_column_that_a_subclass_adds_reaches_its_loss(name, tmp_path):
+    """Shared by the probe of attach, which does not warn, views and streams."""
+    losses = []
+    for attached in (True, False):
+        trainer = bert_trainer(
+            tmp_path,
+            Weighted,
+            train_dataset=WEIGHTED_DATA[name](),
+            data_collator=BucketedCollator(tiny.tokenizer()),
+            per_device_train_batch_size=1 if name == "whole batches" else 4,
+            max_steps=2,
+            logging_steps=1,
+            logging_strategy="steps",
+            seed=0,
+        )
+        if not attached:  # stock, without a view that leaves columns unread
+            view = trainer.train_dataset
+            if name == "whole batches":
+                trainer.data_collator = lambda rows: BucketedCollator(tiny.tokenizer())(
+                    [{key: row[key] for key in ("input_ids", "attention_mask", "labels", "weight")} for row in rows[0]]
+                )
+            else:
+                trainer.data_collator = DataCollatorWithPadding(tiny.tokenizer())
+            assert trainer.train_dataset is view
+        else:
+            attach(trainer)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert min(losses[0]) > 2  # unweighted it would be about ln(3)
+
+
+def test_stock_asks_for_its_columns_by_the_names_that_are_relied_on(tmp_path):
+    """Private, seen in 5.8.1 to 5.23.0; without them the signature of the model counts."""
+    trainer = bert_trainer(tmp_path)
+    assert trainer._signature_columns is None
+    asked = used_columns(trainer)
+    assert trainer._signature_columns is None  # the model may be another one when training begins
+    trainer.get_train_dataloader()
+    assert set(trainer._signature_columns) == asked
+    assert asked == {*inspect.signature(trainer.model.forward).parameters, "labels", "label", "label_ids"}
+    own = bert_trainer(tmp_path, Weighted)
+    own.get_train_dataloader()
+    cached = list(own._signature_columns)
+    assert used_columns(own) == asked | {"weight"}
+    assert own._signature_columns == cached
+    own._set_signature_columns_if_needed = None
+    assert used_columns(own) == asked
+    assert used_columns(bert_trainer(tmp_path, remove_unused_columns=False)) is None
+
+
+def test_the_columns_are_those_of_the_model_that_is_trained(tmp_path):
+    class TakesWeights(type(tiny.bert())):
+        def forward(self, input_ids=None, attention_mask=None, labels=None, weight=None, **kwargs):
+            seen.append(weight is not None)
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+    seen = []
+    data = {"train_dataset": bucketed(Dataset.from_list(WEIGHTED_ROWS), batch_size=4)}
+    trainer = attach(bert_trainer(tmp_path, data_collator=BucketedCollator(tiny.tokenizer()), max_steps=1, **data))
+    assert set(trainer.train_dataset[0]) == {"input_ids", "attention_mask", "labels"}
+    trainer.model = trainer.model_wrapped = TakesWeights(trainer.model.config)
+    trainer.train()
+    assert seen == [True]
+
+
+# peft 0.21 asks transformers 5.23 by the name that 5.17 still used
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_models_are_probed(tmp_path):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(tiny.bert(), peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+    (change,) = attach(bert_trainer(tmp_path, model=adapted)).memopt_changes
+    assert str(change) == str(BERT_CHANGE).replace("BertFor", "PeftModelFor")
+
+
+def test_frozen_models_are_probed(tmp_path):
+    model = tiny.bert()
+    model.bert.requires_grad_(False)
+    trainer = attach(bert_trainer(tmp_path, model=model))
+    assert trainer.memopt_changes == (BERT_CHANGE,)
+    assert [p.requires_grad for p in model.bert.parameters()] == [False] * len(list(model.bert.parameters()))
+
+
+# ---- what the probe could not find out is said
+
+
+def raise_value_error(*_: Any) -> Any:
+    raise ValueError("these rows do not fit")
+
+
+class BrokenRows(list):
+    def __getitem__(self, index):
+        raise KeyError("row")
+
+
+class HalfCounted(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return 1 + 8 / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "pieces", "finding"),
+    [
+        (Trainer, {"data_collator": raise_value_error}, "ValueError: these rows do not fit"),
+        (Trainer, {"train_dataset": BrokenRows(tiny.rows())}, "KeyError: 'row'"),
+        (HalfCounted, {}, "it was 2 for 8 items and 1.5 for 16"),
+    ],
+)
+def test_a_probe_that_finds_nothing_warns_at_the_callers_line(trainer_class, pieces, finding, tmp_path):
+    trainer = bert_trainer(tmp_path, trainer_class, **pieces)
+    with pytest.warns(UserWarning, match="attach could not find out") as caught:
+        attach(trainer)
+    assert [str(warning.message) for warning in caught] == [unclear(finding)]
+    assert caught[0].filename == __file__
+    assert (trainer.memopt_changes, trainer.model_accepts_loss_kwargs) == ((), True)
+
+
+def test_a_broken_probe_of_a_stream_warns_and_lets_the_step_be(tmp_path):
+    class Picky(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            if not model.training:
+                raise ValueError("only in training")
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    trainer = attach(bert_trainer(tmp_path, Picky, train_dataset=Stream(tiny.rows()), max_steps=2))
+    with pytest.warns(UserWarning, match="attach could not find out") as caught:
+        trainer.train()
+    assert [str(warning.message) for warning in caught] == [unclear("ValueError: only in training")]
+    assert trainer.state.global_step == 2
+    assert "training_step" not in vars(trainer)
+
+
+# ---- streams: probed with their first batch
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_stream_loses_no_example_and_is_repaired_from_the_first_step_on(accumulation, tmp_path):
+    def run(attached, rows):
+        settings = {"max_steps": 2, "gradient_accumulation_steps": accumulation}
+        settings["per_device_train_batch_size"] = 8 // accumulation
+        norm = heads.GradientNorm()
+        trainer = bert_trainer(tmp_path, train_dataset=rows, callbacks=[norm], **settings)
+        seen = SeenBatches(trainer.model)
+        if attached:
+            attach(attach(trainer))
+            assert trainer.memopt_changes == (() if isinstance(rows, Stream) else (BERT_CHANGE,))
+        trainer.train()
+        return trainer, seen.seen, norm.norms
+
+    stream, untouched = Stream(tiny.rows()), Stream(tiny.rows())
+    trainer, seen, norms = run(True, stream)
+    _, expected, _ = run(False, untouched)
+    assert seen == expected
+    assert stream.read == untouched.read
+    assert trainer.memopt_changes == (BERT_CHANGE,)
+    assert "training_step" not in vars(trainer)
+    _, _, whole = run(True, tiny.rows())
+    assert norms == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_training_step_of_the_instance_comes_back(tmp_path):
+    trainer = bert_trainer(tmp_path, train_dataset=Stream(tiny.rows()), max_steps=2)
+    stock, steps = trainer.training_step, []
+
+    def own_step(*args, **kwargs):
+        steps.append(1)
+        return stock(*args, **kwargs)
+
+    trainer.training_step = own_step
+    attach(trainer).train()
+    assert trainer.training_step is own_step
+    assert len(steps) == 2
+    assert trainer.memopt_changes == (BERT_CHANGE,)
+
+
+def test_a_wrapper_put_around_the_probe_stays(tmp_path):
+    trainer = attach(bert_trainer(tmp_path, train_dataset=Stream(tiny.rows()), max_steps=3))
+    probing, steps = trainer.training_step, []
+
+    def outer_step(*args, **kwargs):
+        steps.append(1)
+        return probing(*args, **kwargs)
+
+    trainer.training_step = outer_step
+    trainer.train()
+    assert trainer.training_step is outer_step
+    assert len(steps) == 3
+    assert trainer.memopt_changes == (BERT_CHANGE,)
+
+
+def test_after_the_first_step_the_trainer_is_free_of_cycles_through_the_probe(tmp_path):
+    trainer = attach(bert_trainer(tmp_path, train_dataset=Stream(tiny.rows()), max_steps=1))
+    probe = weakref.ref(trainer.training_step)
+    assert probe() is not None
+    trainer.train()
+    gc.collect()
+    assert probe() is None
+
+
+# ---- what stays as it was
+
+
+class Normed(nn.Module):
+    """A mean loss that ignores the count, behind BatchNorm and dropout, with modules in mixed modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout, self.linear = nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)
+        self.calls = 0
+
+    def forward(self, x, labels=None, **kwargs):
+        self.calls += 1
+        random.random(), np.random.rand(), torch.rand(1)  # a model may draw numbers in evaluation too
+        return {"loss": nn.functional.cross_entropy(self.linear(self.dropout(self.norm(x))), labels)}
+
+
+@pytest.mark.filterwarnings("ignore:.*label_names.*")
+def test_modes_weights_gradients_buffers_and_random_numbers_stay(tmp_path):
+    def draw_and_collate(examples):
+        random.random(), np.random.rand(), torch.rand(1)
+        return default_data_collator(examples)
+
+    model = Normed()
+    rows = [{"x": torch.randn(4), "labels": i % 3} for i in range(8)]
+    trainer = bert_trainer(tmp_path, model=model, train_dataset=rows, data_collator=draw_and_collate)
+    model.train()
+    model.norm.eval()
+    model.linear.weight.grad = torch.ones_like(model.linear.weight)
+    modes = [module.training for module in model.modules()]
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    attach(trainer)
+
+    assert model.calls == 0  # as it was: what a model counts in its forward pass is put back
+    assert [change.name for change in trainer.memopt_changes] == ["model_accepts_loss_kwargs"]
+    assert random.getstate() == before[0]
+    for old, new in zip(before[1], np.random.get_state(), strict=True):
+        assert np.array_equal(old, new)
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert torch.equal(model.linear.weight.grad, torch.ones_like(model.linear.weight))
+    assert model.linear.bias.grad is None
+
+
+def test_modes_and_random_numbers_stay_when_the_probe_breaks(tmp_path):
+    def draw_and_raise(_):
+        random.random(), np.random.rand(), torch.rand(1)
+        raise ValueError("no")
+
+    trainer = bert_trainer(tmp_path, data_collator=draw_and_raise)
+    trainer.model.train()
+    before = random.getstate(), torch.get_rng_state()
+    with pytest.warns(UserWarning, match="ValueError: no"):
+        attach(trainer)
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert all(module.training for module in trainer.model.modules())
+
+
+def test_training_after_attach_equals_stock_where_nothing_is_repaired(tmp_path):
+    """Dropout, shuffling and all: nothing that attach read or drew may show."""
+    models = []
+    for attached in (False, True):
+        model = tiny.llama(attention_dropout=0.1)
+        rows = heads.causal_examples(16)
+        trainer = bert_trainer(tmp_path, model=model, train_dataset=rows, train_sampling_strategy="random", seed=3)
+        if attached:
+            attach(trainer)
+        trainer.train()
+        models.append(model)
+    assert tiny.largest_difference(*models) == 0
+
+
+def test_neither_the_class_nor_another_trainer_is_changed(tmp_path):
+    attributes = dict(vars(Trainer))
+    one, other = bert_trainer(tmp_path), bert_trainer(tmp_path)
+    of_model = set(vars(one.model))
+    attach(one)
+    assert dict(vars(Trainer)) == attributes
+    assert set(vars(one.model)) == of_model
+    assert (one.model_accepts_loss_kwargs, other.model_accepts_loss_kwargs) == (False, True)
+    assert not hasattr(other, "memopt_changes")
+    assert type(one) is Trainer
+
+
+# ---- callbacks
+
+
+class Bound(TrainerCallback):
+    def __init__(self) -> None:
+        self.bound: list[tuple[Trainer, bool]] = []
+
+    def bind(self, trainer: Trainer) -> None:
+        self.bound.append((trainer, trainer.model_accepts_loss_kwargs))
+
+
+def test_callbacks_are_added_once_and_bound_after_the_probe(tmp_path):
+    given, late = Bound(), Bound()
+    trainer = bert_trainer(tmp_path, callbacks=[given])
+    assert attach(trainer, late, given) is trainer
+    assert attach(trainer, late) is trainer
+    callbacks = trainer.callback_handler.callbacks
+    assert [callbacks.count(given), callbacks.count(late)] == [1, 1]
+    assert given.bound == late.bound == [(trainer, False), (trainer, False)]
+    assert trainer.memopt_changes == (BERT_CHANGE,)
+
+
+def test_what_the_collator_adapts_is_recorded_once(tmp_path):
+    collator = BucketedCollator(tiny.tokenizer())
+    head = HEADS["t5"]
+    trainer = bert_trainer(tmp_path, model=head.build(), train_dataset=head.examples(8), data_collator=collator)
+    attach(attach(trainer))
+    assert [str(change) for change in trainer.memopt_changes] == [
+        "integer lists in labels: 'told apart by length' -> 'decoder labels' (T5ForConditionalGeneration is an "
+        "encoder-decoder, whose labels are padded on the right)",
+        "model_accepts_loss_kwargs: True -> False (the loss of T5ForConditionalGeneration ignores num_items_in_batch, "
+        "so stock would multiply its gradients by accumulation steps x processes)",
+    ]
+
+
+class WithTrainer:
+    """A trainer of another library, with a stock one inside."""
+
+    def __init__(self, inside: Trainer) -> None:
+        self.model, self.st_trainer = inside.model, inside
+
+
+def test_what_is_not_a_trainer_or_a_callback_is_refused(tmp_path):
+    trainer = bert_trainer(tmp_path)
+    not_a_trainer = "is not a transformers.Trainer; expected the Trainer that trains."
+    cases = {
+        f"trainer=<WithTrainer> {not_a_trainer} Pass the one inside it: attach(trainer.st_trainer)": [
+            WithTrainer(trainer)
+        ],
+        f"trainer=<BertForSequenceClassification> {not_a_trainer} Call attach(Trainer(model, ...))": [trainer.model],
+        f"trainer=<class Trainer> {not_a_trainer} Call attach(Trainer(model, ...))": [Trainer],
+        f"trainer=<NoneType> {not_a_trainer} Call attach(Trainer(model, ...))": [None],
+        "callbacks=<class Bound> is not a TrainerCallback; expected instances. Call attach(trainer, Bound(...))": [
+            trainer,
+            Bound,
+        ],
+        "callbacks=<list> is not a TrainerCallback; expected instances. "
+        "Call attach(trainer, MemoryReportCallback(...))": [trainer, [Bound()]],
+    }
+    for message, arguments in cases.items():
+        with pytest.raises(TypeError) as error:
+            attach(*arguments)
+        assert str(error.value) == message
+    assert not hasattr(trainer, "memopt_changes")
+
+
+def test_changes_can_be_pickled(tmp_path):
+    changes = attach(bert_trainer(tmp_path)).memopt_changes
+    assert pickle.loads(pickle.dumps(changes)) == changes
+
+
+def test_the_error_of_an_unbound_callback():
+    assert str(unbound_error(Bound())) == (
+        "Bound was passed in callbacks= but never bound to its trainer; expected a bound callback. "
+        "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
+    )
+
+
+# ---- what is refused, before anything is changed
+
+
+def test_several_cards_in_one_process_are_refused(tmp_path):
+    trainer, callback = bert_trainer(tmp_path), Bound()
+    trainer.args._n_gpu = 2  # what stock counts without a launcher
+    with pytest.raises(RuntimeError) as error:
+        attach(trainer, callback)
+    assert str(error.value) == (
+        "n_gpu=2 GPUs are visible to this one process, so the Trainer would use torch.nn.DataParallel; expected one "
+        "process per GPU. Launch: torchrun --nproc_per_node=2 your_script.py (or show it one GPU only: "
+        "CUDA_VISIBLE_DEVICES=0 python your_script.py)"
+    )
+    assert callback not in trainer.callback_handler.callbacks
+    assert (trainer.model_accepts_loss_kwargs, hasattr(trainer, "memopt_changes")) == (True, False)
+    for n_gpu in (0, 1):
+        refuse_data_parallel(n_gpu)
+
+
+def test_fp16_training_of_float16_weights_is_refused(tmp_path):
+    trainer = bert_trainer(tmp_path, model=tiny.bert().half())
+    trainer.args.fp16 = True  # stock accepts it on a card only
+    with pytest.raises(ValueError) as error:
+        attach(trainer)
+    assert str(error.value) == (
+        "fp16=True cannot train bert.embeddings.word_embeddings.weight, whose weights are float16 already (no gradient "
+        "could be unscaled); expected float32 weights. Load with: from_pretrained(..., dtype=torch.float32)"
+    )
+    assert not hasattr(trainer, "memopt_changes")
+
+
+def test_fp16_is_accepted_where_what_trains_is_float32(tmp_path):
+    model = tiny.bert()
+    model.bert.half().requires_grad_(False)
+    trainer = bert_trainer(tmp_path, model=model, train_dataset=None)
+    trainer.args.fp16 = True
+    assert attach(trainer).memopt_changes == ()
+
+
+def test_a_view_that_does_not_fit_the_arguments_is_refused(tmp_path):
+    class View(list):
+        def bind_trainer(self, trainer):
+            raise ValueError(f"train_sampling_strategy={trainer.args.train_sampling_strategy!r} is not mine")
+
+    trainer = bert_trainer(tmp_path, train_dataset=View(tiny.rows()))
+    with pytest.raises(ValueError) as error:
+        attach(trainer, Bound())
+    assert str(error.value) == "train_sampling_strategy='sequential' is not mine"
+    assert not any(isinstance(callback, Bound) for callback in trainer.callback_handler.callbacks)
+    attach(bert_trainer(tmp_path, eval_dataset=View(tiny.rows())))  # evaluation is always in order
+
+
+def test_an_exact_loss_is_bound_and_its_changes_are_recorded(tmp_path):
+    model = tiny.llama()
+    trainer = Trainer(
+        model,
+        tiny.arguments(tmp_path, label_smoothing_factor=0.1),
+        train_dataset=[{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 4,
+        compute_loss_func=exact_loss(model),
+    )
+    names = ["exact_loss label_smoothing", "num_items_in_batch"]
+    assert [change.name for change in attach(attach(trainer)).memopt_changes] == names
+    assert trainer.model_accepts_loss_kwargs  # nothing to repair: the loss counts by itself
+    assert trainer.train().global_step > 0

@@ -1,0 +1,295 @@
+"""The command line through typer's runner, and once as a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_memopt import PRESETS, Recipe, __version__
+from hf_memopt.batching.padding_costs.data_files import file_lengths
+from hf_memopt.batching.padding_costs.figures import padding_report
+from hf_memopt.changes import MissingExtraError
+from hf_memopt.cli import doctor
+from hf_memopt.cli.app import app
+from tiny import tokenizer
+
+runner = CliRunner()
+
+
+def test_version_and_help() -> None:
+    assert runner.invoke(app, ["--version"]).output == f"hf-memopt {__version__}\n"
+    help_text = runner.invoke(app, ["--help"]).output
+    assert all(command in help_text for command in ("demo", "presets", "lengths", "doctor"))
+
+
+def test_presets_lists_them_all_but_auto() -> None:
+    result = runner.invoke(app, ["presets"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert all(name in result.output for name in PRESETS if name != "auto")
+
+
+def test_one_preset_is_explained() -> None:
+    result = runner.invoke(app, ["presets", "4gb-gpu"])
+    assert (result.exit_code, result.output) == (0, f"{PRESETS['4gb-gpu']}\n")
+
+
+def test_presets_as_json() -> None:
+    every = json.loads(runner.invoke(app, ["presets", "--json"]).output)
+    assert {name: Recipe.from_json(json.dumps(value)) for name, value in every.items()} == dict(PRESETS)
+    one = runner.invoke(app, ["presets", "8gb-gpu", "--json"]).output
+    assert Recipe.from_json(one) == PRESETS["8gb-gpu"]
+
+
+def test_an_unknown_preset_ends_with_2_and_its_message() -> None:
+    result = runner.invoke(app, ["presets", "9gb"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("name='9gb' is not a preset; expected one of 4gb-gpu, ")
+
+
+@pytest.fixture
+def reviews(tmp_path: Path) -> Path:
+    """A file of 200 texts of 1 to 40 words, one of them null."""
+    path = tmp_path / "reviews.jsonl"
+    texts = [" ".join(["w1"] * (1 + i * i % 40)) for i in range(199)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, None]))
+    return path
+
+
+def test_lengths_prints_the_report_and_draws_it(reviews) -> None:
+    pytest.importorskip("matplotlib")
+    picture = reviews.with_name("lengths.png")
+    result = runner.invoke(app, ["lengths", str(reviews), "--batch-size", "16", "--plot", str(picture)])
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = file_lengths(reviews)
+    report = padding_report(found.lengths, batch_size=16, unit="words")
+    printed = "\n".join(line.rstrip() for line in result.stdout.splitlines())
+    assert printed == f"{found.heading(reviews)}\n{report.table()}\nPicture: {picture}"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_lengths_as_json_prints_nothing_else(reviews) -> None:
+    tokenizer().save_pretrained(reviews.parent / "tokenizer")
+    options = ["--max-tokens", "512", "--max-length", "24", "--tokenizer", str(reviews.parent / "tokenizer"), "--json"]
+    result = runner.invoke(app, ["lengths", str(reviews), *options])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0
+    told = {name: found[name] for name in ("path", "kind", "files", "column", "unit", "null_rows", "empty_rows")}
+    assert told == {
+        "path": str(reviews),
+        "kind": "json",
+        "files": 1,
+        "column": "text",
+        "unit": "tokens",
+        "null_rows": 1,
+        "empty_rows": 0,
+    }
+    lengths = [3 + i * i % 40 for i in range(199)]  # with [CLS] and [SEP]
+    report = padding_report(lengths, max_tokens=512, max_length=24)
+    assert {name: found[name] for name in report.as_dict()} == json.loads(json.dumps(report.as_dict()))
+
+
+def test_lengths_in_a_terminal_without_block_characters(reviews) -> None:
+    command = [sys.executable, "-m", "hf_memopt", "lengths", str(reviews)]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True)
+    text = done.stdout.decode("ascii")
+    assert "|####" in text
+    assert max(map(len, text.splitlines()[1:])) <= 80  # after the line with the path
+
+
+def test_lengths_in_a_narrow_terminal_cuts_no_figure(reviews) -> None:
+    result = runner.invoke(app, ["lengths", str(reviews)], env={"COLUMNS": "60"})
+    assert result.exit_code == 0
+    assert "…" not in result.stdout
+    assert all(
+        f"{row.wasted_fraction:.1%}" in result.stdout
+        for row in padding_report(file_lengths(reviews).lengths, unit="words").strategies
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--column", "txt"],
+            "column='txt' is not in {path!r}; expected one of ['text']. Did you mean 'text'? Pass --column NAME",
+        ),
+        (
+            ["--plot", "lengths.svg"],
+            "plot='lengths.svg' is not a PNG file; expected a name that ends in .png. Pass lengths.png",
+        ),
+        (
+            ["--max-tokens", "16"],
+            "max_tokens=16 cannot hold the longest example, lengths[6]=37, padded to 40; expected every example to fit "
+            "into one batch. Pass max_tokens=40, or cut: max_length=16",
+        ),
+    ],
+)
+def test_bad_input_of_lengths_ends_with_2_and_one_line(reviews, options, message) -> None:
+    pytest.importorskip("matplotlib")
+    picture = reviews.with_name("p.png")
+    result = runner.invoke(app, ["lengths", str(reviews), "--plot", str(picture), *options])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == message.format(path=str(reviews)) + "\n"
+    assert list(reviews.parent.iterdir()) == [reviews]
+
+
+def test_a_missing_and_a_broken_file_of_lengths(tmp_path) -> None:
+    missing, broken = tmp_path / "none.parquet", tmp_path / "broken.csv"
+    result = runner.invoke(app, ["lengths", str(missing)])
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        2,
+        "",
+        f"path={str(missing)!r} does not exist; expected a file or a folder. Call: hf-memopt lengths FILE\n",
+    )
+    broken.write_text("text,label\na,1\nb,2,3\n")
+    result = runner.invoke(app, ["lengths", str(broken), "--json"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"path={str(broken)!r} cannot be read as csv (")
+    assert result.stderr.count("\n") == 1
+
+
+VERBS = {
+    "presets": ("hf_memopt.recipes.presets.preset_rows", []),
+    "lengths": ("hf_memopt.batching.padding_costs.data_files.file_lengths", ["data.csv"]),
+    "estimate": ("hf_memopt.cli.estimate_command.estimate", ["gpt2"]),
+    "doctor": ("hf_memopt.cli.doctor.examine", []),
+    "demo": ("hf_memopt.demo.run.run_demo", []),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("a=1 is wrong;\nexpected b."), "a=1 is wrong; expected b."),
+        (PermissionError(13, "Permission denied", "x"), "PermissionError: [Errno 13] Permission denied: 'x'"),
+        (
+            MissingExtraError("peft", extra="peft", purpose="LoRA"),
+            "LoRA needs peft, which is not installed. Call: pip install 'hf-memopt[peft]'",
+        ),
+        (
+            KeyError("x"),
+            "hf-memopt failed (KeyError: 'x'), which is an error of its own; please report it. For the traceback set "
+            "HF_MEMOPT_DEBUG=1",
+        ),
+    ],
+)
+def test_every_error_of_every_command_ends_with_2_and_one_line(monkeypatch, verb, error, line) -> None:
+    def fail(*_, **__):
+        raise error
+
+    where, options = VERBS[verb]
+    monkeypatch.setattr(where, fail)
+    result = runner.invoke(app, [verb, *options])
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"{line}\n")
+    result = runner.invoke(app, [verb, *options], env={"HF_MEMOPT_DEBUG": "1"})
+    assert result.exception is error
+
+
+def test_an_interrupt_ends_with_130_and_without_a_traceback(monkeypatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "examine", interrupt)
+    result = runner.invoke(app, ["doctor"])
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_doctor_is_content_with_a_healthy_machine() -> None:
+    result = runner.invoke(app, ["doctor", "--json"])
+    found = json.loads(result.output)
+    assert result.exit_code == int(any(finding["level"] == "error" for finding in found))
+    if not torch.accelerator.is_available():
+        assert result.exit_code == 0, found
+    subjects = {finding["subject"] for finding in found}
+    assert {"python", "torch", "transformers", "bitsandbytes", "device", "precision", "8-bit optimizer"} <= subjects
+
+
+def test_doctor_table_shows_every_finding() -> None:
+    result = runner.invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert all(finding.subject in result.output for finding in doctor.examine())
+
+
+def broken(monkeypatch, subject: str) -> doctor.Finding:
+    [finding] = [finding for finding in doctor.examine() if finding.subject == subject and finding.level != "ok"]
+    monkeypatch.undo()
+    return finding
+
+
+def test_doctor_names_several_visible_gpus(monkeypatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert runner.invoke(app, ["doctor"]).exit_code == 1
+    found = broken(monkeypatch, "visible GPUs")
+    assert found.found == "2 GPUs are visible to one process, which the Trainer would drive with torch.nn.DataParallel"
+    assert found.advice == "torchrun --nproc_per_node=2 your_script.py, or CUDA_VISIBLE_DEVICES=0 python your_script.py"
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.7.1", "6.0.0"])
+def test_doctor_refuses_an_unsupported_transformers(monkeypatch, version) -> None:
+    real = doctor.importlib.metadata.version
+    monkeypatch.setattr(
+        doctor.importlib.metadata, "version", lambda name: version if name == "transformers" else real(name)
+    )
+    found = broken(monkeypatch, "transformers")
+    assert (found.level, found.found, found.advice) == ("error", version, "pip install 'transformers>=5.8,<6'")
+
+
+def test_doctor_names_a_missing_package(monkeypatch) -> None:
+    real = doctor.importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "datasets":
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    found = broken(monkeypatch, "datasets")
+    assert (found.level, found.found, found.advice) == ("error", "not installed", "pip install datasets")
+
+
+def test_doctor_tries_the_8_bit_step(monkeypatch) -> None:
+    import bitsandbytes
+
+    def fail(*_, **__):
+        raise RuntimeError("no kernel\nand more")
+
+    monkeypatch.setattr(bitsandbytes.optim.AdamW8bit, "step", fail)
+    found = broken(monkeypatch, "8-bit optimizer")
+    assert (found.level, found.found) == ("error", "a step failed on 'cpu': RuntimeError: no kernel")
+
+
+def test_doctor_sees_a_cpu_build_beside_a_card(monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "accelerator_type", lambda: "cpu")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(doctor, "_has_nvidia_card", lambda: True)
+    found = broken(monkeypatch, "torch build")
+    assert (found.level, found.found) == (
+        "error",
+        f"an NVIDIA card is here, but torch {torch.__version__} is a CPU build",
+    )
+
+
+def test_doctor_warns_of_shared_memory_on_windows(monkeypatch) -> None:
+    monkeypatch.setattr(doctor.platform, "system", lambda: "Windows")
+    monkeypatch.setattr(doctor, "accelerator_type", lambda: "cuda")
+    [finding] = list(doctor._windows())
+    assert (finding.level, finding.subject) == ("warning", "shared GPU memory")
+
+
+def test_python_dash_m_is_the_same_command_and_answers_without_torch() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['hf-memopt', '--version']\n"
+        "try:\n    runpy.run_module('hf_memopt', run_name='__main__')\n"
+        "except SystemExit as stop:\n    assert not stop.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"hf-memopt {__version__}\n"

@@ -1,0 +1,533 @@
+"""``hf-memopt estimate``: options, exit codes, whole messages, the ladders; the simulation stands in, but for one."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+import transformers
+from transformers import BertConfig
+from typer.testing import CliRunner
+
+from hand_made import hand_made
+from hf_memopt import recipe
+from hf_memopt.cli import estimate_command
+from hf_memopt.cli import technique_ladder as estimate_ladder
+from hf_memopt.cli.app import app
+from hf_memopt.cli.technique_ladder import ladder, ladder_rungs
+from hf_memopt.devices.gpus import custom_gpu, find_gpu
+from hf_memopt.memory.models.loading import known_models
+from hf_memopt.memory.output.estimate_text import as_dict, estimate_table
+from hf_memopt.memory.result import Estimate
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.techniques.freezing.freezing import drop_input_gradients, freeze
+
+runner = CliRunner()
+MIB = 2**20
+CARD = "RTX 3050 4GB"
+
+
+class Simulation:
+    """Stands in for ``estimate``: keeps its calls, answers by hand; without checkpointing it is 4 times as large."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.error: ValueError | None = None
+
+    def __call__(self, model: Any, **given: Any) -> Estimate:
+        self.calls.append({"model": model, **given})
+        if self.error is not None:
+            raise self.error
+        gpu, batch_size, seq_len = given["gpu"], given["batch_size"], given["seq_len"]
+        names = set(given) - {"gpu", "batch_size", "seq_len", "recipe", "task"}
+        start = StepSettings() if given.get("recipe") is None else given["recipe"].step_settings()
+        settings = start.replace(**{name: given[name] for name in names})
+        context_bytes = None if gpu is None else gpu.context_bytes
+        found = hand_made(1 if settings.checkpointing else 4)
+        shape = {"batch_size": batch_size, "seq_len": seq_len, "gpu": gpu, "context_bytes": context_bytes}
+        plain = {name: getattr(settings, name) for name in ("checkpointing", "gradient_accumulation_steps", "optim")}
+        return hand_made(1 if settings.checkpointing else 4, model=found.model, settings=plain, **shape)
+
+
+@pytest.fixture(autouse=True)
+def simulation(monkeypatch: pytest.MonkeyPatch) -> Simulation:
+    """The simulation that the command calls, on a machine without a card."""
+    stand_in = Simulation()
+    monkeypatch.setattr(estimate_command, "estimate", stand_in)
+    monkeypatch.setattr(estimate_ladder, "estimate", stand_in)
+    monkeypatch.setattr(estimate_ladder, "gpu_at_hand", lambda: None)
+    return stand_in
+
+
+def run(*options: str) -> Any:
+    return runner.invoke(app, ["estimate", "bert-large", *options], env={"COLUMNS": "80"})
+
+
+def lines(text: str) -> str:
+    """Return printed text without the spaces that end its lines."""
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+# ---- One set-up
+
+
+def test_what_fits_ends_with_0_and_prints_the_table(simulation) -> None:
+    result = run("--batch-size", "32", "--seq-len", "128", "--gpu", "geforce rtx 3050 laptop", "--checkpointing")
+    assert (result.exit_code, result.stderr) == (0, "")
+    gpu = find_gpu(CARD)
+    assert simulation.calls == [
+        {
+            "model": "bert-large",
+            "batch_size": 32,
+            "seq_len": 128,
+            "recipe": None,
+            "gpu": gpu,
+            "checkpointing": True,
+        }
+    ]
+    expected = hand_made(gpu=gpu, context_bytes=gpu.context_bytes, settings={"checkpointing": True})
+    assert lines(result.stdout) == estimate_table(expected)
+
+
+def test_what_does_not_fit_ends_with_1_and_says_what_to_try() -> None:
+    result = run("--gpu", CARD)
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert lines(result.stdout).endswith(
+        "\ndoes not fit RTX 3050 4GB: 6.60 GiB of 3.81 GiB, 2.79 GiB over; try\n"
+        "checkpointing=True: 2.73 GiB of the peak are activations"
+    )
+
+
+def test_without_a_card_nothing_can_not_fit() -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert lines(result.stdout).endswith(
+        "\nneeds 6.38 GiB and CUDA's context; name a card to know whether it fits, for\nexample gpu='RTX 3050 4GB'"
+    )
+
+
+@pytest.mark.parametrize(("options", "code"), [(["--checkpointing"], 0), (["--no-checkpointing"], 1)])
+def test_json_prints_nothing_else(simulation, options, code) -> None:
+    result = run("--gpu", CARD, "--json", *options)
+    assert (result.exit_code, result.stderr) == (code, "")
+    call = simulation.calls[0]
+    expected = Simulation()(call.pop("model"), **call)
+    assert json.loads(result.stdout) == json.loads(json.dumps(as_dict(expected)))
+
+
+def test_every_option_reaches_the_simulation(simulation) -> None:
+    options = ["--precision", "bf16", "--optim", "adafactor", "--no-checkpointing", "--attn", "eager", "--task"]
+    options += ["causal-lm", "--eval-batch-size", "4", "--gradient-accumulation-steps", "2", "--freeze", "embeddings"]
+    assert run(*options, "--freeze", "layers:0-3", "--gpu-memory", "4GiB", "--compute-capability", "7.5").exit_code == 1
+    [call] = simulation.calls
+    [prepare] = call.pop("prepare")
+    assert (prepare.func, prepare.args, prepare.keywords) == (freeze, (), {"patterns": ("embeddings", "layers:0-3")})
+    assert call == {
+        "model": "bert-large",
+        "batch_size": 8,
+        "seq_len": None,
+        "recipe": None,
+        "gpu": custom_gpu("4GiB", "7.5"),
+        "precision": "bf16",
+        "optim": "adafactor",
+        "checkpointing": False,
+        "attn_implementation": "eager",
+        "task": "causal-lm",
+        "eval_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+    }
+
+
+def test_memory_alone_describes_a_card(simulation) -> None:
+    run("--gpu-memory", "3GiB")
+    assert simulation.calls[0]["gpu"] == custom_gpu("3GiB")
+
+
+@pytest.mark.parametrize(
+    ("options", "batch_size", "steps"),
+    [
+        ([], 8, 4),
+        (["--batch-size", "4"], 4, 8),
+        (["--gradient-accumulation-steps", "16"], 2, 16),
+        (["--batch-size", "4", "--gradient-accumulation-steps", "3"], 4, 3),
+    ],
+)
+def test_a_preset_keeps_its_effective_batch_unless_both_are_given(simulation, options, batch_size, steps) -> None:
+    chosen = recipe("4gb-gpu")
+    assert (chosen.per_device_train_batch_size, chosen.effective_batch_size) == (8, 32)
+    run("--preset", "4gb-gpu", *options)
+    assert simulation.calls == [
+        {
+            "model": "bert-large",
+            "batch_size": batch_size,
+            "seq_len": None,
+            "recipe": chosen,
+            "gpu": None,
+            "gradient_accumulation_steps": steps,
+        }
+    ]
+
+
+def test_freezing_is_what_the_callback_does_and_adds_to_the_presets(simulation) -> None:
+    run("--preset", "4gb-gpu", "--optim", "sgd", "--freeze", "layers:0")
+    run("--preset", "4gb-gpu", "--no-checkpointing", "--freeze", "layers:0")
+    run("--checkpointing", "--freeze", "layers:0")
+    assert recipe("4gb-gpu").checkpointing
+    assert simulation.calls[0]["optim"] == "sgd"
+    assert [[_name(function) for function in call["prepare"]] for call in simulation.calls] == [
+        ["freeze", "drop_input_gradients"],
+        ["freeze"],
+        ["freeze", "drop_input_gradients"],
+    ]
+
+
+def _name(function: Any) -> str:
+    return (function.func if isinstance(function, partial) else function).__name__
+
+
+def test_the_picture_is_drawn_and_named(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "timeline.png"
+    result = run("--plot", str(picture), "--checkpointing")
+    assert result.exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert result.stdout.splitlines()[-1] == f"Picture: {picture}"
+
+
+# ---- Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--gpu", CARD, "--gpu-memory", "4GiB"],
+            "gpu='RTX 3050 4GB', gpu_memory='4GiB', compute_capability=None name a card twice; expected a name, or "
+            "memory and compute capability. Pass --gpu 'RTX 3050 4GB' alone",
+        ),
+        (
+            ["--compute-capability", "8.6"],
+            "compute_capability='8.6' alone does not describe a card; expected its memory too. "
+            "Pass --gpu-memory 4GiB --compute-capability 8.6",
+        ),
+        (
+            ["--preset", "4gb-gpu", "--batch-size", "5"],
+            "batch_size=5 does not divide the 32 examples of a step of preset '4gb-gpu'; expected a divisor. "
+            "Pass --batch-size 4, or both --batch-size and --gradient-accumulation-steps",
+        ),
+        (
+            ["--preset", "4gb-gpu", "--gradient-accumulation-steps", "40"],
+            "gradient_accumulation_steps=40 does not divide the 32 examples of a step of preset '4gb-gpu'; expected a "
+            "divisor. Pass --gradient-accumulation-steps 32, or both --batch-size and --gradient-accumulation-steps",
+        ),
+        (
+            ["--plot", "timeline.svg"],
+            "plot='timeline.svg' is not a PNG file; expected a name that ends in .png. Pass timeline.png",
+        ),
+        (
+            ["--compare", "--optim", "sgd"],
+            "optim='sgd', compare=True cannot work together: every rung of a ladder has its own set-up; expected one "
+            "of the two. Drop --compare or --optim",
+        ),
+        (
+            ["--compare", "--no-checkpointing"],
+            "checkpointing=False, compare=True cannot work together: every rung of a ladder has its own set-up; "
+            "expected one of the two. Drop --compare or --checkpointing",
+        ),
+        (
+            ["--compare", "--plot", "p.png"],
+            "plot='p.png', compare=True cannot work together: every rung of a ladder has its own set-up; expected one "
+            "of the two. Drop --compare or --plot",
+        ),
+    ],
+)
+def test_bad_options_end_with_2_before_any_simulation(simulation, options, message) -> None:
+    result = run(*options)
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"{message}\n")
+    assert simulation.calls == []
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "most"),
+    [
+        ([], "batch_size", 1000000),
+        ([], "seq_len", 1000000),
+        ([], "eval_batch_size", 1000000),
+        ([], "gradient_accumulation_steps", 10000),
+        (["--compare", "--gradient-accumulation-steps", "5"], "batch_size", 2000),
+    ],
+)
+def test_counts_that_are_never_simulated_are_refused_at_once(simulation, options, name, most) -> None:
+    option = f"--{name.replace('_', '-')}"
+    result = run(*options, option, str(most + 1))
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        2,
+        "",
+        f"{name}={most + 1} is beyond what is simulated; expected 1 to {most}. Pass {option} 32\n",
+    )
+    assert simulation.calls == []
+
+
+@pytest.mark.parametrize("options", [["--gpu", "RTX 9999"], ["--preset", "9gb"], ["--gpu-memory", "lots"]])
+def test_unknown_names_end_with_2_and_one_line(simulation, options) -> None:
+    result = run(*options)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith(
+        f"{'memory' if 'lots' in options else options[0][2:] if '--gpu' in options else 'name'}="
+    )
+    assert simulation.calls == []
+
+
+def test_the_well_known_names_are_listed() -> None:
+    result = runner.invoke(app, ["estimate", "--list-models"])
+    assert (result.exit_code, result.stdout.splitlines()) == (0, list(known_models()))
+
+
+@pytest.mark.parametrize("compare", [[], ["--compare"]])
+@pytest.mark.parametrize("error", [ValueError("seq_len=9 is too long"), NotEstimableError("not estimable: because")])
+def test_what_is_not_estimable_ends_with_2_and_leaves_nothing(simulation, tmp_path, error, compare) -> None:
+    pytest.importorskip("matplotlib")
+    simulation.error = error
+    result = run("--json", *(compare or ["--plot", str(tmp_path / "timeline.png")]))
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"{error}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_that_cannot_be_written_prints_no_table(tmp_path, monkeypatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(figure.Figure, "savefig", full)
+    result = run("--plot", str(tmp_path / "timeline.png"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"plot={str(tmp_path / 'timeline.png')!r} cannot be written (No space left")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_count_below_1_is_refused_by_name() -> None:
+    result = run("--batch-size", "0")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--batch-size" in result.stderr
+
+
+# ---- Ladders
+
+
+def test_the_ladders_climb_from_one_baseline_and_keep_the_effective_batch() -> None:
+    rungs = ladder_rungs(32, 128)
+    usual, whole, released = estimate_ladder.USUAL, estimate_ladder.WHOLE, estimate_ladder.RELEASED
+    assert [(rung.ladder, rung.added, rung.batch_size, rung.seq_len) for rung in rungs] == [
+        ("baseline", "fp32, batch 32", 32, 128),
+        (usual, "+ accumulation 1 x 32", 1, 128),
+        (usual, "+ checkpointing", 1, 128),
+        (usual, "+ Adafactor", 1, 128),
+        (usual, "+ frozen body", 1, 128),
+        (usual, "+ half the length", 1, 64),
+        (whole, "+ bf16 autocast", 32, 128),
+        (whole, "+ 8-bit Adam", 32, 128),
+        (whole, "+ accumulation 8 x 4", 8, 128),
+        (whole, "+ checkpointing", 8, 128),
+        (whole, "+ autocast cache off", 8, 128),
+        (whole, "+ paged state", 8, 128),
+        (whole, "+ expandable segments", 8, 128),
+        (released, "+ bf16 autocast", 32, 128),
+        (released, "+ 8-bit Adam", 32, 128),
+        (released, "+ checkpointing", 32, 128),
+        (released, "+ autocast cache off", 32, 128),
+        (released, "+ release, unclipped", 32, 128),
+        (released, "+ paged state", 32, 128),
+    ]
+    assert all(rung.batch_size * rung.settings["gradient_accumulation_steps"] == 32 for rung in rungs)
+    stock = {"precision": "fp32", "optim": "adamw_torch_fused", "gradient_accumulation_steps": 1}
+    assert rungs[0].settings == stock
+    top = dict(rungs[5].settings)
+    prepare, dropped = top.pop("prepare")
+    assert (prepare.func, prepare.keywords, dropped) == (freeze, {"patterns": ("base",)}, drop_input_gradients)
+    assert top == {**stock, "optim": "adafactor", "gradient_accumulation_steps": 32, "checkpointing": True}
+    common = {
+        "precision": "bf16",
+        "optim": "paged_adamw_8bit",
+        "embedding_bits": 32,
+        "checkpointing": True,
+        "autocast_cache": False,
+    }
+    assert rungs[12].settings == {**common, "gradient_accumulation_steps": 4, "expandable_segments": True}
+    release = {"gradient_release": True, "max_grad_norm": 0.0}
+    assert rungs[-1].settings == {**common, **release, "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize("effective", [1, 2, 6, 7, 20, 31, 256])
+def test_any_effective_batch_is_kept(effective) -> None:
+    for rung in ladder_rungs(effective, None, bf16=False):
+        assert rung.batch_size * rung.settings["gradient_accumulation_steps"] == effective
+        assert rung.seq_len is None
+        assert rung.added != "+ half the length"
+        StepSettings(**rung.settings)
+
+
+@pytest.mark.parametrize(("capability", "precision"), [("8.6", "bf16"), ("7.5", "fp16")])
+def test_the_ladder_computes_in_what_the_card_knows(simulation, capability, precision) -> None:
+    ladder("bert-large", seq_len=128, gpu=custom_gpu("4GiB", capability))
+    assert {call["precision"] for call in simulation.calls} == {"fp32", precision}
+
+
+def test_a_rung_that_cannot_be_is_a_row_with_its_reason(simulation, monkeypatch) -> None:
+    def tied(model: Any, **given: Any) -> Estimate:
+        if "prepare" in given:
+            raise NotEstimableError("not estimable: all is frozen")
+        return simulation(model, **given)
+
+    monkeypatch.setattr(estimate_ladder, "estimate", tied)
+    told: list[str] = []
+    rows = ladder("gpt2", batch_size=16, gradient_accumulation_steps=2, seq_len=128, announce=told.append)
+    assert [row.rung.added for row in rows if row.estimate is None] == ["+ frozen body", "+ half the length"]
+    assert {row.reason for row in rows if row.estimate is None} == {"not estimable: all is frozen"}
+    assert told == [f"{number} of 19: {row.rung.added}" for number, row in enumerate(rows, 1)]
+    result = run("--compare", "--seq-len", "128")
+    assert result.exit_code == 0
+    assert "\n+ frozen body (the usual ladder): not estimable: all is frozen\n" in lines(result.stdout)
+
+
+LARGE = "2.34  0.29  0.59   2.73  0.39   6.35   6.38  6.60   no"
+SMALL = "0.59  0.07  0.15   0.68  0.10   1.59   1.59  1.81  yes"
+
+
+def test_the_whole_comparison(simulation) -> None:
+    result = run("--compare", "--seq-len", "128", "--gpu", CARD, "--task", "mlm", "--attn", "sdpa")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert all((call["task"], call["attn_implementation"]) == ("mlm", "sdpa") for call in simulation.calls)
+    assert lines(result.stdout) == (
+        "bert-large: 32 examples of 128 tokens per optimizer step, in GiB\n"
+        "                                                                 re-\n"
+        "set-up, built up      weights grads state activ. other alloc. served total fits\n"
+        "───────────────────────────────────────────────────────────────────────────────\n"
+        f"fp32, batch 32           {LARGE}\n"
+        "\n"
+        "the usual ladder\n"
+        f"+ accumulation 1 x 32    {LARGE}\n"
+        f"+ checkpointing          {SMALL}\n"
+        f"+ Adafactor              {SMALL}\n"
+        f"+ frozen body            {SMALL}\n"
+        f"+ half the length        {SMALL}\n"
+        "\n"
+        "nothing frozen or cut\n"
+        f"+ bf16 autocast          {LARGE}\n"
+        f"+ 8-bit Adam             {LARGE}\n"
+        f"+ accumulation 8 x 4     {LARGE}\n"
+        f"+ checkpointing          {SMALL}\n"
+        f"+ autocast cache off     {SMALL}\n"
+        f"+ paged state            {SMALL}\n"
+        f"+ expandable segments    {SMALL}\n"
+        "\n"
+        "gradients released\n"
+        f"+ bf16 autocast          {LARGE}\n"
+        f"+ 8-bit Adam             {LARGE}\n"
+        f"+ checkpointing          {SMALL}\n"
+        f"+ autocast cache off     {SMALL}\n"
+        f"+ release, unclipped     {SMALL}\n"
+        f"+ paged state            {SMALL}\n"
+        "\n"
+        "Components at the peak of allocated bytes; other: logits and loss, temporaries,\n"
+        "workspace, inputs. Total: reserved bytes and CUDA's context, 224.0 MiB. 8-bit\n"
+        "Adam keeps 32 bits for embeddings.\n"
+        "fits RTX 3050 4GB, 3.81 GiB usable: the usual ladder from '+ checkpointing';\n"
+        "nothing frozen or cut from '+ checkpointing'; gradients released from '+\n"
+        "checkpointing'"
+    )
+
+
+def test_a_narrow_terminal_cuts_no_figure_of_the_comparison() -> None:
+    narrow, wide = (
+        runner.invoke(app, ["estimate", "bert-large", "--compare", "--gpu", CARD], env={"COLUMNS": columns}).stdout
+        for columns in ("60", "80")
+    )
+    assert "…" not in narrow
+    assert (
+        lines(wide).split("\n\nComponents")[0].splitlines()[1:]
+        == lines(narrow).split("\n\nComponents")[0].splitlines()[1:]
+    )
+
+
+@pytest.mark.parametrize(
+    ("memory", "code", "message"),
+    [
+        (
+            "512MiB",
+            1,
+            "none of them fits custom 512.0 MiB, 512.0 MiB usable: the least, '+\n"
+            "checkpointing' (the usual ladder), needs 1.73 GiB",
+        ),
+        ("50GiB", 0, "fits custom 50.00 GiB, 50.00 GiB usable: already the baseline"),
+    ],
+)
+def test_the_verdict_on_a_card_too_small_and_on_a_large_one(memory, code, message) -> None:
+    result = run("--compare", "--gpu-memory", memory)
+    assert result.exit_code == code
+    assert lines(result.stdout).endswith(f"\n{message}")
+
+
+def test_the_comparison_without_card_and_length(simulation) -> None:
+    result = run("--compare", "--batch-size", "4", "--gradient-accumulation-steps", "3")
+    assert result.exit_code == 0
+    text = lines(result.stdout)
+    assert text.startswith("bert-large: 12 examples per optimizer step, in GiB\n")
+    assert text.endswith(
+        "Total: reserved bytes and CUDA's context, which is unknown.\n8-bit Adam keeps 32 bits for embeddings."
+    )
+    assert len(simulation.calls) == text.count("   ?\n") == 18
+    assert {call["batch_size"] for call in simulation.calls} == {12, 1, 6}
+
+
+def test_the_comparison_as_json(simulation) -> None:
+    result = run("--compare", "--seq-len", "128", "--gpu", CARD, "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    rows = ladder("bert-large", seq_len=128, gpu=find_gpu(CARD))
+    assert json.loads(result.stdout) == json.loads(json.dumps([row.as_dict() for row in rows]))
+    first, *_, last = json.loads(result.stdout)
+    shape = ("ladder", "added", "batch_size", "gradient_accumulation_steps", "seq_len", "reason")
+    assert [first[name] for name in shape] == ["baseline", "fp32, batch 32", 32, 1, 128, ""]
+    assert [last[name] for name in shape] == ["gradients released", "+ paged state", 32, 1, 128, ""]
+    assert (first["estimate"]["fits"], last["estimate"]["fits"]) == (False, True)
+
+
+def test_a_folder_with_code_of_its_own_asks_nothing_and_runs_nothing(tmp_path, monkeypatch) -> None:
+    monkeypatch.undo()
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}')
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    result = runner.invoke(app, ["estimate", str(tmp_path), "--seq-len", "8"], input="y\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        2,
+        "",
+        f"model={str(tmp_path)!r} has a config.json that transformers {transformers.__version__} does not understand "
+        "without Python code of its own, and no such code is run; expected a model type of transformers. Load it "
+        "yourself and pass the module: estimate(model, ...)\n",
+    )
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_real_model_from_a_folder(tmp_path, monkeypatch) -> None:
+    """Through the true simulation: every rung of the ladders, and a table."""
+    monkeypatch.undo()
+    BertConfig(
+        vocab_size=500, hidden_size=64, intermediate_size=128, num_attention_heads=2, num_hidden_layers=2,
+        max_position_embeddings=64, architectures=["BertForSequenceClassification"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    options = ["--batch-size", "4", "--seq-len", "32", "--gpu", CARD]
+    result = runner.invoke(app, ["estimate", str(tmp_path), *options, "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert sum(found["components"].values()) == found["peak_allocated_bytes"] <= found["peak_reserved_bytes"]
+    assert found["phase_peaks"][found["phase"]]["allocated_bytes"] == found["peak_allocated_bytes"]
+    result = runner.invoke(app, ["estimate", str(tmp_path), *options, "--json", "--compare"])
+    rows = json.loads(result.stdout)
+    assert [row["reason"] for row in rows] == [""] * 19
+    peaks = [row["estimate"]["peak_allocated_bytes"] for row in rows]
+    assert peaks[5] < peaks[0]  # the tops of the ladders, under their baseline
+    assert peaks[12] < peaks[0] > peaks[18]
+    result = runner.invoke(app, ["estimate", str(tmp_path), "--seq-len", "65"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("seq_len=65 ")

@@ -1,0 +1,578 @@
+"""``reading``: the host for real; accelerators through fakes of torch, NVML and the driver, and a real card if any."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import os
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from hf_memopt.devices import memory_reading as reading
+from hf_memopt.devices.memory_reading import (
+    MemoryReading,
+    PeakMeter,
+    measured_device,
+    read_context,
+    read_device_used,
+    read_memory,
+    read_process,
+)
+
+GIB = 2**30
+MIB = 2**20
+
+
+class FakeCard:
+    """A stand-in for ``torch.cuda`` (or ``torch.xpu``) with ``count`` equal cards and one allocator."""
+
+    def __init__(self, monkeypatch, kind="cuda", count=2, current_device=0, initialized=True):
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.free_bytes, self.total_bytes, self.calls = 10 * GIB, 16 * GIB, []
+        self.properties = SimpleNamespace(name="Fake 16", total_memory=self.total_bytes, uuid="1234-abcd")
+        module = getattr(torch, kind)
+        for name, answer in {
+            "is_available": lambda: True,
+            "device_count": lambda: count,
+            "current_device": lambda: current_device,
+            "is_initialized": lambda: initialized,
+            "get_device_properties": lambda device: self.properties,
+            "memory_stats_as_nested_dict": self.stats if initialized else lambda device: {},
+            "reset_peak_memory_stats": self.reset,
+            "mem_get_info": self.ask_driver,
+        }.items():
+            monkeypatch.setattr(module, name, answer)
+
+    def allocate(self, size):
+        self.allocated += size
+        self.reserved = max(self.reserved, self.allocated)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def free(self, size):
+        self.allocated -= size
+
+    def stats(self, device):
+        self.calls.append(("stats", device))
+        return {
+            "allocated_bytes": {"all": {"current": self.allocated, "peak": self.peak_allocated}, "small_pool": {}},
+            "reserved_bytes": {"all": {"current": self.reserved, "peak": self.peak_reserved}, "small_pool": {}},
+            "num_ooms": 0,
+        }
+
+    def reset(self, device):
+        self.calls.append(("reset", device))
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    def ask_driver(self, device):
+        self.calls.append(("driver", str(device)))
+        return self.free_bytes, self.total_bytes
+
+
+class FakeNVMLError(Exception):
+    pass
+
+
+def fake_nvml(monkeypatch, by_uuid=(), by_bus=(), split=(), broken=False, processes=()):
+    """Install a ``pynvml`` that knows cards by UUID and bus id.
+
+    ``split`` are handles in MIG mode; ``processes`` run on every card, each with its number and bytes.
+    """
+    asked = []
+
+    def search(known):
+        def find(name):
+            asked.append(name)
+            if name not in known:
+                raise FakeNVMLError("Not Found")
+            return name
+
+        return find
+
+    def mode(handle):
+        if handle not in split:
+            raise FakeNVMLError("Not Supported")
+        return [1, 1]
+
+    def used(handle):
+        if broken:
+            raise FakeNVMLError("GPU is lost")
+        return SimpleNamespace(used=5 * GIB)
+
+    def running(handle):
+        used(handle)
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size_bytes) for pid, size_bytes in processes]
+
+    fake = SimpleNamespace(
+        NVMLError=FakeNVMLError,
+        NVML_DEVICE_MIG_ENABLE=1,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=search(by_uuid),
+        nvmlDeviceGetHandleByPciBusId=search(by_bus),
+        nvmlDeviceGetMigMode=mode,
+        nvmlDeviceGetMemoryInfo=used,
+        nvmlDeviceGetComputeRunningProcesses=running,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return asked
+
+
+@pytest.fixture(autouse=True)
+def _no_remembered_handles():
+    reading._nvml_handle.cache_clear()
+    yield
+    reading._nvml_handle.cache_clear()
+
+
+@pytest.fixture
+def _no_accelerator(monkeypatch):
+    for module in (torch.cuda, torch.xpu, torch.backends.mps):
+        monkeypatch.setattr(module, "is_available", lambda: False)
+
+
+# ---- host
+
+
+def test_examples_in_the_docstrings_hold():
+    assert doctest.testmod(reading).failed == 0
+
+
+def test_host_reading_agrees_with_psutil():
+    found = read_memory("cpu")
+    info = psutil.Process().memory_info()
+    assert found.device == "cpu"
+    assert not found.has_accelerator
+    assert abs(found.rss_bytes - info.rss) < 64 * MIB  # the two are read one after the other
+    assert found.peak_rss_bytes >= found.rss_bytes
+    assert found.host_total_bytes == psutil.virtual_memory().total
+    assert 0 < found.host_available_bytes <= found.host_total_bytes
+    figures = (found.allocated_bytes, found.reserved_bytes, found.peak_allocated_bytes, found.peak_reserved_bytes)
+    assert (*figures, found.device_total_bytes, found.device_used_bytes) == (None,) * 6
+
+
+@pytest.mark.usefixtures("_no_accelerator")
+def test_without_an_accelerator_the_host_is_read_and_the_text_says_so():
+    found = read_memory()
+    assert found.device == "cpu"
+    assert str(found).startswith(f"cpu ({found.device_name}): no accelerator, host memory only\n  process, resident ")
+
+
+def test_asking_for_the_host_touches_no_accelerator(monkeypatch):
+    def touched(*_):
+        raise AssertionError("touched")
+
+    for name in ("is_available", "device_count", "init", "current_device", "get_device_properties", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, touched)
+    for device in ("cpu", torch.device("cpu"), "cpu:0"):
+        assert read_memory(device).device == "cpu"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="clears the peak through /proc")
+def test_peak_of_the_process_is_its_own_and_not_its_parents():
+    parent_bytes = GIB  # a child that has imported torch is smaller
+    held = b"x" * parent_bytes
+    script = "from hf_memopt.devices.memory_reading import read_process; print(*read_process())"
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    rss_bytes, peak_bytes = map(int, answer.stdout.split())
+    assert len(held) == parent_bytes
+    assert rss_bytes <= peak_bytes < parent_bytes  # ru_maxrss would give the parent's
+
+
+def test_peak_rises_with_an_allocation_and_stays():
+    before = read_process()[1]
+    held = bytearray(b"x" * (256 * MIB))
+    top = read_process()[1]
+    assert top >= before
+    assert top >= len(held)
+    del held
+    assert read_process()[1] >= top
+
+
+def test_maxrss_is_kib_on_linux_and_bytes_on_macos(monkeypatch):
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
+    assert reading._read_maxrss("linux") == 3000 * 1024
+    assert reading._read_maxrss("freebsd14") == 3000 * 1024
+    assert reading._read_maxrss("darwin") == 3000
+
+
+def test_windows_peak_comes_from_psutil_and_a_system_without_either_has_none(monkeypatch):
+    monkeypatch.setattr(reading, "sys", SimpleNamespace(platform="win32"))
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=100, peak_wset=300))
+    monkeypatch.setattr(reading, "psutil", SimpleNamespace(Process=lambda: process))
+    assert read_process() == (100, 300)
+    process.memory_info = lambda: SimpleNamespace(rss=100)
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert read_process() == (100, None)
+
+
+# ---- which device
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (None, "cuda:1"),
+        (0, "cuda:0"),
+        ("cuda", "cuda:1"),
+        ("cuda:0", "cuda:0"),
+        (torch.device("cuda"), "cuda:1"),
+        (torch.device("cuda", 0), "cuda:0"),
+    ],
+)
+def test_a_device_is_found_by_each_of_its_spellings(monkeypatch, device, expected):
+    FakeCard(monkeypatch, current_device=1)
+    fake_nvml(monkeypatch)
+    assert read_memory(device).device == expected
+
+
+@pytest.mark.parametrize(
+    "device",
+    [2, -1, True, "cuda:2", "cuda:-1", "cuda:999", "gpu:0", "", "meta", 1.5, "xpu:0", "npu", torch.device("meta")],
+)
+def test_a_device_that_is_not_there_is_refused(monkeypatch, device):
+    FakeCard(monkeypatch)
+    with pytest.raises(ValueError) as error:
+        read_memory(device)
+    assert str(error.value) == (
+        f"device={device!r} is not a device whose memory can be read here; expected None, the index of an accelerator "
+        "or one of: cpu, cuda:0, cuda:1. Call read_memory() for the accelerator at hand, else the host."
+    )
+
+
+@pytest.mark.usefixtures("_no_accelerator")
+@pytest.mark.parametrize("device", [0, "cuda", "mps"])
+def test_without_an_accelerator_only_the_host_is_offered(device):
+    with pytest.raises(ValueError) as error:
+        read_memory(device)
+    assert str(error.value) == (
+        f"device={device!r} is not a device whose memory can be read here; expected None, the index of an accelerator "
+        "or one of: cpu. Call read_memory() for the accelerator at hand, else the host."
+    )
+
+
+def test_a_run_on_an_accelerator_that_tells_nothing_is_measured_on_the_host(monkeypatch):
+    FakeCard(monkeypatch)
+    assert measured_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert measured_device(torch.device("hpu", 0)) == torch.device("cpu")
+    assert measured_device(torch.device("cpu")) == torch.device("cpu")
+
+
+# ---- accelerators
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_an_accelerator_reading_holds_the_allocators_and_the_drivers_figures(monkeypatch, kind):
+    card = FakeCard(monkeypatch, kind)
+    fake_nvml(monkeypatch)
+    card.allocate(3 * GIB)
+    card.free(2 * GIB)
+    found = read_memory(f"{kind}:1")
+    assert found == MemoryReading(
+        device=f"{kind}:1",
+        device_name="Fake 16",
+        rss_bytes=found.rss_bytes,
+        peak_rss_bytes=found.peak_rss_bytes,
+        host_total_bytes=found.host_total_bytes,
+        host_available_bytes=found.host_available_bytes,
+        allocated_bytes=1 * GIB,
+        reserved_bytes=3 * GIB,
+        peak_allocated_bytes=3 * GIB,
+        peak_reserved_bytes=3 * GIB,
+        device_total_bytes=16 * GIB,
+        device_used_bytes=6 * GIB,
+    )
+    assert found.table().splitlines()[:4] == [
+        f"{kind}:1 (Fake 16): accelerator",
+        "  allocated by tensors  1.00 GiB (peak 3.00 GiB)",
+        "  reserved by torch     3.00 GiB (peak 3.00 GiB)",
+        "  used on the device    6.00 GiB of 16.00 GiB",
+    ]
+    assert str(found) == found.table()
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_before_torch_uses_the_card_nothing_is_allocated_and_no_context_is_made(monkeypatch):
+    card = FakeCard(monkeypatch, initialized=False)
+    fake_nvml(monkeypatch)
+    found = read_memory()
+    assert (found.allocated_bytes, found.peak_reserved_bytes, found.device_used_bytes) == (0, 0, None)
+    assert "  used on the device    not told of 16.00 GiB" in str(found)
+    assert card.calls == []  # cudaMemGetInfo would make a context
+
+
+def test_a_card_without_our_context_is_not_asked_through_the_driver(monkeypatch):
+    card = FakeCard(monkeypatch)
+    fake_nvml(monkeypatch)
+    assert read_device_used(torch.device("cuda", 1)) is None
+    card.allocate(MIB)
+    assert read_device_used(torch.device("cuda", 1)) == 6 * GIB
+    assert card.calls[-1] == ("driver", "cuda:1")
+
+
+def test_a_driver_that_tells_no_free_memory_gives_none(monkeypatch):
+    card = FakeCard(monkeypatch, "xpu")
+    card.allocate(MIB)
+
+    def refuse(device):
+        raise RuntimeError("The device doesn't support querying the available free memory")
+
+    monkeypatch.setattr(torch.xpu, "mem_get_info", refuse)
+    assert read_device_used(torch.device("xpu", 0)) is None
+
+
+def test_nvml_is_asked_by_uuid_and_needs_no_context(monkeypatch):
+    card = FakeCard(monkeypatch, initialized=False)
+    asked = fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",))
+    assert read_memory().device_used_bytes == 5 * GIB
+    assert asked == ["MIG-1234-abcd", "GPU-1234-abcd"]
+    assert card.calls == []
+
+
+def test_nvml_falls_back_to_the_pci_bus(monkeypatch):
+    card = FakeCard(monkeypatch)
+    vars(card.properties).update(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=1)
+    asked = fake_nvml(monkeypatch, by_bus=("00000000:3b:01.0",))
+    assert read_device_used(torch.device("cuda", 0)) == 5 * GIB
+    assert asked[-1] == "00000000:3b:01.0"
+
+
+def test_a_slice_of_a_split_card_is_read_and_never_the_whole_card(monkeypatch):
+    FakeCard(monkeypatch)
+    fake_nvml(monkeypatch, by_uuid=("MIG-1234-abcd", "GPU-1234-abcd"), split=("MIG-1234-abcd", "GPU-1234-abcd"))
+    assert reading._nvml_handle("1234-abcd", None) == "MIG-1234-abcd"
+    reading._nvml_handle.cache_clear()
+    fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), split=("GPU-1234-abcd",))
+    assert reading._nvml_handle("1234-abcd", None) is None
+
+
+@pytest.mark.parametrize("failure", ["missing", "no driver", "lost"])
+def test_nvml_that_fails_leaves_it_to_the_driver(monkeypatch, failure):
+    card = FakeCard(monkeypatch)
+    card.allocate(MIB)
+    fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), broken=failure == "lost")
+    if failure == "missing":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    if failure == "no driver":
+
+        def fail():
+            raise FakeNVMLError("Driver Not Loaded")
+
+        monkeypatch.setattr(sys.modules["pynvml"], "nvmlInit", fail)
+    assert read_device_used(torch.device("cuda", 0)) == 6 * GIB
+
+
+def test_rocm_never_asks_nvml(monkeypatch):
+    card = FakeCard(monkeypatch)
+    card.allocate(MIB)
+    asked = fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert read_device_used(torch.device("cuda", 0)) == 6 * GIB
+    assert asked == []
+
+
+# ---- the context
+
+CARD = torch.device("cuda", 1)
+
+
+def test_context_is_what_the_process_holds_beside_torchs_allocator(monkeypatch):
+    card = FakeCard(monkeypatch)
+    fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=[(os.getpid() + 1, GIB), (os.getpid(), 300 * MIB)])
+    assert read_context(CARD) == 300 * MIB
+    card.allocate(100 * MIB)
+    card.free(60 * MIB)  # still reserved
+    assert read_context(CARD) == 200 * MIB
+    assert all(name == "stats" for name, _ in card.calls)  # nothing that makes a context
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [
+        [],  # no context yet
+        [(os.getpid() + 1, GIB)],  # numbers of another namespace
+        [(os.getpid(), 50 * MIB)],  # the same, and a process of ours by accident
+        [(os.getpid(), None)],  # Windows
+    ],
+)
+def test_context_that_nvml_does_not_tell_is_none(monkeypatch, processes):
+    card = FakeCard(monkeypatch)
+    card.allocate(100 * MIB)
+    fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=processes)
+    assert read_context(CARD) is None
+
+
+@pytest.mark.parametrize("failure", ["missing", "unknown card", "lost"])
+def test_context_without_a_working_nvml_is_none(monkeypatch, failure):
+    FakeCard(monkeypatch)
+    known = () if failure == "unknown card" else ("GPU-1234-abcd",)
+    fake_nvml(monkeypatch, by_uuid=known, broken=failure == "lost", processes=[(os.getpid(), GIB)])
+    if failure == "missing":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert read_context(CARD) is None
+
+
+def test_context_is_not_asked_of_a_card_that_torch_has_not_touched(monkeypatch):
+    card = FakeCard(monkeypatch, initialized=False)
+    asked = fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=[(os.getpid(), GIB)])
+    assert read_context(CARD) is None
+    assert (card.calls, asked) == ([], [])
+
+
+def test_only_cuda_has_such_a_context(monkeypatch):
+    FakeCard(monkeypatch)
+    asked = fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=[(os.getpid(), GIB)])
+    assert read_context(torch.device("cpu")) is None
+    assert read_context(torch.device("xpu", 0)) is None
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert read_context(CARD) is None
+    assert asked == []
+
+
+def test_nvml_lists_the_processes_of_a_card():
+    import pynvml
+
+    assert callable(pynvml.nvmlDeviceGetComputeRunningProcesses)
+    fields = {name for name, _ in pynvml.c_nvmlProcessInfo_v3_t._fields_}
+    assert {"pid", "usedGpuMemory"} <= fields
+
+
+# ---- MPS
+
+
+def fake_mps(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M2", raising=False)
+    sizes = {
+        "current_allocated_memory": 2 * GIB,
+        "driver_allocated_memory": 3 * GIB,
+        "recommended_max_memory": 11 * GIB,
+    }
+    for name, size in sizes.items():
+        monkeypatch.setattr(torch.mps, name, lambda size=size: size)
+
+
+def test_mps_tells_what_is_held_now_but_no_peaks(monkeypatch):
+    fake_mps(monkeypatch)
+    found = read_memory()
+    assert (found.device, found.device_name) == ("mps:0", "Apple M2")
+    assert (found.allocated_bytes, found.reserved_bytes, found.device_total_bytes) == (2 * GIB, 3 * GIB, 11 * GIB)
+    assert (found.peak_allocated_bytes, found.peak_reserved_bytes, found.device_used_bytes) == (None, None, None)
+    assert "  allocated by tensors  2.00 GiB\n" in str(found)
+    meter = PeakMeter(torch.device("mps", 0))
+    meter.skip()
+    assert meter.only_samples
+    assert meter.read() == {"allocated_bytes": 2 * GIB, "reserved_bytes": 3 * GIB}
+
+
+# ---- spans
+
+
+def test_meter_gives_each_span_its_own_peak_with_one_question_per_span(monkeypatch):
+    card = FakeCard(monkeypatch)
+    meter = PeakMeter(torch.device("cuda", 1))
+    card.allocate(100)
+    assert meter.read() == {"peak_allocated_bytes": 100, "peak_reserved_bytes": 100}
+    card.allocate(50)
+    card.free(50)
+    card.allocate(20)
+    assert meter.read() == {"peak_allocated_bytes": 150, "peak_reserved_bytes": 150}
+    assert meter.read() == {"peak_allocated_bytes": 120, "peak_reserved_bytes": 150}
+    card.allocate(1000)
+    card.free(1000)
+    meter.skip()
+    assert meter.read() == {"peak_allocated_bytes": 120, "peak_reserved_bytes": 1120}
+    assert card.calls.count(("stats", 1)) == 4
+    assert card.calls.count(("reset", 1)) == 5
+    assert not meter.only_samples
+
+
+def test_meter_of_a_card_that_torch_has_not_touched_reads_zero(monkeypatch):
+    card = FakeCard(monkeypatch, initialized=False)
+    meter = PeakMeter(torch.device("cuda", 0))
+    meter.skip()
+    assert meter.read() == {"peak_allocated_bytes": 0, "peak_reserved_bytes": 0}
+    assert card.calls == []
+
+
+def test_meter_of_the_host_gives_the_peak_to_the_span_in_which_it_rose(monkeypatch):
+    moments = iter([(90, 100), (80, 100), (95, 150), (70, 150), (70, 400), (60, 400)])
+    monkeypatch.setattr(reading, "read_process", lambda: next(moments))
+    meter = PeakMeter(torch.device("cpu"))
+    spans = [meter.read() for _ in range(4)]
+    assert spans == [{"rss_bytes": 100}, {"rss_bytes": 80}, {"rss_bytes": 150}, {"rss_bytes": 70}]
+    meter.skip()  # a rise that belongs to nobody
+    assert meter.read() == {"rss_bytes": 60}
+
+
+def test_meter_of_the_host_without_a_peak_gives_what_is_resident(monkeypatch):
+    monkeypatch.setattr(reading, "read_process", lambda: (70, None))
+    meter = PeakMeter(torch.device("cpu"))
+    assert meter.read() == {"rss_bytes": 70}
+    meter.skip()
+    assert meter.read() == {"rss_bytes": 70}
+
+
+def test_meter_can_be_copied_and_pickled():
+    meter = PeakMeter(torch.device("cpu"))
+    meter.read()
+    for copied in (copy.deepcopy(meter), pickle.loads(pickle.dumps(meter))):
+        assert copied.device == meter.device
+        assert copied.read()["rss_bytes"] > 0
+
+
+# ---- a real card
+
+
+@pytest.mark.gpu
+def test_a_real_card_is_read_as_torch_and_the_driver_tell():
+    held = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    found = read_memory()
+    assert found.allocated_bytes == torch.cuda.memory_allocated() >= held.numel()
+    assert found.reserved_bytes == torch.cuda.memory_reserved()
+    assert found.peak_allocated_bytes == torch.cuda.max_memory_allocated()
+    assert found.device_total_bytes == torch.cuda.get_device_properties().total_memory
+    assert found.reserved_bytes <= found.device_used_bytes <= found.device_total_bytes
+
+
+@pytest.mark.gpu
+def test_reading_a_real_card_makes_no_context():
+    script = (
+        "import torch; from hf_memopt import read_memory; read_memory('cpu'); assert not torch.cuda.is_initialized(); "
+        "print(read_memory().allocated_bytes, torch._C._cuda_hasPrimaryContext(0))"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert answer.stdout.split() == ["0", "False"]
+
+
+@pytest.mark.gpu
+def test_context_of_a_real_card_is_read_and_none_before_it_is_there():
+    script = (
+        "import torch; from hf_memopt.devices.memory_reading import read_context; card = torch.device('cuda', 0); "
+        "torch.cuda.init(); "
+        "print(read_context(card), torch._C._cuda_hasPrimaryContext(0)); "
+        "held = torch.zeros(64 << 20, dtype=torch.uint8, device=card); print(read_context(card))"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    before, after = answer.stdout.splitlines()
+    assert before == "None False"
+    assert after == "None" or 64 * MIB < int(after) < 2 * GIB  # None: in a container
+
+
+@pytest.mark.gpu
+def test_meter_of_a_real_card_separates_two_spans():
+    meter = PeakMeter(torch.device("cuda", torch.cuda.current_device()))
+    meter.skip()
+    base = torch.cuda.memory_allocated()
+    held = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    del held
+    assert meter.read()["peak_allocated_bytes"] == base + 64 * MIB
+    assert meter.read()["peak_allocated_bytes"] == base

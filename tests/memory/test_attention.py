@@ -1,0 +1,228 @@
+"""Attention on CUDA: the kernels' hidden buffers, worked out by hand from the source, and the choice of the kernel."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from blocks import A100, BF16, FP16, FP32, H100, L4, P100, RTX_3090, T4, V100, Blocks, empty, header
+
+from hf_memopt.memory.cuda import attention
+from hf_memopt.memory.cuda.attention import attention_kernel
+from hf_memopt.memory.cuda.chip import Chip
+from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
+
+aten = torch.ops.aten
+
+
+def heads(batch: int, heads: int, length: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return (batch, heads, length, width) as a model's projection gives it: the heads of a token lie together."""
+    return empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
+
+
+# ---- inside the kernels
+
+
+def backward(
+    name: str, query: torch.Tensor, key: torch.Tensor, capability: tuple[int, int], dropout: float = 0.0
+) -> Any:
+    """Run an attention operator forward and backward on meta tensors; return the blocks of its backward."""
+    query, key, value = query.requires_grad_(), key.requires_grad_(), key.detach().clone().requires_grad_()
+    with Blocks(capability) as blocks:
+        if name == "flash":
+            out = aten._scaled_dot_product_flash_attention(query, key, value, dropout)[0]
+        else:
+            out = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, dropout)[0]
+        out.backward(torch.empty_like(out))
+    return blocks.seen[f"aten._scaled_dot_product_{name}_attention_backward.default"][0]
+
+
+def test_flash_backward_accumulates_dq_in_float32_and_expands_grouped_heads() -> None:
+    query, key = heads(2, 8, 200, 64, BF16), heads(2, 2, 200, 64, BF16)
+    rows = 2 * 8 * 256  # 200 queries round up to 256
+    expanded = 2 * 200 * 8 * 64 * 2
+    assert backward("flash", query, key, A100) == (rows * 4, rows * 64 * 4, expanded, expanded)
+
+
+@pytest.mark.parametrize(("width", "padded"), [(80, 96), (128, 128), (160, 192)])
+def test_flash_backward_pads_the_head(width: int, padded: int) -> None:
+    blocks = backward("flash", heads(1, 2, 128, width, BF16), heads(1, 2, 128, width, BF16), A100)
+    assert blocks == (256 * 4, 256 * padded * 4)
+
+
+def test_flash_backward_copies_a_gradient_of_another_layout() -> None:
+    query = heads(2, 8, 200, 64, BF16)
+    grad = empty(2, 8, 200, 64, dtype=BF16)  # contiguous by head, not by token
+    blocks = hidden_bytes(
+        aten._scaled_dot_product_flash_attention_backward.default,
+        (grad, query, query, query, query, empty(2, 8, 200), None, None, 200, 200, 0.0, False, None, None),
+        {},
+        (query, query, query),
+        A100,
+    )
+    assert blocks == (2 * 8 * 200 * 64 * 2, 4096 * 4, 4096 * 64 * 4)
+
+
+def test_flash_forward_splits_the_keys_where_heads_do_not_fill_the_card() -> None:
+    query, key = heads(1, 4, 64, 64, BF16), heads(1, 4, 4096, 64, BF16)
+    # 4 tiles for 216 slots, 16 blocks of 256 keys: 16 splits keep most of the card busy
+    args = (query, key, key)
+    func = aten._scaled_dot_product_flash_attention.default
+    assert hidden_bytes(func, args, {}, None, A100) == (16 * 4 * 64 * 4, 16 * 4 * 64 * 64 * 4)
+    assert hidden_bytes(func, (*args, 0.1), {}, None, A100) == ()
+    assert hidden_bytes(func, args, {}, None, A100, multiprocessors=2) == ()  # 4 tiles for 4 slots
+
+
+BERT = 32 * 16 * 128  # rows of all heads: batch 32, 16 heads, 128 tokens
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "capability", "dropout", "blocks"),
+    [
+        # 16 bits, width 64: tiles of 64 x 64 floats and 16 bytes; 2 of them for each of 512 heads
+        (BF16, 64, A100, 0.1, (BERT * 4, 512 * 2 * (64 * 64 + 4) * 4)),
+        (FP16, 64, T4, 0.1, (BERT * 4, 512 * 2 * (64 * 64 + 4) * 4)),
+        # float32: the product of gradient and output is larger than the workspace that follows
+        (FP32, 64, A100, 0.1, (BERT * 64 * 4, BERT * 4, BERT * 4)),
+        (FP32, 64, T4, 0.0, (BERT * 64 * 4, BERT * 4, BERT * 4)),
+        (FP32, 64, P100, 0.0, (BERT * 64 * 4, BERT * 4, BERT * 4)),  # no workspace at all before Volta
+        # width 128: one tile of 128 x 128 where shared memory is large
+        (BF16, 128, A100, 0.0, (BERT * 4, 512 * (128 * 128 + 4) * 4)),
+        (BF16, 128, H100, 0.1, (BERT * 4, 512 * (128 * 128 + 4) * 4)),
+        # else 2 x 2 tiles of 64 x 64, and dk and dv outside of the registers, without splits (512 heads)
+        (BF16, 128, RTX_3090, 0.0, (BERT * 4, 512 * (4 * (64 * 64 + 4) + 2 * 64 * 128) * 4)),
+        (BF16, 128, (12, 0), 0.0, (BERT * 4, 512 * (4 * (64 * 64 + 4) + 2 * 64 * 128) * 4)),
+        # 8.6 and 8.9 have a kernel for 65 to 96 without dropout
+        (BF16, 96, L4, 0.0, (BERT * 4, 512 * 2 * (128 * 64 + 4) * 4)),
+        (BF16, 96, L4, 0.1, (BERT * 4, 512 * (4 * (64 * 64 + 4) + 2 * 64 * 128) * 4)),
+    ],
+)
+def test_efficient_backward(
+    dtype: torch.dtype, width: int, capability: tuple[int, int], dropout: float, blocks: tuple[int, ...]
+) -> None:
+    query = heads(32, 16, 128, width, dtype)
+    assert backward("efficient", query, heads(32, 16, 128, width, dtype), capability, dropout) == blocks
+
+
+def test_efficient_backward_in_float32_takes_the_larger_of_its_two_phases() -> None:
+    query = heads(2, 4, 100, 64, FP32)
+    # 2 tiles for 100 queries: 8 heads x 2 x 4100 floats, against 800 rows x 64 floats of the product
+    assert backward("efficient", query, heads(2, 4, 100, 64, FP32), A100) == (800 * 4, 8 * 2 * 4100 * 4)
+
+
+def test_efficient_backward_splits_keys_of_few_heads_on_volta() -> None:
+    query = heads(1, 2, 128, 256, FP16)
+    product = 256 * 256 * 4
+    # casts of gradient and output and their product, against 2 heads x (4 tiles of 128 x 64; 2 splits of dk, dv)
+    assert 3 * product + 2048 > 2 * (4 * (128 * 64 + 4) + 2 * 64 * 512) * 4 + 1024
+    assert backward("efficient", query, heads(1, 2, 128, 256, FP16), V100) == (product, product, product, 1024, 1024)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "blocks"), [(256, BF16, (800 * 256 * 4,)), (128, BF16, ()), (256, FP32, ())]
+)
+def test_efficient_forward_keeps_wide_outputs_in_float32(
+    width: int, dtype: torch.dtype, blocks: tuple[int, ...]
+) -> None:
+    query = heads(2, 4, 100, width, dtype)
+    func = aten._scaled_dot_product_efficient_attention.default
+    assert hidden_bytes(func, (query, query, query, None, True), {}, None, A100) == blocks
+
+
+@pytest.mark.parametrize("capability", [P100, V100, T4, A100, RTX_3090, L4, H100, (12, 0)])
+@pytest.mark.parametrize("dtype", ["half_t", "float"])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_tiles_are_those_of_torchs_own_kernels(capability: tuple[int, int], dtype: str, dropout: bool) -> None:
+    text = header("ATen", "native", "transformers", "cuda", "mem_eff_attention", "kernels", "cutlassB.h")
+    arch = max(sm for sm in (50, 70, 75, 80) if sm <= capability[0] * 10 + capability[1])
+    pattern = rf"cb\(AttentionBackwardKernel<cutlass::arch::Sm{arch}, (?:cutlass::)?{dtype}, true, "
+    pattern += rf"{str(dropout).lower()}, \w+, (\d+), (\d+), (\d+)"
+    tiles = {tuple(map(int, match)) for match in re.findall(pattern, text)}
+    chip = Chip(capability, 1)
+    for width in (32, 64, 96, 128, 256):
+        queries, keys, in_registers = attention._efficient_tile(chip, dtype == "half_t", width, dropout)
+        widths = {most for i, j, most in tiles if (i, j) == (queries, keys) and most >= width}
+        assert widths
+        assert in_registers is (dtype == "half_t" and min(widths) <= queries)
+
+
+# ---- which kernel
+
+
+@pytest.mark.parametrize(
+    ("kernel", "capability", "dtype", "changed"),
+    [
+        ("flash", A100, BF16, {}),
+        ("flash", RTX_3090, FP16, {"gqa": True}),
+        ("efficient", RTX_3090, FP32, {}),
+        ("efficient", RTX_3090, BF16, {"has_mask": True}),
+        ("efficient", T4, FP16, {}),
+        ("math", T4, BF16, {}),
+        ("efficient", P100, FP32, {"head_dim": 33}),
+        ("math", RTX_3090, FP32, {"head_dim": 33}),
+        ("flash", RTX_3090, BF16, {"head_dim": 33}),  # it is padded
+        ("math", RTX_3090, BF16, {"head_dim": 33, "has_mask": True}),
+        ("math", RTX_3090, BF16, {"has_mask": True, "gqa": True}),
+        ("efficient", RTX_3090, BF16, {"has_mask": True, "gqa": True, "torch_version": "2.14.1"}),
+        ("efficient", A100, BF16, {"head_dim": 264}),
+        ("flash", A100, BF16, {"head_dim": 256, "dropout_p": 0.1}),
+        ("efficient", RTX_3090, BF16, {"head_dim": 256, "dropout_p": 0.1}),
+        ("flash", RTX_3090, BF16, {"head_dim": 256}),
+        ("efficient", L4, BF16, {"head_dim": 224}),
+        ("efficient", (12, 0), BF16, {"head_dim": 224}),
+        ("flash", L4, BF16, {"head_dim": 224, "requires_grad": False}),
+        ("efficient", A100, BF16, {"value_dim": 128}),
+        ("efficient", A100, BF16, {"is_causal": True, "query_len": 64}),
+        ("math", A100, torch.float64, {}),
+        ("math", A100, BF16, {"key_len": 0}),
+        ("cudnn", H100, BF16, {}),
+        ("cudnn", H100, BF16, {"has_mask": True, "gqa": True}),
+        ("efficient", H100, BF16, {"has_mask": True, "mask_requires_grad": True}),  # T5's bias of positions
+        ("cudnn", H100, BF16, {"head_dim": 256}),
+        ("flash", (10, 0), BF16, {"head_dim": 256}),
+        ("cudnn", (10, 3), BF16, {"head_dim": 192, "value_dim": 128}),
+        ("flash", H100, BF16, {"key_len": 1, "query_len": 1}),
+        ("flash", H100, BF16, {"dropout_p": 0.1}),  # no multiple of 1/16
+        ("cudnn", H100, BF16, {"dropout_p": 0.125}),
+        ("cudnn", H100, BF16, {"dropout_p": 0.1, "torch_version": "2.11.0"}),
+        ("flash", H100, BF16, {"torch_version": "2.10.0"}),
+        ("cudnn", H100, BF16, {"torch_version": "2.10.0", "cudnn_version": 91600}),
+        ("cudnn", H100, BF16, {"torch_version": "2.9.0"}),
+        ("flash", H100, BF16, {"torch_version": "2.9.0", "cudnn_version": 91200, "dropout_p": 0.1}),
+        ("flash", H100, BF16, {"torch_version": "2.8.0"}),
+        ("flash", H100, BF16, {"cudnn_version": 91002}),
+        ("flash", (12, 0), BF16, {}),
+        ("efficient", H100, FP32, {}),
+    ],
+)
+def test_attention_kernel(
+    kernel: str, capability: tuple[int, int], dtype: torch.dtype, changed: dict[str, Any]
+) -> None:
+    call = {"head_dim": 64, "query_len": 128, "key_len": 128, "torch_version": "2.13.0", **changed}
+    assert attention_kernel(dtype=dtype, capability=capability, **call) == kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_attention_kernel_is_the_cards_own_choice(
+    dtype: torch.dtype, has_mask: bool, dropout_p: float, head_dim: int
+) -> None:
+    query = torch.zeros(2, 4, 128, head_dim, dtype=dtype, device="cuda", requires_grad=True)
+    mask = torch.ones(2, 1, 128, 128, dtype=torch.bool, device="cuda") if has_mask else None
+    choice = torch._fused_sdp_choice(query, query, query, mask, dropout_p)
+    kernel = attention_kernel(
+        dtype=dtype,
+        head_dim=head_dim,
+        capability=torch.cuda.get_device_capability(),
+        query_len=128,
+        key_len=128,
+        has_mask=has_mask,
+        dropout_p=dropout_p,
+        cudnn_version=torch.backends.cudnn.version(),
+    )
+    assert ("math", "flash", "efficient", "cudnn")[choice] == kernel

@@ -1,0 +1,63 @@
+"""``chips``: the facts of a chip against torch's header and the card table."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from blocks import A100, H100, L4, P100, RTX_3090, T4, V100, empty, header
+
+from hf_memopt.devices.gpus import GPUS
+from hf_memopt.memory.cuda.chip import MOST_MULTIPROCESSORS, Chip, copy_bytes, torch_release
+
+
+@pytest.mark.skipif(torch_release() < (2, 9), reason="another header before torch 2.9")
+@pytest.mark.parametrize(
+    ("capability", "threads"),
+    [
+        (P100, 2048),
+        (V100, 2048),
+        (T4, 1024),
+        (A100, 2048),
+        (RTX_3090, 1536),
+        ((8, 7), 1536),
+        (L4, 1536),
+        (H100, 2048),
+        ((10, 0), 2048),
+        ((12, 0), 1536),
+    ],
+)
+def test_resident_threads_are_those_of_torchs_header(capability: tuple[int, int], threads: int) -> None:
+    text = header("torch", "headeronly", "macros", "Macros.h")
+    branches = re.findall(
+        r"#(?:if|elif|else)(.*(?:\\\n.*)?)\nconstexpr uint32_t CUDA_MAX_THREADS_PER_SM = (\d+);", text
+    )
+    arch = f"{capability[0] * 100 + capability[1] * 10}"
+    told = [int(count) for condition, count in branches if re.search(rf"\b{arch}\b", condition) or not condition]
+    assert Chip.of(capability).threads_per_multiprocessor == told[0] == threads
+
+
+def test_thor_and_spark_have_the_threads_of_small_chips() -> None:
+    # which the programming guide says of 11.0 and of all of 12.x, and torch's header does not know
+    assert {Chip.of(capability).threads_per_multiprocessor for capability in ((11, 0), (12, 1))} == {1536}
+
+
+def test_largest_chip_of_a_capability_is_at_least_every_card_of_the_table() -> None:
+    for gpu in GPUS.values():
+        assert gpu.multiprocessors is not None
+        assert gpu.multiprocessors <= MOST_MULTIPROCESSORS[gpu.compute_capability]
+    assert Chip.of((8, 6)).multiprocessors == 84
+    assert Chip.of((10, 3)).multiprocessors == max(MOST_MULTIPROCESSORS.values())  # not known
+    assert Chip.of((8, 6), 20).multiprocessors == 20
+
+
+def test_release_is_that_of_the_installed_torch_or_the_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_release("2.10.1+cu130") == (2, 10)
+    monkeypatch.setattr(torch, "__version__", "2.7.0a0+git1")
+    assert torch_release() == (2, 7)
+
+
+def test_copy_of_a_contiguous_tensor_is_free() -> None:
+    assert copy_bytes(empty(4, 6)) == 0
+    assert copy_bytes(empty(4, 6).T) == 4 * 6 * 4

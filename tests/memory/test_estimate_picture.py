@@ -1,0 +1,160 @@
+"""The picture of an estimate: which events it shows, what stands in it, its pixels; on estimates made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hand_made import EVENTS, MIB, SMALL, hand_made
+from hf_memopt.devices.gpus import Gpu
+from hf_memopt.memory.output import estimate_picture
+from hf_memopt.memory.output.estimate_picture import draw, drawn_events
+from hf_memopt.memory.output.estimate_text import describe, phase_peaks, verdict
+from hf_memopt.memory.result import COMPONENTS, Estimate, Timeline
+
+LARGE = Gpu("Card 80GB", 81920 * MIB, 80000 * MIB, 400 * MIB, (9, 0), "made up for the tests")
+
+
+def long_timeline(events: int, seed: int) -> Timeline:
+    generator = np.random.default_rng(seed)
+    components = generator.integers(0, 1000, size=(events, len(COMPONENTS))) * MIB
+    phases = ((0, "load"), (7, "forward"), (events // 2, "backward"), (events - 3, "optimizer"))
+    return Timeline(components, generator.integers(8000, 9000, events) * MIB, phases, ((7, 1),))
+
+
+def test_a_short_timeline_is_drawn_whole() -> None:
+    assert drawn_events(hand_made().timeline).tolist() == list(range(len(EVENTS)))
+
+
+def test_a_long_timeline_keeps_the_extremes_of_each_stretch() -> None:
+    allocated = [5, 3, 9, 4, 4, 1, 6, 2, 7, 8, 8, 3]
+    reserved = [9, 9, 9, 9, 9, 9, 9, 12, 12, 12, 12, 12]
+    components = np.zeros((12, len(COMPONENTS)), dtype=np.int64)
+    components[:, 3] = allocated
+    timeline = Timeline(components, np.array(reserved), ((0, "forward"), (8, "backward")), ((0, 1),))
+    # stretches 0-5 and 6-11: most at 2 and 9, fewest at 5 and 7, most reserved at 0 and 7, last 5 and 11; phases 0, 8
+    assert drawn_events(timeline, stretches=2).tolist() == [0, 2, 5, 7, 8, 9, 11]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_peak_is_lost_in_a_long_timeline(seed) -> None:
+    timeline = long_timeline(20_000, seed)
+    shown = drawn_events(timeline, stretches=300)
+    assert (np.diff(shown) > 0).all()
+    assert len(shown) <= 4 * 300 + len(timeline.phases)
+    assert {first for first, _ in timeline.phases} | {19_999} <= set(shown.tolist())
+    allocated = timeline.components.sum(axis=1)
+    assert allocated[shown].max() == allocated.max()
+    assert allocated[shown].min() == allocated.min()
+    assert timeline.reserved[shown].max() == timeline.reserved.max()
+    for name, found in phase_peaks(timeline).items():  # a short phase has stretches of its own
+        if name in ("load", "optimizer"):
+            first = dict(map(reversed, timeline.phases))[name]
+            within = shown[(shown >= first) & (shown < first + {"load": 7, "optimizer": 3}[name])]
+            assert allocated[within].max() == found["allocated_bytes"]
+
+
+def drawn(estimate: Estimate, monkeypatch, tmp_path: Path) -> Any:
+    """Return the figure that ``draw`` saves."""
+    figure = pytest.importorskip("matplotlib.figure")
+    seen = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: seen.append(self))
+    draw(estimate, tmp_path / "timeline.png")
+    return seen[0]
+
+
+def texts(figure: Any) -> list[str]:
+    from matplotlib.text import Text
+
+    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
+
+
+def test_the_picture_is_a_file_with_every_component(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    image_reader = pytest.importorskip("PIL.Image")  # comes with matplotlib
+    picture = tmp_path / "timeline.png"
+    picture.write_text("an older one")
+    components = dict.fromkeys(COMPONENTS, 50 * MIB)
+    timeline = hand_made().timeline
+    rows = np.full_like(timeline.components, 50 * MIB)
+    draw(hand_made(components=components, timeline=replace(timeline, components=rows)), str(picture))
+    with image_reader.open(picture) as image:
+        assert (image.format, image.size) == ("PNG", (2100, 1050))
+        pixels = np.asarray(image.convert("RGB"))
+    heights = []
+    for colour in estimate_picture.COLOURS.values():
+        wanted = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+        found = np.nonzero((pixels[:, :1500] == wanted).all(axis=-1))[0]
+        assert len(found) > 5000, colour
+        heights.append(found.mean())
+    assert heights == sorted(heights, reverse=True)  # stacked in the order of COMPONENTS, weights at the bottom
+    assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_the_picture_names_peak_phases_steps_and_limits(monkeypatch, tmp_path) -> None:
+    found = texts(drawn(hand_made(), monkeypatch, tmp_path))
+    for text in (
+        f"{describe(hand_made())}\n{verdict(hand_made())}",
+        "peak 1.59 GiB, backward\nbert.encoder.layer.23",
+        "usable on Card 4GB, context taken off:\n3.41 GiB (above the picture)",
+        "reserved, most 1.59 GiB",
+        "allocated at the peak 1.59 GiB, of it:",
+        "memory in GiB",
+        " step 1",
+        " step 2",
+        *(f"{name}  {size}" for name, size in (("weights", "600.0 MiB"), ("gradients", "75.0 MiB"))),
+        *("load", "forward", "backward", "optimizer", "evaluation"),
+    ):
+        assert text in found
+
+
+def test_neighbouring_spans_of_one_phase_are_one(monkeypatch, tmp_path) -> None:
+    timeline = hand_made().timeline
+    twice = replace(timeline, phases=(*timeline.phases[:2], (3, "forward"), *timeline.phases[2:]))
+    once, again = (texts(drawn(hand_made(timeline=line), monkeypatch, tmp_path)) for line in (timeline, twice))
+    assert again == once
+
+
+def test_what_never_holds_a_byte_is_not_explained(monkeypatch, tmp_path) -> None:
+    timeline = hand_made().timeline
+    rows = timeline.components.copy()
+    rows[:, COMPONENTS.index("temporaries")] = 0
+    found = texts(drawn(hand_made(timeline=replace(timeline, components=rows)), monkeypatch, tmp_path))
+    assert not [text for text in found if text.startswith("temporaries")]
+    assert [text for text in found if text.startswith("inputs  ")]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "label", "inside"),
+    [
+        (replace(SMALL, usable_bytes=2400 * MIB), "usable on Card 4GB, context taken off:\n1.95 GiB", True),
+        (LARGE, "usable on Card 80GB, context taken off:\n77.73 GiB (above the picture)", False),
+    ],
+)
+def test_the_card_is_a_dashed_line_where_it_is_near(monkeypatch, tmp_path, gpu, label, inside) -> None:
+    figure = drawn(hand_made(gpu=gpu), monkeypatch, tmp_path)
+    assert label in texts(figure)
+    [line] = [line for line in figure.axes[1].lines if line.get_linestyle() == "--"]
+    height = line.get_ydata()[0]
+    assert height == (gpu.usable_bytes - 400 * MIB) / 2**30
+    assert (height < figure.axes[1].get_ylim()[1]) == inside
+
+
+def test_a_picture_without_a_card_and_of_a_tiny_model(monkeypatch, tmp_path) -> None:
+    timeline = hand_made().timeline
+    small = replace(timeline, components=timeline.components // 1024, reserved=timeline.reserved // 1024)
+    estimate = hand_made(
+        gpu=None,
+        context_bytes=None,
+        module="",
+        timeline=small,
+        peak_allocated_bytes=1625 * 1024,
+        peak_reserved_bytes=1633 * 1024,
+    )
+    found = texts(drawn(estimate, monkeypatch, tmp_path))
+    assert {"memory in MiB", "peak 1.6 MiB, backward"} <= set(found)
+    assert not [text for text in found if text.startswith("usable")]

@@ -1,0 +1,298 @@
+"""Table, verdict and JSON of an estimate, on estimates made by hand."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from hand_made import EVENTS, MIB, SMALL, hand_made
+from hf_memopt import __version__
+from hf_memopt.memory.output.estimate_text import as_dict, describe, estimate_table, phase_peaks, verdict
+from hf_memopt.memory.result import COMPONENTS, Estimate
+from hf_memopt.techniques.freezing.freezing import freeze
+
+# ---- Table
+
+
+def test_the_whole_table() -> None:
+    found = hand_made(
+        settings={"gradient_accumulation_steps": 4, "attn_implementation": "sdpa"},
+        host_bytes=3 * MIB,
+        trainable_parameters=1_050_626,
+        notes=("batches hold padding", "the context is the table's"),
+    )
+    assert estimate_table(found) == (
+        "bert-large: batch 32 x 128, 4 accumulation steps, fp32, adamw_torch_fused, sdpa\n"
+        "attention\n"
+        "335.1 M parameters, 1.1 M trainable; 7.6 TFLOP per optimizer step\n"
+        "\n"
+        " component         at the peak   share\n"
+        " ─────────────────────────────────────\n"
+        " weights             600.0 MiB   36.9%\n"
+        " gradients            75.0 MiB    4.6%\n"
+        " optimizer state     150.0 MiB    9.2%\n"
+        " activations         700.0 MiB   43.1%\n"
+        " logits and loss      50.0 MiB    3.1%\n"
+        " temporaries          33.0 MiB    2.0%\n"
+        " workspace            16.0 MiB    1.0%\n"
+        " inputs                1.0 MiB    0.1%\n"
+        "\n"
+        " peak allocated       1.59 GiB\n"
+        " peak reserved        1.59 GiB\n"
+        " CUDA context        400.0 MiB\n"
+        " total                1.99 GiB\n"
+        "\n"
+        "The peak stands in the backward phase, in bert.encoder.layer.23.\n"
+        "Moved to the host: 3.0 MiB.\n"
+        "Note: batches hold padding\n"
+        "Note: the context is the table's\n"
+        "fits Card 4GB: 1.99 GiB of 3.80 GiB, 1.81 GiB to spare"
+    )
+
+
+def test_a_table_without_card_module_and_text() -> None:
+    found = hand_made(
+        gpu=None, context_bytes=None, module="", seq_len=None, parameters=20_000, trainable_parameters=20_000
+    )
+    lines = estimate_table(found).splitlines()
+    assert lines[:2] == [
+        "bert-large: batch 32, fp32, adamw_torch_fused",
+        "20,000 parameters, all trainable; 7.6 TFLOP per optimizer step",
+    ]
+    assert lines[-6:] == [
+        " CUDA context          unknown",
+        " total                1.59 GiB",
+        "",
+        "The peak stands in the backward phase.",
+        "needs 1.59 GiB and CUDA's context; name a card to know whether it fits, for",
+        "example gpu='RTX 3050 4GB'",
+    ]
+
+
+@pytest.mark.parametrize("name", ["bert.encoder." * 20, "[bold]m[/bold] :smile:"])
+def test_a_name_is_printed_as_it_is(name) -> None:
+    text = estimate_table(hand_made(module=name, model=name))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.replace("\n", "").count(name.replace(" ", "")) + text.count(name) >= 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, "fp32, adamw_torch_fused"),
+        (
+            {"precision": "bf16", "optim": "adamw_8bit", "embedding_bits": 8, "checkpointing": True},
+            "bf16, adamw_8bit with 8-bit embeddings, checkpointing",
+        ),
+        (
+            {"weights_dtype": "bfloat16", "micro_batch_size": 4, "checkpointing": {"every_n_layers": 2}},
+            "micro-batches of 4, fp32 with bfloat16 weights, adamw_torch_fused, checkpointing(every_n_layers=2)",
+        ),
+        (
+            {"gradient_release": True, "max_grad_norm": 0, "eval_batch_size": 8, "expandable_segments": True},
+            "fp32, adamw_torch_fused, gradient release, evaluation batch 8, expandable segments",
+        ),
+        (
+            {"prepare": (partial(freeze, patterns=("base",)), partial(freeze, None, "embeddings"), as_dict)},
+            "fp32, adamw_torch_fused, freeze(patterns=('base',)), freeze(None, 'embeddings'), as_dict",
+        ),
+        ({"checkpointing": {"context_fn": freeze}}, "fp32, adamw_torch_fused, checkpointing(context_fn=freeze)"),
+    ],
+)
+def test_the_set_up_in_one_line(settings, text) -> None:
+    assert describe(hand_made(settings=settings)) == f"bert-large: batch 32 x 128, {text}"
+
+
+# ---- Verdict
+
+
+def test_a_card_that_is_just_large_enough_fits() -> None:
+    found = hand_made()
+    exact = replace(SMALL, usable_bytes=found.total_bytes)
+    assert verdict(replace(found, gpu=exact)) == "fits Card 4GB: 1.99 GiB of 1.99 GiB, 0 B to spare"
+    short = replace(SMALL, usable_bytes=found.total_bytes - 1)
+    assert verdict(replace(found, gpu=short)).startswith("does not fit Card 4GB: 1.99 GiB of 1.99 GiB, 1 B over; try ")
+
+
+@pytest.mark.parametrize("context_bytes", [400 * MIB, None])
+def test_the_verdict_on_fragmentation(context_bytes) -> None:
+    """What tensors hold fits, what the allocator holds does not: until segments expand, no other advice comes first."""
+    needed_bytes = 1625 * MIB + (context_bytes or 0)
+    found = hand_made(
+        peak_reserved_bytes=3072 * MIB,
+        context_bytes=context_bytes,
+        gpu=replace(SMALL, usable_bytes=needed_bytes),
+    )
+    fragmented = (
+        "PYTORCH_ALLOC_CONF=expandable_segments:True (estimate it with expandable_segments=True): tensors hold "
+        "1.59 GiB of the 3.00 GiB reserved"
+    )
+    other = "checkpointing=True: 700.0 MiB of the peak are activations"
+    assert verdict(found).endswith(f" over; try {fragmented}")
+    expanding = replace(found, settings=found.settings.replace(expandable_segments=True))
+    assert verdict(expanding).endswith(f" over; try {other}")
+    smaller = replace(found, gpu=replace(SMALL, usable_bytes=needed_bytes - 1))
+    assert verdict(smaller).endswith(f" over; try {other}")
+
+
+def test_the_verdict_without_a_known_context() -> None:
+    assert verdict(hand_made(context_bytes=None)) == (
+        "fits Card 4GB: 1.59 GiB (and CUDA's context, which is unknown for it) of 3.80 GiB, 2.21 GiB to spare"
+    )
+
+
+def test_the_verdict_without_a_card_but_with_a_measured_context() -> None:
+    assert verdict(hand_made(gpu=None)) == (
+        "needs 1.99 GiB; name a card to know whether it fits, for example gpu='RTX 3050 4GB'"
+    )
+
+
+def mostly(component: str, **changed: Any) -> Estimate:
+    """Return an estimate of 8 GiB, nearly all of it one component."""
+    components = {name: 4096 * MIB if name == component else 100 * MIB for name in COMPONENTS}
+    total_bytes = sum(components.values())
+    return hand_made(
+        components=components, peak_allocated_bytes=total_bytes, peak_reserved_bytes=total_bytes, **changed
+    )
+
+
+@pytest.mark.parametrize(
+    ("component", "changed", "advice"),
+    [
+        ("activations", {}, "checkpointing=True: 4.00 GiB of the peak are activations"),
+        (
+            "activations",
+            {"settings": {"checkpointing": True}},
+            "batch_size=16, gradient_accumulation_steps=2: 4.00 GiB of the peak are activations",
+        ),
+        (
+            "activations",
+            {"settings": {"checkpointing": True, "gradient_accumulation_steps": 3}, "batch_size": 15},
+            "batch_size=5, gradient_accumulation_steps=9: 4.00 GiB of the peak are activations",
+        ),
+        (
+            "activations",
+            {"settings": {"checkpointing": True, "micro_batch_size": 8}},
+            "micro_batch_size=4: 4.00 GiB of the peak are activations",
+        ),
+        (
+            "logits and loss",
+            {},
+            "batch_size=16, gradient_accumulation_steps=2: 4.00 GiB of the peak are logits and loss",
+        ),
+        (
+            "temporaries",
+            {"settings": {"optim": "adamw_torch"}, "phase": "optimizer"},
+            "optim='adamw_torch_fused': 4.00 GiB of the peak are temporaries",
+        ),
+        ("optimizer state", {}, "optim='adamw_8bit': 4.00 GiB of the peak are optimizer state"),
+        (
+            "optimizer state",
+            {"settings": {"optim": "adamw_8bit"}},
+            "optim='paged_adamw_8bit': 4.00 GiB of the peak are optimizer state",
+        ),
+        ("weights", {}, "LoRA, or freeze(model, 'embeddings'): 4.00 GiB of the peak are weights"),
+        (
+            "weights",
+            {
+                "trainable_parameters": 1,
+                "batch_size": 1,
+                "settings": {"checkpointing": True, "optim": "paged_adamw_8bit"},
+            },
+            "a smaller model",
+        ),
+        (
+            "logits and loss",
+            {"phase": "evaluation", "settings": {"eval_batch_size": 8, "eval_batches": 40}},
+            "eval_accumulation_steps=1, or prediction_loss_only=True where no metric needs logits: 4.00 GiB of the "
+            "peak are logits and loss that gather on the card",
+        ),
+        *(
+            (
+                component,
+                {"phase": "evaluation", "settings": {"eval_batch_size": 8, "eval_batches": 40, **changed}},
+                "eval_batch_size=4: the peak stands in the evaluation",
+            )
+            for component, changed in (
+                ("activations", {}),
+                ("logits and loss", {"eval_accumulation_steps": 1}),
+                ("logits and loss", {"prediction_loss_only": True}),
+                ("logits and loss", {"batch_eval_metrics": True}),
+            )
+        ),
+        (
+            "logits and loss",
+            {"phase": "evaluation", "settings": {"eval_batch_size": 8}},
+            "eval_batch_size=4: the peak stands in the evaluation",
+        ),
+        (
+            "logits and loss",
+            {
+                "settings": {"gradient_release": True, "max_grad_norm": 0, "optim": "sgd"},
+                "trainable_parameters": 1,
+                "phase": "evaluation",
+            },
+            "checkpointing=True: 100.0 MiB of the peak are activations",
+        ),
+    ],
+)
+def test_the_verdict_names_a_change_that_helps(component, changed, advice) -> None:
+    assert verdict(mostly(component, **changed)) == (
+        f"does not fit Card 4GB: 5.07 GiB of 3.80 GiB, 1.27 GiB over; try {advice}"
+    )
+
+
+# ---- JSON
+
+
+def test_json_says_everything_in_bytes() -> None:
+    prepare = (partial(freeze, patterns=("base",)),)
+    found = hand_made(settings={"prepare": prepare, "checkpointing": {"context_fn": freeze}}, notes=("a note",))
+    read = json.loads(json.dumps(as_dict(found)))
+    assert read == as_dict(found)
+    assert read["settings"]["prepare"] == ["freeze(patterns=('base',))"]
+    assert read["settings"]["checkpointing"] == {"context_fn": "freeze"}
+    assert read["settings"]["precision"] == "fp32"
+    assert read["components"] == found.components
+    assert list(read["components"]) == list(COMPONENTS)
+    assert read["gpu"] == {**asdict(SMALL), "compute_capability": [8, 6], "bf16": True}
+    assert (read["gpu"]["name"], read["gpu"]["usable_bytes"]) == ("Card 4GB", 3891 * MIB)
+    assert read["versions"] == {
+        "hf-memopt": __version__,
+        "torch": importlib.metadata.version("torch"),
+        "transformers": importlib.metadata.version("transformers"),
+    }
+    same = ("model", "batch_size", "seq_len", "peak_allocated_bytes", "peak_reserved_bytes", "context_bytes", "phase")
+    same += ("module", "host_bytes", "parameters", "trainable_parameters", "flops", "total_bytes", "fits")
+    assert {name: read[name] for name in same} == {name: getattr(found, name) for name in same}
+    assert read["notes"] == ["a note"]
+    assert set(read) == {*same, "settings", "gpu", "components", "notes", "phase_peaks", "versions"}
+
+
+def test_json_without_a_card() -> None:
+    read = as_dict(hand_made(gpu=None, context_bytes=None))
+    assert (read["gpu"], read["context_bytes"], read["fits"]) == (None, None, None)
+
+
+def test_the_peaks_of_each_phase_cover_all_its_spans() -> None:
+    peaks = phase_peaks(hand_made().timeline)
+    assert {
+        name: (found["allocated_bytes"] // MIB, found["reserved_bytes"] // MIB) for name, found in peaks.items()
+    } == {
+        "load": (616, 624),
+        "forward": (1517, 1525),
+        "backward": (1625, 1633),
+        "optimizer": (1367, 1633),
+        "evaluation": (867, 1633),
+    }
+
+
+def test_a_phase_without_events_has_no_peak() -> None:
+    timeline = hand_made().timeline
+    phases = (*timeline.phases[:1], (2, "backward"), *timeline.phases[1:], (len(EVENTS), "evaluation"))
+    assert phase_peaks(replace(timeline, phases=phases)) == phase_peaks(timeline)

@@ -1,0 +1,584 @@
+"""The bytes of the stand-ins are those of bitsandbytes' CUDA operations: its own sources run against them.
+
+``cuda_kernels`` executes ``bitsandbytes/backends/cuda/ops.py`` with a native library that does nothing, so the real
+modules run on the CPU with every allocation of the CUDA path, and a tracker sees them.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import bitsandbytes
+import peft
+import pytest
+import torch
+import transformers
+from bitsandbytes.nn import Embedding4bit, Embedding8bit, Linear4bit, Linear8bitLt, OutlierAwareLinear
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_memopt.binding.versions import is_checkpointing
+from hf_memopt.memory.quantized.stand_ins import quantize, stand_in
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from tiny import llama_config
+
+# bitsandbytes says so for each linear whose input features are no multiple of the block; the bytes are what is tested
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:inner dimension:UserWarning"),
+    # peft 0.21 still asks transformers 5.23 under the names of 5.17
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
+]
+
+# multiprocessors and compute capability of a card that never chooses the fused kernel above 4 rows of 16 bits
+UNFUSED = (20, 11, 0)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Tracker(TorchDispatchMode):
+    """Births (+bytes) and deaths (-bytes) of storages, also inside the operations of bitsandbytes."""
+
+    def __init__(self, known: list[torch.Tensor], kernels: dict[str, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.events: list[int] = []
+        self._kernels = kernels
+        self._live: dict[int, Any] = {}
+        for storage in sorted((tensor.untyped_storage() for tensor in known), key=torch.UntypedStorage.nbytes):
+            self._add(storage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1
+        if func.namespace == "bitsandbytes":
+            cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+            kernel = self._kernels.get(func._schema.name.partition("::")[2], partial(func.redispatch, cpu))
+            with self:
+                out = kernel(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+            if "empty" in func._schema.name:
+                out.zero_()  # what a kernel that does nothing leaves must not look like an outlier
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size_bytes = storage._cdata, storage.nbytes()
+        if key in self._live or size_bytes == 0:
+            return
+        self.events.append(size_bytes)
+
+        def died(_: Any) -> None:
+            del self._live[key]
+            self.events.append(-size_bytes)
+
+        self._live[key] = weakref.ref(storage, died)
+
+    @property
+    def live(self) -> int:
+        return sum(self.events)
+
+    @property
+    def peak(self) -> int:
+        total = peak = 0
+        for size_bytes in self.events:
+            total += size_bytes
+            peak = max(peak, total)
+        return peak
+
+
+class Native:
+    """A native library whose every function does nothing and returns 0."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def function(*_: Any) -> int:
+            return 0
+
+        setattr(self, name, function)
+        return function
+
+
+def cuda_kernels(card: tuple[int, int, int] = UNFUSED) -> dict[str, Callable[..., Any]]:
+    """Return bitsandbytes' CUDA kernels, the Python around the native code, by the name of their operation."""
+    kernels: dict[str, Callable[..., Any]] = {}
+
+    def register(name: str, device: str) -> Callable[..., Any]:
+        def keep(kernel: Callable[..., Any]) -> Callable[..., Any]:
+            kernels[name.partition("::")[2]] = kernel
+            return kernel
+
+        return keep
+
+    path = Path(bitsandbytes.__file__).parent / "backends" / "cuda" / "ops.py"
+    module = ModuleType("bitsandbytes.backends.cuda.ops")
+    module.__package__ = "bitsandbytes.backends.cuda"
+    with (
+        mock.patch("bitsandbytes._ops.register_kernel", register),
+        mock.patch("bitsandbytes.cextension.lib", Native()),
+        mock.patch("torch._C._cuda_getCurrentRawStream", create=True),
+    ):
+        exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+    module.CUBLAS_Context = mock.MagicMock()  # type: ignore[attr-defined]
+    module._gpu_dispatch_props = lambda _: card  # type: ignore[attr-defined]
+    return kernels
+
+
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return every tensor that a module keeps, those of bitsandbytes' states included, each storage once."""
+    found = [*module.parameters(), *module.buffers()]
+    for part in module.modules():
+        states = [getattr(getattr(part, "weight", None), "quant_state", None)]
+        states += [getattr(states[0], "state2", None), getattr(part, "state", None), getattr(part, "weight", None)]
+        for name in ("absmax", "code", "offset", "CB", "SCB"):
+            found += [vars(state).get(name) for state in states if state is not None]
+    found = [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+    return list({tensor.untyped_storage()._cdata: tensor for tensor in found}.values())
+
+
+def sizes_of(module: nn.Module) -> list[int]:
+    return sorted(tensor.untyped_storage().nbytes() for tensor in tensors_of(module))
+
+
+def passes(
+    linear: nn.Module,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    kernels: dict[str, Callable[..., Any]],
+    grad: bool = True,
+) -> tuple[list[int], list[int], list[int]]:
+    """Run a linear twice, since the first pass casts the bias; return live bytes after forward, peaks and events."""
+    device = linear.weight.device
+    x = torch.randn(shape, device=device).to(dtype).requires_grad_(grad)
+    out_grad = torch.zeros((*shape[:-1], linear.out_features), device=device, dtype=dtype)
+    live, peaks = [], []
+    with Tracker([x, out_grad, *tensors_of(linear)], kernels) as tracker:
+        for _ in range(2):
+            out = linear(x)
+            live.append(tracker.live)
+            if grad:
+                out.backward(out_grad)
+            del out
+            x.grad = None
+            peaks.append(tracker.peak)
+            events = in_order(tracker.events)
+    return live, peaks, events
+
+
+def in_order(events: list[int]) -> list[int]:
+    """Return events with the deaths that no birth divides sorted: an allocator ends the same in any order of them."""
+    groups = [list(group) for _, group in itertools.groupby(events, key=lambda size_bytes: size_bytes > 0)]
+    return [size_bytes for group in groups for size_bytes in (group if group[0] > 0 else sorted(group))]
+
+
+def quantized_linear(
+    features: tuple[int, int] = (64, 96),
+    bias: bool = True,
+    weight_dtype: torch.dtype = torch.float32,
+    bits: int = 4,
+    **settings: Any,
+) -> nn.Module:
+    """Return a real linear of bitsandbytes, quantised on the CPU."""
+    if bits == 8:
+        linear = Linear8bitLt(*features, bias=bias, has_fp16_weights=False, **settings)
+    else:
+        linear = Linear4bit(*features, bias=bias, **settings)
+        linear.support_avx512bf16_for_cpu = False  # it would repack the weight for evaluation, on the CPU only
+    with torch.no_grad():
+        linear.weight.data = torch.randn(features[::-1]).to(weight_dtype)
+    linear.requires_grad_(False)
+    return linear.to("cpu")
+
+
+def same(linear: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, *, grad: bool = True, **kernels: Any) -> None:
+    """Check that a real linear, its stand-in on the CPU and the one on meta have the same bytes, event by event."""
+    on_cpu = type(stand_in(linear))(linear, "cpu")
+    assert sizes_of(stand_in(linear)) == sizes_of(on_cpu) == sizes_of(linear)
+    real = passes(copy.deepcopy(linear), shape, dtype, kernels, grad)
+    assert passes(on_cpu, shape, dtype, {}, grad) == real
+    assert passes(stand_in(linear), shape, dtype, {}, grad) == real
+
+
+# ---- 4 bits
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, Callable[..., Any]]:
+    return cuda_kernels()
+
+
+@pytest.mark.parametrize("features", [(64, 96), (100, 36), (33, 7)])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_4bit_bytes_are_those_of_the_cuda_sources(kernels, quant_type, nested, features):
+    settings = itertools.product((None, *FLOATS), FLOATS, (torch.float32, torch.bfloat16), (False, True))
+    for compute_dtype, dtype, weight_dtype, bias in settings:
+        linear = quantized_linear(
+            features,
+            bias,
+            weight_dtype,
+            quant_type=quant_type,
+            compress_statistics=nested,
+            compute_dtype=compute_dtype,
+        )
+        same(linear, (2, 7, features[0]), dtype, **kernels)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (4, 64), (2, 2, 64), (5, 64), (7, 64), (8, 64), (2, 2, 2, 64), (1600, 64)])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("grad", [True, False])
+def test_4bit_rows(kernels, shape, dtype, grad):
+    same(quantized_linear(compress_statistics=True), shape, dtype, grad=grad, **kernels)
+
+
+def test_4bit_bytes_of_a_trainable_bias(kernels):
+    linear = quantized_linear()
+    linear.bias.requires_grad_(True)
+    same(linear, (9, 64), torch.float32, **kernels)
+    same(linear, (9, 64), torch.bfloat16, grad=False, **kernels)
+
+
+@pytest.mark.parametrize("quant_storage", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("blocksize", [64, 128])
+def test_4bit_storage_and_blocks(kernels, quant_storage, blocksize):
+    linear = Linear4bit(64, 96, quant_storage=quant_storage, quant_type="nf4")
+    linear.weight.blocksize = blocksize
+    linear.support_avx512bf16_for_cpu = False
+    same(linear.requires_grad_(False).to("cpu"), (16, 64), torch.bfloat16, **kernels)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("nested", [False, True])
+def test_4bit_saved_bytes_are_those_of_the_cpu(dtype, nested):
+    """The CPU runs the algorithm of CUDA's fallback; with nested statistics it frees one of their two copies early."""
+    linear = quantized_linear(compress_statistics=nested)
+    live, peaks, events = passes(copy.deepcopy(linear), (3, 8, 64), dtype, {})
+    live_here, peaks_here, events_here = passes(stand_in(linear), (3, 8, 64), dtype, {})
+    assert live_here == live
+    if nested:
+        assert peaks_here >= peaks
+    else:
+        assert (peaks_here, events_here) == (peaks, events)
+
+
+CARDS = {
+    "T4": (40, 7, 5),
+    "V100": (80, 7, 0),
+    "A100": (108, 8, 0),
+    "RTX 3060": (28, 8, 6),
+    "RTX 4090": (128, 8, 9),
+    "H100": (132, 9, 0),
+    "B200": (148, 10, 0),
+    "RTX 5090": (170, 12, 0),
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_4bit_never_counts_less_than_a_card_takes(card):
+    kernels = cuda_kernels(CARDS[card])
+    linear = quantized_linear((128, 512), weight_dtype=torch.float16)
+    for rows, dtype in itertools.product((4, 5, 8, 200, 1537), (torch.float16, torch.float32)):
+        kernels["gemm_4bit"].__globals__["_gemm_4bit_use_custom_cuda"].cache_clear()
+        live, peaks, _ = passes(copy.deepcopy(linear), (rows, 128), dtype, kernels)
+        live_here, peaks_here, _ = passes(stand_in(linear), (rows, 128), dtype, {})
+        assert live_here == live
+        # backward, which both do alike, holds the copy too: all that shows is forward's second copy of the statistics
+        assert 0 <= peaks_here[1] - peaks[1] <= 4 * 128 * 512 // 64
+
+
+# ---- 8 bits
+
+
+@pytest.mark.parametrize("features", [(64, 96), (36, 100), (33, 7)])
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+def test_8bit_bytes_are_those_of_the_cuda_sources(kernels, threshold, features):
+    for dtype, bias, shape, grad in itertools.product(FLOATS, (False, True), ((5,), (2, 7), (1,)), (True, False)):
+        linear = quantized_linear(features, bias, torch.float16, bits=8, threshold=threshold)
+        # training on the CPU takes a path of its own (MatMul8bitFp); evaluation takes that of CUDA
+        same(linear.eval(), (*shape, features[0]), dtype, grad=grad, **kernels)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_8bit_saved_bytes_are_those_of_the_cpu(dtype):
+    linear = quantized_linear(bits=8, threshold=6.0)
+    live, _, _ = passes(copy.deepcopy(linear), (3, 8, 64), dtype, {})
+    live_here, _, _ = passes(stand_in(linear), (3, 8, 64), dtype, {})
+    assert live_here == live
+
+
+def test_8bit_outliers_cost_what_is_said(kernels):
+    linear = quantized_linear(bits=8, weight_dtype=torch.float16, threshold=6.0).eval()
+    x = torch.zeros((10, 64), dtype=torch.float16, requires_grad=True)
+    live = []
+    for columns in (0, 3):
+        x.data[:, :columns] = 9.0
+        with Tracker([x, *tensors_of(linear)], kernels) as tracker:
+            out = linear(x)
+            live.append(tracker.live)
+        del out
+    assert live[1] - live[0] == 3 * (10 * 2 + 8)  # 2 bytes per row, and the column's int64 number
+
+
+# ---- models
+
+
+def quantized_llama(folder: Path, dtype: torch.dtype, config: dict[str, Any], **settings: Any) -> nn.Module:
+    """Return a tiny Llama that ``from_pretrained`` quantised on the CPU."""
+    transformers.LlamaForCausalLM(llama_config(**settings)).save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        quantization_config=transformers.BitsAndBytesConfig(**config),
+        attn_implementation="eager",
+    )
+
+
+def meta_llama(dtype: torch.dtype, **settings: Any) -> nn.Module:
+    config = llama_config(**settings)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+
+
+@pytest.fixture
+def cuda_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let 8-bit linears train on the CPU by the function that they train with on CUDA."""
+    functions = bitsandbytes.autograd._functions
+    monkeypatch.setattr(functions, "MatMul8bitFp", functions.MatMul8bitLt)
+
+
+def trace(model: nn.Module, kernels: dict[str, Callable[..., Any]]) -> Tracker:
+    """Run one training step's passes of a language model."""
+    model.train()
+    ids = torch.full((4, 16), 7, device=next(model.parameters()).device)
+    with Tracker([ids, *tensors_of(model)], kernels) as tracker:
+        loss = model(input_ids=ids, labels=ids).loss
+        tracker.after_forward = tracker.live
+        loss.backward()
+        del loss
+        tracker.after_backward = tracker.live
+    return tracker
+
+
+LORA = partial(peft.LoraConfig, r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.05)
+MODES = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4 nested bf16": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16",
+    },
+    "8 bits": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+def test_qlora_has_the_bytes_of_the_real_model(tmp_path, cuda_training, kernels, mode, dtype):
+    real = peft.get_peft_model(quantized_llama(tmp_path, dtype, MODES[mode]), LORA())
+    for part in real.modules():
+        if isinstance(part, Linear4bit):
+            part.support_avx512bf16_for_cpu = False
+    here = peft.get_peft_model(quantize(meta_llama(dtype), MODES[mode]), LORA())
+    assert {type(part) for part in here.modules() if "peft" in type(part).__module__} == {
+        type(part) for part in real.modules() if "peft" in type(part).__module__
+    }
+    assert here.get_nb_trainable_parameters() == real.get_nb_trainable_parameters()
+    assert sizes_of(here) == sizes_of(real)
+    traced, expected = trace(here, {}), trace(real, kernels)
+    assert traced.after_forward == expected.after_forward
+    assert traced.after_backward == expected.after_backward
+    assert traced.peak == expected.peak
+
+
+@pytest.mark.parametrize("mode", ["nf4 nested bf16", "8 bits"])
+def test_prepare_model_for_kbit_training_works_on_meta(tmp_path, cuda_training, kernels, mode):
+    options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    models = (quantized_llama(tmp_path, torch.bfloat16, MODES[mode]), quantize(meta_llama(torch.bfloat16), MODES[mode]))
+    real, here = (peft.get_peft_model(peft.prepare_model_for_kbit_training(m, **options), LORA()) for m in models)
+    assert is_checkpointing(here.base_model.model)
+    assert sizes_of(here) == sizes_of(real)
+    assert here.get_nb_trainable_parameters() == real.get_nb_trainable_parameters()
+    traced, expected = trace(here, {}), trace(real, kernels)
+    assert (traced.after_forward, traced.after_backward) == (expected.after_forward, expected.after_backward)
+    assert traced.peak == expected.peak
+
+
+def linears(model: nn.Module) -> dict[str, str]:
+    """Return the kind of each linear by name."""
+    kinds = {Linear4bit: "4", Linear8bitLt: "8", nn.Linear: "plain", transformers.pytorch_utils.Conv1D: "plain"}
+    found = {}
+    for name, module in model.named_modules():
+        kind = [text for cls, text in kinds.items() if isinstance(module, cls)]
+        if kind:
+            found[name] = kind[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        ({"load_in_4bit": True}, {}),
+        ({"load_in_4bit": True}, {"tie_word_embeddings": True}),
+        ({"load_in_8bit": True, "llm_int8_skip_modules": ["layers.0", "lm_head"]}, {}),
+        ({"load_in_4bit": True, "llm_int8_skip_modules": ["v_proj"]}, {"attention_bias": True}),
+    ],
+)
+def test_quantize_replaces_what_from_pretrained_replaces(tmp_path, config, settings):
+    real = quantized_llama(tmp_path, torch.bfloat16, config, **settings)
+    here = quantize(meta_llama(torch.bfloat16, **settings), config)
+    assert linears(here) == linears(real)
+    assert sizes_of(here) == sizes_of(real)
+    assert {name: parameter.requires_grad for name, parameter in here.named_parameters()} == {
+        name: parameter.requires_grad for name, parameter in real.named_parameters()
+    }
+    assert {p.device.type for p in here.parameters()} == {"meta"}
+    assert (here.is_quantized, here.quantization_method) == (real.is_quantized, real.quantization_method)
+    for name in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
+        assert getattr(here, name, False) == getattr(real, name, False)
+
+
+def test_quantize_transposes_conv1d(tmp_path):
+    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50, n_positions=16)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    bits = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    real = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, quantization_config=bits, dtype=torch.float32)
+    with torch.device("meta"):
+        here = quantize(transformers.GPT2LMHeadModel(config), bits)
+    assert linears(here) == linears(real)
+    assert sizes_of(here) == sizes_of(real)
+
+
+def test_quantize_is_done_by_step_settings():
+    settings = StepSettings(
+        prepare=(partial(quantize, config={"load_in_4bit": True}), partial(peft.get_peft_model, peft_config=LORA()))
+    )
+    model = meta_llama(torch.float32)
+    for change in settings.prepare:
+        model = change(model)
+    assert trace(model, {}).after_forward > 0
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+
+
+def test_quantize_refuses_a_model_with_weights():
+    model = transformers.LlamaForCausalLM(llama_config())
+    with pytest.raises(ValueError) as error:
+        quantize(model, {"load_in_4bit": True})
+    assert str(error.value) == (
+        "model=LlamaForCausalLM holds weights (model.embed_tokens.weight on cpu); expected a model on the meta device. "
+        'Write: with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)'
+    )
+
+
+def test_quantize_refuses_a_config_that_quantises_nothing():
+    with pytest.raises(ValueError) as error:
+        quantize(meta_llama(torch.float32), {"bnb_4bit_quant_type": "nf4"})
+    assert str(error.value) == (
+        "config=BitsAndBytesConfig() quantises nothing; expected load_in_4bit=True or load_in_8bit=True. "
+        'Pass config={"load_in_4bit": True}'
+    )
+
+
+# ---- which modules
+
+
+@pytest.mark.parametrize("module", [nn.Linear(8, 8), nn.Embedding(8, 8), nn.LayerNorm(8), nn.Sequential()])
+def test_other_modules_need_no_stand_in(module):
+    assert stand_in(module) is None
+
+
+def test_a_stand_in_stays():
+    assert stand_in(stand_in(Linear4bit(8, 8))) is None
+    assert stand_in(stand_in(Linear8bitLt(8, 8, has_fp16_weights=False))) is None
+
+
+def test_a_stand_in_keeps_mode_and_bias():
+    linear = quantized_linear(weight_dtype=torch.bfloat16).eval()
+    linear.bias.data = linear.bias.data.to(torch.bfloat16)
+    here = stand_in(linear)
+    assert (here.training, here.bias.dtype, here.bias.requires_grad) == (False, torch.bfloat16, False)
+    assert (here.weight_dtype, here.weight.requires_grad) == (torch.bfloat16, False)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_stand_in_copies(bits):
+    linear = stand_in(quantized_linear(bits=bits))
+    copied = copy.deepcopy(linear)
+    assert type(copied) is type(linear)
+    assert copied.weight is not linear.weight
+    assert type(copied.weight) is type(linear.weight)
+    assert sizes_of(copied) == sizes_of(linear)
+    assert passes(copied, (9, 64), torch.bfloat16, {}) == passes(linear, (9, 64), torch.bfloat16, {})
+
+
+def test_trainable_8bit_weights_are_not_estimable():
+    with pytest.raises(NotEstimableError) as error:
+        stand_in(Linear8bitLt(8, 8))
+    assert str(error.value) == (
+        "not estimable: Linear8bitLt with has_fp16_weights=True quantises a trainable weight in every step; expected a "
+        "frozen 8-bit weight. Pass BitsAndBytesConfig(load_in_8bit=True)"
+    )
+
+
+class Wrapped(torch.Tensor):
+    """A tensor of a quantising library, such as those that torchao puts into plain linears."""
+
+
+def foreign(name: str, cls: type) -> Any:
+    """Return a subclass that claims to live in another package."""
+    return type("Quantised", (cls,), {"__module__": name})
+
+
+def with_weight(weight: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(weight)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (Embedding8bit(8, 8), "bitsandbytes.nn.modules.Embedding8bit"),
+        (Embedding4bit(8, 64), "bitsandbytes.nn.modules.Embedding4bit"),
+        (OutlierAwareLinear(8, 8), "bitsandbytes.nn.modules.OutlierAwareLinear"),
+        (foreign("gptqmodel.nn_modules.qlinear.torch", nn.Module)(), "gptqmodel.nn_modules.qlinear.torch.Quantised"),
+        (foreign("awq.modules.linear", nn.Linear)(8, 8), "awq.modules.linear.Quantised"),
+        (foreign("hqq.core.quantize", nn.Module)(), "hqq.core.quantize.Quantised"),
+        (foreign("transformers.integrations.bitnet", nn.Linear)(8, 8), "transformers.integrations.bitnet.Quantised"),
+        (
+            with_weight(torch.zeros(8, 8).as_subclass(foreign("torchao.dtypes", Wrapped))),
+            "torchao.dtypes.Quantised",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_quantised_modules_are_not_estimable(module, name):
+    with pytest.raises(NotEstimableError) as error:
+        stand_in(module)
+    assert str(error.value) == (
+        f"not estimable: {name} has operations whose bytes are not known without a card; expected linears of "
+        "bitsandbytes or none that are quantised. Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
+    )
+
+
+def test_private_names():
+    assert (
+        torch._int_mm(torch.ones(2, 4, dtype=torch.int8), torch.ones(4, 3, dtype=torch.int8)).tolist() == [[4] * 3] * 2
+    )
+    assert torch.ops.aten.matmul(torch.ones(2, 4), torch.ones(4, 3)).tolist() == [[4.0] * 3] * 2
+    assert {
+        "gemm_4bit",
+        "dequantize_4bit",
+        "dequantize_blockwise",
+        "int8_vectorwise_quant",
+        "int8_linear_matmul",
+    } <= set(cuda_kernels())

@@ -1,0 +1,629 @@
+"""``memory.report``: the callback in the real Trainer, on a fake card whose bytes are known, and on the host."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import pickle
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.integrations import integration_utils
+from transformers.trainer_utils import TrainOutput
+
+import tiny
+from hf_memopt.binding.attach import attach
+from hf_memopt.devices.memory_reading import MemoryReading, read_process
+from hf_memopt.memory import report
+from hf_memopt.memory.report import MemoryReportCallback, PhasePeaks, print_gpu_utilization, print_summary
+
+GIB = 2**30
+MIB = 2**20
+
+# what each part of a run holds on the fake card, in bytes
+WEIGHTS, STATE, TRAIN_FORWARD, OPTIMIZER, EVALUATION = 1000 * MIB, 200 * MIB, 500 * MIB, 300 * MIB, 700 * MIB
+
+
+class FakeCard:
+    """torch.cuda's allocator in four numbers; NVML tells ``used_bytes``."""
+
+    def __init__(self):
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.used_bytes = 9 * GIB
+
+    def hold(self, size):
+        self.allocated += size
+        self.reserved = max(self.reserved, self.allocated)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def touch(self, size):
+        """Allocate and free: only the peak remembers."""
+        self.hold(size)
+        self.allocated -= size
+
+    def stats(self, device):
+        return {
+            "allocated_bytes": {"all": {"current": self.allocated, "peak": self.peak_allocated}},
+            "reserved_bytes": {"all": {"current": self.reserved, "peak": self.peak_reserved}},
+        }
+
+    def reset(self, device):
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+
+class Sink(TrainerCallback):
+    """What an integration of ``report_to`` does: it keeps what it is given, when it is given."""
+
+    def __init__(self):
+        self.logs, self.predictions = [], []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+    def on_predict(self, args, state, control, metrics, **kwargs):
+        self.predictions.append(dict(metrics))
+
+
+class StatefulSGD(torch.optim.SGD):
+    """SGD that takes its share of the fake card: state at the first step, a temporary in each."""
+
+    card: FakeCard
+
+    def step(self, closure=None):
+        if not self.state:
+            self.card.hold(STATE)
+            self.state["made"] = True
+        self.card.touch(OPTIMIZER)
+        return super().step(closure)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A fake card that the tiny model's forward pass and the optimizer use; the Trainer itself runs on the CPU."""
+    card = FakeCard()
+    card.hold(WEIGHTS)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", card.stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", card.reset)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(report, "measured_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(report, "read_device_used", lambda device: card.used_bytes)
+    monkeypatch.setattr(report, "read_process", lambda: (2 * GIB, 3 * GIB))
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "sink", Sink)
+    return card
+
+
+def make_trainer(card, output_dir, callbacks, **settings):
+    """Return a stock Trainer on a tiny BERT that uses the fake card; 16 examples, batch 4."""
+    model = tiny.bert()
+
+    def use_card(module, args, output):
+        card.touch(TRAIN_FORWARD if module.training else EVALUATION)
+
+    if card is not None:
+        model.register_forward_hook(use_card)
+    optimizer = StatefulSGD(model.parameters(), lr=0.1)
+    optimizer.card = card or FakeCard()
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "logging_strategy": "steps",
+        "logging_steps": 2,
+    }
+    return Trainer(
+        model=model,
+        args=tiny.arguments(output_dir, **{**defaults, **settings}),
+        train_dataset=tiny.rows(16),
+        eval_dataset=tiny.rows(8),
+        optimizers=(optimizer, None),
+        callbacks=callbacks,
+    )
+
+
+def memory_of(logs):
+    return {key: value for key, value in logs.items() if "memory" in key}
+
+
+def sink_of(trainer):
+    return next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Sink))
+
+
+FIRST_LOG = {
+    "memory_load_peak_allocated_gib": WEIGHTS / GIB,
+    "memory_load_peak_reserved_gib": WEIGHTS / GIB,
+    "memory_forward_backward_peak_allocated_gib": (WEIGHTS + STATE + TRAIN_FORWARD) / GIB,
+    "memory_forward_backward_peak_reserved_gib": (WEIGHTS + STATE + TRAIN_FORWARD) / GIB,
+    "memory_optimizer_peak_allocated_gib": (WEIGHTS + STATE + OPTIMIZER) / GIB,
+    "memory_optimizer_peak_reserved_gib": (WEIGHTS + STATE + TRAIN_FORWARD) / GIB,
+    "memory_device_used_gib": 9.0,
+    "memory_process_rss_gib": 2.0,
+}
+SECOND_LOG = {key: value for key, value in FIRST_LOG.items() if "load" not in key}
+EVALUATION_LOG = {
+    "eval_memory_peak_allocated_gib": (WEIGHTS + STATE + EVALUATION) / GIB,
+    "eval_memory_peak_reserved_gib": (WEIGHTS + STATE + EVALUATION) / GIB,
+}
+CLOSING_LOG = {
+    "train_memory_load_peak_allocated_gib": WEIGHTS / GIB,
+    "train_memory_load_peak_reserved_gib": WEIGHTS / GIB,
+    "train_memory_forward_backward_peak_allocated_gib": (WEIGHTS + STATE + TRAIN_FORWARD) / GIB,
+    "train_memory_forward_backward_peak_reserved_gib": (WEIGHTS + STATE + TRAIN_FORWARD) / GIB,
+    "train_memory_optimizer_peak_allocated_gib": (WEIGHTS + STATE + OPTIMIZER) / GIB,
+    "train_memory_optimizer_peak_reserved_gib": (WEIGHTS + STATE + TRAIN_FORWARD) / GIB,
+    "train_memory_evaluation_peak_allocated_gib": (WEIGHTS + STATE + EVALUATION) / GIB,
+    "train_memory_evaluation_peak_reserved_gib": (WEIGHTS + STATE + EVALUATION) / GIB,
+    "train_memory_device_used_gib": 9.0,
+    "train_memory_process_peak_rss_gib": 3.0,
+}
+
+
+# ---- the log
+
+
+def test_every_sink_history_and_result_get_the_exact_peaks_of_each_phase(card, tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback], report_to="sink", eval_strategy="epoch")
+    callback.bind(trainer)
+    result = trainer.train()
+    sink = sink_of(trainer)
+    expected = [FIRST_LOG, SECOND_LOG, EVALUATION_LOG, CLOSING_LOG]
+    assert [memory_of(logs) for logs in sink.logs] == expected
+    assert [memory_of(logs) for logs in trainer.state.log_history] == expected
+    assert memory_of(result.metrics) == CLOSING_LOG
+    assert "loss" in sink.logs[0]
+    assert "eval_loss" in sink.logs[2]
+    assert callback.summary == {
+        "load": {"peak_allocated_bytes": WEIGHTS, "peak_reserved_bytes": WEIGHTS},
+        "forward_backward": {
+            "peak_allocated_bytes": WEIGHTS + STATE + TRAIN_FORWARD,
+            "peak_reserved_bytes": WEIGHTS + STATE + TRAIN_FORWARD,
+        },
+        "optimizer": {
+            "peak_allocated_bytes": WEIGHTS + STATE + OPTIMIZER,
+            "peak_reserved_bytes": WEIGHTS + STATE + TRAIN_FORWARD,
+        },
+        "evaluation": {
+            "peak_allocated_bytes": WEIGHTS + STATE + EVALUATION,
+            "peak_reserved_bytes": WEIGHTS + STATE + EVALUATION,
+        },
+    }
+    assert callback.table() == (
+        "phase               peak allocated   peak reserved\n"
+        "load                    1000.0 MiB      1000.0 MiB\n"
+        "forward+backward          1.66 GiB        1.66 GiB\n"
+        "optimizer                 1.46 GiB        1.66 GiB\n"
+        "evaluation                1.86 GiB        1.86 GiB"
+    )
+
+
+def test_accumulation_is_one_forward_backward_phase_per_step(card, tmp_path):
+    callback = MemoryReportCallback()
+    forwards = iter([100 * MIB, 900 * MIB, 50 * MIB, 60 * MIB])
+    trainer = make_trainer(None, tmp_path, [callback], report_to="sink", gradient_accumulation_steps=2, logging_steps=1)
+    trainer.model.register_forward_hook(lambda *_: card.touch(next(forwards)))
+    callback.bind(trainer)
+    trainer.train()
+    key = "memory_forward_backward_peak_allocated_gib"
+    steps = [logs[key] for logs in sink_of(trainer).logs if key in logs]
+    assert steps == [(WEIGHTS + 900 * MIB) / GIB, (WEIGHTS + 60 * MIB) / GIB]
+
+
+def test_evaluation_counts_neither_the_gradients_nor_the_optimizer_step_before_it(card, tmp_path):
+    def clear_gradients():
+        card.allocated = min(card.allocated, WEIGHTS + STATE)
+
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback], eval_strategy="steps", eval_steps=1)
+    after = WEIGHTS + STATE + 50 * GIB  # held once a step, however often torch calls the hook of a subclassed step
+    trainer.optimizer.register_step_post_hook(lambda *_: card.hold(after - card.allocated))
+    trainer.model.zero_grad = clear_gradients
+    callback.bind(trainer)
+    trainer.train()
+    assert callback.summary["optimizer"]["peak_allocated_bytes"] == after
+    assert callback.summary["evaluation"]["peak_allocated_bytes"] == WEIGHTS + STATE + EVALUATION
+
+
+def test_evaluation_after_training_does_not_count_how_it_ended(card, tmp_path):
+    class Hungry(TrainerCallback):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            card.touch(50 * GIB)
+
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback, Hungry()])
+    callback.bind(trainer)
+    trainer.train()
+    assert memory_of(trainer.evaluate())["eval_memory_peak_allocated_gib"] == (WEIGHTS + STATE + EVALUATION) / GIB
+
+
+def test_training_after_an_evaluation_that_broke_off_logs_its_own_phases(card, tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback])
+    callback.bind(trainer)
+    batches = iter([None])
+    failing = trainer.model.register_forward_pre_hook(lambda *_: next(batches))
+    with pytest.raises(StopIteration):
+        trainer.evaluate()
+    failing.remove()
+    trainer.train()
+    assert set(memory_of(trainer.state.log_history[0])) == set(FIRST_LOG)
+
+
+def test_a_log_after_training_does_not_repeat_its_phases(card, tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback], logging_strategy="no")
+    callback.bind(trainer)
+    trainer.train()
+    trainer.log({"mine": 1.0})
+    assert set(memory_of(trainer.state.log_history[-1])) == {"memory_device_used_gib", "memory_process_rss_gib"}
+
+
+def test_what_lies_between_two_steps_belongs_to_no_phase(card, tmp_path):
+    class Hungry(TrainerCallback):
+        def on_log(self, args, state, control, **kwargs):
+            card.touch(50 * GIB)
+
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback, Hungry()])
+    callback.bind(trainer)
+    trainer.train()
+    assert {peaks["peak_allocated_bytes"] for peaks in callback.summary.values()} == {
+        WEIGHTS,
+        WEIGHTS + STATE + TRAIN_FORWARD,
+        WEIGHTS + STATE + OPTIMIZER,
+    }
+
+
+def test_each_evaluation_set_has_its_own_keys(card, tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback], report_to="sink")
+    callback.bind(trainer)
+    metrics = trainer.evaluate({"a": tiny.rows(4), "b": tiny.rows(4)})
+    assert memory_of(metrics) == {
+        f"eval_{name}_memory_{kind}_gib": (WEIGHTS + EVALUATION) / GIB
+        for name in "ab"
+        for kind in ("peak_allocated", "peak_reserved")
+    }
+    assert [set(memory_of(logs)) for logs in sink_of(trainer).logs] == [
+        {"eval_a_memory_peak_allocated_gib", "eval_a_memory_peak_reserved_gib"},
+        {"eval_b_memory_peak_allocated_gib", "eval_b_memory_peak_reserved_gib"},
+    ]
+
+
+def test_evaluation_before_training_is_no_loading(card, tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback])
+    callback.bind(trainer)
+    trainer.evaluate()
+    assert callback.summary["evaluation"]["peak_allocated_bytes"] == WEIGHTS + EVALUATION
+    trainer.train()
+    assert callback.summary["load"]["peak_allocated_bytes"] == WEIGHTS
+    assert callback.summary["evaluation"]["peak_allocated_bytes"] == WEIGHTS + EVALUATION
+
+
+def test_what_attach_itself_runs_is_no_loading(card, tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback])
+    card.touch(5 * GIB)  # a probe of the loss
+    callback.bind(trainer)
+    trainer.train()
+    assert callback.summary["load"]["peak_allocated_bytes"] == WEIGHTS
+
+
+def test_predict_alone_reports_in_its_metrics_and_to_the_sinks(card, tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback], report_to="sink")
+    callback.bind(trainer)
+    metrics = trainer.predict(tiny.rows(8)).metrics
+    expected = {
+        "test_memory_peak_allocated_gib": (WEIGHTS + EVALUATION) / GIB,
+        "test_memory_peak_reserved_gib": (WEIGHTS + EVALUATION) / GIB,
+    }
+    assert memory_of(metrics) == expected
+    assert [memory_of(given) for given in sink_of(trainer).predictions] == [expected]
+    assert set(callback.summary) == {"load", "evaluation"}
+
+
+def test_a_second_train_starts_afresh(card, tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback], report_to="sink", eval_strategy="epoch")
+    callback.bind(trainer)
+    trainer.train()
+    sink_of(trainer).logs.clear()
+    trainer.args.eval_strategy = "no"
+    trainer.train()
+    assert memory_of(sink_of(trainer).logs[0])["memory_load_peak_allocated_gib"] == (WEIGHTS + STATE) / GIB
+    assert set(callback.summary) == {"load", "forward_backward", "optimizer"}
+    assert callback.summary["load"]["peak_allocated_bytes"] == WEIGHTS + STATE
+
+
+def test_the_peak_of_a_run_that_broke_off_is_not_the_loading_of_the_next(card, tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback])
+    callback.bind(trainer)
+
+    def fail(*_):
+        card.touch(15 * GIB)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    failing = trainer.model.register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    failing.remove()
+    trainer.train()
+    assert callback.summary["load"]["peak_allocated_bytes"] == WEIGHTS
+    assert callback.summary["forward_backward"]["peak_allocated_bytes"] == WEIGHTS + STATE + TRAIN_FORWARD
+
+
+def test_two_trainers_in_one_process_share_nothing(card, tmp_path):
+    first, second = MemoryReportCallback(), MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path / "first", [first])
+    first.bind(trainer)
+    trainer.train()
+    before = first.summary
+    other = make_trainer(card, tmp_path / "second", [second])
+    second.bind(other)
+    card.hold(GIB)
+    other.train()
+    assert first.summary == before
+    assert second.summary["forward_backward"]["peak_allocated_bytes"] == WEIGHTS + 2 * STATE + GIB + TRAIN_FORWARD
+
+
+def test_the_same_callback_in_a_new_trainer_must_be_bound_again(card, tmp_path):
+    callback = MemoryReportCallback()
+    callback.bind(make_trainer(card, tmp_path / "first", [callback], report_to="sink"))
+    trainer = make_trainer(card, tmp_path / "second", [callback], report_to="sink")
+    with pytest.raises(RuntimeError, match="never bound"):
+        trainer.train()
+
+
+def test_metrics_of_a_hyperparameter_search_stay_without_memory(card, tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback], report_to="sink")
+    callback.bind(trainer)
+    trainer.state.is_hyper_param_search = True
+    metrics = trainer.evaluate()
+    assert memory_of(metrics) == {}  # the default objective is eval_loss alone, else the sum of what is left
+    assert set(memory_of(sink_of(trainer).logs[0])) == set(EVALUATION_LOG)
+
+
+def test_logs_of_the_user_get_the_moment_and_a_foreign_history_stays_as_it_is(card, tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback])
+    callback.bind(trainer)
+    trainer.log({"mine": 1.0})
+    assert trainer.state.log_history[-1]["memory_process_rss_gib"] == 2.0
+    foreign = {"loss": 1.0, "step": 0}
+    trainer.state.log_history.append(dict(foreign))
+    logs = {"never": "appended"}
+    callback.on_log(trainer.args, trainer.state, trainer.control, logs=logs)
+    assert trainer.state.log_history[-1] == foreign
+    assert logs["memory_device_used_gib"] == 9.0
+
+
+# ---- binding
+
+
+def test_an_unbound_callback_with_a_sink_raises_before_the_first_step(card, tmp_path):
+    trainer = make_trainer(card, tmp_path, [MemoryReportCallback()], report_to="sink")
+    with pytest.raises(RuntimeError) as error:
+        trainer.train()
+    assert str(error.value) == (
+        "MemoryReportCallback was passed in callbacks= but never bound to its trainer; expected a bound callback. "
+        "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
+    )
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("added_late", [False, True])
+def test_without_a_sink_it_works_unbound(card, tmp_path, added_late):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [] if added_late else [callback])
+    if added_late:
+        trainer.add_callback(callback)  # behind the PrinterCallback, which takes things out of the logs
+    result = trainer.train()
+    expected = {key: value for key, value in CLOSING_LOG.items() if "evaluation" not in key}
+    assert [memory_of(logs) for logs in trainer.state.log_history] == [FIRST_LOG, SECOND_LOG, expected]
+    assert memory_of(result.metrics) == expected
+
+
+def test_binding_puts_it_once_in_front_of_all(card, tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback], report_to="sink")
+    others = [other for other in trainer.callback_handler.callbacks if other is not callback]
+    for _ in range(2):
+        callback.bind(trainer)
+        assert trainer.callback_handler.callbacks == [callback, *others]
+
+
+def test_attach_binds_it(card, tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback], report_to="sink")
+    attach(trainer)
+    trainer.train()
+    assert set(memory_of(sink_of(trainer).logs[0])) == set(FIRST_LOG)
+
+
+# ---- backends
+
+
+def test_samples_are_taken_at_every_micro_batch_where_torch_keeps_no_peaks(monkeypatch, tmp_path):
+    held = {"bytes": 0}
+    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: held["bytes"])
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: held["bytes"] + 5 * MIB)
+    monkeypatch.setattr(report, "measured_device", lambda device: torch.device("mps", 0))
+    sizes = iter([700 * MIB, 300 * MIB, 100 * MIB, 200 * MIB, 900 * MIB, 400 * MIB])
+    callback = MemoryReportCallback()
+    trainer = make_trainer(None, tmp_path, [callback], gradient_accumulation_steps=2)
+    trainer.model.register_forward_hook(lambda *_: held.update(bytes=next(sizes)))
+    callback.bind(trainer)
+    result = trainer.train()
+    trainer.evaluate()
+    assert callback.summary == {
+        "load": {"allocated_bytes": 0, "reserved_bytes": 5 * MIB},
+        "forward_backward": {"allocated_bytes": 700 * MIB, "reserved_bytes": 705 * MIB},
+        "optimizer": {"allocated_bytes": 300 * MIB, "reserved_bytes": 305 * MIB},
+        "evaluation": {"allocated_bytes": 900 * MIB, "reserved_bytes": 905 * MIB},
+    }
+    assert result.metrics["train_memory_forward_backward_reserved_gib"] == 705 * MIB / GIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where psutil tells no peak, a rise cannot be seen")
+def test_the_host_is_measured_for_real(tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(None, tmp_path, [callback])
+    tops = []
+
+    def rise_above_every_earlier_peak(*_):
+        rss_bytes, peak_bytes = read_process()
+        tops.append(peak_bytes + 64 * MIB)
+        bytearray(b"x" * (peak_bytes - rss_bytes + 128 * MIB))
+        rising.remove()
+
+    rising = trainer.model.register_forward_hook(rise_above_every_earlier_peak)
+    callback.bind(trainer)
+    result = trainer.train()
+    trainer.evaluate()
+    assert set(callback.summary) == {"load", "forward_backward", "optimizer", "evaluation"}
+    assert callback.summary["forward_backward"]["rss_bytes"] > tops[0]
+    assert 0 < callback.summary["optimizer"]["rss_bytes"] < callback.summary["forward_backward"]["rss_bytes"]
+    assert 0 < callback.summary["evaluation"]["rss_bytes"] < callback.summary["forward_backward"]["rss_bytes"]
+    assert set(memory_of(result.metrics)) == {
+        "train_memory_load_rss_gib",
+        "train_memory_forward_backward_rss_gib",
+        "train_memory_optimizer_rss_gib",
+        "train_memory_process_peak_rss_gib",
+    }
+    assert set(memory_of(trainer.state.log_history[0])) == {
+        "memory_load_rss_gib",
+        "memory_forward_backward_rss_gib",
+        "memory_optimizer_rss_gib",
+        "memory_process_rss_gib",
+    }
+
+
+def test_a_figure_that_nobody_tells_is_left_out_of_the_log(card, monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "read_device_used", lambda device: None)
+    monkeypatch.setattr(report, "read_process", lambda: (2 * GIB, None))
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback])
+    callback.bind(trainer)
+    metrics = trainer.train().metrics
+    assert not [key for key in metrics if "device_used" in key or "process" in key]
+
+
+def test_callback_can_be_copied_and_pickled_in_any_state(card, tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(card, tmp_path, [callback])
+    callback.bind(trainer)
+    trainer.train()
+    for copied in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert copied.summary == callback.summary
+        copied.summary["load"]["peak_allocated_bytes"] = 0
+    assert callback.summary["load"]["peak_allocated_bytes"] == WEIGHTS
+
+
+def test_phase_peaks_hold_the_maximum_and_what_is_new(monkeypatch):
+    spans = iter([{"rss_bytes": 3}, {"rss_bytes": 7}, {"rss_bytes": 5}, {"rss_bytes": 1}])
+    monkeypatch.setattr(report, "PeakMeter", lambda device: SimpleNamespace(read=lambda: next(spans)))
+    peaks = PhasePeaks(torch.device("cpu"))
+    peaks.close("load")
+    peaks.close("load")
+    assert peaks.take("load", "optimizer") == {"load": {"rss_bytes": 7}}
+    peaks.close("load")
+    peaks.close("optimizer")
+    assert peaks.take("optimizer") == {"optimizer": {"rss_bytes": 1}}
+    assert peaks.take("load", "optimizer") == {"load": {"rss_bytes": 5}}
+    assert peaks.summary == {"load": {"rss_bytes": 7}, "optimizer": {"rss_bytes": 1}}
+
+
+# ---- printing
+
+HOST = MemoryReading("cpu", "x86_64", GIB, 3 * GIB // 2, 8 * GIB, 3 * GIB)
+HOST_LINE = "Host memory, no accelerator: this process 1.00 GiB (peak 1.50 GiB), 3.00 GiB of 8.00 GiB available\n"
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (HOST, HOST_LINE),
+        (
+            MemoryReading("cpu", "x86_64", GIB, None, 8 * GIB, 3 * GIB),
+            "Host memory, no accelerator: this process 1.00 GiB, 3.00 GiB of 8.00 GiB available\n",
+        ),
+        (
+            MemoryReading("cuda:0", "Fake 16", GIB, GIB, GIB, GIB, GIB, 2 * GIB, GIB, GIB, 16 * GIB, 5 * GIB),
+            "cuda:0 (Fake 16): 5.00 GiB in use by all processes of 16.00 GiB; torch here: 1.00 GiB allocated, "
+            "2.00 GiB reserved\n",
+        ),
+        (
+            MemoryReading("mps:0", "Apple M2", GIB, GIB, GIB, GIB, GIB, 2 * GIB, None, None, 11 * GIB, None),
+            "mps:0 (Apple M2): use by all processes not told of 11.00 GiB; torch here: 1.00 GiB allocated, "
+            "2.00 GiB reserved\n",
+        ),
+    ],
+)
+def test_utilization_is_one_line_on_every_backend(monkeypatch, capsys, found, line):
+    monkeypatch.setattr(report, "read_memory", lambda device: found)
+    print_gpu_utilization()
+    assert capsys.readouterr().out == line
+
+
+def test_utilization_of_the_host_is_printed_for_real(capsys):
+    print_gpu_utilization("cpu")
+    assert capsys.readouterr().out.startswith("Host memory, no accelerator: this process ")
+
+
+def test_summary_prints_time_speed_and_the_peaks_of_the_run(monkeypatch, capsys):
+    monkeypatch.setattr(report, "read_memory", lambda device: HOST)
+    metrics = {
+        "train_runtime": 12.3456,
+        "train_samples_per_second": 99.876,
+        "train_loss": 1.0,
+        "train_memory_forward_backward_peak_allocated_gib": 1.5,
+        "train_memory_process_peak_rss_gib": 0.25,
+    }
+    print_summary(TrainOutput(3, 1.0, metrics))
+    assert capsys.readouterr().out == (
+        "Time: 12.35 s\n"
+        "Samples/second: 99.88\n"
+        "forward backward peak allocated: 1.500 GiB\n"
+        "process peak rss: 0.250 GiB\n" + HOST_LINE
+    )
+
+
+def test_summary_of_a_run_without_the_callback_and_without_a_speed(monkeypatch, capsys):
+    monkeypatch.setattr(report, "read_memory", lambda device: HOST)
+    print_summary(TrainOutput(0, 1.0, {"train_runtime": 0.0}))
+    assert capsys.readouterr().out == "Time: 0.00 s\n" + HOST_LINE
+
+
+@pytest.mark.parametrize("result", [None, TrainOutput(0, 1.0, {}), {"train_runtime": 1.0}])
+def test_summary_of_something_else_is_refused_before_anything_is_printed(capsys, result):
+    with pytest.raises(ValueError) as error:
+        print_summary(result)
+    assert str(error.value) == (
+        f"result={result!r} has no train_runtime; expected what trainer.train() returned. "
+        "Call print_summary(trainer.train())."
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_examples_in_the_docstrings_hold():
+    assert doctest.testmod(report).failed == 0
+
+
+@pytest.mark.gpu
+def test_a_real_card_is_reported_phase_by_phase(tmp_path):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(None, tmp_path, [callback], use_cpu=False, eval_strategy="epoch")
+    callback.bind(trainer)
+    weights_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
+    trainer.train()
+    assert set(callback.summary) == {"load", "forward_backward", "optimizer", "evaluation"}
+    for peaks in callback.summary.values():
+        assert weights_bytes <= peaks["peak_allocated_bytes"] <= peaks["peak_reserved_bytes"]
+    forward, evaluation = callback.summary["forward_backward"], callback.summary["evaluation"]
+    assert forward["peak_allocated_bytes"] >= evaluation["peak_allocated_bytes"]  # it holds gradients and activations

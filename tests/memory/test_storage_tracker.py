@@ -1,0 +1,519 @@
+"""The tracker on programs small enough to work out by hand, and the private names of torch that it stands on."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.fx.experimental._config as fx_config
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+from transformers.utils import logging
+
+from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
+from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.memory.storage_tracker import RECORDING_LOCK, StorageTracker, recording
+
+aten = torch.ops.aten
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def deltas(tracker: StorageTracker) -> list[int]:
+    return [delta for _, delta in tracker.events]
+
+
+# ---- By hand --------------------------------------------------------------------------------------------------------
+
+
+class TwoLayers(nn.Module):
+    """4 inputs, 8 hidden, 2 outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+def test_every_birth_and_death_of_a_step_of_two_linear_layers() -> None:
+    """Batch of 3 rows in float32; (rows, 4) -> (rows, 8) -> (rows, 2) -> the sum of all."""
+    with torch.device("meta"):
+        model = TwoLayers()
+    x = meta(3, 4)
+    tracker = StorageTracker()
+    up_weight, up_bias, down_weight, down_bias = (tracker.add(p) for p in model.parameters())
+    inputs = tracker.add(x)
+    with recording(tracker), tracker.watching(model):
+        loss = model(x).sum()
+        forward_end = len(tracker.events)
+        gradient = torch.ones_like(loss)
+        with tracker.backward():
+            run_backward(loss, gradient)
+        backward_end = len(tracker.events)
+        del loss, gradient
+        model.zero_grad()
+
+    # loaded: weights and input
+    assert [up_weight, up_bias, down_weight, down_bias, inputs] == [0, 1, 2, 3, 4]
+    assert deltas(tracker)[:5] == [8 * 4 * 4, 8 * 4, 2 * 8 * 4, 2 * 4, 3 * 4 * 4]
+    # forward: 5 before relu, dead once relu has run (its backward needs the result), 6 after relu, 7 output, 8 loss
+    hidden, output, scalar = 3 * 8 * 4, 3 * 2 * 4, 4
+    assert tracker.events[5:forward_end] == [
+        (5, hidden),
+        (6, hidden),
+        (5, -hidden),
+        (7, output),
+        (8, scalar),
+        (7, -output),
+    ]
+    # backward: 9 the gradient given; 10 of the weight of `down` and 11 of its bias; 12 of its input, with which the
+    # saved hidden values (6) die after relu's backward has made 13; 14 and 15 the gradients of `up`, then 13 dies
+    numbers = [number for number, _ in tracker.events[forward_end:backward_end]]
+    births = [(number, delta) for number, delta in tracker.events[forward_end:backward_end] if delta > 0]
+    dead = [number for number, delta in tracker.events[forward_end:backward_end] if delta < 0]
+    assert len(numbers) == len(births) + len(dead)
+    assert [delta for _, delta in births] == [scalar, hidden, 2 * 8 * 4, 2 * 4, hidden, 8 * 4 * 4, 8 * 4]
+    alive = {9, 11, 12, 14, 15}
+    assert set(dead) == {6, 10, 13}
+    assert {number for number, _ in births} - set(dead) == alive
+    # the end: loss and given gradient die, then the gradients in the order of the parameters
+    assert tracker.events[backward_end:] == [
+        (8, -scalar),
+        (9, -scalar),
+        (14, -8 * 4 * 4),
+        (15, -8 * 4),
+        (11, -2 * 8 * 4),
+        (12, -2 * 4),
+    ]
+    assert [tracker.module_of(number) for number in range(5, 9)] == ["up", "", "down", ""]
+    assert [tracker.module_of(number) for number in (10, 11, 12, 13, 14, 15)] == [
+        "down",
+        "down",
+        "down",
+        "",
+        "up",
+        "up",
+    ]
+    assert tracker.flops == 2 * (3 * 4 * 8 + 3 * 8 * 2) + 2 * (3 * 4 * 8) + 2 * 2 * (3 * 8 * 2)
+
+
+def test_views_share_a_storage_and_in_place_operations_make_none() -> None:
+    tracker = StorageTracker()
+    with recording(tracker):
+        x = torch.empty(4, 8, device="meta")
+        kept = [x.t(), x[1:], x.view(32), x.detach(), x.add_(1), x.expand(2, 4, 8)]
+        del x
+    assert deltas(tracker) == [128]
+    kept.clear()
+    assert deltas(tracker) == [128, -128]
+
+
+def test_all_outputs_of_an_operator_count() -> None:
+    tracker = StorageTracker()
+    with recording(tracker):
+        out = torch.native_layer_norm(meta(2, 8), [8], None, None, 1e-5)
+        parts = torch._foreach_mul([meta(2), meta(3)], 2.0)
+        seen = [tracker.sizes[tracker.number(tensor)] for tensor in (*out, *parts)]
+    assert seen == [64, 8, 8, 8, 12]
+
+
+def test_other_devices_are_not_counted_unless_asked_for() -> None:
+    of_meta, of_cpu, of_all = StorageTracker(), StorageTracker(device_type="cpu"), StorageTracker(device_type=None)
+    with recording(of_meta, of_cpu, of_all):
+        both = torch.zeros(4), torch.zeros(8, device="meta")
+    assert (deltas(of_meta), deltas(of_cpu), deltas(of_all)) == ([32], [16], [16, 32])
+    assert of_meta.number(both[0]) == -1
+    assert of_meta.add(both[0]) == -1
+    assert of_meta.number(both[1]) == 0 == of_meta.add(both[1])
+
+
+def test_ignored_storages_are_the_hosts() -> None:
+    tracker = StorageTracker()
+    x = meta(8)
+    tracker.ignore(x)
+    assert tracker.add(x) == -1
+    assert len(tracker.ignored) == 1
+    del x
+    assert not tracker.ignored
+    assert tracker.events == []
+
+
+def test_hidden_bytes_are_born_and_dead_after_the_outputs_of_their_operator() -> None:
+    def hidden(func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> tuple[int, ...]:
+        return (1000, 24) if func is aten.mul.Tensor else ()
+
+    tracker = StorageTracker(hidden=hidden)
+    with recording(tracker):
+        x = torch.ones(4, device="meta")
+        y = x * x
+        z = y + 1
+    assert tracker.events == [(0, 16), (1, 16), (2, 1000), (3, 24), (2, -1000), (3, -24), (4, 16)]
+    assert z.shape == (4,)
+
+
+def test_flops_are_those_of_torchs_table_and_can_be_left_out() -> None:
+    counted, not_counted = StorageTracker(), StorageTracker(flops=False)
+    with recording(counted, not_counted):
+        meta(2, 3) @ meta(3, 5)
+        torch.bmm(meta(7, 2, 3), meta(7, 3, 5))
+    assert counted.flops == 2 * 2 * 3 * 5 + 7 * 2 * 2 * 3 * 5
+    assert not_counted.flops == 0
+
+
+def asking(module: str) -> tuple[Callable[..., bool], Callable[..., bool]]:
+    """Return two questions about two tensors, asked by the code of a module."""
+    names: dict[str, Any] = {"__name__": module, "torch": torch}
+    exec("def every(x, y):\n    return bool((x == y).all())\ndef equal(x, y):\n    return torch.equal(x, y)\n", names)
+    return names["every"], names["equal"]
+
+
+@pytest.mark.parametrize("module", ["transformers.masking_utils", "transformers.modeling_attn_mask_utils"])
+@pytest.mark.parametrize("padding", [True, False])
+def test_questions_about_a_mask_have_one_answer(padding: bool, module: str) -> None:
+    """With padding no mask is all ones; real tensors answer for themselves."""
+    assert importlib.util.find_spec(module) is not None
+    ones, other = torch.ones(2, device="meta"), torch.ones(2, device="meta")
+    with recording(StorageTracker(padding=padding), CudaSemantics()):
+        for ask in asking(module):
+            assert ask(ones, other) is not padding
+            assert ask(torch.ones(2), torch.ones(2))
+        assert torch.tensor(5).item() == 5
+        assert torch.tensor(0.25).item() == 0.25
+
+
+@pytest.mark.parametrize("padding", [True, False])
+@pytest.mark.parametrize("kind", [0, 1])
+def test_questions_of_all_other_code_are_not_estimable(padding: bool, kind: int) -> None:
+    """An early exit, or a layer dropped by a coin on the card: the tracker cannot know the side it falls on."""
+    ask, x = asking("a.model")[kind], torch.ones(2, device="meta")
+    with pytest.raises(NotEstimableError) as error, recording(StorageTracker(padding=padding), CudaSemantics()):
+        ask(x, x)
+    assert str(error.value) == (
+        f"not estimable: a.model, line {2 * kind + 2}, lets values on the card decide what runs, in the model, and "
+        "only real data has them; expected a pass that shapes and settings decide. Estimate the model without that "
+        "branch"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_questions_about_a_number_are_not_estimable(dtype: torch.dtype) -> None:
+    total = meta(2, dtype=dtype).sum()
+    with pytest.raises(NotEstimableError) as error, recording(StorageTracker()):
+        total.item()
+    assert str(error.value) == (
+        f"not estimable: the model's code reads a number ({dtype}) off the card, in the model, and only real data "
+        "has it"
+    )
+
+
+def test_question_names_the_module_that_asks() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> float:
+            return float(x.sum())
+
+    model, tracker = nn.Sequential(nn.Identity(), Asks()), StorageTracker()
+    with pytest.raises(NotEstimableError) as error, recording(tracker), tracker.watching(model):
+        model(meta(2))
+    assert str(error.value) == (
+        "not estimable: the model's code reads a number (torch.float32) off the card, in 1, and only real data has it"
+    )
+
+
+# ---- Modules and recomputation --------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """Two layers of two linears each; ``how`` tells how they are checkpointed."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TwoWide() for _ in range(2))
+        self._reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) if self._reentrant is None else checkpoint(layer, x, use_reentrant=self._reentrant)
+        return x.sum()
+
+
+class TwoWide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 16)
+        self.outer = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "checkpointing", "reentrant"])
+def test_module_of_a_storage_in_forward_backward_and_recomputation(reentrant: bool | None) -> None:
+    with torch.device("meta"):
+        model = Stack(reentrant)
+    x = meta(3, 4, requires_grad=True)
+    tracker = StorageTracker()
+    for tensor in (x, *model.parameters()):
+        tracker.add(tensor)
+    loaded = len(tracker.events)
+    with recording(tracker), tracker.watching(model):
+        loss = model(x)
+        border = len(tracker.events)
+        gradient = torch.ones_like(loss)
+        with tracker.backward():
+            run_backward(loss, gradient)
+    inner, outer = 3 * 16 * 4, 3 * 4 * 4
+    born = [(number, delta) for number, delta in tracker.events if delta > 0]
+    forward = [(tracker.module_of(n), delta) for n, delta in born if loaded <= tracker.births[n] < border]
+    of_layers = [
+        (f"layers.{layer}{part}", size)
+        for layer in (0, 1)
+        for part, size in ((".inner", inner), ("", inner), (".outer", outer))
+    ]
+    assert forward == [*of_layers, ("", 4)]
+    again = [
+        (tracker.module_of(n), delta)
+        for n, delta in born
+        if any(begin <= tracker.births[n] < end for begin, end in tracker.recomputed)
+    ]
+    last, first = of_layers[3:], of_layers[:3]
+    if reentrant is None:
+        assert again == []
+        assert tracker.recomputed == []
+    elif reentrant:
+        assert again == [*last, *first]
+    else:  # it stops before the last linear, whose result nobody needs
+        assert again == [*last[:2], *first[:2]]
+    for layer in (0, 1):  # gradients stand with the module of their parameter
+        for part in ("inner", "outer"):
+            parameter = getattr(model.layers[layer], part).weight
+            number = tracker.number(parameter.grad)
+            assert number >= 0
+            assert tracker.module_of(number) == f"layers.{layer}.{part}"
+
+
+def test_watching_leaves_no_hook_behind_even_after_an_error() -> None:
+    with torch.device("meta"):
+        model = TwoLayers()
+    tracker = StorageTracker()
+    with pytest.raises(RuntimeError), recording(tracker), tracker.watching(model):
+        model(meta(3, 5))
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    with tracker.watching(model):
+        model(meta(3, 4))
+    assert tracker._stack == [0]
+
+
+# ---- The surroundings of a recording --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_recording_puts_back_the_collector_the_modes_and_the_configuration(collects: bool) -> None:
+    was = gc.isenabled()
+    random_state, grad_mode = torch.get_rng_state(), torch.is_grad_enabled()
+    (gc.enable if collects else gc.disable)()
+    tracker = StorageTracker()
+
+    def fail() -> None:
+        with recording(tracker):
+            assert not gc.isenabled()
+            assert fx_config.meta_nonzero_assume_all_nonzero
+            torch.zeros(2, device="meta")
+            raise KeyError("a model's error")
+
+    try:
+        with pytest.raises(KeyError):
+            fail()
+        found = gc.isenabled()
+    finally:
+        (gc.enable if was else gc.disable)()
+    assert found == collects
+    assert not fx_config.meta_nonzero_assume_all_nonzero
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.is_grad_enabled() == grad_mode
+    seen = len(tracker.events)
+    torch.zeros(2, device="meta")
+    assert len(tracker.events) == seen > 0
+
+
+def test_random_numbers_come_from_one_seed_and_the_callers_go_on() -> None:
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), random.random(), float(np.random.random())]
+
+    def fail() -> list[float]:
+        with recording():
+            drawn.append(draw())
+            raise KeyError("a model's error")
+
+    drawn: list[list[float]] = []
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    expected = draw()
+    for state, put_back in zip(states, (torch.set_rng_state, random.setstate, np.random.set_state), strict=True):
+        put_back(state)
+    with recording():
+        drawn.append(draw())
+    with pytest.raises(KeyError):
+        fail()
+    assert drawn[0] == drawn[1] != expected
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("verbosity", [logging.INFO, logging.CRITICAL])
+def test_transformers_logs_errors_only_within(verbosity: int) -> None:
+    was = logging.get_verbosity()
+    logging.set_verbosity(verbosity)
+    try:
+        with recording():
+            within = logging.get_verbosity()
+        after = logging.get_verbosity()
+    finally:
+        logging.set_verbosity(was)
+    assert (within, after) == (max(verbosity, logging.ERROR), verbosity)
+
+
+def test_one_thread_records_at_a_time() -> None:
+    entered = threading.Event()
+
+    def other() -> None:
+        with recording():
+            entered.set()
+
+    thread = threading.Thread(target=other)
+    with recording(), RECORDING_LOCK, recording():  # one thread may nest them
+        thread.start()
+        assert not entered.wait(0.2)
+    thread.join(timeout=10)
+    assert entered.is_set()
+
+
+def test_closed_list_has_no_later_deaths() -> None:
+    tracker = StorageTracker()
+    with recording(tracker):
+        kept, dead = torch.zeros(2, device="meta"), torch.zeros(4, device="meta")
+        del dead
+    tracker.close()
+    events = list(tracker.events)
+    assert events == [(0, 8), (1, 16), (1, -16)]
+    del kept
+    gc.collect()
+    assert tracker.events == events
+
+
+def test_backward_that_fails_ends_the_phase() -> None:
+    tracker = StorageTracker()
+
+    def fail() -> None:
+        with recording(tracker), tracker.backward():
+            with torch.enable_grad():
+                torch.zeros(2, device="meta")  # taken for recomputation
+            raise KeyError("in a hook")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert tracker.recomputed == [(0, 2)]  # born and dead
+    with recording(tracker):
+        torch.zeros(2, device="meta")
+    assert tracker.places[-1] == 0  # of a forward pass again
+
+
+def test_end_of_each_recomputation_is_told() -> None:
+    ends: list[int] = []
+    tracker = StorageTracker()
+    tracker.after_recomputation.append(lambda: ends.append(len(tracker.events)))
+    with recording(tracker), tracker.backward(), torch.no_grad():
+        for _ in range(2):
+            with torch.enable_grad():
+                torch.zeros(2, device="meta")
+            torch.zeros(2, device="meta")
+    assert ends == [2, 6]
+    assert tracker.recomputed == [(0, 2), (4, 6)]
+
+
+# ---- Private names of torch -----------------------------------------------------------------------------------------
+
+
+def test_cdata_is_the_identity_of_a_storage() -> None:
+    """``UntypedStorage._cdata``: the same for every view and wrapper of one storage, another for another that lives."""
+    x, y = meta(4), meta(4)
+    assert x.untyped_storage()._cdata == x.view(2, 2).untyped_storage()._cdata == x.detach().untyped_storage()._cdata
+    assert x.untyped_storage()._cdata != y.untyped_storage()._cdata
+
+
+def test_weak_reference_to_a_storage_dies_with_its_last_tensor() -> None:
+    """The object of a storage lives as long as the storage, though no Python object holds it in between."""
+    died: list[str] = []
+    x = meta(4)
+    reference = weakref.ref(x.untyped_storage(), lambda _: died.append("dead"))
+    gc.collect()
+    y = x.view(2, 2)
+    del x
+    assert reference() is not None
+    assert died == []
+    del y
+    assert died == ["dead"]
+
+
+class Packets(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func._overloadpacket)
+        return func(*args, **(kwargs or {}))
+
+
+def test_overloadpacket_is_the_key_of_torchs_table_of_flops() -> None:
+    with Packets() as packets:
+        torch.mm(meta(2, 3), meta(3, 5))  # after what makes the operands
+    assert packets.seen[-1] is aten.mm
+    assert aten.mm in flop_registry
+    assert flop_registry[aten.mm](meta(2, 3), meta(3, 5), out_val=meta(2, 5)) == 60
+
+
+def test_current_autograd_node_has_the_sequence_number_of_its_forward() -> None:
+    """``_current_autograd_node``, ``Node._sequence_nr``, ``_get_sequence_nr``: from a gradient back to its forward."""
+    x = meta(4, requires_grad=True)
+    assert torch._C._current_autograd_node() is None
+    before = torch._C._autograd._get_sequence_nr()
+    y = x.exp()
+    assert torch._C._autograd._get_sequence_nr() == before + 1
+    assert y.grad_fn is not None
+    assert y.grad_fn._sequence_nr() == before
+    seen: list[int] = []
+
+    class Nodes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            node = torch._C._current_autograd_node()
+            if node is not None:
+                seen.append(node._sequence_nr())
+            return func(*args, **(kwargs or {}))
+
+    with Nodes():
+        y.backward(torch.ones_like(y))
+    assert before in seen
+    assert set(seen) <= {before, 2**64 - 1}  # the second: a node that accumulates
+
+
+def test_nonzero_on_meta_needs_the_setting_and_counts_every_element() -> None:
+    """``meta_nonzero_assume_all_nonzero`` of the private ``torch.fx.experimental._config``."""
+    with pytest.raises(NotImplementedError):
+        meta(2, 3).nonzero()
+    with fx_config.patch(meta_nonzero_assume_all_nonzero=True):
+        assert meta(2, 3).nonzero().shape == (6, 2)
+    assert not fx_config.meta_nonzero_assume_all_nonzero

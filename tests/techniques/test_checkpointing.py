@@ -1,0 +1,649 @@
+"""Checkpointing policies: gradients bit by bit, saved bytes, what the estimator makes of them, undo, the Trainer."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import logging
+import pickle
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import heads
+import peft
+import pytest
+import torch
+import torch._functorch.config as functorch
+import transformers
+from torch import nn
+from transformers import Trainer, TrainerCallback, default_data_collator
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+import tiny
+from hf_memopt.binding.attach import attach
+from hf_memopt.binding.callback_binding import unbound_error
+from hf_memopt.binding.versions import (
+    can_offload_checkpoints,
+    checkpointing_arguments,
+    enable_checkpointing,
+    is_checkpointing,
+)
+from hf_memopt.changes import Change
+from hf_memopt.memory.estimation import estimate
+from hf_memopt.memory.recording.trace_cache import forget_traces
+from hf_memopt.techniques.checkpointing.compile_budget import activation_memory_budget
+from hf_memopt.techniques.checkpointing.policies import CheckpointingCallback, checkpoint_layers
+from hf_memopt.techniques.checkpointing.selective import KEPT_ATTENTIONS, KEPT_PRODUCTS
+from hf_memopt.techniques.freezing.freezing import FreezeCallback, freeze
+
+POLICIES = ("full", "every_2", "first_1", "selective")
+
+
+def examples(name: str = "bert", count: int = 8) -> dict[str, torch.Tensor]:
+    """One batch of the examples of ``heads``."""
+    batch: dict[str, torch.Tensor] = default_data_collator(heads.HEADS[name].examples(count))
+    return batch
+
+
+def build(name: str) -> Any:
+    """A model of ``heads`` in training mode, without the key-value cache that checkpointing switches off."""
+    torch.manual_seed(0)
+    model = heads.HEADS[name].build()
+    for module in model.modules():  # T5's decoder has a configuration of its own
+        if hasattr(module, "config"):
+            module.config.use_cache = False
+    return model.train()
+
+
+def gradients(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Of all parameters that have one, from one seed of the dropout."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(**batch).loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def saved_bytes(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    """Bytes of the distinct storages, weights apart, that the graph of one forward pass holds."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(**batch).loss
+    del loss
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in held.items() if address not in weights)
+
+
+def flags(model: nn.Module) -> list[bool]:
+    """Which layers are checkpointed, in stock's order."""
+    return [
+        module.gradient_checkpointing for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
+
+
+def attributes(model: nn.Module) -> list[dict[str, Any]]:
+    """What every module holds of its own, hooks included."""
+    return [
+        {key: value for key, value in vars(module).items() if "checkpoint" in key}
+        | {"hooks": len(module._forward_hooks)}
+        for module in model.modules()
+    ]
+
+
+# ---- Gradients and bytes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["llama-causal-lm", "t5", "vit", "gpt2"])
+def test_gradients_are_those_without_checkpointing_bit_by_bit(name: str, policy: str) -> None:
+    model = build(name)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+    batch = examples(name)
+    expected = gradients(model, batch)
+    checkpoint_layers(model, policy)
+    assert any(flags(model))
+    found = gradients(model, batch)
+    assert len(found) == len(expected) > 0
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_dropout_within_attention_draws_the_same_numbers_again(policy: str, attention: str) -> None:
+    dropouts = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
+    model = tiny.bert(**dropouts, attn_implementation=attention).train()
+    expected = gradients(model, examples())
+    checkpoint_layers(model, policy)
+    assert all(torch.equal(*pair) for pair in zip(gradients(model, examples()), expected, strict=True))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_autocast_is_on_again_where_layers_are_recomputed(policy: str) -> None:
+    model = build("bert")
+    found = []
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
+            checkpoint_layers(model, policy)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**examples()).loss
+        model.zero_grad()
+        loss.backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_bytes_saved_by_layers() -> None:
+    model = tiny.llama(num_hidden_layers=4, use_cache=False).train()
+    batch = examples("llama-causal-lm")
+    plain = saved_bytes(model, batch)
+    saved = {}
+    for policy in ("first_1", "first_2", "first_3", "first_4", "full", "every_2", "every_4"):
+        with checkpoint_layers(model, policy):
+            saved[policy] = saved_bytes(model, batch)
+    assert saved_bytes(model, batch) == plain
+    layer = plain - saved["first_1"]  # each layer saves the same, less its input
+    assert layer > 0
+    assert [saved[f"first_{count}"] for count in (1, 2, 3)] == [plain - count * layer for count in (1, 2, 3)]
+    assert saved["full"] == saved["first_4"] <= plain - 4 * layer  # nor are the rotary angles held by any graph
+    assert saved["every_2"] == saved["first_2"]
+    assert saved["every_4"] == saved["first_1"]
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_frozen_prefix_saves_nothing_under_checkpointing(policy: str) -> None:
+    model = tiny.bert(num_hidden_layers=4).train()
+    freeze(model, ["embeddings", "layers:0-2"])
+    checkpoint_layers(model, policy)
+    ours = saved_bytes(model, examples())
+    enable_checkpointing(model, {"use_reentrant": False})  # as stock does, with a hook on the embeddings
+    assert ours < saved_bytes(model, examples())
+    assert [layer.gradient_checkpointing for layer in model.bert.encoder.layer] == [True] * 4
+
+
+# ---- Which layers ---------------------------------------------------------------------------------------------------
+
+
+def test_every_second_layer_is_the_one_that_stock_counts() -> None:
+    for name in ("bert", "t5", "bart"):
+        model, stock = build(name), build(name)
+        checkpoint_layers(model, "every_2")
+        enable_checkpointing(stock, {"use_reentrant": False, "every_n_layers": 2})
+        if can_offload_checkpoints():  # both options came with one version
+            assert flags(model) == flags(stock)
+        assert flags(model) == [index % 2 == 0 for index in range(len(flags(model)))]
+
+
+def test_the_first_layers_are_those_of_each_stack() -> None:
+    model = build("t5")
+    checkpoint_layers(model, "first_1")
+    assert [layer.gradient_checkpointing for layer in (*model.encoder.block, *model.decoder.block)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_a_policy_replaces_another() -> None:
+    model = build("bert")
+    checkpoint_layers(model, "full")
+    checkpoint_layers(model, "first_1")
+    assert flags(model) == [True, False]
+
+
+# ---- Undo -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed before"])
+def test_the_handle_puts_the_model_back_as_it_was(policy: str, is_checkpointed: bool) -> None:
+    model = build("bert")
+    if is_checkpointed:
+        enable_checkpointing(model, {"use_reentrant": False})
+    before = attributes(model)
+    handle = checkpoint_layers(model, policy)
+    assert attributes(model) != before
+    handle.remove()
+    assert attributes(model) == before
+
+
+def test_the_handle_keeps_no_model_alive() -> None:
+    model = build("bert")
+    handle = checkpoint_layers(model, "selective")
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+    handle.remove()
+
+
+# of transformers 5.23, which peft 0.21 asks by its former name
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_adapters_train_as_without_checkpointing(policy: str) -> None:
+    adapters = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(build("bert"), adapters)
+    expected = gradients(model, examples())
+    before = attributes(model)
+    handle = checkpoint_layers(model, policy)
+    assert sum(hooks["hooks"] for hooks in attributes(model)) == 1  # stock's, which adapters may need
+    assert all(torch.equal(*pair) for pair in zip(gradients(model, examples()), expected, strict=True))
+    handle.remove()
+    assert attributes(model) == before
+
+
+# ---- Refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["fulll", "every_0", "first_-1", "every_2.5", 2, None, "FIRST_2"])
+def test_an_unknown_policy(policy: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        checkpoint_layers(build("bert"), policy)
+    hints = {"fulll": "full", "every_0": "every_2", "first_-1": "first_8", "every_2.5": "every_2"}
+    hint = f" Did you mean {hints[policy]!r}?" if policy in hints else ""
+    assert str(error.value) == (
+        f"policy={policy!r} is unknown; expected 'full', 'selective', 'every_<n>' or 'first_<k>' with a number from 1."
+        f"{hint} Pass policy='full'"
+    )
+
+
+def test_a_callback_knows_budgets_too() -> None:
+    with pytest.raises(ValueError) as error:
+        CheckpointingCallback("budget_2")
+    assert str(error.value) == (
+        "policy='budget_2' is unknown; expected 'full', 'selective', 'every_<n>' or 'first_<k>' with a number from 1, "
+        "'budget_<share from 0 to 1>'. Did you mean 'budget_0.5'? Pass policy='full'"
+    )
+
+
+def test_a_budget_is_no_policy_for_layers() -> None:
+    with pytest.raises(ValueError) as error:
+        checkpoint_layers(build("bert"), "budget_0.5")
+    assert str(error.value) == (
+        "policy='budget_0.5' is for torch.compile, not for the layers of a model; expected 'full', 'every_<n>', "
+        "'first_<k>' or 'selective'. Pass CheckpointingCallback('budget_0.5') to a Trainer with torch_compile=True, or "
+        "call: activation_memory_budget(0.5)"
+    )
+
+
+def test_a_model_without_support() -> None:
+    config = transformers.AlbertConfig(**heads.TINY, embedding_size=8)
+    for model in (transformers.AlbertForSequenceClassification(config), nn.Linear(2, 2)):
+        with pytest.raises(ValueError) as error:
+            checkpoint_layers(model, "full")
+        assert str(error.value) == (
+            f"policy='full' cannot be applied: {type(model).__name__} does not support checkpointing; expected a model "
+            "of transformers with supports_gradient_checkpointing=True. Save memory otherwise, for example: "
+            "freeze(model, 'embeddings'), or MicrobatchCallback(max_examples=1)"
+        )
+
+
+class OldStyle(transformers.PreTrainedModel):
+    """Checkpoints by a flag of its own, in no layer of transformers' class."""
+
+    config_class = transformers.BertConfig
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList([nn.Linear(2, 2)])
+        self.gradient_checkpointing = False
+        self.post_init()
+
+
+class Layer(GradientCheckpointingLayer):
+    """A layer that nothing counts."""
+
+
+class InNoStack(OldStyle):
+    """Has a checkpointing layer, but in no list."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleDict({"only": Layer()})
+
+
+class OtherStack(InNoStack):
+    """Its only list is one of other layers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.others = nn.ModuleList([nn.Linear(2, 2)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [(OldStyle, "first_1"), (OldStyle, "every_1"), (InNoStack, "first_1"), (OtherStack, "first_1")],
+)
+def test_a_model_whose_layers_cannot_be_switched_one_by_one(kind: Any, policy: str) -> None:
+    model = kind(tiny.bert_config())
+    with pytest.raises(ValueError) as error:
+        checkpoint_layers(model, policy)
+    assert str(error.value) == (
+        f"policy={policy!r} needs layers that are switched one by one, and {kind.__name__} has no stack of "
+        "transformers' GradientCheckpointingLayer; expected 'full' or 'selective'. Pass policy='full'"
+    )
+    assert not is_checkpointing(model)
+
+
+def test_more_layers_than_there_are() -> None:
+    model = build("t5")
+    with pytest.raises(ValueError) as error:
+        checkpoint_layers(model, "first_3")
+    assert str(error.value) == (
+        "policy='first_3' exceeds the 2 layers of encoder.block and the 2 layers of decoder.block of "
+        "T5ForConditionalGeneration; expected a number from 1 to 2. Pass policy='first_2'"
+    )
+    with pytest.raises(ValueError) as error:
+        checkpoint_layers(model, "every_5")
+    assert str(error.value) == (
+        "policy='every_5' exceeds the 4 layers of T5ForConditionalGeneration; expected a number from 1 to 4. "
+        "Pass policy='every_4'"
+    )
+    assert not is_checkpointing(model)
+
+
+def test_offload_is_refused_where_it_cannot_work() -> None:
+    both = (
+        "policy='selective', offload=True cannot work together: what the policy keeps within the layers stays on the "
+        "card; expected 'full', 'every_<n>' or 'first_<k>'. Pass offload=False"
+    )
+    for make in (partial(checkpoint_layers, build("bert")), CheckpointingCallback):
+        with pytest.raises(ValueError) as error:
+            make(policy="selective", offload=True)
+        assert str(error.value) == both
+    no_accelerator = (
+        "offload=True moves activations from an accelerator to the host, and there is no accelerator; expected a GPU "
+        "that torch can use. Pass offload=False"
+    )
+    too_old = (
+        f"offload=True is not known to transformers {transformers.__version__}; expected 5.17 or newer. "
+        "Call: pip install -U transformers"
+    )
+    if not torch.accelerator.is_available():
+        with pytest.raises(ValueError) as error:
+            checkpoint_layers(build("bert"), "full", offload=True)
+        assert str(error.value) == (no_accelerator if can_offload_checkpoints() else too_old)
+
+
+# ---- Estimates ------------------------------------------------------------------------------------------------------
+
+
+def forward_end_bytes(config: Any, policy: str | None, **settings: Any) -> tuple[int, int]:
+    """Allocated bytes when the forward pass ends, and operations of the step."""
+    prepare = () if policy is None else (partial(checkpoint_layers, policy=policy),)
+    given = {"batch_size": 4, "seq_len": 48, "gpu": "RTX 3060 12GB", "precision": "bf16", **settings}
+    found = estimate(config, **given, prepare=prepare)
+    start = [event for event, phase in found.timeline.phases if phase == "backward"][-1]
+    return int(found.timeline.components[start - 1].sum()), found.flops
+
+
+def test_the_estimator_tells_policies_apart() -> None:
+    forget_traces()
+    config = tiny.llama_config(num_hidden_layers=4, architectures=["LlamaForCausalLM"])
+    for _ in range(2):  # the second time from the cache
+        found = {policy: forward_end_bytes(config, policy) for policy in (None, *POLICIES)}
+        held = {policy: bytes_ for policy, (bytes_, _) in found.items()}
+        assert held["full"] < held["selective"] < held[None]
+        assert held["full"] < held["every_2"] < held["first_1"] < held[None]
+        flops = {policy: operations for policy, (_, operations) in found.items()}
+        layer = flops["first_1"] - flops[None]
+        assert layer > 0
+        assert flops["full"] == flops[None] + 4 * layer
+        assert flops["every_2"] == flops[None] + 2 * layer
+        assert flops["selective"] == flops[None]  # every product is kept, and this attention has no dropout
+
+
+@pytest.mark.skipif(not can_offload_checkpoints(), reason="transformers before 5.17")
+def test_the_estimator_sees_what_is_offloaded() -> None:
+    config = tiny.llama_config(architectures=["LlamaForCausalLM"])
+    given = {"batch_size": 4, "seq_len": 48, "gpu": "RTX 3060 12GB", "precision": "fp32"}
+    found = [
+        estimate(config, **given, prepare=(partial(checkpoint_layers, policy="first_1", offload=offload),))
+        for offload in (False, True)
+    ]
+    assert [one.host_bytes for one in found] == [0, 4 * 48 * 32 * 4]  # the input of the layer
+    assert found[0].flops == found[1].flops
+
+
+def test_attention_with_dropout_is_recomputed_whole() -> None:
+    config = tiny.bert_config(attention_probs_dropout_prob=0.1, architectures=["BertForSequenceClassification"])
+    (_, plain), (_, selective) = (forward_end_bytes(config, policy) for policy in (None, "selective"))
+    heads_, width, seq, batch, layers = 2, 16, 48, 4, 2
+    assert selective - plain == layers * 2 * (2 * batch * heads_ * seq * seq * width)  # two products of attention
+
+
+def test_the_names_of_operations_are_those_of_the_installed_torch_and_bitsandbytes() -> None:
+    importlib.import_module("bitsandbytes")  # it registers its operations
+    for name in KEPT_PRODUCTS | KEPT_ATTENTIONS:
+        library, _, operation = name.rpartition("::")
+        if library in ("aten", "bitsandbytes"):
+            overload = getattr(getattr(torch.ops, library), operation).default
+            assert overload.name() == name
+            drops = [argument.name for argument in overload._schema.arguments if argument.name == "dropout_p"]
+            assert len(drops) == (name in KEPT_ATTENTIONS), name
+        else:
+            assert library == "flash_attn" or getattr(torch.ops.higher_order, operation).name() == name
+
+
+# ---- The callback ---------------------------------------------------------------------------------------------------
+
+
+def train(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Trainer:
+    """Train a tiny BERT with dropout for three steps."""
+    dropouts = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    asked = {"max_steps": 3, "trainer_callbacks": list(callbacks), **settings}
+    return tiny.train(tiny.bert(**dropouts), tiny.rows(), folder, **asked)
+
+
+@pytest.mark.parametrize("policy", ["first_1", "selective"])
+def test_training_ends_with_the_same_weights(tmp_path: Path, policy: str) -> None:
+    plain = train(tmp_path)
+    callback = CheckpointingCallback(policy)
+    trainer = train(tmp_path, callback)
+    assert is_checkpointing(trainer.model)  # as with stock, it stays on
+    assert tiny.largest_difference(trainer.model, plain.model) == 0.0
+    assert callback.changes == []
+    assert callback.handle is not None
+    callback.handle.remove()
+    assert not is_checkpointing(trainer.model)
+    json.loads(trainer.args.to_json_string())
+    pickle.dumps(trainer.args)
+
+
+def test_a_second_train_undoes_back_to_before_the_first(tmp_path: Path) -> None:
+    callback = CheckpointingCallback("first_1")
+    model = tiny.bert()
+    before = attributes(model)
+    trainer = tiny.train(model, tiny.rows(), tmp_path, max_steps=1, trainer_callbacks=[callback])
+    trainer.train()
+    assert flags(model) == [True, False]
+    assert callback.handle is not None
+    callback.handle.remove()
+    assert attributes(model) == before
+
+
+def test_a_model_from_model_init_gets_the_policy(tmp_path: Path) -> None:
+    trainer = Trainer(
+        model_init=lambda: tiny.bert(),
+        args=tiny.arguments(tmp_path, max_steps=1),
+        train_dataset=tiny.rows(),
+        callbacks=[CheckpointingCallback("first_1")],
+    )
+    trainer.train()
+    assert flags(trainer.model) == [True, False]
+
+
+def test_the_policy_replaces_that_of_the_arguments_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="hf_memopt")
+    callback = CheckpointingCallback("first_1")
+    trainer = train(tmp_path, callback, **checkpointing_arguments())
+    assert flags(trainer.model) == [True, False]
+    reason = "the callback replaces the arguments' own"
+    assert callback.changes == [Change("checkpointing", {"use_reentrant": False}, "first_1", reason)]
+    assert [record.getMessage() for record in caplog.records if "Checkpointing" in record.getMessage()] == [
+        "CheckpointingCallback: policy 'first_1', 1 of 2 layers recomputed"
+    ]
+
+
+def test_reentrant_checkpointing_in_the_arguments_is_refused(tmp_path: Path) -> None:
+    reentrant = checkpointing_arguments(use_reentrant=True)
+    with pytest.raises(ValueError) as error:
+        train(tmp_path, CheckpointingCallback(), **reentrant)
+    assert str(error.value) == (
+        "checkpointing policy and reentrant checkpointing cannot work together: policies need the non-reentrant "
+        'variant; expected one of the two. Leave activation_checkpointing_kwargs={"use_reentrant": True} out'
+    )
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["freeze first", "freeze second"])
+def test_with_freezing_the_prefix_keeps_its_saving(tmp_path: Path, is_first: bool) -> None:
+    callbacks: list[TrainerCallback] = [FreezeCallback(["embeddings", "layers:0"]), CheckpointingCallback("full")]
+    plain = train(tmp_path, FreezeCallback(["embeddings", "layers:0"]))
+    trainer = train(tmp_path, *(callbacks if is_first else callbacks[::-1]))
+    assert tiny.largest_difference(trainer.model, plain.model) == 0.0
+    assert all(not state["hooks"] for state in attributes(trainer.model))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "budget_0.5"])
+def test_a_copy_starts_unused(policy: str) -> None:
+    copy = pickle.loads(pickle.dumps(CheckpointingCallback(policy)))
+    assert (copy.policy, copy.offload, copy.handle, copy.changes) == (policy, False, None, [])
+
+
+# ---- The budget of torch.compile ------------------------------------------------------------------------------------
+
+
+class Budgets(TrainerCallback):
+    """Note torch's setting between training steps."""
+
+    def __init__(self) -> None:
+        self.outside: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.outside.append(functorch.activation_memory_budget)
+
+
+class Watched(nn.Module):
+    """Note torch's setting within forward passes; raise at the second if told."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.fails = fails
+        self.inside: list[float] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.inside.append(functorch.activation_memory_budget)
+        if self.fails and len(self.inside) == 2:
+            raise RuntimeError("the second step fails")
+        return {"loss": (self.linear(x).squeeze(-1) - labels).square().mean()}
+
+
+def budget_trainer(folder: Path, callback: TrainerCallback, model: nn.Module, **settings: Any) -> Trainer:
+    args = tiny.arguments(folder, max_steps=2, per_device_train_batch_size=2, **settings)
+    # the callback only asks whether the model is compiled; compiling one takes a minute
+    args.torch_compile = settings.get("torch_compile", True)
+    rows = [{"x": torch.tensor([float(i), 1.0]), "labels": torch.tensor(0.0)} for i in range(4)]
+    return Trainer(model=model, args=args, train_dataset=rows, callbacks=[callback, Budgets()])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_budget_is_set_within_training_steps_alone(tmp_path: Path, fails: bool) -> None:
+    model = Watched(fails=fails)
+    callback = CheckpointingCallback("budget_0.25")
+    trainer = attach(budget_trainer(tmp_path, callback, model))
+    model.inside.clear()  # attach has probed the loss
+    if fails:
+        with pytest.raises(RuntimeError, match=r"^the second step fails$"):
+            trainer.train()
+    else:
+        trainer.train()
+    assert model.inside == [0.25, 0.25]
+    assert functorch.activation_memory_budget == 1.0
+    (budgets,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, Budgets))
+    assert set(budgets.outside) == {1.0}
+    assert callback.handle is not None
+    callback.handle.remove()
+    assert "training_step" not in vars(trainer)
+
+
+def test_a_budget_that_was_taken_back_can_be_attached_again(tmp_path: Path) -> None:
+    callback = CheckpointingCallback("budget_0.25")
+    trainer = attach(budget_trainer(tmp_path, callback, Watched()))
+    assert callback.handle is not None
+    callback.handle.remove()
+    with pytest.raises(RuntimeError) as error:
+        trainer.train()
+    assert str(error.value) == str(unbound_error(callback))
+    attach(trainer)
+    trainer.model.inside.clear()  # attach has probed the loss
+    trainer.train()
+    assert trainer.model.inside == [0.25, 0.25]
+
+
+def test_a_budget_needs_attach(tmp_path: Path) -> None:
+    trainer = budget_trainer(tmp_path, CheckpointingCallback("budget_0.5"), Watched())
+    with pytest.raises(RuntimeError) as error:
+        trainer.train()
+    assert str(error.value) == (
+        "CheckpointingCallback was passed in callbacks= but never bound to its trainer; expected a bound callback. "
+        "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
+    )
+
+
+def test_a_budget_needs_a_compiled_model(tmp_path: Path) -> None:
+    trainer = budget_trainer(tmp_path, CheckpointingCallback("budget_0.5"), Watched(), torch_compile=False)
+    with pytest.raises(ValueError) as error:
+        attach(trainer)
+    assert str(error.value) == (
+        "policy='budget_0.5' is a choice that torch.compile makes, and torch_compile=False; expected a compiled model. "
+        "Set torch_compile=True, or pass policy='selective'"
+    )
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.5, "0.5", True, float("nan"), None])
+def test_a_budget_is_a_share(fraction: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        activation_memory_budget(fraction)
+    assert str(error.value) == (
+        f"fraction={fraction!r} is no share of the activations; expected a number from 0.0 to 1.0. "
+        "Call: activation_memory_budget(0.5)"
+    )
+
+
+# of torch 2.13, when its compiler is imported
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_a_compiled_graph_saves_less_within_a_budget() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+    x = torch.randn(256, 64)
+    found = {}
+    for fraction in (1.0, 0.5, 0.0):
+        torch._dynamo.reset()  # the name that torch documents for compiling anew
+        with activation_memory_budget(fraction):
+            compiled = torch.compile(model, backend="aot_eager_decomp_partition")
+            held: list[torch.Tensor] = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: (held.append(t), t)[1], lambda t: t):  # noqa: B023
+                loss = compiled(x).square().mean()
+            model.zero_grad()
+            loss.backward()
+        weights = {parameter.data_ptr() for parameter in model.parameters()}
+        storages = {t.data_ptr(): t.untyped_storage().nbytes() for t in held if t.data_ptr() not in weights}
+        found[fraction] = sum(storages.values()), [parameter.grad.clone() for parameter in model.parameters()]
+    assert found[0.0][0] < found[0.5][0] < found[1.0][0]
+    for fraction in (0.5, 0.0):
+        assert all(torch.equal(*pair) for pair in zip(found[fraction][1], found[1.0][1], strict=True))
+    assert functorch.activation_memory_budget == 1.0

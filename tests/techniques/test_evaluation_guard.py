@@ -1,0 +1,881 @@
+"""Evaluation: recovered from out of memory with the results of the whole batch, and outputs kept within bounds."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import pickle
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import heads
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, default_data_collator
+
+import tiny
+from hf_memopt.batching.collation.collators import DynamicPaddingCollator
+from hf_memopt.batching.views.sorted_view import sorted_by_length
+from hf_memopt.binding.attach import attach
+from hf_memopt.devices.memory_reading import read_memory, read_process
+from hf_memopt.techniques.evaluation import guard as evaluation
+from hf_memopt.techniques.evaluation import outputs as kept_outputs
+from hf_memopt.techniques.evaluation.guard import (
+    EvaluationGuardCallback,
+    class_predictions,
+    fitting_batch_size,
+    guard_evaluation,
+    recover_predictions,
+)
+from hf_memopt.techniques.evaluation.spilling import SpilledOutputs, check_disk, is_spillable, tensor_bytes
+from two_ranks import run_pair
+
+FAKE = "CUDA out of memory. Tried to allocate 2.00 GiB (a test)"
+TOLERANCE = 1e-6  # float32: matrix products of other shapes, sums in another order
+
+
+class Limit:
+    """Let every forward pass of more than ``rows`` rows run out of memory."""
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        self.rows, self.failures = rows, 0
+        self.sizes: list[int] = []
+        self.failed: list[weakref.ref[torch.Tensor]] = []
+        model.register_forward_pre_hook(self._run_out, with_kwargs=True)
+
+    def _run_out(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        first = next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value) and value.dim() > 1)
+        self.sizes.append(len(first))
+        if len(first) > self.rows:
+            activation = torch.zeros(8)  # what the traceback would keep alive
+            self.failed.append(weakref.ref(activation))
+            self.failures += 1
+            raise torch.OutOfMemoryError(FAKE)
+
+
+def uneven(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out labels: none of the first row, all of the second, then more and more."""
+    kept = []
+    for number, example in enumerate(examples):
+        labels = example.get("labels")
+        if isinstance(labels, list):
+            count = 0 if number == 1 else len(labels) - number % 7
+            example = {**example, "labels": labels[:count] + [-100] * (len(labels) - count)}
+        kept.append(example)
+    return kept
+
+
+def make_trainer(
+    name: str,
+    output_dir: Any,
+    *,
+    rows: int | None = None,
+    build: Callable[[], nn.Module] | None = None,
+    **settings: Any,
+) -> tuple[Trainer, Limit | None]:
+    """Return a Trainer of one of ``heads.HEADS``, and the limit of its model, if there is one."""
+    head = heads.HEADS[name]
+    torch.manual_seed(0)
+    model = (build or head.build)()
+    of_trainer = {key.removeprefix("trainer_"): settings.pop(key) for key in list(settings) if "trainer_" in key}
+    args = tiny.arguments(output_dir, **{"per_device_eval_batch_size": 7, **settings})
+    examples = uneven(head.examples(16))
+    defaults = {"data_collator": default_data_collator, "compute_metrics": no_metrics}
+    trainer = Trainer(model=model, args=args, eval_dataset=examples, **{**defaults, **of_trainer})
+    return trainer, None if rows is None else Limit(model, rows)
+
+
+def no_metrics(prediction: Any) -> dict[str, float]:
+    return {}
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    """Of logits or of classes, in both spellings of predictions."""
+    found = prediction.predictions
+    if found.ndim > prediction.label_ids.ndim:
+        found = found.argmax(-1)
+    counted = prediction.label_ids != -100
+    return {"accuracy": float((found == prediction.label_ids)[counted].mean())}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, (tuple, list)):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_same(left, right)
+        return
+    assert one.shape == other.shape
+    assert one.dtype == other.dtype
+    np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def assert_same_output(one: Any, other: Any) -> None:
+    assert_same(one.predictions, other.predictions)
+    assert_same(one.label_ids, other.label_ids)
+    assert one.metrics["test_loss"] == pytest.approx(other.metrics["test_loss"], rel=TOLERANCE)
+
+
+# ---- Recovery -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert", "bert-tokens", "bert-qa", "gpt2", "llama-causal-lm", "t5", "vit"])
+def test_recovered_prediction_is_that_of_the_whole_batch(name: str, tmp_path: Path) -> None:
+    whole, _ = make_trainer(name, tmp_path)
+    split, limit = make_trainer(name, tmp_path, rows=3)
+    recover_predictions(split)
+    assert_same_output(whole.predict(whole.eval_dataset), split.predict(split.eval_dataset))
+    assert limit is not None
+    assert limit.failures == 2
+
+
+def summed_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    total = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("bert-tokens", {"label_smoothing_factor": 0.1}),
+        ("llama-causal-lm", {"label_smoothing_factor": 0.1}),
+        ("bert-tokens", {"trainer_compute_loss_func": summed_loss}),
+        ("bert-tokens", {"trainer_preprocess_logits_for_metrics": class_predictions}),
+        ("bert-tokens", {"eval_do_concat_batches": False}),
+    ],
+    ids=["smoothed", "smoothed-causal", "summed-loss", "preprocessed", "unconcatenated"],
+)
+def test_recovery_with_other_losses_and_forms(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    whole, _ = make_trainer(name, tmp_path, **settings)
+    split, _ = make_trainer(name, tmp_path, rows=3, **settings)
+    recover_predictions(split)
+    assert_same_output(whole.predict(whole.eval_dataset), split.predict(split.eval_dataset))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_nested_outputs_are_joined(rows: int, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return tiny.bert(output_hidden_states=True)
+
+    whole, _ = make_trainer("bert", tmp_path, build=build)
+    split, _ = make_trainer("bert", tmp_path, build=build, rows=rows)
+    recover_predictions(split)
+    expected = whole.predict(whole.eval_dataset)
+    assert len(expected.predictions) == 2
+    assert len(expected.predictions[1]) == 3
+    assert_same_output(expected, split.predict(split.eval_dataset))
+
+
+def test_loss_alone_and_no_labels(tmp_path: Path) -> None:
+    whole, _ = make_trainer("bert-tokens", tmp_path, trainer_compute_metrics=None)
+    split, _ = make_trainer("bert-tokens", tmp_path, rows=3, trainer_compute_metrics=None)
+    recover_predictions(split)
+    assert split.evaluate()["eval_loss"] == pytest.approx(whole.evaluate()["eval_loss"], rel=TOLERANCE)
+    unlabelled = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in whole.eval_dataset]
+    found = split.predict(unlabelled)
+    assert_same(whole.predict(unlabelled).predictions, found.predictions)
+    assert "test_loss" not in found.metrics
+
+
+def test_single_rows_are_taken_for_means_over_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole, _ = make_trainer("bert-tokens", tmp_path)
+    split, _ = make_trainer("bert-tokens", tmp_path, rows=1)
+    recover_predictions(split)
+    expected = whole.predict(whole.eval_dataset)
+    with caplog.at_level(logging.INFO, logger="hf_memopt"):
+        assert_same_output(expected, split.predict(split.eval_dataset))
+    assert [record.getMessage() for record in caplog.records][3:] == [
+        "only single rows fit into memory, which do not show how the losses of BertForTokenClassification add up; "
+        "taken for a mean over labels"
+    ]
+
+
+def generating_trainer(output_dir: Any, generation_max_length: int) -> Seq2SeqTrainer:
+    torch.manual_seed(0)
+    quiet = tiny.arguments(output_dir).to_dict()
+    kept = {name: quiet[name] for name in ("output_dir", "use_cpu", "report_to", "disable_tqdm")}
+    args = Seq2SeqTrainingArguments(
+        **kept,
+        predict_with_generate=True,
+        generation_max_length=generation_max_length,
+        per_device_eval_batch_size=8,
+    )
+    return Seq2SeqTrainer(
+        model=heads.HEADS["t5"].build(),
+        args=args,
+        data_collator=default_data_collator,
+        processing_class=tiny.tokenizer(),
+    )
+
+
+@pytest.mark.parametrize("rows", [3, 2])
+def test_generation(rows: int, tmp_path: Path) -> None:
+    examples = uneven(heads.HEADS["t5"].examples(8))
+    outputs = []
+    for limit in (None, rows):
+        trainer = generating_trainer(tmp_path, generation_max_length=9)
+        model = trainer.model
+        if limit is not None:
+            generate = model.generate
+
+            def limited(*args: Any, generate: Any = generate, limit: int = limit, **kwargs: Any) -> Any:
+                if len(kwargs["input_ids"]) > limit:
+                    raise torch.OutOfMemoryError(FAKE)
+                return generate(*args, **kwargs)
+
+            model.generate = limited
+            recover_predictions(trainer)
+        outputs.append(trainer.predict(examples))
+    assert_same_output(*outputs)
+
+
+def test_generated_text_is_padded_as_in_the_whole_batch(tmp_path: Path) -> None:
+    """Where texts are longer than the model's own ``max_length`` stock does not pad the pieces to one length."""
+    outputs = []
+    for limit in (8, 2):
+        trainer = generating_trainer(tmp_path, generation_max_length=40)
+
+        def generate(limit: int = limit, **inputs: Any) -> torch.Tensor:
+            if len(inputs["input_ids"]) > limit:
+                raise torch.OutOfMemoryError(FAKE)
+            texts = [torch.full((22 + int(row.sum()) % 15,), 7) for row in inputs["input_ids"]]
+            return nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=0)
+
+        trainer.model.generate = generate
+        recover_predictions(trainer)
+        outputs.append(trainer.predict(heads.HEADS["t5"].examples(8)))
+    assert outputs[0].predictions.shape[1] > 22
+    assert_same_output(*outputs)
+
+
+def test_size_is_remembered_until_the_evaluation_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer, limit = make_trainer("bert", tmp_path, rows=2, per_device_eval_batch_size=8)
+    assert limit is not None
+    recover_predictions(trainer)
+    with caplog.at_level(logging.INFO, logger="hf_memopt"):
+        trainer.evaluate()
+    assert limit.failures == 2  # 8 rows and 4, and none in the second batch
+    assert [record.getMessage() for record in caplog.records] == [
+        f"evaluation ran out of memory with {rows} rows; it goes on with {rows // 2} at a time and joins the results"
+        for rows in (8, 4)
+    ]
+    trainer.evaluate()
+    assert limit.failures == 4
+    limit.rows = 8
+    limit.sizes.clear()
+    trainer.evaluate()
+    assert limit.sizes == [8, 8]
+
+
+def test_failed_rows_are_freed_before_the_next_try(tmp_path: Path) -> None:
+    trainer, limit = make_trainer("bert", tmp_path, rows=3)
+    assert limit is not None
+    alive: list[bool] = []
+    recover_predictions(trainer)
+    trainer.model.register_forward_pre_hook(lambda *_: alive.extend(one() is not None for one in limit.failed))
+    trainer.evaluate()
+    assert alive
+    assert not any(alive)
+
+
+def test_a_row_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    trainer, _ = make_trainer("bert", tmp_path, rows=0)
+    recover_predictions(trainer)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trainer.evaluate()
+    assert str(error.value) == (
+        "row 0 of batch 0 of this evaluation, 12 tokens long, does not fit alone; expected a row that fits. Try "
+        "shorter text (truncation=True, max_length=...), bf16_full_eval=True outside training, or "
+        f"EvaluationGuardCallback(reduce='argmax'). ({FAKE})"
+    )
+
+
+def test_rows_that_depend_on_each_other_are_not_cut(tmp_path: Path) -> None:
+    def in_batch(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return (outputs.logits @ outputs.logits.T).logsumexp(-1).mean()
+
+    trainer, _ = make_trainer("bert", tmp_path, rows=3, trainer_compute_loss_func=in_batch)
+    recover_predictions(trainer)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trainer.evaluate()
+    start, figures = str(error.value).split(" is ", 1)
+    assert start == ("a batch of 7 rows does not fit into memory and cannot be cut: the loss of 2 rows at once")
+    assert figures.partition(") gives")[2] == (
+        ", as with a penalty over the whole batch or means over different counts; expected a batch that fits. Lower "
+        "it: TrainingArguments(..., per_device_eval_batch_size=3)"
+    )
+
+
+class Contrastive(transformers.BertForSequenceClassification):
+    """As CLIP: the loss may be asked for."""
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any = None, return_loss: bool = True) -> Any:
+        return super().forward(input_ids, attention_mask, labels=labels)
+
+
+def test_contrastive_models_are_not_cut(tmp_path: Path) -> None:
+    trainer, _ = make_trainer("bert", tmp_path, rows=3, build=lambda: Contrastive(tiny.bert_config()))
+    recover_predictions(trainer)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trainer.evaluate()
+    assert str(error.value) == (
+        "a batch of 7 rows does not fit into memory and cannot be cut: the loss of Contrastive compares the rows of a "
+        f"batch with each other ({FAKE}); expected a batch that fits. Lower it: "
+        "TrainingArguments(..., per_device_eval_batch_size=3)"
+    )
+
+
+def test_labels_of_another_name_count_as_well(tmp_path: Path) -> None:
+    results = []
+    for rows in (None, 3):
+        trainer, _ = make_trainer("bert-tokens", tmp_path, rows=rows, build=heads.NamedTargets, label_names=["targets"])
+        trainer.eval_dataset = [
+            {"input_ids": row["input_ids"], "targets": row["labels"]} for row in uneven(heads.token_examples(16))
+        ]
+        if rows is not None:
+            recover_predictions(trainer)
+        torch.manual_seed(0)
+        nn.init.normal_(trainer.model.embedding.weight)
+        results.append(trainer.evaluate()["eval_loss"])
+    assert results[1] == pytest.approx(results[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(5, 2), ()], ids=["table", "number"])
+def test_an_output_without_rows_is_named(shape: tuple[int, ...], tmp_path: Path) -> None:
+    trainer, _ = make_trainer("bert", tmp_path, rows=3, remove_unused_columns=False)
+    before = trainer.model.forward
+
+    def forward(**kwargs: Any) -> Any:
+        output = before(**kwargs)
+        output["table"] = torch.zeros(shape)
+        return output
+
+    trainer.model.forward = forward
+    recover_predictions(trainer)
+    with pytest.raises(ValueError, match="shape") as error:
+        trainer.evaluate()
+    assert str(error.value) == (
+        f"an output of the model (shape {shape}) has not one row for each of 2 in a piece, so the batch, which does "
+        "not fit into memory, cannot be cut; expected outputs of shape (batch, ...). Leave it out: "
+        'trainer.evaluate(ignore_keys=["name_of_output"])'
+    )
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    trainer, _ = make_trainer("bert", tmp_path)
+    recover_predictions(trainer)
+    trainer.model.forward = lambda **_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.evaluate()
+
+
+def test_recovery_is_bound_once_and_leaves_nothing(tmp_path: Path) -> None:
+    trainer, _ = make_trainer("bert", tmp_path)
+    before = dict(vars(trainer))
+    handle = recover_predictions(trainer)
+    assert handle is not None
+    assert recover_predictions(trainer) is None
+    handle.remove()
+    assert vars(trainer) == before
+    second = recover_predictions(trainer)
+    assert second is not None
+    second.remove()
+
+
+def test_handles_do_not_keep_a_trainer_alive(tmp_path: Path) -> None:
+    callback = EvaluationGuardCallback()
+    trainers = [token_trainer(tmp_path) for _ in range(3)]
+    attach(trainers[0], callback)
+    handles = [callback.handle, guard_evaluation(trainers[1]), recover_predictions(trainers[2])]
+    references = [weakref.ref(trainer.model) for trainer in trainers]
+    trainers.clear()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+    for handle in handles:
+        assert handle is not None
+        handle.remove()
+
+
+def test_stock_counts_items_once_per_batch_by_this_name(tmp_path: Path) -> None:
+    """Pins the private name: were it gone, a process that splits would count, and wait for the others, once more."""
+    trainer, limit = make_trainer("llama-causal-lm", tmp_path, rows=3)
+    counted: list[int] = []
+    before = trainer._get_num_items_in_batch
+
+    def count(batches: list[Any], device: Any) -> Any:
+        counted.append(len(batches[0]["labels"]))
+        return before(batches, device)
+
+    trainer._get_num_items_in_batch = count
+    recover_predictions(trainer)
+    trainer.evaluate()
+    assert counted == [7, 7, 2]
+    assert limit is not None
+    assert limit.failures == 2
+
+
+# ---- Outputs --------------------------------------------------------------------------------------------------------
+
+
+def of_lengths(count: int = 16) -> list[dict[str, Any]]:
+    """Token examples of 3 to 12 tokens."""
+    rows = []
+    for number, row in enumerate(heads.token_examples(count)):
+        length = 3 + number * 7 % 10
+        rows.append({name: column[:length] for name, column in row.items()})
+    return rows
+
+
+def token_trainer(output_dir: Any, *callbacks: Any, **settings: Any) -> Trainer:
+    """Return a token classifier whose batches have different lengths."""
+    padding = DynamicPaddingCollator(tiny.tokenizer(), pad_to_multiple_of=None)
+    given = {"trainer_data_collator": padding, "trainer_compute_metrics": accuracy, "trainer_callbacks": [*callbacks]}
+    trainer, _ = make_trainer("bert-tokens", output_dir, **{"per_device_eval_batch_size": 4, **given, **settings})
+    trainer.eval_dataset = of_lengths()
+    return trainer
+
+
+def test_argmax_gives_the_same_metrics_during_training_and_alone(tmp_path: Path) -> None:
+    logs = []
+    training = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    for callbacks in ([], [EvaluationGuardCallback("argmax")]):
+        trainer = token_trainer(tmp_path, *callbacks, **training, trainer_train_dataset=heads.token_examples(16))
+        attach(trainer)
+        trainer.train()
+        log = [entry for entry in trainer.state.log_history if "eval_accuracy" in entry]
+        logs.append([(entry["eval_loss"], entry["eval_accuracy"]) for entry in log])
+        output = trainer.predict(of_lengths())
+        logs[-1].append((output.metrics["test_loss"], output.metrics["test_accuracy"]))
+        shape = output.predictions.shape
+    assert len(logs[0]) == 3
+    assert logs[0] == logs[1]
+    assert shape == (16, 12)
+    assert output.predictions.dtype == np.int64
+
+
+def test_callable_and_datasets_by_name(tmp_path: Path) -> None:
+    def first_class(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return logits[..., 0]
+
+    shapes: list[tuple[int, ...]] = []
+
+    def note(prediction: Any) -> dict[str, float]:
+        shapes.append(prediction.predictions.shape)
+        return {}
+
+    trainer = token_trainer(tmp_path, EvaluationGuardCallback(first_class), trainer_compute_metrics=note)
+    trainer.eval_dataset = {"long": of_lengths(), "short": of_lengths(3)}
+    attach(trainer)
+    metrics = trainer.evaluate()
+    assert {"eval_long_loss", "eval_short_loss"} <= metrics.keys()
+    assert shapes == [(16, 12), (3, 10)]
+
+
+def test_spilled_outputs_are_those_of_stock(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def change(prediction: Any) -> dict[str, float]:
+        seen.append(type(prediction.predictions))
+        metrics = accuracy(prediction)
+        prediction.predictions[0] = 7.0  # in place, as stock's arrays allow
+        return metrics
+
+    stock = token_trainer(tmp_path, trainer_compute_metrics=change)
+    guarded = token_trainer(tmp_path, trainer_compute_metrics=change)
+    attach(guarded, EvaluationGuardCallback(host_budget=0))
+    expected, found = stock.predict(of_lengths()), guarded.predict(of_lengths())
+    assert seen == [np.ndarray, np.memmap]
+    np.testing.assert_array_equal(found.predictions, expected.predictions)
+    np.testing.assert_array_equal(found.label_ids, expected.label_ids)
+    assert (found.predictions[0] == 7.0).all()
+    assert found.metrics["test_accuracy"] == expected.metrics["test_accuracy"]
+    assert list(tmp_path.iterdir()) == []  # files without names
+
+
+@pytest.mark.parametrize("host_budget", [None, 0], ids=["in-memory", "spilled"])
+def test_sorted_views_and_recovery(host_budget: int | None, tmp_path: Path) -> None:
+    stock = token_trainer(tmp_path)
+    guarded = token_trainer(tmp_path)
+    Limit(guarded.model, 3)
+    examples = of_lengths()
+    lengths = [len(row["input_ids"]) for row in examples]
+    attach(stock)
+    attach(guarded, EvaluationGuardCallback(host_budget=host_budget))
+    view = sorted_by_length(examples, lengths=lengths)
+    expected = stock.predict(view)
+    found = guarded.predict(view)
+    assert_same_output(expected, found)
+    for name in ("test_loss_per_token", "test_accuracy"):
+        assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=TOLERANCE)
+
+
+def test_nested_outputs_of_any_shape_are_spilled(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        {"a": torch.rand(2, width, 3, generator=generator), "b": (torch.arange(2), torch.rand(2, 4).bfloat16())}
+        for width in (5, 2)
+    ]
+    spilled = SpilledOutputs(tmp_path)
+    rows = np.concatenate([spilled.add(batch).numpy() for batch in batches])
+    np.testing.assert_array_equal(rows, np.arange(4))
+    order = np.array([3, 0, 2])
+    found = spilled.restore(order)
+    assert found["a"].shape == (3, 5, 3)
+    assert (found["a"][0, 2:] == -100).all()
+    np.testing.assert_array_equal(found["a"][0, :2], batches[1]["a"][1])
+    np.testing.assert_array_equal(found["a"][1], batches[0]["a"][0])
+    np.testing.assert_array_equal(found["b"][0], [1, 0, 0])
+    np.testing.assert_array_equal(found["b"][1][2], batches[1]["b"][1][0].float())
+    assert spilled.restore(order) is found
+    spilled.close()
+    assert float(found["a"][1, 0, 0]) == float(batches[0]["a"][0, 0, 0])  # the arrays outlive the files
+    assert is_spillable(batches[0])
+    assert not is_spillable((torch.rand(2, 2), torch.tensor(0.5)))
+    assert not is_spillable((torch.rand(2, 2), torch.rand(3, 2)))
+    assert tensor_bytes(batches[0]) == 2 * (5 * 3 * 4 + 8 + 4 * 2)
+    assert tensor_bytes(batches[0], on_host=True) == 2 * (5 * 3 * 4 + 8 + 4 * 4)
+
+
+def test_outputs_that_stock_cannot_concatenate_are_not_spilled(tmp_path: Path) -> None:
+    spilled = SpilledOutputs(tmp_path)
+    spilled.add(torch.rand(2, 4, 12, 12))
+    with pytest.raises(ValueError, match="concatenated") as error:
+        spilled.add(torch.rand(2, 4, 10, 10))
+    assert str(error.value) == (
+        "outputs of shapes (4, 12, 12) and (4, 10, 10) per row, as attentions of texts of other lengths, cannot be "
+        "concatenated; expected rows that differ in their first dimension at most. Leave them out: "
+        'trainer.evaluate(ignore_keys=["attentions"])'
+    )
+    spilled.close()
+
+
+def test_outputs_are_moved_before_the_card_is_full(tmp_path: Path) -> None:
+    """On the CPU there is no card to move them from, so the device is a fake one here."""
+    args = SimpleNamespace(
+        eval_accumulation_steps=None,
+        device=torch.device("cuda"),
+        batch_eval_metrics=False,
+        eval_do_concat_batches=True,
+        output_dir=str(tmp_path),
+    )
+    trainer: Any = SimpleNamespace(
+        args=args, preprocess_logits_for_metrics=None, accelerator=SimpleNamespace(num_processes=1)
+    )
+    settings = kept_outputs.OutputSettings(None, 4000, None, None)
+    outputs = kept_outputs.KeptOutputs(trainer, settings, range(8), "Evaluation")
+    steps = []
+    for columns in (10, 25, 10, 2000):
+        outputs.receive(torch.zeros(10, columns), None)
+        steps.append(args.eval_accumulation_steps)
+    assert steps == [10, 4, 4, 1]
+
+
+def test_arguments_are_the_users_after_an_evaluation(tmp_path: Path) -> None:
+    trainer = token_trainer(tmp_path)
+    arguments = trainer.args.to_dict()
+    handle = guard_evaluation(trainer, "argmax", batch_size="auto")
+    trainer.evaluate()
+    assert trainer.args.to_dict() == arguments
+    assert pickle.loads(pickle.dumps(trainer.args)).to_dict() == arguments
+    trainer.compute_metrics = lambda _: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.evaluate()
+    assert trainer.args.to_dict() == arguments
+    assert trainer.preprocess_logits_for_metrics is None
+    trainer.compute_metrics = accuracy
+    handle.remove()
+    assert not {"evaluation_loop", "prediction_step", "evaluate", "predict"} & vars(trainer).keys()
+
+
+def little_memory(available_bytes: int) -> Callable[[Any], Any]:
+    return lambda device=None: replace(read_memory("cpu"), host_available_bytes=available_bytes)
+
+
+def test_outputs_that_cannot_be_kept_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_outputs, "read_memory", little_memory(1000))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # each process of a host keeps the outputs of all
+    trainer = token_trainer(tmp_path, eval_do_concat_batches=False)
+    attach(trainer, EvaluationGuardCallback())
+    with pytest.raises(MemoryError) as error:
+        trainer.evaluate()
+    assert str(error.value) == (
+        "the outputs of this evaluation take 1.9 KiB on the host, and are not on disk; of 500 B available expected "
+        "500 B or less. Reduce them on the card: "
+        "EvaluationGuardCallback(reduce='argmax'), or compute metrics batch by batch: "
+        "TrainingArguments(..., batch_eval_metrics=True)"
+    )
+
+
+def test_a_short_first_batch_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_outputs, "read_memory", little_memory(2400))
+    trainer = token_trainer(tmp_path)
+    trainer.eval_dataset = sorted(of_lengths(), key=lambda row: len(row["input_ids"]))
+    attach(trainer, EvaluationGuardCallback(host_budget="1KiB"))
+    with pytest.raises(MemoryError) as error:
+        trainer.evaluate()
+    assert str(error.value) == (
+        "the outputs of this evaluation take 1.5 KiB on the host, and are not on disk; of 2.3 KiB available expected "
+        "1.2 KiB or less, half of it, since they are concatenated. Send them to disk: "
+        "EvaluationGuardCallback(host_budget=0)"
+    )
+
+
+def test_a_full_disk_is_told_beforehand(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="free, and the outputs") as error:
+        check_disk(tmp_path, 2**60)
+    assert str(error.value).startswith(f"spill_folder={str(tmp_path)!r} has ")
+    assert str(error.value).endswith(
+        " free, and the outputs of this evaluation take 1073741824.00 GiB; expected room for them. Reduce them on the "
+        "card: EvaluationGuardCallback(reduce='argmax')"
+    )
+
+
+def test_metrics_by_batch_are_left_to_stock(tmp_path: Path) -> None:
+    counts: list[int] = []
+
+    def by_batch(prediction: Any, compute_result: bool) -> dict[str, float]:
+        counts.append(len(prediction.predictions))
+        assert prediction.predictions.dim() == 2  # classes, still a tensor
+        return {"batches": float(len(counts))} if compute_result else {}
+
+    settings = {"batch_eval_metrics": True, "trainer_compute_metrics": by_batch}
+    trainer = token_trainer(tmp_path, **settings)
+    attach(trainer, EvaluationGuardCallback("argmax", host_budget=0))
+    assert trainer.evaluate()["eval_batches"] == 4.0
+    assert counts == [4, 4, 4, 4]
+
+
+def loss_of_labelled(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """The mean over the labels that count; the others cost no softmax over all classes."""
+    counted = labels != -100
+    return nn.functional.cross_entropy(outputs.logits[counted], labels[counted])
+
+
+def mean_class(prediction: Any) -> dict[str, float]:
+    """Of logits or of classes; no chance agreement of 50,000 classes, as an accuracy of 0 would be."""
+    found = prediction.predictions
+    if found.ndim > prediction.label_ids.ndim:
+        found = found.argmax(-1)
+    return {"class": float(found[prediction.label_ids != -100].mean())}
+
+
+def rise_of_peak(evaluate: Callable[[], Any]) -> tuple[int, Any]:
+    """Return by how much this process grew at most, and what was returned."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = read_process()[0]
+    found = evaluate()
+    peak = read_process()[1]
+    assert peak is not None
+    return peak - before, found
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, to reset the peak")
+def test_50_000_classes_stay_below_200_megabytes(tmp_path: Path) -> None:
+    """Everything counts, the card being the CPU: the logits of one batch, its loss, and what is kept."""
+    classes, tokens, count, few = 50_000, 128, 160, 8
+    rows = [
+        {
+            "input_ids": [5 + (row + i) % 90 for i in range(tokens)],
+            "labels": [(row * 31 + i) % classes if i % 8 == 0 else -100 for i in range(tokens)],
+        }
+        for row in range(count)
+    ]
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "num_attention_heads": 1}
+    config = tiny.bert_config(**sizes, max_position_embeddings=tokens, num_labels=classes)
+    settings = {"trainer_compute_loss_func": loss_of_labelled, "trainer_compute_metrics": mean_class}
+    trainer, _ = make_trainer(
+        "bert-tokens",
+        tmp_path,
+        build=lambda: transformers.BertForTokenClassification(config),
+        per_device_eval_batch_size=1,
+        **settings,
+    )
+    trainer.evaluate(rows[:1])  # what torch keeps from its first call on
+    row_bytes = tokens * classes * 4
+    with guard_evaluation(trainer, "argmax"):
+        rise_bytes, _ = rise_of_peak(lambda: trainer.evaluate(rows))
+        guarded = trainer.evaluate(rows[:few])
+    stock_bytes, stock = rise_of_peak(lambda: trainer.evaluate(rows[:few]))
+    print(f"peak above start: {rise_bytes:,}; stock with {few} rows: {stock_bytes:,}")
+    assert stock_bytes > few * row_bytes  # so does it hold all logits, twice where it concatenates
+    assert count * row_bytes > 4e9
+    assert rise_bytes < 200e6
+    assert (guarded["eval_loss"], guarded["eval_class"]) == (stock["eval_loss"], stock["eval_class"])
+
+
+# ---- Batch size -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "free_bytes", "expected"), [(100, 8000, 64), (100, 1000, 8), (100, 0, 8), (0, 8000, 512)]
+)
+def test_fitting_batch_size(row_bytes: int, free_bytes: int, expected: int) -> None:
+    assert fitting_batch_size(8, row_bytes, free_bytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "first", "grown"),
+    [("auto", 16, 8), ("keep", 16, 4), ("auto", 2, 4)],
+    ids=["auto", "keep", "two-rows-first"],
+)
+def test_batch_size_grows_where_memory_is_free(
+    batch_size: Any, first: int, grown: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row took 100 bytes, or 200 where the first evaluation has two rows, and 1,100 are free."""
+    card = replace(
+        read_memory("cpu"),
+        device="cuda:0",
+        allocated_bytes=100,
+        reserved_bytes=600,
+        peak_allocated_bytes=500,
+        device_total_bytes=1500,
+        device_used_bytes=900,
+    )
+    monkeypatch.setattr(evaluation, "read_memory", lambda device=None: card)
+    trainer = token_trainer(tmp_path)
+    limit = Limit(trainer.model, 16)
+    expected = trainer.evaluate()["eval_accuracy"]
+    attach(trainer, EvaluationGuardCallback(batch_size=batch_size))
+    trainer.evaluate(of_lengths(first))
+    limit.sizes.clear()
+    assert trainer.evaluate()["eval_accuracy"] == expected
+    assert limit.sizes == [grown] * (16 // grown)
+    assert trainer.args.per_device_eval_batch_size == 4
+
+
+# ---- Arguments and errors -------------------------------------------------------------------------------------------
+
+
+def test_classes_of_spans_and_mappings() -> None:
+    start, end = torch.eye(3), torch.eye(3).flip(0)
+    labels = (torch.zeros(3), torch.zeros(3))
+    assert [one.tolist() for one in class_predictions((start, end, "states"), labels)] == [[0, 1, 2], [2, 1, 0]]
+    assert class_predictions({"logits": start, "other": end}, labels[0]).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("logits", "shown"),
+    [
+        (torch.zeros(2, 1), "(2, 1) and dtype torch.float32"),
+        (torch.zeros(2, 3).long(), "(2, 3) and dtype torch.int64"),
+        ("text", "str"),
+        ((), "tuple"),
+    ],
+    ids=["regression", "generated", "text", "nothing"],
+)
+def test_argmax_of_what_is_no_logits(logits: Any, shown: str) -> None:
+    with pytest.raises(ValueError, match="reduce='argmax'") as error:
+        class_predictions(logits, None)
+    assert str(error.value) == (
+        f"reduce='argmax' found an output of shape {shown}, which are no logits of several classes; expected a "
+        "floating point output of shape (batch, ..., classes). Say what to keep: "
+        "EvaluationGuardCallback(reduce=lambda logits, labels: ...)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"reduce": "mean"},
+            "reduce='mean' is no reduction of logits; expected None, 'argmax' or a callable that takes logits and "
+            "labels. Write: EvaluationGuardCallback(reduce='argmax')",
+        ),
+        (
+            {"batch_size": 16},
+            "batch_size=16 is no rule; expected 'keep' or 'auto'. For a number write: "
+            "TrainingArguments(..., per_device_eval_batch_size=16)",
+        ),
+        (
+            {"card_budget": "64 megs"},
+            "size='64 megs' is not an amount of memory; expected a number with one of the units "
+            "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB. Write, for example, '4GB' or '3.5GiB'.",
+        ),
+        ({"host_budget": -1}, "size=-1 is negative; expected 0 bytes or more. Write, for example, '4GB'."),
+    ],
+    ids=["reduce", "batch_size", "card_budget", "host_budget"],
+)
+def test_arguments_are_checked_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="is") as error:
+        EvaluationGuardCallback(**arguments)
+    assert str(error.value) == message
+
+
+def test_two_reductions_are_refused(tmp_path: Path) -> None:
+    trainer = token_trainer(tmp_path, trainer_preprocess_logits_for_metrics=class_predictions)
+    with pytest.raises(ValueError, match="preprocess_logits_for_metrics") as error:
+        attach(trainer, EvaluationGuardCallback("argmax"))
+    assert str(error.value) == (
+        "reduce='argmax' and preprocess_logits_for_metrics=<class_predictions> would both reduce the logits; expected "
+        "one of them. Write: EvaluationGuardCallback(reduce=None)"
+    )
+
+
+@pytest.mark.parametrize("way", ["train", "evaluate"])
+def test_unbound_callback_raises(way: str, tmp_path: Path) -> None:
+    trainer = token_trainer(tmp_path, EvaluationGuardCallback(), trainer_train_dataset=heads.token_examples(4))
+    with pytest.raises(RuntimeError) as error:
+        getattr(trainer, way)()
+    assert str(error.value) == (
+        "EvaluationGuardCallback was passed in callbacks= but never bound to its trainer; expected a bound callback. "
+        "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
+    )
+
+
+def test_callback_comes_off_and_back(tmp_path: Path) -> None:
+    callback = EvaluationGuardCallback("argmax")
+    trainer = token_trainer(tmp_path)
+    attach(trainer, callback)
+    first = callback.handle
+    attach(trainer)
+    assert callback.handle is first
+    assert callback.handle is not None
+    callback.handle.remove()
+    assert "prediction_step" not in vars(trainer)
+    trainer.evaluate()  # unguarded, and no error
+    attach(trainer)
+    assert "prediction_step" in vars(trainer)
+
+
+def test_a_copy_is_unbound_with_the_same_settings(tmp_path: Path) -> None:
+    callback = EvaluationGuardCallback("argmax", batch_size="auto", host_budget="1GB", spill_folder=str(tmp_path))
+    attach(token_trainer(tmp_path), callback)
+    copied = pickle.loads(pickle.dumps(callback))
+    assert copied.handle is None
+    assert copied.__reduce__()[0].keywords == callback.__reduce__()[0].keywords
+
+
+# ---- Two processes --------------------------------------------------------------------------------------------------
+
+
+def test_one_process_of_two_recovers(tmp_path: Path) -> None:
+    for found in run_pair(tmp_path, __file__, str(tmp_path)):
+        assert found["failures"] == [0, 2]  # 7 rows and 4; the last batch has 2
+        assert found["whole"] == pytest.approx(found["split"], rel=TOLERANCE)
+
+
+def main(folder: str) -> None:
+    """Evaluate with all rows, then with a limit in process 1 alone."""
+    metrics, failures = {}, []
+    for way in ("whole", "split"):
+        trainer, _ = make_trainer("llama-causal-lm", folder, ddp_backend="gloo", trainer_compute_metrics=accuracy)
+        rank = trainer.args.process_index
+        limit = Limit(trainer.model, 2 if way == "split" and rank == 1 else 100)
+        recover_predictions(trainer)
+        found = trainer.evaluate()
+        metrics[way] = [found["eval_loss"], found["eval_accuracy"]]
+        failures.append(sum(trainer.accelerator.gather(torch.tensor([limit.failures])).tolist()))
+    Path(folder, f"rank{rank}.json").write_text(json.dumps({**metrics, "failures": failures}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,206 @@
+"""Which examples are trained on: what is told equals what the model really saw, and asking changes nothing.
+
+Run as a program it is one of two processes: ``torchrun`` sets what they need, ``two_ranks.run_pair`` does so here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, RandomSampler
+from transformers import Trainer, TrainerCallback
+
+import tiny
+import two_ranks
+from hf_memopt.batching.collation.collators import BucketedCollator, DynamicPaddingCollator
+from hf_memopt.batching.views.bucketed_view import bucketed
+from hf_memopt.binding.handles import override_method
+from hf_memopt.techniques.nonfinite.example_indices import example_indices
+
+FIRST = 5  # the first token of example i is FIRST + i
+EXAMPLES = 17
+Pairs = list[tuple[list[int], list[int] | None]]
+
+
+class Numbered(Dataset[Any]):
+    """Examples whose first token tells their index; counts how often one is read."""
+
+    def __init__(self) -> None:
+        lengths = [2 + 5 * i % 7 for i in range(EXAMPLES)]
+        self.rows = [{"input_ids": [FIRST + i, *[4] * length], "labels": i % 3} for i, length in enumerate(lengths)]
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.reads += 1
+        return self.rows[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Numbered().rows)
+
+
+def build(output_dir: Any, dataset: Any, kind: type[Trainer] = Trainer, **settings: Any) -> Trainer:
+    of_collator = {"data_collator": settings.pop("collator", DynamicPaddingCollator(tiny.tokenizer()))}
+    arguments = tiny.arguments(output_dir, **{"per_device_train_batch_size": 3, "num_train_epochs": 2, **settings})
+    return kind(model=tiny.bert(), args=arguments, train_dataset=dataset, **of_collator)
+
+
+def told_and_seen(trainer: Trainer, **train: Any) -> Pairs:
+    """Train, and return for each micro-batch the examples that were in it and those that were told."""
+    pairs: Pairs = []
+    position = 0
+
+    def asking(before: Callable[..., Any]) -> Callable[..., Any]:
+        def training_step(model: nn.Module, inputs: dict[str, Any], *args: Any) -> Any:
+            nonlocal position
+            told = example_indices(trainer, position)
+            pairs.append(((inputs["input_ids"][:, 0] - FIRST).tolist(), None if told is None else list(told)))
+            position = 0 if trainer.accelerator.sync_gradients else position + 1
+            return before(model, inputs, *args)
+
+        return training_step
+
+    override_method(trainer, "training_step", asking)
+    trainer.train(**train)
+    return pairs
+
+
+def assert_all_told(pairs: Pairs, micro_batches: int) -> None:
+    assert len(pairs) == micro_batches
+    assert [told for _, told in pairs] == [seen for seen, _ in pairs]
+
+
+@pytest.mark.parametrize(("strategy", "accumulation"), [("random", 4), ("sequential", 1)])
+def test_what_is_told_is_what_was_trained_on(tmp_path: Path, strategy: str, accumulation: int) -> None:
+    trainer = build(
+        tmp_path,
+        Numbered(),
+        train_sampling_strategy=strategy,
+        gradient_accumulation_steps=accumulation,
+    )
+    pairs = told_and_seen(trainer)
+    assert_all_told(pairs, 2 * 6)
+    assert (pairs[0] != pairs[6]) == (strategy == "random")
+    assert_all_told(told_and_seen(trainer), 2 * 6)  # a second train() starts over
+
+
+@pytest.mark.parametrize("settings", [{"dataloader_drop_last": True}, {"data_seed": 7}, {"max_steps": 4}], ids=str)
+def test_it_is_told_under_other_settings(tmp_path: Path, settings: dict[str, Any]) -> None:
+    pairs = told_and_seen(build(tmp_path, Numbered(), **settings))
+    assert_all_told(pairs, {"dataloader_drop_last": 10, "data_seed": 12, "max_steps": 4}[next(iter(settings))])
+
+
+def test_it_is_told_where_a_run_was_resumed(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 3}
+    straight = told_and_seen(build(tmp_path, Numbered(), **settings))
+    resumed = told_and_seen(build(tmp_path, Numbered(), **settings), resume_from_checkpoint=f"{tmp_path}/checkpoint-4")
+    assert_all_told(resumed, 18 - 8)
+    assert resumed == straight[8:]
+
+
+def test_of_a_view_the_examples_under_it_are_told(tmp_path: Path) -> None:
+    dataset = Numbered()
+    view = bucketed(dataset, batch_size=6, lengths=[len(row["input_ids"]) for row in dataset.rows])
+    pairs = told_and_seen(build(tmp_path, view, train_sampling_strategy="sequential"))
+    assert_all_told(pairs, 2 * 6)
+    assert sorted(index for seen, _ in pairs[:6] for index in seen) == list(range(EXAMPLES))
+    assert pairs[0][0] != [0, 1, 2]
+
+
+def test_of_whole_batches_the_examples_under_them_are_told(tmp_path: Path) -> None:
+    dataset = Numbered()
+    view = bucketed(dataset, max_tokens=32, lengths=[len(row["input_ids"]) for row in dataset.rows])
+    settings = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 1}
+    pairs = told_and_seen(build(tmp_path, view, collator=BucketedCollator(tiny.tokenizer()), **settings))
+    assert_all_told(pairs, 2 * len(view))
+    assert sorted(index for seen, _ in pairs[: len(view)] for index in seen) == list(range(EXAMPLES))
+
+
+def test_asking_changes_no_weight_and_reads_no_example(tmp_path: Path) -> None:
+    asked, unasked = (build(tmp_path, Numbered(), gradient_accumulation_steps=2) for _ in range(2))
+    assert_all_told(told_and_seen(asked), 12)
+    unasked.train()
+    assert tiny.largest_difference(asked.model, unasked.model) == 0.0
+    assert asked.train_dataset.reads == unasked.train_dataset.reads == 2 * EXAMPLES
+
+
+# ---- where nothing is told
+
+
+class OwnSampler(RandomSampler):
+    pass
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        loader.batch_sampler.sampler = OwnSampler(self.train_dataset)
+        return loader
+
+
+class StopsTheFirstEpoch(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop = state.global_step == 2
+
+
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "group_by_length": {"train_sampling_strategy": "group_by_length"},
+    "global generator": {"accelerator_config": {"use_seedable_sampler": False}},
+    "ignore_data_skip": {"ignore_data_skip": True},
+    "own sampler": {"kind": OwnLoader},
+    "stream": {"dataset": Stream(), "max_steps": 3},
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_nothing_is_told_where_nobody_can_know(tmp_path: Path, case: str) -> None:
+    settings = {"dataset": Numbered(), "num_train_epochs": 1, **UNKNOWN[case]}
+    pairs = told_and_seen(build(tmp_path, **settings))
+    assert [told for _, told in pairs] == [None] * len(pairs)
+    assert len(pairs) in (3, 6)
+
+
+def test_nothing_is_told_after_an_epoch_that_was_cut_short(tmp_path: Path) -> None:
+    trainer = build(tmp_path, Numbered())
+    trainer.add_callback(StopsTheFirstEpoch())
+    pairs = told_and_seen(trainer)
+    assert [told for _, told in pairs] == [pairs[0][0], pairs[1][0], *[None] * 6]
+
+
+# ---- two processes
+
+
+def test_each_of_two_processes_is_told_its_own(tmp_path: Path) -> None:
+    for rank, found in enumerate(two_ranks.run_pair(tmp_path, __file__, str(tmp_path))):
+        assert_all_told(found["random"], 2 * 3), rank
+        assert_all_told(found["view"], 2 * 3), rank
+        assert [told for _, told in found["resumed"]] == [None], rank
+
+
+def main(folder: Path) -> None:
+    """Train as one of two processes and write what was told and seen."""
+    dataset = Numbered()
+    shared = {"gradient_accumulation_steps": 2, "ddp_backend": "gloo"}
+    found = {"random": told_and_seen(build(folder, dataset, save_strategy="steps", save_steps=3, **shared))}
+    view = bucketed(dataset, batch_size=3, lengths=[len(row["input_ids"]) for row in dataset.rows])
+    found["view"] = told_and_seen(build(folder, view, train_sampling_strategy="sequential", **shared))
+    resumed = build(folder, dataset, **shared)
+    found["resumed"] = told_and_seen(resumed, resume_from_checkpoint=str(folder / "checkpoint-3"))
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

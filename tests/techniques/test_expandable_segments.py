@@ -1,0 +1,136 @@
+"""Expandable segments: what the environment says before and after, on platforms that are played."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_memopt.techniques import expandable_segments as allocator_settings
+from hf_memopt.techniques.expandable_segments import use_expandable_segments
+
+NEW, OLD, HIP = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
+
+
+@pytest.fixture(autouse=True)
+def _plain_linux(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process that has not started CUDA, on Linux, with torch 2.13 and nothing set."""
+    for name in (NEW, OLD, HIP):
+        monkeypatch.setenv(name, "")  # so that it is put back after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(allocator_settings, "allocator_variable", lambda: NEW)
+    monkeypatch.setattr(allocator_settings, "TEGRA_RELEASE", tmp_path / "none")
+    monkeypatch.setattr(allocator_settings, "KERNEL_RELEASE", tmp_path / "none")
+    monkeypatch.setattr(allocator_settings.sys, "platform", "linux")
+
+
+def settings() -> dict[str, str]:
+    return {name: os.environ[name] for name in (NEW, OLD, HIP) if name in os.environ}
+
+
+def test_it_is_set_and_taken_back() -> None:
+    handle = use_expandable_segments()
+    assert settings() == {NEW: "expandable_segments:True"}
+    assert handle is not None
+    handle.remove()
+    assert settings() == {}
+
+
+@pytest.mark.parametrize("name", [NEW, OLD, HIP])
+def test_what_is_there_is_kept_under_any_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Only one variable is read: without its text in the newer one, an older one would be lost."""
+    before = {name: "garbage_collection_threshold:0.8, roundup_power2_divisions:[256:1,>:4],"}
+    monkeypatch.setenv(name, before[name])
+    handle = use_expandable_segments()
+    merged = "garbage_collection_threshold:0.8, roundup_power2_divisions:[256:1,>:4],expandable_segments:True"
+    assert settings() == {**before, NEW: merged}
+    assert handle is not None
+    handle.remove()
+    assert settings() == before
+
+
+def test_the_older_name_for_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator_settings, "allocator_variable", lambda: OLD)
+    use_expandable_segments()
+    assert settings() == {OLD: "expandable_segments:True"}
+
+
+@pytest.mark.parametrize("value", ["True", "False"])
+def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str) -> None:
+    text = f"max_split_size_mb:128, expandable_segments:{value}"
+    monkeypatch.setenv(OLD, text)
+    with caplog.at_level(logging.INFO, logger="hf_memopt"):
+        assert use_expandable_segments() is None
+    assert settings() == {OLD: text}
+    assert caplog.messages == [
+        f"PYTORCH_ALLOC_CONF: {text!r} -> {text!r} (the environment's own expandable_segments:{value} wins)"
+    ]
+
+
+def test_a_second_call_changes_nothing() -> None:
+    first = use_expandable_segments()
+    assert use_expandable_segments() is None
+    assert first is not None
+    first.remove()
+    assert settings() == {}
+
+
+def test_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError) as error:
+        use_expandable_segments()
+    assert str(error.value) == (
+        "torch.cuda.is_initialized()=True comes too late, the allocator has read its settings; expected a call before "
+        "CUDA starts. Move use_expandable_segments() to the top of the script, before TrainingArguments(...)"
+    )
+    assert settings() == {}
+
+
+@pytest.mark.parametrize(
+    ("platform", "problem"),
+    [
+        ("windows", "torch ignores it on Windows"),
+        (
+            "wsl",
+            "under WSL the driver can fail at the first allocation (https://github.com/pytorch/pytorch/issues/192330)",
+        ),
+        (
+            "tegra",
+            "on Tegra boards the driver reports out of memory (https://github.com/unslothai/unsloth-zoo/pull/1235)",
+        ),
+    ],
+    ids=["windows", "wsl", "tegra"],
+)
+def test_platforms_without_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str, problem: str) -> None:
+    if platform == "windows":
+        monkeypatch.setattr(allocator_settings.sys, "platform", "win32")
+    file = tmp_path / "release"
+    file.write_text("6.6.87.2-microsoft-standard-WSL2\n" if platform == "wsl" else "# R36 (release)\n")
+    monkeypatch.setattr(allocator_settings, "TEGRA_RELEASE" if platform == "tegra" else "KERNEL_RELEASE", file)
+    with pytest.warns(UserWarning, match="expandable_segments") as warned:
+        assert use_expandable_segments() is None
+    assert [str(warning.message) for warning in warned] == [
+        f"expandable_segments=True is left out: {problem}; expected plain Linux. Leave "
+        "use_expandable_segments() out here"
+    ]
+    assert warned[0].filename == __file__
+    assert settings() == {}
+
+
+@pytest.mark.gpu
+def test_the_allocator_of_a_card_follows() -> None:
+    script = (
+        "import torch\n"
+        "from hf_memopt.techniques.expandable_segments import use_expandable_segments\n"
+        "use_expandable_segments()\n"
+        "kept = torch.zeros(1, device='cuda')\n"
+        "print({segment['is_expandable'] for segment in torch.cuda.memory_snapshot()})\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["{True}"]

@@ -1,0 +1,857 @@
+"""Micro-batching: the weights, logs and order of the unsplit run, whatever ran out of memory where."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import pickle
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import heads
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback
+
+import tiny
+from hf_memopt.batching.exact_losses import exact_loss
+from hf_memopt.binding.attach import attach
+from hf_memopt.changes import Change
+from hf_memopt.techniques.microbatching.limits import CAPS_FILE, MOST_FAILED_TRIES, Cap, read_caps
+from hf_memopt.techniques.microbatching.loss_rules import LossWeights
+from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.microbatching.row_counts import row_counts
+from hf_memopt.techniques.microbatching.splitting import cut
+from scarcity import CASES, Case, Pad, Scarcity, causal_rows, mixed_rows
+
+FLOAT32 = 2**-23  # one bit of a norm's weight, 1: the same gradients, added in another order and over shorter rows
+FLOAT64 = 1e-12  # AdamW divides by the root of the second moment, so that float32 noise would show as 1e-6
+
+
+def make(
+    case: Case,
+    folder: Path,
+    callback: TrainerCallback | None = None,
+    scarcity: Scarcity | None = None,
+    trainer_class: type[Trainer] = Trainer,
+    **settings: Any,
+) -> Trainer:
+    """Return an attached trainer of 3 optimizer steps of 6 rows."""
+    torch.manual_seed(0)
+    model = case.build()
+    double = settings.pop("double", False)
+    of_trainer = {"compute_loss_func": settings.pop("loss")(model)} if "loss" in settings else {}
+    if scarcity is not None:
+        scarcity.watch(model)
+    steps = settings.pop("max_steps", 3)
+    size = settings.pop("per_device_train_batch_size", 6)
+    arguments = tiny.arguments(
+        folder,
+        per_device_train_batch_size=size,
+        train_sampling_strategy="sequential",
+        max_steps=steps,
+        logging_strategy="steps",
+        logging_steps=1,
+        **{**case.settings, **settings},
+    )
+    trainer = trainer_class(
+        model=model.double() if double else model,
+        args=arguments,
+        train_dataset=case.rows(size * 3 * arguments.gradient_accumulation_steps),
+        data_collator=Pad(case.side),
+        **of_trainer,
+    )
+    return attach(trainer, *([] if callback is None else [callback]))
+
+
+def run(case: Case, folder: Path, *args: Any, **settings: Any) -> Trainer:
+    """Return that trainer, trained."""
+    trainer = make(case, folder, *args, **settings)
+    trainer.train()
+    assert all(weight.isfinite().all() for weight in trainer.model.parameters())
+    return trainer
+
+
+def logged(trainer: Trainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+# ---- Exact ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_and_losses_are_those_of_the_unsplit_run(name: str, tmp_path: Path) -> None:
+    whole = run(CASES[name], tmp_path)
+    scarcity = Scarcity(limit=2 if name == "vit" else 24)
+    callback = MicrobatchCallback()
+    split = run(CASES[name], tmp_path, callback, scarcity)
+    assert scarcity.errors > 0
+    assert scarcity.count > 6
+    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
+    assert logged(split, "loss") == pytest.approx(logged(whole, "loss"), abs=1e-6)
+    assert split.state.global_step == whole.state.global_step == 3
+    assert logged(split, "learning_rate") == logged(whole, "learning_rate")
+    assert split.data_collator.seen == whole.data_collator.seen
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("bert", "backward"), ("bert-tokens", "forward"), ("llama", "forward"), ("llama", "backward"), ("t5", "backward")],
+)
+def test_accumulation_is_repeated_from_its_first_micro_batch(name: str, where: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 3, "max_steps": 2}
+    whole = run(CASES[name], tmp_path, **settings)
+    scarcity = Scarcity(calls=(2, 5), where=where)  # in the second of three, and again within its repetition
+    split = run(CASES[name], tmp_path, MicrobatchCallback(), scarcity, **settings)
+    assert scarcity.errors == 2
+    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
+    assert logged(split, "loss") == pytest.approx(logged(whole, "loss"), abs=1e-6)
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """Four batches of six: with three of them to a step, stock leaves one of each epoch to the next epoch's step."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows[:24]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_what_an_epoch_leaves_to_the_next_is_repeated_too(name: str, tmp_path: Path) -> None:
+    case = CASES[name]._replace(rows=lambda count: Stream(CASES[name].rows(count)))
+    whole = run(case, tmp_path, gradient_accumulation_steps=3)
+    scarcity = Scarcity(calls=(6,))  # in the second epoch's first step
+    split = run(case, tmp_path, MicrobatchCallback(), scarcity, gradient_accumulation_steps=3)
+    assert scarcity.errors == 1
+    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_adamw_in_float64_ends_with_the_same_weights(name: str, tmp_path: Path) -> None:
+    settings = {"double": True, "optim": "adamw_torch", "learning_rate": 1e-2, "gradient_accumulation_steps": 2}
+    whole = run(CASES[name], tmp_path, **settings)
+    split = run(CASES[name], tmp_path, MicrobatchCallback(max_tokens=24), **settings)
+    assert tiny.largest_difference(whole.model, split.model) <= FLOAT64
+
+
+@pytest.mark.parametrize("name", ["bert-tokens", "llama"])
+def test_an_exact_loss_of_uneven_micro_batches_stays_exact(name: str, tmp_path: Path) -> None:
+    settings = {"loss": exact_loss, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 4}
+    whole = run(CASES[name], tmp_path, **settings)
+    split = run(CASES[name], tmp_path, MicrobatchCallback(max_tokens=12), **settings)
+    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
+
+
+def test_a_cap_of_examples_cuts_too(tmp_path: Path) -> None:
+    scarcity = Scarcity()
+    run(CASES["bert"], tmp_path, MicrobatchCallback(max_examples=4), scarcity)
+    assert scarcity.count == 3 * 2
+    images = Scarcity()
+    whole = run(CASES["vit"], tmp_path)
+    split = run(CASES["vit"], tmp_path, MicrobatchCallback(max_tokens=16, max_examples=4), images)
+    assert images.count == 3 * 2
+    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
+
+
+def test_rows_without_a_label_add_nothing(tmp_path: Path) -> None:
+    whole = run(CASES["bert-tokens"], tmp_path)
+    split = run(CASES["bert-tokens"], tmp_path, MicrobatchCallback(max_examples=1))  # the loss of such a row is 0 / 0
+    assert logged(split, "loss") == pytest.approx(logged(whole, "loss"), abs=1e-6)
+    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
+
+
+def test_a_cap_that_everything_fits_trains_whole_batches_without_their_padding(tmp_path: Path) -> None:
+    scarcity = Scarcity(limit=72)
+    split = run(CASES["bert"], tmp_path, MicrobatchCallback(max_tokens=72), scarcity)
+    whole = run(CASES["bert"], tmp_path)
+    assert (scarcity.count, scarcity.errors) == (3, 0)
+    assert tiny.largest_difference(whole.model, split.model) == 0.0
+
+
+def test_bf16_autocast_and_dropout_repeat_bit_for_bit(tmp_path: Path) -> None:
+    case = Case(lambda: tiny.bert(hidden_dropout_prob=0.1), mixed_rows)
+    runs = [run(case, tmp_path, MicrobatchCallback(max_tokens=30), bf16=True) for _ in range(2)]
+    assert tiny.largest_difference(runs[0].model, runs[1].model) == 0.0
+
+
+def test_a_repeated_step_draws_the_random_numbers_of_the_first_try(tmp_path: Path) -> None:
+    case = Case(lambda: tiny.bert(hidden_dropout_prob=0.1), mixed_rows)
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 1}
+    known = run(case, tmp_path, MicrobatchCallback(max_tokens=36), **settings)
+    found = run(case, tmp_path, MicrobatchCallback(), Scarcity(calls=(2,), where="backward"), **settings)  # 72, then 36
+    assert tiny.largest_difference(known.model, found.model) == 0.0
+
+
+def test_the_gradient_scaler_works_over_pieces(tmp_path: Path) -> None:
+    finished = []
+    for callback in (None, MicrobatchCallback(max_tokens=24)):
+        trainer = make(CASES["llama"], tmp_path, callback)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+        trainer.train()
+        finished.append(trainer)
+    assert tiny.largest_difference(finished[0].model, finished[1].model) <= FLOAT32
+
+
+@pytest.mark.gpu
+def test_fp16_on_a_card_ends_close_to_the_unsplit_run(tmp_path: Path) -> None:
+    settings = {"use_cpu": False, "fp16": True, "learning_rate": 1e-2}
+    whole = run(CASES["llama"], tmp_path, **settings)
+    split = run(CASES["llama"], tmp_path, MicrobatchCallback(), Scarcity(limit=24), **settings)
+    assert tiny.largest_difference(whole.model, split.model) <= 1e-4  # float16 products of other shapes
+    assert split.accelerator.scaler.get_scale() == whole.accelerator.scaler.get_scale()
+
+
+@pytest.mark.gpu
+def test_a_card_that_is_really_full_recovers(tmp_path: Path) -> None:
+    whole = run(CASES["llama"], tmp_path, use_cpu=False, max_steps=1)
+    case = Case(lambda: tiny.llama(), causal_rows)
+    trainer = make(case, tmp_path, MicrobatchCallback(), use_cpu=False, max_steps=1)
+    taken: list[torch.Tensor] = []
+
+    def fill(model: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
+        if model.training and inputs["input_ids"].numel() > 24:
+            taken.append(torch.empty(2**50, dtype=torch.uint8, device="cuda"))  # 1 PiB
+
+    trainer.model.register_forward_pre_hook(fill, with_kwargs=True)
+    trainer.train()
+    assert tiny.largest_difference(whole.model, trainer.model) <= 1e-6  # the card adds in another order
+
+
+# ---- What is held, what is left ------------------------------------------------------------------------------------
+
+
+class Activations:
+    """Keep weak references to the outputs of a module, by training pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.alive: list[weakref.ref[torch.Tensor]] = []
+        self.before_pass: list[int] = []
+        module.register_forward_pre_hook(self._count)
+        module.register_forward_hook(self._keep)
+
+    def _count(self, module: nn.Module, args: Any) -> None:
+        self.before_pass.append(sum(reference() is not None for reference in self.alive))
+
+    def _keep(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            self.alive.append(weakref.ref(output))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_nothing_of_a_failed_step_is_alive_when_it_is_repeated(where: str, tmp_path: Path) -> None:
+    scarcity = Scarcity(calls=(1,), where="backward")
+    trainer = make(CASES["bert"], tmp_path, MicrobatchCallback(), scarcity, max_steps=1)
+    if where == "forward":  # late in the pass, where activations are there already
+        scarcity.where = "never"
+        trainer.model.classifier.register_forward_pre_hook(lambda *_: scarcity.fail() if scarcity.fails else None)
+    seen = Activations(trainer.model.bert.encoder.layer[0])
+    gradients: list[bool] = []
+    word = trainer.model.bert.embeddings.word_embeddings
+    word.register_forward_pre_hook(lambda module, args: gradients.append(word.weight.grad is not None))
+    gc.disable()  # what a later collection frees may be too late
+    try:
+        trainer.train()
+    finally:
+        gc.enable()
+    assert scarcity.errors == 1
+    assert seen.before_pass[-2:] == [0, 0]
+    assert gradients[-2:] == [False, True]
+
+
+def test_a_step_that_failed_in_an_earlier_cell_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed_cell() -> None:
+        activation = torch.zeros(1000)
+        held.append(weakref.ref(activation))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    held: list[weakref.ref[torch.Tensor]] = []
+    try:
+        failed_cell()
+    except torch.OutOfMemoryError as error:
+        for name, value in (("last_value", error), ("last_traceback", error.__traceback__), ("last_exc", error)):
+            monkeypatch.setattr(sys, name, value, raising=False)
+    assert held[0]() is not None
+    run(CASES["bert"], tmp_path, MicrobatchCallback(), Scarcity(limit=36), max_steps=1)
+    assert held[0]() is None
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_example_that_does_not_fit_is_named_and_leaves_no_trace(where: str, tmp_path: Path) -> None:
+    trainer = make(CASES["bert"], tmp_path, MicrobatchCallback(), Scarcity(limit=11, where=where))
+    trainer.train_dataset = trainer.train_dataset[1:]  # now the row of 12 tokens is the sixth
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trainer.train()
+    checkpointing = "activation" if hasattr(trainer.args, "activation_checkpointing") else "gradient"
+    assert str(error.value) == (
+        "train_dataset[5] has 12 tokens and does not fit into memory by itself at step 1 (CUDA out of memory. Tried to "
+        "allocate 2.00 GiB.); expected an example that fits. Cut texts shorter, set "
+        f"{checkpointing}_checkpointing=True, or take a leaner preset: preset('4gb-gpu')"
+    )
+    assert error.value.__context__ is None
+    assert all(weight.grad is None for weight in trainer.model.parameters())
+    assert all(torch.equal(before[name], weight) for name, weight in trainer.model.state_dict().items())
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    def fail(model: nn.Module, args: Any, outputs: Any) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("size mismatch")
+
+    trainer = make(CASES["bert"], tmp_path, MicrobatchCallback())
+    trainer.model.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match=r"^size mismatch$"):
+        trainer.train()
+
+
+def test_evaluation_recovers_too(tmp_path: Path) -> None:
+    whole = run(CASES["bert"], tmp_path)
+    trainer = make(CASES["bert"], tmp_path, MicrobatchCallback())
+    trainer.train()
+
+    def refuse(model: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
+        if len(inputs["input_ids"]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    trainer.model.register_forward_pre_hook(refuse, with_kwargs=True)
+    rows = mixed_rows(12)
+    expected, found = whole.evaluate(rows)["eval_loss"], trainer.evaluate(rows)["eval_loss"]
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+# ---- Caps ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_change_of_the_cap_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = MicrobatchCallback()
+    with caplog.at_level(logging.INFO, "hf_memopt"):
+        run(CASES["bert"], tmp_path, callback, Scarcity(limit=30))
+    assert callback.changes == [
+        Change("max_tokens", "auto", 36, "out of memory at step 1"),
+        Change("max_tokens", 36, 18, "out of memory at step 1"),
+    ]
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("hf_memopt.techniques")] == [
+        "MicrobatchCallback: max_tokens: 'auto' -> 36 (out of memory at step 1)",
+        "MicrobatchCallback: max_tokens: 36 -> 18 (out of memory at step 1)",
+    ]
+
+
+def test_the_cap_rises_after_quiet_steps_and_falls_back(tmp_path: Path) -> None:
+    callback = MicrobatchCallback()
+    callback.caps["max_tokens"].wait_steps = 2
+    whole = run(CASES["bert"], tmp_path, max_steps=6)
+    split = run(CASES["bert"], tmp_path, callback, Scarcity(limit=40), max_steps=6)
+    assert callback.changes == [
+        Change("max_tokens", "auto", 36, "out of memory at step 1"),
+        Change("max_tokens", 36, 54, "no out of memory in 2 steps, at step 2"),
+        Change("max_tokens", 54, 81, "no out of memory in 2 steps, at step 4"),
+        Change("max_tokens", 81, 54, "out of memory at step 5"),
+    ]
+    assert callback.caps["max_tokens"].wait_steps == 4
+    assert tiny.largest_difference(whole.model, split.model) <= 2 * FLOAT32  # twice the steps
+
+
+def test_a_cap_stops_rising_after_three_failed_tries() -> None:
+    cap = Cap()
+    cap.lower(4096)
+    waits = []
+    for _ in range(MOST_FAILED_TRIES):
+        waits.append(next(step for step in range(1, 10**4) if cap.note_step(was_cut=True)))
+        cap.lower(3000)
+    assert waits == [200, 400, 800]
+    assert cap.limit == 2048
+    assert not any(cap.note_step(was_cut=True) for _ in range(10**4))
+
+
+def test_a_cap_rises_to_what_the_user_set_and_only_while_it_cuts() -> None:
+    cap = Cap(most=1000)
+    assert not any(cap.note_step(was_cut=True) for _ in range(1000))
+    cap.lower(800)
+    assert not any(cap.note_step(was_cut=False) for _ in range(1000))
+    limits = [cap.limit for _ in range(1000) if cap.note_step(was_cut=True)]
+    assert limits == [600, 900, 1000]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 600), min_size=1, max_size=12),
+    room=st.integers(1, 5000),
+    tries=st.integers(0, 400),
+)
+def test_lowering_ends_with_pieces_that_fit_or_one_row(lengths: list[int], room: int, tries: int) -> None:
+    cap = Cap()
+    cap.wait_steps = 1
+    for _ in range(tries):
+        cap.note_step(was_cut=True)
+    for round_number in range(60):
+        groups = [list(range(len(lengths)))] if cap.limit is None else cut(lengths, max_tokens=cap.limit)
+        held = [(len(rows) * max(lengths[row] for row in rows), len(rows)) for rows in groups]
+        too_large = next(((tokens, rows) for tokens, rows in held if tokens > room), None)
+        if too_large is None or too_large[1] == 1:
+            break
+        before = cap.limit
+        cap.lower(too_large[0])
+        assert cap.limit is not None
+        assert cap.limit >= 1
+        assert before is None or cap.limit < before
+        if round_number % 2:
+            cap.note_step(was_cut=True)
+    else:
+        pytest.fail("never ended")
+
+
+# ---- Resume --------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_starts_with_the_cap_and_equals_the_straight_run(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+    straight = run(CASES["bert"], tmp_path / "straight", MicrobatchCallback(), Scarcity(limit=40), **settings)
+    saved = read_caps(tmp_path / "straight/checkpoint-2")
+    assert saved["max_tokens"].limit == 36
+    assert sorted(path.name for path in (tmp_path / "straight/checkpoint-2").glob("memopt*")) == [CAPS_FILE]
+    callback, scarcity = MicrobatchCallback(), Scarcity(limit=40)
+    resumed = make(CASES["bert"], tmp_path / "other", callback, scarcity, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight/checkpoint-2"))
+    assert (scarcity.errors, callback.changes) == (0, [])
+    assert callback.caps["max_tokens"] == read_caps(tmp_path / "straight/checkpoint-3")["max_tokens"]
+    assert tiny.largest_difference(straight.model, resumed.model) == 0.0
+
+
+def test_a_cap_set_anew_wins_over_the_checkpoint(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    run(CASES["bert"], tmp_path, MicrobatchCallback(), Scarcity(limit=40), **settings)
+    callback = MicrobatchCallback(max_tokens=60)
+    trainer = make(CASES["bert"], tmp_path, callback, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert callback.caps["max_tokens"].limit == 60
+
+
+# ---- The weight of a piece -----------------------------------------------------------------------------------------
+
+
+def _rule(case: Case, folder: Path, **settings: Any) -> str | None:
+    trainer = make(case, folder, **settings)
+    return _asked(trainer, trainer.data_collator(trainer.train_dataset[:6]), torch.tensor(20))
+
+
+def _asked(trainer: Trainer, inputs: dict[str, torch.Tensor], items: Any = None) -> str | None:
+    weights = LossWeights()
+    weights.ask(trainer, trainer.model, inputs, items)
+    return weights.rule
+
+
+def _counts_nothing(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def built() -> nn.Module:
+        model: Any = build()
+        model.accepts_loss_kwargs = False  # stock asks it, and then counts nothing
+        return model
+
+    return built
+
+
+@pytest.mark.parametrize(
+    ("case", "rule"),
+    [
+        pytest.param(CASES["bert"], "labels", id="bert"),
+        pytest.param(CASES["bert-tokens"], "labels", id="bert-tokens"),
+        pytest.param(CASES["llama"], "sum", id="llama"),
+        pytest.param(Case(_counts_nothing(tiny.llama), causal_rows), "shifted labels", id="llama-not-counting"),
+        pytest.param(CASES["gpt2-left"], "sum", id="gpt2-left"),
+        pytest.param(CASES["t5"], "labels", id="t5"),
+        pytest.param(Case(lambda: tiny.bert(num_labels=1), mixed_rows), "labels", id="bert-regression"),
+    ],
+)
+def test_the_loss_itself_tells_how_pieces_add_up(case: Case, rule: str, tmp_path: Path) -> None:
+    assert _rule(case, tmp_path) == rule
+
+
+def _mean_of_rows(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A mean over rows of the mean over each row's labels."""
+    losses = nn.functional.cross_entropy(outputs["logits"].transpose(1, 2), labels, reduction="none")
+    counted = labels != -100
+    return ((losses * counted).sum(1) / counted.sum(1).clamp(min=1)).mean()
+
+
+def _contrastive(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Each row against the others of its batch."""
+    logits = outputs["logits"] @ outputs["logits"].T
+    return nn.functional.cross_entropy(logits, torch.arange(len(logits)))
+
+
+def test_a_mean_over_rows_is_told_from_one_over_labels(tmp_path: Path) -> None:
+    even = CASES["bert-tokens"]._replace(rows=heads.token_examples)  # as many labels in each row
+    for case in (even, CASES["bert-tokens"]):
+        assert _rule(case, tmp_path) == "labels"
+        assert _rule(case, tmp_path, loss=lambda model: _mean_of_rows) == "rows"
+
+
+def test_sixteen_bits_do_not_tell_rules_apart_that_are_close(tmp_path: Path) -> None:
+    for seed in range(8):
+        trainer = make(CASES["bert-tokens"]._replace(build=lambda: CASES["bert-tokens"].build().bfloat16()), tmp_path)
+        rows = trainer.train_dataset[seed : seed + 6]
+        assert _asked(trainer, trainer.data_collator(rows)) == "labels", seed
+
+
+def test_a_loss_too_small_to_tell_adds_up_as_stock_assumes(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        return 1e-9 * nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum")
+
+    settings: dict[str, Any] = {"loss": lambda model: loss, "learning_rate": 1e7}
+    whole = run(CASES["bert"], tmp_path, **settings)
+    split = run(CASES["bert"], tmp_path, MicrobatchCallback(max_tokens=24), **settings)
+    assert tiny.largest_difference(whole.model, split.model) <= 2 * FLOAT32  # a large step
+
+
+def test_a_batch_that_cannot_tell_is_asked_again(tmp_path: Path) -> None:
+    trainer = make(CASES["bert-tokens"], tmp_path)
+    inputs = trainer.data_collator(trainer.train_dataset[:6])
+    nothing = {**inputs, "labels": torch.full_like(inputs["labels"], -100)}
+    assert _asked(trainer, nothing) is None
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs["logits"].sum() * 0
+    assert _asked(trainer, inputs) is None
+    trainer.compute_loss_func = None
+    with torch.no_grad():
+        trainer.model.classifier.weight.fill_(float("nan"))
+    assert _asked(trainer, inputs) is None
+
+
+def test_asking_leaves_random_numbers_modes_and_inputs_alone(tmp_path: Path) -> None:
+    trainer = make(Case(lambda: tiny.bert(hidden_dropout_prob=0.1), mixed_rows), tmp_path)
+    trainer.model.train()
+    inputs = trainer.data_collator(trainer.train_dataset[:6])
+    copies = {name: value.clone() for name, value in inputs.items()}
+    state = torch.get_rng_state()
+    _asked(trainer, inputs)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in trainer.model.modules())
+    assert all(torch.equal(inputs[name], copies[name]) for name in copies)
+
+
+def test_items_of_a_row() -> None:
+    labels = torch.tensor([[1, 2, 3], [4, -100, -100], [-100, 5, 6]])
+    inputs = {"input_ids": torch.ones(3, 3, dtype=torch.long), "labels": labels}
+    found = {name: values.tolist() for name, values in row_counts(inputs).items()}
+    assert found == {
+        "rows": [1, 1, 1],
+        "input_ids": [3, 3, 3],
+        "sum of input_ids": [3, 3, 3],
+        "labels": [3, 1, 2],
+        "sum of labels": [6, -196, -89],
+        "shifted labels": [2, 0, 2],
+    }
+    assert row_counts({**inputs, "shift_labels": labels.roll(-1, 1)})["shifted labels"].tolist() == [3, 1, 2]
+    assert "labels" not in row_counts({**inputs, "labels": labels.float()})
+    of_rows = row_counts({**inputs, "labels": torch.tensor([0, -100, 2])})
+    assert of_rows["labels"].tolist() == of_rows["shifted labels"].tolist() == [1, 0, 1]
+    assert of_rows["labels == 2"].tolist() == [0, 0, 1]
+
+
+def test_items_of_boxes_masks_and_nested_inputs() -> None:
+    inputs = {
+        "pixel_values": torch.zeros(2, 3, 4, 4),
+        "labels": [{"boxes": torch.zeros(5, 4), "image_id": torch.tensor(7)}, {"boxes": torch.zeros(0, 4)}],
+        "text": {"mask": torch.tensor([[True, False], [True, True]])},
+        "weight": torch.tensor([0.5, 2.0]),
+        "names": ["one", "other"],
+        "scale": torch.tensor(2.0),
+    }
+    assert {name: values.tolist() for name, values in row_counts(inputs).items()} == {
+        "rows": [1, 1],
+        "labels.boxes": [5, 0],
+        "labels.image_id": [1, 1],
+        "names": [1, 1],
+        "sum of text.mask": [1, 2],
+        "sum of weight": [0.5, 2],
+    }
+
+
+class WithOutputs(Trainer):
+    """Ask for the outputs with the loss, as a subclass that logs metrics does."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss, outputs = self.compute_loss(
+            model, self._prepare_inputs(inputs), return_outputs=True, num_items_in_batch=num_items_in_batch
+        )
+        assert outputs["logits"].shape[0] == len(inputs["input_ids"])
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_a_loss_with_outputs_is_weighted_too(tmp_path: Path) -> None:
+    whole = run(CASES["bert"], tmp_path, trainer_class=WithOutputs)
+    split = run(CASES["bert"], tmp_path, MicrobatchCallback(max_tokens=24), trainer_class=WithOutputs)
+    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
+
+
+class Popping(Trainer):
+    """Take a column of its own out of the batch, as a subclass that weighs examples does."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        assert inputs.pop("weights").shape == inputs["labels"].shape
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_a_step_that_empties_its_batch_can_be_repeated(tmp_path: Path) -> None:
+    case = CASES["bert"]._replace(rows=lambda count: [{**row, "weights": 1.0} for row in mixed_rows(count)])
+    settings: dict[str, Any] = {"trainer_class": Popping, "remove_unused_columns": False}
+    whole = run(case, tmp_path, **settings)
+    split = run(case, tmp_path, MicrobatchCallback(), Scarcity(limit=40), **settings)
+    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
+
+
+class OwnLoss(Trainer):
+    """Compute the loss without compute_loss."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = model(**inputs)["loss"]
+        loss.backward()
+        return loss.detach()
+
+
+def test_a_step_whose_loss_cannot_be_weighted_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as error:
+        run(CASES["bert"], tmp_path, MicrobatchCallback(max_tokens=24), trainer_class=OwnLoss)
+    assert str(error.value) == (
+        "training_step of OwnLoss did not call compute_loss, so the loss of a piece could not be weighted; expected "
+        "one call per forward pass. Write loss = self.compute_loss(model, inputs, "
+        "num_items_in_batch=num_items_in_batch) in it."
+    )
+
+
+# ---- Refusals ------------------------------------------------------------------------------------------------------
+
+ADVICE = (
+    "expected rows that do not depend on each other. Take MicrobatchCallback out of callbacks= and lower "
+    "per_device_train_batch_size."
+)
+
+
+class Normed(nn.Module):
+    """A classifier with a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.head(self.norm(self.embed(input_ids).mean(1)))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_batch_norm_is_refused_at_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        run(Case(Normed, mixed_rows), tmp_path, MicrobatchCallback())
+    assert str(error.value) == (
+        "model=Normed cannot be trained in pieces of a batch: BatchNorm1d norm takes its statistics over the rows of a "
+        f"batch; {ADVICE}"
+    )
+
+
+def test_a_loss_over_the_whole_batch_is_refused_at_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        run(CASES["bert"], tmp_path, MicrobatchCallback(), loss=lambda model: _contrastive)
+    message = str(error.value)
+    start, figures = message.split(" is ", 1)
+    assert (
+        start
+        == "model=BertForSequenceClassification cannot be trained in pieces of a batch: the loss of 3 rows at once"
+    )
+    assert figures.partition(", ")[2] == (f"as with in-batch negatives; {ADVICE}")
+    assert float(figures.split()[0]) > 0
+
+
+def _weighted_classes(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A mean by weight."""
+    return nn.functional.cross_entropy(outputs["logits"], labels, weight=torch.tensor([1.0, 5.0, 2.0]))
+
+
+def _pairs(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Every second row against the one before."""
+    return -nn.functional.logsigmoid(outputs["logits"][0::2, 0] - outputs["logits"][1::2, 0]).mean()
+
+
+def _short_rows_of_one_class(count: int) -> list[dict[str, Any]]:
+    return [{**row, "labels": row["labels"] * (len(row["input_ids"]) > 5)} for row in mixed_rows(count)]
+
+
+@pytest.mark.parametrize("loss", [_weighted_classes, _pairs])
+def test_losses_that_rows_have_only_together_are_refused(loss: Callable[..., torch.Tensor], tmp_path: Path) -> None:
+    case = CASES["bert"]._replace(rows=_short_rows_of_one_class)
+    with pytest.raises(ValueError, match=r"^model=BertForSequenceClassification cannot be trained in pieces.* as "):
+        run(case, tmp_path, MicrobatchCallback(), loss=lambda model: loss)
+
+
+def test_a_loss_that_needs_pairs_of_rows_is_refused(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        chosen, rejected = outputs["logits"][:, 0].chunk(2)
+        return -nn.functional.logsigmoid(chosen - rejected).mean()
+
+    with pytest.raises(ValueError) as error:
+        run(CASES["bert"], tmp_path, MicrobatchCallback(), loss=lambda model: loss)
+    assert str(error.value) == (
+        "model=BertForSequenceClassification cannot be trained in pieces of a batch: its rows belong together, as "
+        "pairs do: the loss of one row alone fails (ValueError: not enough values to unpack (expected 2, got 1)); "
+        f"{ADVICE}"
+    )
+
+
+def test_labels_per_token_of_another_name_count_as_well(tmp_path: Path) -> None:
+    rows = [{"input_ids": [5, 6, 7], "targets": [0, 1, -100 if i % 2 else 2]} for i in range(8)]
+    args = tiny.arguments(tmp_path, label_names=["targets"], per_device_train_batch_size=4)
+    models = []
+    for callbacks in ([], [MicrobatchCallback(max_examples=1)]):
+        torch.manual_seed(0)
+        trainer = attach(Trainer(model=heads.NamedTargets(), args=args, train_dataset=rows, callbacks=callbacks))
+        trainer.train()
+        models.append(trainer.model)
+    assert tiny.largest_difference(*models) <= FLOAT32
+
+
+def test_a_packed_batch_is_refused_at_the_first_step(tmp_path: Path) -> None:
+    def packed(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        ids = [token for row in rows for token in row["input_ids"]]
+        positions = [position for row in rows for position in range(len(row["input_ids"]))]
+        return {
+            "input_ids": torch.tensor([ids]),
+            "position_ids": torch.tensor([positions]),
+            "labels": torch.tensor([ids]),
+        }
+
+    trainer = make(CASES["llama"], tmp_path, MicrobatchCallback())
+    trainer.data_collator = packed
+    with pytest.raises(ValueError) as error:
+        trainer.train()
+    assert str(error.value) == (
+        "model=LlamaForCausalLM cannot be trained in pieces of a batch: its examples are packed into one row, as "
+        f"position_ids tells; {ADVICE}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"max_tokens": value},
+            f"max_tokens={value!r} is no cap; expected 'auto' or a whole number of padded tokens "
+            "from 1 up. Write max_tokens=4096.",
+        )
+        for value in (0, -1, 2.5, True, None, "4096")
+    ]
+    + [
+        (
+            {"max_examples": value},
+            f"max_examples={value!r} is no cap; expected None or a whole number of rows from 1 up. "
+            "Write max_examples=8.",
+        )
+        for value in (0, -1, 2.5, True, "auto")
+    ],
+    ids=str,
+)
+def test_caps_are_validated_at_once(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        MicrobatchCallback(**settings)
+    assert str(error.value) == message
+
+
+def test_training_without_attach_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(
+        model=tiny.bert(), args=tiny.arguments(tmp_path), train_dataset=mixed_rows(4), callbacks=[MicrobatchCallback()]
+    )
+    with pytest.raises(RuntimeError) as error:
+        trainer.train()
+    assert str(error.value) == (
+        "MicrobatchCallback was passed in callbacks= but never bound to its trainer; expected a bound callback. "
+        "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
+    )
+
+
+# ---- The trainer ---------------------------------------------------------------------------------------------------
+
+
+def test_the_handle_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
+    trainer = make(CASES["bert"], tmp_path)
+    before = dict(vars(trainer))
+    callback = MicrobatchCallback()
+    attach(trainer, callback)
+    attach(trainer)
+    assert callback.handle is not None
+    callback.handle.remove()
+    assert vars(trainer) == before
+
+
+def test_a_callback_that_was_taken_off_moves_to_another_trainer(tmp_path: Path) -> None:
+    callback = MicrobatchCallback(max_tokens=24)
+    first = make(CASES["bert"], tmp_path, callback)
+    callback.handle.remove()
+    second = make(CASES["bert"], tmp_path, callback)
+    assert "training_step" not in vars(first)
+    with pytest.raises(RuntimeError, match="never bound to its trainer"):
+        first.train()
+    second.train()
+    assert second.state.global_step == 3
+
+
+def test_two_trainers_do_not_disturb_each_other(tmp_path: Path) -> None:
+    callbacks = MicrobatchCallback(), MicrobatchCallback()
+    one = make(CASES["bert"], tmp_path, callbacks[0], Scarcity(limit=40))
+    other = make(CASES["llama"], tmp_path, callbacks[1], Scarcity(limit=25))
+    one.train()
+    other.train()
+    assert [callback.caps["max_tokens"].limit for callback in callbacks] == [36, 18]
+    whole = run(CASES["llama"], tmp_path)
+    assert tiny.largest_difference(whole.model, other.model) <= FLOAT32
+
+
+def test_a_trainer_is_not_kept_alive(tmp_path: Path) -> None:
+    callback = MicrobatchCallback(max_tokens=24)
+    trainer = run(CASES["bert"], tmp_path, callback)
+    alive = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_pickled_callback_is_an_unused_copy(tmp_path: Path) -> None:
+    callback = MicrobatchCallback(max_tokens=24, max_examples=4)
+    run(CASES["bert"], tmp_path, callback)
+    copy = pickle.loads(pickle.dumps(callback))
+    assert (copy.max_tokens, copy.max_examples, copy.handle, copy.changes) == (24, 4, None, [])
+
+
+def test_a_second_run_keeps_the_cap(tmp_path: Path) -> None:
+    callback, scarcity = MicrobatchCallback(), Scarcity(limit=40)
+    trainer = run(CASES["bert"], tmp_path, callback, scarcity)
+    trainer.train()
+    assert scarcity.errors == 1
+
+
+def test_nothing_is_waited_for_while_whole_batches_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, bound = make(CASES["bert"], tmp_path), make(CASES["bert"], tmp_path, MicrobatchCallback())
+    for trainer in (plain, bound):
+        trainer.train()  # the first step asks the loss
+    reads: list[str] = []
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(self: torch.Tensor, *args: Any) -> Any:
+            reads.append(name)
+            return original(self, *args)
+
+        return read
+
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
+    inputs = plain.data_collator(plain.train_dataset[:6])
+    plain.training_step(plain.model, inputs)
+    of_the_model, reads[:] = list(reads), []
+    bound.training_step(bound.model, inputs)
+    assert reads == of_the_model

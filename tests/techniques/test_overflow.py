@@ -1,0 +1,544 @@
+"""Overflow triage in training: what it costs, what a dropped step leaves, when it stops, and that it can be undone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import os
+import pickle
+import sys
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+import poisons
+import tiny
+from hf_memopt.binding.attach import attach
+from hf_memopt.changes import Change
+from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.nonfinite.overflow import (
+    BFLOAT16_FAMILY,
+    OverflowCallback,
+    StepReading,
+    is_poisoned,
+    read_step,
+)
+from scarcity import Scarcity
+from two_ranks import run_pair
+
+SYNCS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
+
+
+class Recorder(TrainerCallback):
+    """Note weights, optimizer state, schedule and filter around each optimizer step."""
+
+    def __init__(self) -> None:
+        self.before: list[Any] = []
+        self.after: list[Any] = []
+        self.epochs: list[int] = []
+        self.filters: list[bool] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.before.append((weights_of(kwargs["model"]), states_of(kwargs["optimizer"])))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.after.append((weights_of(kwargs["model"]), states_of(kwargs["optimizer"])))
+        self.epochs.append(kwargs["lr_scheduler"].last_epoch)
+        self.filters.append(args.logging_nan_inf_filter)
+
+    def moved(self) -> list[bool]:
+        """Tell for each step whether it changed the weights."""
+        return [not equal(before[0], after[0]) for before, after in zip(self.before, self.after, strict=True)]
+
+    def moved_states(self) -> list[bool]:
+        """Tell for each step whether it changed the optimizer's state."""
+        return [not equal(before[1], after[1]) for before, after in zip(self.before, self.after, strict=True)]
+
+
+def weights_of(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def states_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return copies of all tensors in the state; bitsandbytes nests them."""
+    values = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    nested = [inner for value in values for inner in (value.values() if isinstance(value, dict) else (value,))]
+    return [tensor.detach().clone() for tensor in nested if torch.is_tensor(tensor)]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def run(tmp_path: Any, model: nn.Module, dataset: Any, *callbacks: Any, **settings: Any) -> Trainer:
+    """Train with callbacks bound by ``attach``."""
+    trainer = poisons.make_trainer(model, dataset, tmp_path, **settings)
+    attach(trainer, *callbacks)
+    trainer.train()
+    return trainer
+
+
+# ---- A dropped step -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*paged.*:UserWarning")  # bitsandbytes on a CPU
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adafactor", "sgd"])
+def test_a_dropped_step_leaves_weights_and_state_bit_equal(tmp_path: Any, optim: str) -> None:
+    recorder, callback = Recorder(), OverflowCallback()
+    model = poisons.poison(tiny.llama(), "gradient")
+    settings = {"optim": optim, "weight_decay": 0.1, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
+    trainer = run(tmp_path, model, poisons.rows(24, bad=(9,)), recorder, callback, **settings)
+    assert recorder.moved() == [True, False, True]
+    assert recorder.moved_states() == ([False] * 3 if optim == "sgd" else [True, False, True])
+    assert (callback.poisoned_steps, trainer.state.global_step, recorder.epochs) == (1, 3, [1, 2, 3])
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_without_it_the_same_step_destroys_the_weights(tmp_path: Any) -> None:
+    model = poisons.poison(tiny.llama(), "gradient")
+    poisons.make_trainer(model, poisons.rows(16, bad=(9,)), tmp_path).train()
+    assert not all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_run_without_findings_is_bit_equal(tmp_path: Any) -> None:
+    settings = {"gradient_accumulation_steps": 2, "logging_strategy": "steps", "logging_steps": 1, "max_grad_norm": 1.0}
+    plain = poisons.make_trainer(tiny.llama(attention_dropout=0.1), poisons.rows(), tmp_path, **settings)
+    plain.train()
+    callback = OverflowCallback()
+    watched = run(tmp_path, tiny.llama(attention_dropout=0.1), poisons.rows(), callback, **settings)
+    assert tiny.largest_difference(plain.model, watched.model) == 0.0
+    keys = ("loss", "grad_norm", "learning_rate", "step")
+    logs = [[{key: log.get(key) for key in keys} for log in one.state.log_history] for one in (plain, watched)]
+    assert logs[0] == logs[1]
+    assert callback.reports == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_equals_the_straight_run(tmp_path: Any) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    straight = run(
+        tmp_path, poisons.poison(tiny.llama(), "forward"), poisons.rows(bad=(5,)), OverflowCallback(), **settings
+    )
+    resumed = poisons.make_trainer(
+        poisons.poison(tiny.llama(seed=1), "forward"), poisons.rows(bad=(5,)), tmp_path, **settings
+    )
+    attach(resumed, OverflowCallback())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert tiny.largest_difference(straight.model, resumed.model) == 0.0
+
+
+# ---- Cost -----------------------------------------------------------------------------------------------------------
+
+
+def syncs_of_training(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Train and count the calls of all methods that wait for the device."""
+    counts: Counter[str] = Counter()
+
+    def counting(name: str) -> Any:
+        method = getattr(torch.Tensor, name)
+
+        def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return method(self, *args, **kwargs)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        for name in SYNCS:
+            patch.setattr(torch.Tensor, name, counting(name))
+        trainer.train()
+    return counts
+
+
+def test_one_sync_per_optimizer_step_and_fewer_than_stock(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "optim": "sgd"}
+
+    def trainer(*callbacks: Any, **more: Any) -> Trainer:
+        one = poisons.make_trainer(tiny.llama(), poisons.rows(32), tmp_path, **settings, **more)
+        return attach(one, *callbacks)
+
+    unfiltered = syncs_of_training(trainer(logging_nan_inf_filter=False), monkeypatch)
+    stock = syncs_of_training(trainer(), monkeypatch)
+    ours = syncs_of_training(trainer(OverflowCallback()), monkeypatch)
+    steps, micro_batches = 4, 8
+    assert stock - unfiltered == {"__bool__": 2 * micro_batches}
+    assert ours - unfiltered == {"tolist": steps}
+
+
+# ---- The filter of stock's log --------------------------------------------------------------------------------------
+
+
+def logged_losses(trainer: Trainer) -> list[float]:
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def test_the_log_stays_finite_and_the_arguments_are_only_changed_within_a_step(tmp_path: Any) -> None:
+    recorder, callback = Recorder(), OverflowCallback()
+    settings = {"logging_strategy": "steps", "logging_steps": 1, "gradient_accumulation_steps": 2}
+    model = poisons.poison(tiny.llama(), "forward")
+    trainer = run(tmp_path, model, poisons.rows(24, bad=(13,)), recorder, callback, **settings)
+    assert all(loss < 10 for loss in logged_losses(trainer))  # NaN is not
+    assert recorder.filters == [True, True, True]
+    assert trainer.args.logging_nan_inf_filter
+    reason = "it costs two host syncs per micro-batch; the same is done on the device"
+    assert callback.changes == [Change("logging_nan_inf_filter", True, False, reason)]
+
+
+def test_who_does_not_filter_sees_the_loss_as_it_is(tmp_path: Any) -> None:
+    settings = {"logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False}
+    callback = OverflowCallback()
+    trainer = run(tmp_path, poisons.poison(tiny.llama(), "forward"), poisons.rows(8, bad=(5,)), callback, **settings)
+    first, second = logged_losses(trainer)
+    assert not math.isnan(first)
+    assert math.isnan(second)
+    assert callback.changes == []
+
+
+# ---- Stopping -------------------------------------------------------------------------------------------------------
+
+
+def test_it_stops_after_some_steps_in_a_row(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = poisons.poison(tiny.llama(), "forward")
+    recorder, callback = Recorder(), OverflowCallback(max_in_a_row=2, report_dir=tmp_path / "reports")
+    trainer = poisons.make_trainer(model, poisons.rows(24, bad=(5, 13, 18)), tmp_path)
+    attach(trainer, recorder, callback)
+    with caplog.at_level(logging.INFO, "hf_memopt"), pytest.raises(RuntimeError) as error:
+        trainer.train()
+    reports = callback.reports
+    assert [report.step for report in reports] == [2, 4, 5]
+    path = tmp_path / "reports" / "overflow_report.json"
+    assert str(error.value) == (
+        "max_in_a_row=2 steps in a row up to step 5 had losses or gradients that are not finite, and were dropped; "
+        f"expected finite ones. Last, {reports[-1]}. Report: {path}"
+    )
+    assert equal(weights_of(model), recorder.after[2][0])  # those of step 3, the last good one
+    assert json.loads(path.read_text()) == [json.loads(report.to_json()) for report in reports]
+    assert path.with_suffix(".txt").read_text() == "".join(f"{report}\n" for report in reports)
+    assert sorted(one.name for one in path.parent.iterdir()) == ["overflow_report.json", "overflow_report.txt"]
+    assert [(record.levelname, record.getMessage()) for record in caplog.records if "overflow" in record.name] == [
+        (level, f"OverflowCallback dropped {report}")
+        for level, report in zip(("WARNING", "INFO", "INFO"), reports, strict=True)
+    ]
+    assert trainer.args.logging_nan_inf_filter
+    assert callback._window == []
+
+
+def test_it_stops_after_some_steps_in_all(tmp_path: Any) -> None:
+    callback = OverflowCallback(2)
+    trainer = poisons.make_trainer(poisons.poison(tiny.llama(), "forward"), poisons.rows(bad=(5, 13)), tmp_path)
+    attach(trainer, callback)
+    with pytest.raises(RuntimeError) as error:
+        trainer.train()
+    assert str(error.value) == (
+        "max_poisoned_steps=2 steps up to step 4 had losses or gradients that are not finite, and were dropped; "
+        f"expected finite ones. Last, {callback.reports[-1]}. Report: {tmp_path / 'overflow_report.json'}"
+    )
+
+
+def test_a_report_that_cannot_be_written_does_not_end_training(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full for a moment; stock survives it. Once there is room, the report has everything."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    callback = OverflowCallback(3, report_dir=tmp_path / "reports")
+    rows = poisons.rows(24, bad=(5, 13, 21))
+    trainer = poisons.make_trainer(poisons.poison(tiny.llama(), "forward"), rows, tmp_path)
+    attach(trainer, callback)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(UserWarning, match="could not be written") as caught, pytest.raises(RuntimeError) as error:
+        trainer.train()
+    path = tmp_path / "reports" / "overflow_report.json"
+    assert [str(each.message) for each in caught] == [
+        f"{path} could not be written (No space left on device), so the report lacks what was found since, and only "
+        "the log and callback.reports have it. Training goes on; make room for it or let its folder be written to"
+    ]
+    assert str(error.value).endswith(f"expected finite ones. Last, {callback.reports[-1]}.")
+    assert list(path.parent.iterdir()) == []
+    monkeypatch.undo()
+    callback.max_poisoned_steps = 10
+    trainer.train()
+    assert len(json.loads(path.read_text())) == 3
+
+
+def test_a_second_run_counts_anew(tmp_path: Any) -> None:
+    callback = OverflowCallback(2)
+    trainer = run(tmp_path, poisons.poison(tiny.llama(), "forward"), poisons.rows(bad=(5,)), callback)
+    trainer.train()
+    assert (callback.poisoned_steps, len(callback.reports)) == (1, 1)
+
+
+# ---- The loss scale of fp16 -----------------------------------------------------------------------------------------
+
+
+def half_precision_trainer(tmp_path: Any, scale: float, *callbacks: Any, **settings: Any) -> Trainer:
+    """Return a Trainer that trains in fp16 with a gradient scaler, on the CPU, where stock leaves both out."""
+    trainer = Trainer(
+        model=tiny.bert(),
+        args=tiny.arguments(tmp_path, fp16=True, per_device_train_batch_size=4, learning_rate=1e-3, **settings),
+        train_dataset=tiny.rows(16),
+    )
+    trainer.accelerator.native_amp = True
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    return attach(trainer, *callbacks)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_skips_in_search_of_a_scale_are_counted_and_the_schedule_waits(tmp_path: Any, optim: str) -> None:
+    recorder, callback = Recorder(), OverflowCallback(1)
+    trainer = half_precision_trainer(tmp_path, 2.0**22, recorder, callback, optim=optim, max_steps=6)
+    trainer.train()
+    moved = recorder.moved()
+    assert 0 < callback.skipped_steps < 6
+    assert moved == [False] * callback.skipped_steps + [True] * (6 - callback.skipped_steps)
+    assert recorder.epochs == [sum(moved[: step + 1]) for step in range(6)]
+    assert (callback.poisoned_steps, callback.reports) == (0, [])
+    assert "step" not in vars(trainer.lr_scheduler)
+
+
+def test_stock_lets_the_schedule_run_on_in_a_skipped_step_of_a_fused_optimizer(tmp_path: Any) -> None:
+    recorder = Recorder()
+    half_precision_trainer(tmp_path, 2.0**22, recorder, optim="adamw_torch_fused", max_steps=2).train()
+    assert recorder.epochs == [1, 2]
+    assert recorder.moved() == [False, False]
+
+
+def test_a_search_for_a_scale_without_end_is_a_finding(tmp_path: Any) -> None:
+    callback = OverflowCallback(1)
+    trainer = half_precision_trainer(tmp_path, 2.0**40, callback, optim="adamw_torch", max_steps=20)
+    with pytest.raises(RuntimeError, match=r"^max_poisoned_steps=1 steps up to step 10 "):
+        trainer.train()
+    (report,) = callback.reports
+    assert (report.step, report.case, report.loss_scale, report.precision) == (10, "loss scale", 2.0**31, "fp16")
+    assert callback.skipped_steps == 10
+    assert "step" not in vars(trainer.lr_scheduler)
+    assert "clip_grad_norm_" not in vars(trainer.accelerator)
+
+
+@pytest.mark.parametrize(
+    ("reading", "skips", "expected"),
+    [
+        pytest.param(StepReading((False,), False, False, None), 0, False, id="fine"),
+        pytest.param(StepReading((False,), True, False, None), 0, True, id="loss elsewhere"),
+        pytest.param(StepReading((False,), False, True, None), 0, True, id="gradient"),
+        pytest.param(StepReading((True,), True, True, 1024.0), 1, True, id="loss under a scale"),
+        pytest.param(StepReading((False,), False, False, 0.5), 0, False, id="small scale that works"),
+        pytest.param(StepReading((False,), False, True, 1024.0), 9, False, id="search"),
+        pytest.param(StepReading((False,), False, True, 1024.0), 10, True, id="long search"),
+        pytest.param(StepReading((False,), False, True, 0.5), 1, True, id="scale below one"),
+    ],
+)
+def test_what_is_poisoned(reading: StepReading, skips: int, expected: bool) -> None:
+    assert is_poisoned(reading, skips) is expected
+
+
+@pytest.mark.parametrize("norm", [None, 1.5, torch.tensor(1.5)], ids=["none", "number", "tensor"])
+def test_a_reading_without_a_scaler(tmp_path: Any, norm: Any) -> None:
+    accelerator = poisons.make_trainer(tiny.llama(), poisons.rows(4), tmp_path).accelerator
+    flags = [torch.tensor(False), torch.tensor(True)]
+    assert read_step(flags, norm, accelerator) == StepReading((False, True), True, False, None)
+    assert read_step(flags[:1], float("inf"), accelerator) == StepReading((False,), False, True, None)
+
+
+# ---- Before the first step ------------------------------------------------------------------------------------------
+
+
+def tiny_t5() -> nn.Module:
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=100, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    )
+
+
+def test_fp16_of_the_t5_family_is_warned_of_once(tmp_path: Any) -> None:
+    trainer = Trainer(model=tiny_t5(), args=tiny.arguments(tmp_path, fp16=True), train_dataset=None)
+    callback = OverflowCallback()
+    with pytest.warns(UserWarning, match="T5") as warned:
+        attach(trainer, callback)
+    assert [str(one.message) for one in warned] == [
+        "fp16=True is likely to overflow in T5ForConditionalGeneration: models of the T5 family were trained in "
+        "bfloat16, with values beyond float16's 65,504; expected bf16=True, or neither of the two. "
+        "Set: fp16=False, bf16=True"
+    ]
+    assert warned[0].filename == __file__
+    attach(trainer)  # warnings are errors here
+
+
+def test_the_family_is_of_types_that_transformers_knows() -> None:
+    assert set(BFLOAT16_FAMILY) <= set(transformers.models.auto.configuration_auto.CONFIG_MAPPING)
+
+
+def test_fp16_weights_under_fp16_are_refused(tmp_path: Any) -> None:
+    trainer = Trainer(model=tiny.bert().half(), args=tiny.arguments(tmp_path, fp16=True), train_dataset=tiny.rows(4))
+    with pytest.raises(ValueError, match=r"^fp16=True cannot train bert\.embeddings"):
+        attach(trainer, OverflowCallback())
+
+
+def test_unbound_it_refuses_to_train(tmp_path: Any) -> None:
+    trainer = poisons.make_trainer(tiny.llama(), poisons.rows(4), tmp_path, OverflowCallback())
+    expected = (
+        "OverflowCallback was passed in callbacks= but never bound to its trainer; expected a bound callback. "
+        "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
+    )
+    with pytest.raises(RuntimeError) as error:
+        trainer.train()
+    assert str(error.value) == expected
+    attach(trainer).train()
+    other = poisons.make_trainer(tiny.llama(), poisons.rows(4), tmp_path, *trainer.callback_handler.callbacks[1:2])
+    with pytest.raises(RuntimeError) as error:
+        other.train()
+    assert str(error.value) == expected
+
+
+def test_settings_that_became_incompatible_are_refused(tmp_path: Any) -> None:
+    trainer = attach(poisons.make_trainer(tiny.llama(), poisons.rows(4), tmp_path), OverflowCallback())
+    trainer.args.optim = "lomo"
+    with pytest.raises(ValueError, match=r"^overflow triage and layer-wise optimizer cannot work together: "):
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+
+
+@pytest.mark.parametrize("name", ["max_poisoned_steps", "max_in_a_row"])
+@pytest.mark.parametrize("value", [0, 2.0, True, "3"], ids=["zero", "float", "bool", "text"])
+def test_bad_limits(name: str, value: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        OverflowCallback(**{name: value})
+    assert str(error.value) == (
+        f"{name}={value!r} is no limit; expected a whole number of 1 or more. "
+        f"Write, for example, OverflowCallback({name}=3)."
+    )
+
+
+# ---- Binding --------------------------------------------------------------------------------------------------------
+
+
+def test_the_handle_leaves_trainer_and_arguments_as_they_were(tmp_path: Any) -> None:
+    trainer = attach(poisons.make_trainer(tiny.llama(), poisons.rows(8), tmp_path))
+    callback = OverflowCallback()
+    trainer.add_callback(callback)
+    before = dict(vars(trainer)), dict(vars(trainer.accelerator)), trainer.args.to_json_string()
+    attach(trainer)
+    assert trainer.training_step.__name__ == "training_step"
+    callback.handle.remove()
+    assert (dict(vars(trainer)), dict(vars(trainer.accelerator)), trainer.args.to_json_string()) == before
+
+
+def test_beside_micro_batching_it_sees_whole_micro_batches_once(tmp_path: Any) -> None:
+    recorder, callback, shortage = Recorder(), OverflowCallback(), Scarcity(calls=(4,))
+    model = poisons.poison(tiny.llama(), "forward")
+    shortage.watch(model)
+    settings = {"gradient_accumulation_steps": 2, "logging_strategy": "steps", "logging_steps": 1}
+    trainer = attach(poisons.make_trainer(model, poisons.rows(16, bad=(5,)), tmp_path, **settings), callback)
+    cutting = MicrobatchCallback(max_tokens=16)
+    attach(trainer, cutting, recorder)  # bound later, it is none the less within
+    trainer.train()
+    assert (shortage.errors, cutting.caps["max_tokens"].limit) == (1, 8)  # at the second piece of micro-batch 1
+    (report,) = callback.reports
+    assert (report.step, report.case, report.where) == (1, "forward", poisons.PLACE)
+    assert (report.micro_batch, report.rows, report.examples) == (1, (1,), (5,))
+    assert recorder.moved() == [False, True]
+    assert all(4 < loss < 5 for loss in logged_losses(trainer))  # log(100) = 4.6: each micro-batch once
+
+
+def test_a_run_may_have_an_accelerator_of_its_own(tmp_path: Any) -> None:
+    callback = OverflowCallback()
+    model = poisons.poison(tiny.llama(), "gradient")
+    trainer = attach(poisons.make_trainer(model, poisons.rows(8, bad=(5,)), tmp_path), callback)
+    trainer.create_accelerator_and_postprocess()  # as hyperparameter_search does before each trial
+    trainer.train()
+    assert [report.case for report in callback.reports] == ["gradient"]
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_taken_off_it_leaves_the_first_trainer_alone(tmp_path: Any) -> None:
+    callback = OverflowCallback()
+    one, other = (poisons.make_trainer(tiny.llama(), poisons.rows(4), tmp_path) for _ in range(2))
+    attach(one, callback)
+    callback.handle.remove()
+    attach(other, callback)
+    assert "training_step" not in vars(one)
+    assert "clip_grad_norm_" not in vars(one.accelerator)
+    other.train()
+
+
+def test_two_trainers_do_not_disturb_each_other(tmp_path: Any) -> None:
+    callbacks = OverflowCallback(), OverflowCallback()
+    models = [poisons.poison(tiny.llama(), "forward") for _ in range(2)]
+    trainers = [
+        attach(poisons.make_trainer(model, poisons.rows(8, bad=bad), tmp_path / str(i)), callback)
+        for i, (model, bad, callback) in enumerate(zip(models, ((5,), ()), callbacks, strict=True))
+    ]
+    for trainer in trainers:
+        trainer.train()
+    assert [callback.poisoned_steps for callback in callbacks] == [1, 0]
+
+
+def test_it_keeps_no_batch_and_no_trainer_alive(tmp_path: Any) -> None:
+    callback = OverflowCallback()
+    trainer = run(tmp_path, tiny.llama(), poisons.rows(4), callback)
+    assert callback._window == []
+    reference = weakref.ref(trainer)
+    callback.handle.remove()
+    trainer.remove_callback(callback)
+    del trainer
+    gc.collect()
+    assert reference() is None
+
+
+def test_pickled_it_is_unused_and_has_the_same_settings(tmp_path: Any) -> None:
+    callback = OverflowCallback(5, max_in_a_row=2, report_dir=tmp_path)
+    attach(poisons.make_trainer(tiny.llama(), poisons.rows(4), tmp_path), callback)
+    copied = pickle.loads(pickle.dumps(callback))
+    assert (copied.max_poisoned_steps, copied.max_in_a_row, copied.report_dir) == (5, 2, tmp_path)
+    assert copied.handle is None
+
+
+# ---- Several processes ----------------------------------------------------------------------------------------------
+
+
+def test_all_processes_drop_what_one_finds(tmp_path: Path) -> None:
+    one, other = run_pair(tmp_path, __file__, str(tmp_path))
+    for kind in ("forward", "gradient"):
+        assert one[kind]["moved"] == other[kind]["moved"] == [True, False, True]
+        assert one[kind]["weights"] == other[kind]["weights"]
+        assert one[kind]["poisoned"] == other[kind]["poisoned"] == 1
+        assert one[kind]["reports"] == []
+        assert other[kind]["reports"] == [[2, kind, [1]]]
+        assert [path.name for path in sorted((tmp_path / kind).iterdir())] == [
+            "overflow_report_rank1.json",
+            "overflow_report_rank1.txt",
+        ]
+
+
+def findings(output_dir: Path, kind: str) -> dict[str, Any]:
+    """Train on two processes; only the second meets the bad example, in step 2."""
+    dataset = poisons.rows(24, bad=(13,))  # step 2: 8 to 11, and 12 to 15
+    model = poisons.poison(tiny.llama(), kind)
+    recorder, callback = Recorder(), OverflowCallback()
+    trainer = poisons.make_trainer(model, dataset, output_dir / kind, ddp_backend="gloo")
+    attach(trainer, recorder, callback)
+    trainer.train()
+    return {
+        "moved": recorder.moved(),
+        "weights": float(sum(weight.double().sum() for weight in weights_of(model))),
+        "poisoned": callback.poisoned_steps,
+        "reports": [[report.step, report.case, list(report.rows)] for report in callback.reports],
+    }
+
+
+def main(output_dir: Path) -> None:
+    """Write what each kind leaves on this process."""
+    gc.freeze()
+    found = {kind: findings(output_dir, kind) for kind in ("forward", "gradient")}
+    (output_dir / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,296 @@
+"""What every technique has to keep, alone and with the others: weights, losses, resume, arguments, other Trainers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import GradientState
+from transformers import TrainerCallback
+
+import technique_ranks
+import tiny
+from hf_memopt.binding import conflicts as compatibility
+from hf_memopt.binding.attach import attach
+from hf_memopt.binding.callback_binding import unbound_error
+from hf_memopt.binding.conflicts import (
+    REFUSALS,
+    RUN_IN_ONE_PROCESS,
+    SETTINGS,
+    TECHNIQUES,
+    compatibility_matrix,
+    refusal_of,
+)
+from hf_memopt.binding.versions import checkpointing_arguments
+from technique_table import GROUPS, STEPS, TABLE, make_trainer, run
+from two_ranks import run_pair
+
+SETTING_ARGUMENTS = {
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "norm clipping": {"max_grad_norm": 0.5},
+    "NEFTune": {"neftune_noise_alpha": 5.0},
+    "reentrant checkpointing": checkpointing_arguments(use_reentrant=True),
+    "layer-wise optimizer": {"optim": "lomo"},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "DDP": {"ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False},
+}
+
+
+def difference(one: Any, other: Any) -> float:
+    return tiny.largest_difference(one.trainer.model, other.trainer.model)
+
+
+def fits(name: str, setting: str) -> bool:
+    return refusal_of(name, setting) is None
+
+
+# ---- Each alone -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_a_technique_keeps_losses_weights_and_metrics(name, tmp_path) -> None:
+    ours, stock = (run([name], tmp_path / str(use), use=use) for use in (True, False))
+    assert difference(ours, stock) <= TABLE[name].tolerance
+    assert ours.losses == pytest.approx(stock.losses, abs=1e-6 if TABLE[name].tolerance else 0.0)
+    assert ours.metrics == pytest.approx(stock.metrics, abs=1e-6 if TABLE[name].tolerance else 0.0)
+    assert ours.trainer.state.global_step == STEPS
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_a_resumed_run_equals_the_straight_one(name, tmp_path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    straight = run([name], tmp_path, **saving)
+    resumed = run([name], tmp_path, resume=str(tmp_path / "checkpoint-2"), **saving)
+    assert difference(resumed, straight) == 0.0
+    assert resumed.losses == straight.losses
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_training_arguments_still_serialise(name, tmp_path) -> None:
+    trainer = make_trainer([name], tmp_path)
+    before = trainer.args.to_dict()
+    trainer.train()
+    assert trainer.args.to_json_string()
+    assert pickle.loads(pickle.dumps(trainer.args)).to_dict() == trainer.args.to_dict()
+    changed = {key for key, value in trainer.args.to_dict().items() if before[key] != value}
+    assert changed == set()
+
+
+@pytest.mark.parametrize("name", [name for name in TECHNIQUES if TABLE[name].callback is not None])
+def test_a_callback_pickles_into_an_unused_copy(name) -> None:
+    callback = TABLE[name].callback()
+    copied = pickle.loads(pickle.dumps(callback))
+    assert type(copied) is type(callback)
+    assert pickle.dumps(copied) == pickle.dumps(callback)
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    """Everything of a Trainer, its model and the process that a technique may have changed."""
+    model = trainer.model
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {
+        "trainer": sorted(set(vars(trainer)) - {"memopt_changes"}),
+        "accelerator": sorted(vars(trainer.accelerator)),
+        "arguments": trainer.args.to_dict(),
+        "requires_grad": [parameter.requires_grad for parameter in model.parameters()],
+        "parameter hooks": [len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters()],
+        "module hooks": [len(getattr(module, name)) for module in model.modules() for name in hooks],
+        "checkpointing": [bool(getattr(module, "gradient_checkpointing", False)) for module in model.modules()],
+        # stock keeps its list of removed hooks
+        "modules": [sorted(set(vars(module)) - {"_require_grads_hooks"}) for module in model.modules()],
+        "precision": torch.backends.fp32_precision,
+        "autocast": vars(trainer.accelerator.autocast_handler) if trainer.accelerator.autocast_handler else None,
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in TECHNIQUES if TABLE[name].callback is not None])
+def test_the_handle_undoes_it(name, tmp_path) -> None:
+    """Attach with and without the technique, train, undo: nothing of it is left."""
+    plain = make_trainer([], tmp_path, **TABLE[name].settings)
+    plain.train()
+    trainer = make_trainer([name], tmp_path)
+    trainer.train()
+    if (handle := getattr(callback_of(trainer, name), "handle", None)) is not None:
+        handle.remove()
+    assert state_of(trainer) == state_of(plain)
+
+
+class TrainsAnother(TrainerCallback):
+    """Runs a whole second training in the middle of the first."""
+
+    def __init__(self, other: Any) -> None:
+        self.other = other
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            self.other.train()
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_two_trainers_do_not_disturb_each_other(name, tmp_path) -> None:
+    """A second Trainer with the same technique, and one without any, train in the middle of the first."""
+    alone, plain = run([name], tmp_path), run([], tmp_path, **TABLE[name].settings)
+    same, without = make_trainer([name], tmp_path), make_trainer([], tmp_path, **TABLE[name].settings)
+    first = make_trainer([name], tmp_path)
+    first.add_callback(TrainsAnother(same))
+    first.add_callback(TrainsAnother(without))
+    first.train()
+    assert tiny.largest_difference(first.model, alone.trainer.model) == 0.0
+    assert tiny.largest_difference(same.model, alone.trainer.model) == 0.0
+    assert tiny.largest_difference(without.model, plain.trainer.model) == 0.0
+
+
+@pytest.mark.parametrize("name", [name for name in TECHNIQUES if TABLE[name].callback is not None])
+def test_a_callback_serves_one_trainer_at_a_time(name, tmp_path) -> None:
+    first, second = make_trainer([name], tmp_path / "first"), make_trainer([], tmp_path / "second")
+    callback = callback_of(first, name)
+    before = state_of(second)
+    with pytest.raises(ValueError) as error:
+        attach(second, callback)
+    kind = type(callback).__name__
+    trainers = [
+        f"Trainer of BertForSequenceClassification, output_dir='{tmp_path / name}'" for name in ("first", "second")
+    ]
+    assert str(error.value) == (
+        f"callbacks=<{kind}> is attached to another trainer already ({trainers[0]}) and cannot serve this one too "
+        f"({trainers[1]}); expected a callback for each trainer. Pass a second one: attach(trainer, {kind}(...))"
+    )
+    assert state_of(second) == before
+    assert attach(first, callback) is first
+    first.train()
+    alone = run([name], tmp_path / "alone")
+    assert tiny.largest_difference(first.model, alone.trainer.model) == 0.0
+    if getattr(callback, "handle", None) is not None:  # taken off, or with its trainer gone, it is free
+        callback.handle.remove()
+    else:
+        del first
+    assert attach(make_trainer([], tmp_path / "third", **TABLE[name].settings), callback)
+
+
+def callback_of(trainer: Any, name: str) -> Any:
+    (callback,) = (one for one in trainer.callback_handler.callbacks if getattr(one, "technique", None) == name)
+    return callback
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda trainer: pickle.loads(pickle.dumps(trainer))}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_a_copied_trainer_acts_on_itself_alone(name, way, tmp_path) -> None:
+    """Not attached, as a copy is, it trains as stock or says that it must be attached; attached, as the original."""
+    if (name, way) == ("gradient release", "pickle"):
+        pytest.skip("the released class of an optimizer is made at run time, and classes pickle by name")
+    GradientState._reset_state()  # where an iteration broke off it holds weak references, which do not pickle
+    original = make_trainer([name], tmp_path / "original")
+    weights, step = copy.deepcopy(original.model), original.state.global_step
+    twin, unattached = COPIES[way](original), COPIES[way](original)
+    if name in NEED_ATTACH:
+        with pytest.raises(RuntimeError) as error:
+            unattached.train()
+        assert str(error.value) == str(unbound_error(callback_of(unattached, name)))
+    else:
+        unattached.train()
+        assert unattached.state.global_step == STEPS
+    alone = run([name], tmp_path / "alone")
+    assert (tiny.largest_difference(original.model, weights), original.state.global_step) == (0.0, step)
+    attach(twin).train()
+    assert tiny.largest_difference(twin.model, alone.trainer.model) == 0.0
+    assert (tiny.largest_difference(original.model, weights), original.state.global_step) == (0.0, step)
+    original.train()
+    assert tiny.largest_difference(original.model, alone.trainer.model) == 0.0
+
+
+NEED_ATTACH = ("micro-batching", "overflow triage", "evaluation guard", "lean checkpoints")
+
+
+# ---- Together -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", ["nothing", *RUN_IN_ONE_PROCESS])
+@pytest.mark.parametrize("group", GROUPS)
+def test_techniques_keep_the_weights_together(group, setting, tmp_path) -> None:
+    names = [name for name in TECHNIQUES if name in GROUPS[group] and fits(name, setting)]
+    settings = SETTING_ARGUMENTS.get(setting, {})
+    ours, stock = (run(names, tmp_path / str(use), use=use, **settings) for use in (True, False))
+    tolerance = max(TABLE[name].tolerance for name in names)
+    if setting == "bf16":  # one rounding of bfloat16 per piece
+        tolerance *= 2**15
+    assert difference(ours, stock) <= tolerance
+    assert ours.trainer.state.global_step == STEPS
+
+
+def test_techniques_keep_the_weights_in_two_processes(tmp_path) -> None:
+    for found in run_pair(tmp_path, technique_ranks.__file__, str(tmp_path)):
+        assert set(found) == {f"{setting}: {group}" for setting in technique_ranks.FLAGS for group in GROUPS}
+        for case, furthest in found.items():
+            setting, group = case.split(": ")
+            names = technique_ranks.names_under(setting, group)
+            assert furthest <= max(TABLE[name].tolerance for name in names), case
+
+
+def test_the_groups_hold_every_pair_that_is_not_refused() -> None:
+    for one in TECHNIQUES:
+        for other in TECHNIQUES:
+            if one != other and fits(one, other):
+                assert any({one, other} <= group for group in GROUPS.values()), (one, other)
+
+
+# ---- Refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: f"{refusal.one} and {refusal.other}")
+def test_attach_refuses_what_cannot_work_together(refusal, tmp_path, monkeypatch) -> None:
+    names = [name for name in (refusal.one, refusal.other) if name in TECHNIQUES]
+    setting = refusal.other if refusal.other in SETTINGS else None
+    trainer = unattached(names, tmp_path, monkeypatch, SETTING_ARGUMENTS.get(setting, {}))
+    if setting is not None and setting.startswith("DDP"):
+        monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    trainer.is_fsdp_enabled = setting == "FSDP"
+    trainer.is_deepspeed_enabled = setting == "DeepSpeed"
+    before = state_of(trainer)
+    with pytest.raises(ValueError) as error:
+        attach(trainer)
+    assert str(error.value) == (
+        f"{refusal.one} and {refusal.other} cannot work together: {refusal.reason}; expected one of the two. "
+        f"{refusal.fix}"
+    )
+    assert state_of(trainer) == before
+
+
+def unattached(names: list[str], folder: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> Any:
+    with monkeypatch.context() as patched:
+        patched.setattr("technique_table.attach", lambda trainer: trainer)
+        return make_trainer(names, folder, **settings)
+
+
+def test_every_name_in_a_refusal_is_known() -> None:
+    for refusal in REFUSALS:
+        assert refusal.one in TECHNIQUES
+        assert refusal.other in TECHNIQUES or refusal.other in SETTINGS
+
+
+def test_the_matrix_tells_what_the_table_refuses() -> None:
+    *tables, notes = compatibility_matrix().split("\n\n")
+    reasons = dict(note.split(". ", 1) for note in notes.splitlines())
+    told = {}
+    for table in tables:
+        head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+        columns = [TECHNIQUES[int(name) - 1] if name.isdigit() else name for name in head[1:]]
+        for row, (name, *cells) in zip(TECHNIQUES, lines, strict=True):
+            assert name == f"{TECHNIQUES.index(row) + 1} {row}"
+            told |= {(row, column): cell for column, cell in zip(columns, cells, strict=True)}
+    assert set(told) == {(row, column) for row in TECHNIQUES for column in (*TECHNIQUES, *SETTINGS)}
+    for (row, column), cell in told.items():
+        refusal = refusal_of(row, column)
+        if row == column:
+            assert cell == ""
+        elif refusal is not None:
+            assert reasons[cell.removeprefix("no (").removesuffix(")")] == refusal.reason
+        else:
+            assert cell == ("yes" if column in TECHNIQUES or column in compatibility.RUN else "?")

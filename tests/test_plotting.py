@@ -1,0 +1,100 @@
+"""Every picture of the package: refused before it is drawn, there whole or not at all, and the extra it needs."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hand_made import hand_made
+from hf_memopt.batching.padding_costs.figures import padding_report
+from hf_memopt.changes import MissingExtraError
+
+PICTURES: dict[str, Callable[[], Any]] = {  # what a picture is: what makes that which it shows
+    "the picture of a padding report": lambda: padding_report([3, 4]),
+    "the picture of an estimate": hand_made,
+}
+
+
+@pytest.fixture(params=PICTURES)
+def purpose(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def plot(purpose: str) -> Callable[[Path], None]:
+    return PICTURES[purpose]().plot
+
+
+def test_a_picture_that_fails_leaves_nothing_behind(plot, tmp_path, monkeypatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+
+    def full(self: Any, stream: Any, **_: Any) -> None:
+        stream.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(figure.Figure, "savefig", full)
+    picture = tmp_path / "p.png"
+    picture.write_text("an older one")
+    with pytest.raises(ValueError) as error:
+        plot(picture)
+    assert str(error.value) == (
+        f"plot={str(picture)!r} cannot be written (No space left on device); expected a writable place with room. "
+        "Pass another file"
+    )
+    assert [entry.read_text() for entry in tmp_path.iterdir()] == ["an older one"]
+
+
+def test_an_interrupted_picture_leaves_the_older_one(plot, tmp_path, monkeypatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figure.Figure, "savefig", interrupted)
+    picture = tmp_path / "p.png"
+    picture.write_text("an older one")
+    with pytest.raises(KeyboardInterrupt):
+        plot(picture)
+    assert [entry.read_text() for entry in tmp_path.iterdir()] == ["an older one"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("p.svg", "is not a PNG file; expected a name that ends in .png. Pass p.png"),
+        (
+            "none/p.png",
+            "is a folder or lies in a missing one; expected a file in an existing folder. Pass p.png to write it here",
+        ),
+        (
+            "folder.png",
+            "is a folder or lies in a missing one; expected a file in an existing folder. Pass folder.png to write it "
+            "here",
+        ),
+    ],
+)
+def test_a_picture_of_another_kind_or_in_a_missing_folder_is_refused(plot, tmp_path, name, message) -> None:
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ValueError) as error:
+        plot(tmp_path / name)
+    assert str(error.value) == f"plot={str(tmp_path / name)!r} {message}"
+
+
+def test_without_matplotlib_the_extra_is_named(purpose, plot, tmp_path, monkeypatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **named: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtraError) as error:
+        plot(tmp_path / "p.png")
+    assert str(error.value) == (
+        f"{purpose} needs matplotlib, which is not installed. Call: pip install 'hf-memopt[plot]'"
+    )
