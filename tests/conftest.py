@@ -15,8 +15,7 @@ import torch
 import transformers.trainer  # noqa: F401  # imported before the freeze below
 from hypothesis import settings
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # the workers share the cores
+torch.set_num_threads(1)  # xdist's workers share the cores, and other threads' allocations would be measured too
 
 collect_ignore = ["clients"]  # an environment of its own: make test-clients
 
