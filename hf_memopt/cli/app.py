@@ -159,7 +159,7 @@ def lengths(
 
 def _list_models(wanted: bool) -> None:
     if wanted:
-        from hf_memopt.memory.models.loading import known_models
+        from hf_memopt.memory.models.known import known_models
 
         for name in known_models():
             typer.echo(name)

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.changes import nearest
-from hf_memopt.devices.memory_reading import read_memory
 from hf_memopt.recipes.recipe import Recipe
 from hf_memopt.units import format_bytes, parse_bytes
 
@@ -173,6 +172,8 @@ def recipe(name: str) -> Recipe:
 
 
 def _for_this_machine() -> Recipe:
+    from hf_memopt.devices.memory_reading import read_memory  # torch, which no other preset needs
+
     reading = read_memory()
     if reading.device_total_bytes is None:
         return PRESETS["cpu"].replace(purpose=f"chosen by recipe('auto'): {PRESETS['cpu'].purpose}")

@@ -12,24 +12,19 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_memopt.batching.collation.collators import BucketedCollator
 from hf_memopt.binding import versions as compat
 from hf_memopt.binding.attach import attach, record_changes
 from hf_memopt.binding.conflicts import refusals_of
 from hf_memopt.changes import Change, nearest
-from hf_memopt.memory.report import MemoryReportCallback
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
-from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
 from hf_memopt.recipes.effective_batch import cut_effective_batch
-from hf_memopt.techniques.freezing.freezing import FreezeCallback, drop_input_gradients, freeze
-from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
-from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
-from hf_memopt.techniques.precision import accelerator_type, check_precision, choose_precision
-from hf_memopt.techniques.precision_callback import PrecisionCallback
 
+# What a recipe turns into needs torch and transformers, and is imported there: the presets are read without them.
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from hf_memopt.batching.collation.collators import BucketedCollator
 
 __all__ = ["Recipe"]
 
@@ -178,6 +173,8 @@ class Recipe:
     ) -> tuple[dict[str, Any], tuple[Change, ...]]:
         _check_names(overrides)
         use_cpu = bool(overrides.get("use_cpu", False))
+        from hf_memopt.techniques.precision import accelerator_type
+
         on_cpu = use_cpu or accelerator_type() == "cpu"
         arguments: dict[str, Any] = {
             "per_device_eval_batch_size": self.per_device_eval_batch_size,
@@ -206,6 +203,8 @@ class Recipe:
         return {**arguments, **overrides, **batch}, tuple(changes)
 
     def _precision(self, overrides: Mapping[str, Any], use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
+        from hf_memopt.techniques.precision import check_precision, choose_precision
+
         if "bf16" in overrides or "fp16" in overrides:
             asked = {"bf16": bool(overrides.get("bf16", False)), "fp16": bool(overrides.get("fp16", False))}
             check_precision(**asked, use_cpu=use_cpu)
@@ -227,6 +226,8 @@ class Recipe:
 
     def step_settings(self) -> StepSettings:
         """Return what of the recipe changes the bytes of a step, for ``estimate``; freezing by the same function."""
+        from hf_memopt.techniques.freezing.freezing import drop_input_gradients, freeze
+
         prepare: list[Callable[[Any], Any]] = []
         if self.freeze:
             prepare.append(partial(freeze, patterns=self.freeze))
@@ -252,6 +253,12 @@ class Recipe:
         return self._callbacks(self.optim)
 
     def _callbacks(self, optim: str) -> list[TrainerCallback]:
+        from hf_memopt.memory.report import MemoryReportCallback
+        from hf_memopt.techniques.freezing.freezing import FreezeCallback
+        from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+        from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
+        from hf_memopt.techniques.precision_callback import PrecisionCallback
+
         wanted: list[TrainerCallback] = []
         if self.freeze:
             wanted.append(FreezeCallback(self.freeze))
@@ -266,6 +273,8 @@ class Recipe:
 
     def collator(self, tokenizer: Any) -> BucketedCollator:
         """Return the collator that pads every batch to its own longest row."""
+        from hf_memopt.batching.collation.collators import BucketedCollator
+
         return BucketedCollator(tokenizer, pad_to_multiple_of=self.pad_to_multiple_of)
 
     def trainer(
@@ -293,6 +302,8 @@ class Recipe:
             TypeError, ValueError: see ``training_arguments``, ``bucketed`` and ``attach``.
         """
         from transformers import Trainer
+
+        from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
 
         callbacks = tuple(callbacks)
         if training_arguments is not None and not isinstance(training_arguments, Mapping):

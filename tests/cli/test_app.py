@@ -53,6 +53,20 @@ def test_an_unknown_preset_ends_with_2_and_its_message() -> None:
     assert result.stderr.startswith("name='9gb' is not a preset; expected one of 4gb-gpu, ")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [("--help", 0), ("presets", 0), ("presets 4gb-gpu --json", 0), ("presets 9gb", 2), ("estimate --list-models", 0)],
+)
+def test_static_answers_come_without_torch(arguments: str, code: int) -> None:
+    script = (
+        "import sys, hf_memopt.cli\n"
+        "try: hf_memopt.cli.main()\n"
+        "finally: print(*({'torch', 'transformers', 'numpy', 'pyarrow'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments.split()], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, ""), done.stderr
+
+
 @pytest.fixture
 def reviews(tmp_path: Path) -> Path:
     """A file of 200 texts of 1 to 40 words, one of them null."""

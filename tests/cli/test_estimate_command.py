@@ -18,7 +18,7 @@ from hf_memopt.cli import technique_ladder as estimate_ladder
 from hf_memopt.cli.app import app
 from hf_memopt.cli.technique_ladder import ladder, ladder_rungs
 from hf_memopt.devices.gpus import custom_gpu, find_gpu
-from hf_memopt.memory.models.loading import known_models
+from hf_memopt.memory.models.known import known_models
 from hf_memopt.memory.output.estimate_text import as_dict, estimate_table
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings

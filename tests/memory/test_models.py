@@ -30,7 +30,8 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenCl
 import tiny
 from hf_memopt.memory.models import loading as models
 from hf_memopt.memory.models.example_batch import check_sequence, cut_batch, example_batch
-from hf_memopt.memory.models.loading import TASKS, known_models, load_model, task_of
+from hf_memopt.memory.models.known import known_models
+from hf_memopt.memory.models.loading import TASKS, load_model, task_of
 from hf_memopt.memory.models.meta_copy import copy_to_meta
 from hf_memopt.memory.settings import NotEstimableError
 

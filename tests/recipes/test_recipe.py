@@ -32,9 +32,10 @@ from hf_memopt import (
 from hf_memopt.batching.views.bucketed_stream import BucketedStream
 from hf_memopt.batching.views.bucketed_view import BucketedExamples, bucketed
 from hf_memopt.batching.views.sorted_view import SortedExamples
+from hf_memopt.devices import memory_reading
 from hf_memopt.memory.estimation import estimate
-from hf_memopt.recipes import presets as presets_module
 from hf_memopt.recipes import recipe as recipe_module
+from hf_memopt.techniques import precision
 from hf_memopt.techniques.freezing.freezing import drop_input_gradients, freeze
 from hf_memopt.techniques.precision import Precision
 
@@ -113,9 +114,9 @@ def test_unknown_preset_names_the_nearest_and_all() -> None:
      (23.6, "24gb-gpu"), (39.4, "40gb-gpu"), (79.1, "80gb-gpu"), (140.0, "80gb-gpu")],
 )  # fmt: skip
 def test_auto_takes_the_largest_preset_that_the_card_covers(monkeypatch, gib, chosen) -> None:
-    here = presets_module.read_memory("cpu")
+    here = memory_reading.read_memory("cpu")
     card = replace(here, device="cuda:0", device_name="some card", device_total_bytes=round(gib * 2**30))
-    monkeypatch.setattr(presets_module, "read_memory", lambda: card)
+    monkeypatch.setattr(memory_reading, "read_memory", lambda: card)
     found = recipe("auto")
     assert found.name == chosen
     assert found.purpose.startswith(f"chosen by recipe('auto') for some card with {gib:.2f} GiB: ")
@@ -123,8 +124,8 @@ def test_auto_takes_the_largest_preset_that_the_card_covers(monkeypatch, gib, ch
 
 
 def test_auto_without_a_card_is_the_cpu_preset(monkeypatch) -> None:
-    here = presets_module.read_memory("cpu")
-    monkeypatch.setattr(presets_module, "read_memory", lambda: replace(here, device_total_bytes=None))
+    here = memory_reading.read_memory("cpu")
+    monkeypatch.setattr(memory_reading, "read_memory", lambda: replace(here, device_total_bytes=None))
     assert recipe("auto").name == "cpu"
 
 
@@ -241,7 +242,7 @@ def test_a_file_in_place_of_the_output_folder_is_refused(tmp_path) -> None:
 
 
 def test_precision_follows_the_card_and_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(recipe_module, "choose_precision", lambda **_: Precision("fp32", "a made-up card"))
+    monkeypatch.setattr(precision, "choose_precision", lambda **_: Precision("fp32", "a made-up card"))
     [change] = [c for c in recipe("16gb-gpu").changes() if c.name == "precision"]
     assert str(change) == "precision: 'auto' -> 'fp32' (a made-up card)"
 

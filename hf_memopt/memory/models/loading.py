@@ -20,7 +20,6 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,11 +33,11 @@ from transformers.models.auto import modeling_auto
 
 from hf_memopt.changes import nearest
 from hf_memopt.memory.cuda.flash_attention_2 import use_stand_in
+from hf_memopt.memory.models.known import known_models, known_name
 from hf_memopt.memory.models.meta_copy import copy_to_meta, rest_to_meta
 from hf_memopt.memory.settings import NotEstimableError
-from hf_memopt.plain_data import parse_object
 
-__all__ = ["TASKS", "LoadedModel", "known_models", "load_model", "task_of", "unwrap"]
+__all__ = ["TASKS", "LoadedModel", "load_model", "task_of", "unwrap"]
 
 _HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "speech-seq2seq": ("AutoModelForSpeechSeq2Seq", modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
@@ -162,24 +161,7 @@ def task_of(model: nn.Module) -> str | None:
     return next((tasks[kind.__name__] for kind in type(unwrap(model)).__mro__ if kind.__name__ in tasks), None)
 
 
-@cache
-def known_models() -> dict[str, dict[str, Any]]:
-    """Return the facts of the well-known models: organisation, model_type, task, source, config, other names."""
-    text = resources.files("hf_memopt.memory.models").joinpath("known_models.json").read_text(encoding="utf-8")
-    return parse_object(text)
-
-
 # ---- configurations
-
-
-def _known_name(text: str) -> str | None:
-    """Return the well-known name that ``text`` means."""
-    organisation, _, name = text.lower().rpartition("/")
-    for known, facts in known_models().items():
-        names = (known.lower(), *(other.lower() for other in facts.get("other_names", ())))
-        if name in names and organisation in ("", facts["organisation"].lower()):
-            return known
-    return None
 
 
 def _read_config(text: str, task: str | None) -> tuple[str, PretrainedConfig, str | None]:
@@ -197,7 +179,7 @@ def _read_config(text: str, task: str | None) -> tuple[str, PretrainedConfig, st
         ) from error
     if has_config:
         return folder.resolve().name, _parse_config(folder, text), task
-    known = _known_name(text)
+    known = known_name(text)
     if known is not None:
         facts = known_models()[known]
         return known, AutoConfig.for_model(facts["model_type"], **facts["config"]), task or facts["task"]
