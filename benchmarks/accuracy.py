@@ -1,7 +1,7 @@
-"""Does the model lose accuracy? Arms (a) and (c) of the demo over several seeds, on the same test texts.
+"""Does the model lose accuracy? Set-ups (a) and (c) of the demo over several seeds, on the same test texts.
 
-Each pair shares its seed: initial weights, and with it data order as far as the arm leaves it to the seed. Printed are
-the accuracies and the 95 % t-interval of the mean of (c) - (a) over the seeds.
+Each pair shares its seed: initial weights, and with it data order as far as the set-up leaves it to the seed. Printed
+are the accuracies and the 95 % t-interval of the mean of (c) - (a) over the seeds.
 
     python benchmarks/accuracy.py [--seeds 5] [--max-train N] [--out FILE]
 """
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from hf_memopt.demo.run import prepare, run_child
 
-ARMS = ("baseline", "memopt")
+SETUPS = ("baseline", "memopt")
 
 # Quantile 0.975 of Student's t for 1 to 9 degrees of freedom (any table of the distribution).
 T_QUANTILE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -34,13 +34,13 @@ def t_interval(differences: list[float]) -> tuple[float, float, float]:
 
 
 def accuracies(seeds: int, max_train: int | None, console: Console) -> tuple[list[dict[str, float]], int]:
-    """Return the accuracy of each arm by seed, and the number of test texts."""
+    """Return the accuracy of each set-up by seed, and the number of test texts."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        task = prepare(work, work / "unused", max_train=max_train, sizes={}, console=console)
+        task = prepare(work, max_train=max_train, console=console)
         for seed in range(seeds):
-            row = {arm: run_child(work, arm, seed=seed, epochs=1, sizes={})["accuracy"] for arm in ARMS}
+            row = {setup: run_child(work, setup, seed=seed, epochs=1, sizes={})["accuracy"] for setup in SETUPS}
             console.print(f"seed {seed}: {row}")
             rows.append(row)
     return rows, len(task.test_texts)
@@ -49,7 +49,7 @@ def accuracies(seeds: int, max_train: int | None, console: Console) -> tuple[lis
 def summarise(rows: list[dict[str, float]], test_texts: int) -> dict[str, Any]:
     """Return the figures of a result row, with the sentence that README quotes."""
     mean, low, high = t_interval([row["memopt"] - row["baseline"] for row in rows])
-    means = {arm: statistics.mean(row[arm] for row in rows) for arm in ARMS}
+    means = {setup: statistics.mean(row[setup] for row in rows) for setup in SETUPS}
     return {
         "accuracies": rows,
         "mean_difference": mean,
@@ -73,7 +73,7 @@ def main() -> int:
     figures = summarise(rows, test_texts)
     table = Table("seed", "(a) naive", "(c) hf_memopt", "difference", title="accuracy on unseen texts")
     for seed, row in enumerate(rows):
-        table.add_row(str(seed), *(f"{row[arm]:.4f}" for arm in ARMS), f"{row['memopt'] - row['baseline']:+.4f}")
+        table.add_row(str(seed), *(f"{row[setup]:.4f}" for setup in SETUPS), f"{row['memopt'] - row['baseline']:+.4f}")
     console.print(table)
     console.print(figures["sentence"], soft_wrap=True)
     console.print(f"appended to {results_file.append('accuracy', figures, path=options.out)}", soft_wrap=True)

@@ -34,7 +34,7 @@ def measure_end_to_end(seeds: int, max_train: int | None, say: Callable[[str], N
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in TITLES}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        prepare(work, work / "unused", max_train=max_train, sizes={}, console=Console(stderr=True))
+        prepare(work, max_train=max_train, console=Console(stderr=True))
         for seed in range(seeds):
             for arm, title in TITLES.items():
                 run = in_fresh_process(train, arm, folder, seed)

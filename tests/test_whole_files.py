@@ -19,7 +19,6 @@ import pytest
 
 import hf_memopt
 from hf_memopt.batching.padding_costs.figures import padding_report
-from hf_memopt.demo.output import write_figures
 from hf_memopt.techniques.microbatching.limits import CAPS_FILE, Cap, write_caps
 from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport, write_reports
 from hf_memopt.whole_files import warn_unwritten, write_whole
@@ -29,7 +28,6 @@ WRITERS: dict[str, Callable[[Path], Any]] = {  # the file that is written, by it
     CAPS_FILE: lambda folder: write_caps(folder, {"max_tokens": Cap(limit=12)}),
     "overflow_report.json": lambda folder: write_reports([OverflowReport(1, "loss")], folder),
     "padding.png": lambda folder: padding_report([3, 4]).plot(folder / "padding.png"),
-    "figures.json": lambda folder: write_figures(folder / "figures.json", {"accuracy": 1.0}),
 }
 
 
@@ -193,6 +191,6 @@ def test_no_other_module_writes_files() -> None:
 
 
 def test_the_files_are_whole(tmp_path) -> None:
-    for name in (CAPS_FILE, "overflow_report.json", "figures.json"):
+    for name in (CAPS_FILE, "overflow_report.json"):
         WRITERS[name](tmp_path)
         assert json.loads((tmp_path / name).read_text())

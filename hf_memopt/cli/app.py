@@ -80,7 +80,7 @@ def demo(
     """Train one small BERT three times on the standard library's docstrings: naive, stock at its best, hf_memopt."""
     from hf_memopt.demo.run import run_demo
 
-    raise typer.Exit(run_demo(output, json_file=json_file, epochs=epochs, seed=seed, max_train=max_train))
+    run_demo(output, json_file=json_file, epochs=epochs, seed=seed, max_train=max_train)
 
 
 @app.command()

@@ -39,7 +39,7 @@ TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)  # what can hold a definition
 
 
-class MissingSourcesError(RuntimeError):
+class MissingSourcesError(ValueError):
     """The running Python comes without the sources of its standard library, or with too few of them."""
 
 

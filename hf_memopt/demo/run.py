@@ -3,8 +3,9 @@
 (a) naive, (b) stock at its best, (c) hf_memopt; each in a child process, so that the memory of one run and the global
 state of its libraries do not reach the next. Then one table, and the model of (c) saved, reloaded and asked.
 
-Interrupted at any moment it ends its children and leaves no unfinished folder behind. ``demo_arms`` holds what the
-children do, ``demo_output`` what becomes of the files, ``docstrings`` the data.
+Everything is written in a hidden folder beside the output, on the same disk, and takes the output's place by renaming,
+so the output is whole or absent, also after Ctrl-C. Limitations: a signal other than Ctrl-C leaves the hidden folder.
+``setups`` holds what the children do, ``docstring_task`` the data.
 """
 
 from __future__ import annotations
@@ -16,21 +17,12 @@ import platform
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.demo.output import (
-    DemoError,
-    check_disk,
-    check_json_file,
-    check_output,
-    publish,
-    work_folder,
-    write_figures,
-)
+from hf_memopt.plain_data import Count, check_value
 from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import write_whole
 
@@ -40,10 +32,10 @@ if TYPE_CHECKING:
 
     from hf_memopt.demo.docstring_task import DocstringTask
 
-__all__ = ["prepare", "run_child", "run_demo"]
+__all__ = ["figures_table", "prepare", "ratios", "run_child", "run_demo"]
 
+MARKER = "demo.json"  # lists the files of a finished demo, so that the next one may replace them
 TITLES = {"baseline": "(a) naive", "stock_best": "(b) best stock", "memopt": "(c) hf_memopt"}
-BESIDE_WEIGHTS_BYTES = 16 * 2**20  # tokenizer, texts and figures: under 2 MiB, and some air
 VERSIONS_OF = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "hf-memopt")
 
 
@@ -54,196 +46,147 @@ def run_demo(
     epochs: int = 1,
     seed: int = 0,
     max_train: int | None = None,
-    model: Mapping[str, int] | None = None,
-) -> int:
-    """Run the demo and return the exit code: 0; 1 after an error, which was printed; 130 after an interruption.
+    sizes: Mapping[str, int] | None = None,
+) -> None:
+    """Train the three set-ups, print their figures and save the model of (c).
 
     Args:
-        output: the folder for model (c), its tokenizer and ``demo.json``; new, or written by an earlier demo.
-        json_file: where the figures go as JSON.
+        output: the folder for model (c), its tokenizer and ``demo.json``; new, empty, or written by an earlier demo.
+        json_file: where the figures also go as JSON.
         epochs: passes over the training texts, for each of the three.
         seed: of weights, order and dropout.
         max_train: train with fewer texts than there are.
-        model: fields of ``BertConfig`` that replace the size that suits the machine.
+        sizes: fields of ``BertConfig`` that replace the size that suits the machine.
+
+    Raises:
+        ValueError: an invalid number; an output or a file that cannot be written there; a Python without the sources of
+            its standard library.
+        ChildProcessError: a set-up failed.
     """
     from rich.console import Console
 
-    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    check_value("epochs", epochs, Count, 1)
+    check_value("max_train", max_train, Count | None, None)
     output = Path(os.path.abspath(output))
-    try:
-        with _stoppable():
-            _check_numbers(epochs=epochs, max_train=max_train)
-            check_output(output)
-            if json_file is not None:
-                check_json_file(json_file, output)
-            _run(output, json_file, epochs=epochs, seed=seed, max_train=max_train, sizes=dict(model or {}))
-    except KeyboardInterrupt:
-        errors.print("Interrupted; nothing unfinished was left behind.")
-        return 130
-    except DemoError as error:
-        errors.print(f"Error: {error}")
-        return 1
-    return 0
-
-
-def _run(
-    output: Path, json_file: Path | None, *, epochs: int, seed: int, max_train: int | None, sizes: dict[str, int]
-) -> None:
-    from rich.console import Console
-
+    check_output(output)
+    if json_file is not None:
+        check_json_file(json_file, output)
     progress, results = Console(stderr=True, highlight=False), Console(highlight=False)
-    with work_folder(output) as work:
-        task = prepare(work, output, max_train=max_train, sizes=sizes, console=progress)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+        work = Path(folder)
+        task = prepare(work, max_train=max_train, console=progress)
         progress.print(
             f"{len(task.train_texts)} training and {len(task.test_texts)} test docstrings of {len(task.labels)} "
             f"modules; each set-up trains {epochs} epoch{'s' if epochs > 1 else ''} in a process of its own"
         )
-        figures = {}
-        for arm, title in TITLES.items():
+        figures: dict[str, Any] = {}
+        for setup, title in TITLES.items():
             progress.rule(title, align="left")
-            figures[arm] = run_child(work, arm, seed=seed, epochs=epochs, sizes=sizes)
+            figures[setup] = run_child(work, setup, seed=seed, epochs=epochs, sizes=sizes or {})
         results.print(figures_table(figures))
         results.print(ratios(figures), soft_wrap=True)
-        report = {**figures, "versions": versions()}
-        marker = {"made_by": "hf-memopt demo", "labels": task.labels, "figures": report}
-        check_output(output)  # minutes have passed
-        publish(work / "model", output, marker)
+        figures["versions"] = versions()
+        publish(work / "model", output, {"labels": task.labels, "figures": figures})
     if json_file is not None:
-        write_figures(json_file, report)
+        write_whole(json_file, json.dumps(figures, indent=2) + "\n")
         results.print(f"Figures: {json_file}", soft_wrap=True)
     _ask_reloaded(output, task, results)
 
 
-def _check_numbers(*, epochs: int, max_train: int | None) -> None:
-    for name, number in (("epochs", epochs), ("max_train", max_train)):
-        if number is not None and number < 1:
-            raise DemoError(f"{name}={number!r} trains nothing; expected 1 or more. Call: hf-memopt demo")
+# ---- The output: whole or absent ------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Turn the first signal that asks to stop into KeyboardInterrupt; more of them do not disturb the cleaning up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread gets signals
-        return
-    names = ("SIGINT", "SIGTERM", "SIGHUP")
-    signals = [getattr(signal, name) for name in names if hasattr(signal, name)]  # no SIGHUP on Windows
-
-    def stop(*_: Any) -> None:
-        for number in signals:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in signals}
+def check_output(output: Path) -> None:
+    """Raise ValueError unless ``output`` can be made, is empty, or holds only what an earlier demo wrote."""
+    rule = "expected a new folder or that of an earlier demo. Call: hf-memopt demo --output another-folder"
+    if not output.parent.is_dir():
+        raise ValueError(f"output={str(output)!r} lies in a folder that does not exist; {rule}")
+    if output.is_symlink() or (output.exists() and not output.is_dir()):
+        raise ValueError(f"output={str(output)!r} is not a folder; {rule}")
     try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        written = {MARKER, *json.loads((output / MARKER).read_bytes())["files"]}
+    except (OSError, ValueError, TypeError, KeyError):  # no marker, or one that the demo did not write
+        written = set()
+    others = sorted(entry.name for entry in output.iterdir() if entry.name not in written) if output.exists() else []
+    if others:
+        raise ValueError(f"output={str(output)!r} holds {others[0]!r}, which no demo wrote; {rule}")
+
+
+def check_json_file(json_file: Path, output: Path) -> None:
+    """Raise ValueError if the figures cannot be written to this file, or if it would go with the output."""
+    folder = Path(os.path.abspath(json_file)).parent
+    if json_file.is_dir() or not folder.is_dir() or folder.is_relative_to(output):
+        raise ValueError(
+            f"json_file={str(json_file)!r} cannot be written; expected a file in an existing folder outside the "
+            "output. Call: hf-memopt demo --json figures.json"
+        )
+
+
+def publish(finished: Path, output: Path, marker: Mapping[str, Any]) -> None:
+    """Add the marker to a finished folder and rename it to ``output``.
+
+    What an earlier demo left there is moved beside ``finished``, to be removed with the temporary folder.
+    """
+    files = sorted(entry.name for entry in finished.iterdir())
+    write_whole(finished / MARKER, json.dumps({**marker, "files": files}, indent=2) + "\n")
+    if output.exists():
+        output.rename(finished.with_name("replaced"))
+    finished.rename(output)
 
 
 # ---- Data and children ----------------------------------------------------------------------------------------------
 
 
-def prepare(
-    work: Path, output: Path, *, max_train: int | None, sizes: Mapping[str, int], console: Console
-) -> DocstringTask:
+def prepare(work: Path, *, max_train: int | None, console: Console) -> DocstringTask:
     """Read the docstrings, train the tokenizer and write both into ``work`` for the children; return the task.
 
     Raises:
-        DemoError: this Python lacks the sources of its standard library, or the disk lacks room for the output.
+        MissingSourcesError: this Python lacks the sources of its standard library.
     """
     from dataclasses import asdict, replace
 
     from rich.progress import Progress
 
-    from hf_memopt.demo.docstring_task import (
-        MissingSourcesError,
-        docstring_task,
-        read_docstrings,
-        source_files,
-        train_tokenizer,
-    )
+    from hf_memopt.demo.docstring_task import docstring_task, read_docstrings, source_files, train_tokenizer
 
-    try:
-        files = source_files()
-        with Progress(console=console, transient=True) as progress:
-            reading = progress.add_task("Reading the standard library", total=len(files))
-            module_of = read_docstrings(files, on_file=lambda: progress.advance(reading))
-        task = docstring_task(module_of)
-    except MissingSourcesError as error:
-        raise DemoError(str(error)) from None
+    files = source_files()
+    with Progress(console=console, transient=True) as progress:
+        reading = progress.add_task("Reading the standard library", total=len(files))
+        task = docstring_task(read_docstrings(files, on_file=lambda: progress.advance(reading)))
     with console.status("Training the tokenizer"):
-        tokenizer = train_tokenizer(task.train_texts)
+        train_tokenizer(task.train_texts).save_pretrained(work / "tokenizer")
     task = replace(task, train_texts=task.train_texts[:max_train], train_labels=task.train_labels[:max_train])
-    try:
-        weight_bytes = _weight_bytes(len(tokenizer), task, dict(sizes))
-    except Exception as error:  # transformers has several kinds of its own for sizes that do not fit
-        raise DemoError(
-            f"model={dict(sizes)!r} gives no BERT ({error}); expected fields of BertConfig that fit together. "
-            "Call: run_demo(output, model={'hidden_size': 64, 'num_attention_heads': 2})"
-        ) from error
-    check_disk(output, weight_bytes + BESIDE_WEIGHTS_BYTES)
-    tokenizer.save_pretrained(work / "tokenizer")
     write_whole(work / "task.json", json.dumps(asdict(task)))
     return task
 
 
-def _weight_bytes(vocabulary_tokens: int, task: DocstringTask, sizes: dict[str, int]) -> int:
-    import torch
-
-    from hf_memopt.demo.setups import build_model, model_config
-
-    with torch.device("meta"):
-        model = build_model(model_config(vocabulary_tokens, task.labels, sizes), seed=0)
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def run_child(work: Path, arm: str, *, seed: int, epochs: int, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Train one arm in a child process and return its figures. The child ends with this process, however it ends.
+def run_child(work: Path, setup: str, *, seed: int, epochs: int, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Train one set-up in a child process and return its figures.
 
     Raises:
-        DemoError: the child failed or was killed.
+        ChildProcessError: the child failed or was killed.
     """
-    from hf_memopt.demo.setups import ArmSpec
-
-    spec = ArmSpec(arm=arm, folder=str(work), seed=seed, epochs=epochs, model=dict(sizes))
-    spec.result_file.unlink(missing_ok=True)
-    spec_file = work / f"{arm}.json"
-    write_whole(spec_file, spec.to_json())
-    child = _start_child([sys.executable, "-m", "hf_memopt.demo.run", str(spec_file)])
+    arguments = json.dumps({"setup": setup, "seed": seed, "epochs": epochs, "sizes": dict(sizes)})
+    command = [sys.executable, "-m", "hf_memopt.demo.run", str(work), arguments]
     try:
-        exit_code = child.wait()
-    except BaseException:
-        child.kill()
-        child.wait()
-        raise
-    finally:
-        if child.stdin is not None:
-            child.stdin.close()
-    try:
-        result: dict[str, Any] = json.loads(spec.result_file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        result = {}
-    if exit_code != 0:
-        result.setdefault("error", f"its process ended with exit code {exit_code}")
-    if "error" in result:
-        raise DemoError(f"{TITLES[arm]} failed: {result['error']}")
-    return result
+        # What the child prints goes where its progress bars go, so that standard output holds the results alone.
+        subprocess.run(command, stdout=2, check=True)
+    except subprocess.CalledProcessError as error:
+        raise ChildProcessError(
+            f"{TITLES[setup]} failed with exit code {error.returncode}; its error is printed above"
+        ) from None
+    figures: dict[str, Any] = json.loads((work / f"{setup}.json").read_bytes())
+    return figures
 
 
-def _start_child(command: list[str]) -> subprocess.Popen[bytes]:
-    """Start a child whose standard input closes with this process, and which Ctrl-C in a terminal does not reach.
+def _train_in_child(folder: str, arguments: str) -> None:
+    """Train one set-up and write its figures into the folder; what a child of ``run_child`` does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in a terminal reaches the child too; the parent reports it
+    from hf_memopt.demo.setups import run_setup
 
-    What it prints goes where its progress bars go, so that standard output holds the results alone.
-    """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits it, from its first moment on
-    try:
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    options = json.loads(arguments)
+    figures = run_setup(Path(folder), **options)
+    write_whole(Path(folder) / f"{options['setup']}.json", json.dumps(figures))
 
 
 # ---- Results --------------------------------------------------------------------------------------------------------
@@ -255,11 +198,11 @@ def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
 
     table = Table(title="Three set-ups of the stock Trainer, same weights, examples and seed", title_justify="left")
     table.add_column("")
-    for arm in figures:
-        table.add_column(TITLES[arm], justify="right")
+    for setup in figures:
+        table.add_column(TITLES[setup], justify="right")
 
     def row(name: str, cell: Any) -> None:
-        table.add_row(name, *(cell(figures[arm]) for arm in figures))
+        table.add_row(name, *(cell(figures[setup]) for setup in figures))
 
     row("training, seconds", lambda f: f"{f['seconds']:.1f}")
     row("  of it the optimizer step", lambda f: f"{f['optimizer_seconds']:.1f}")
@@ -279,7 +222,7 @@ def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _bytes_or_unknown(size_bytes: int | None) -> str:
-    return "not told here" if size_bytes is None else format_bytes(size_bytes)
+    return "unavailable" if size_bytes is None else format_bytes(size_bytes)
 
 
 def ratios(figures: Mapping[str, Mapping[str, Any]]) -> str:
@@ -326,15 +269,5 @@ def _ask_reloaded(output: Path, task: DocstringTask, console: Console) -> None:
         )
 
 
-def _end_with_parent() -> None:
-    """End this process when its standard input closes: the parent holds the other end, and even a kill closes it."""
-    os.read(0, 1)  # not sys.stdin: its lock would be held when this process ends by itself
-    os._exit(1)
-
-
 if __name__ == "__main__":  # a child of run_child
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it was not blocked; the parent ends this process
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    from hf_memopt.demo.setups import main
-
-    sys.exit(main(sys.argv[1]))
+    _train_in_child(*sys.argv[1:])

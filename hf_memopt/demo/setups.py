@@ -1,4 +1,4 @@
-"""The three set-ups that the demo compares, and the meters they share. Each runs in a child process of ``demo``.
+"""The three set-ups that the demo compares, and the meters they share. Each runs in a child process of ``run``.
 
 Same initial weights, examples, batch size, learning rate and seed; only what the set-up is about differs. Timed is
 ``trainer.train()`` and nothing else: data loading, collation, forward, backward, optimizer and the Trainer's own work.
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from hf_memopt.devices.memory_reading import read_process
 from hf_memopt.memory.report import MemoryReportCallback
 from hf_memopt.techniques.optimizers.embedding_bits import optimizer_state_bytes
 from hf_memopt.techniques.precision import accelerator_type, choose_precision
-from hf_memopt.whole_files import write_whole
 
-__all__ = ["ARMS", "ArmSpec", "build_model", "main", "model_config", "predict_labels"]
+__all__ = ["SETUPS", "Ingredients", "build_model", "measure", "model_config", "predict_labels", "run_setup"]
 
 BATCH_SIZE = 32
 PAD_TO_MULTIPLE_OF = 8
@@ -38,30 +36,7 @@ CPU_MODEL = {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 
 GPU_MODEL = {"num_hidden_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
 
 
-@dataclass(frozen=True)
-class ArmSpec:
-    """What a child process is told. ``folder`` holds ``task.json`` and ``tokenizer``, and gets the results.
-
-    ``model`` replaces fields of the configuration; empty for the size that suits the machine.
-    """
-
-    arm: str
-    folder: str
-    seed: int
-    epochs: int
-    model: dict[str, int]
-
-    @property
-    def result_file(self) -> Path:
-        """Where the child writes its figures, or its error."""
-        return Path(self.folder) / f"{self.arm}.result.json"
-
-    def to_json(self) -> str:
-        """Return the text that the child is started with."""
-        return json.dumps(asdict(self))
-
-
-def model_config(vocabulary_tokens: int, labels: Sequence[str], sizes: dict[str, int]) -> transformers.BertConfig:
+def model_config(vocabulary_tokens: int, labels: Sequence[str], sizes: Mapping[str, int]) -> transformers.BertConfig:
     """Return the configuration of the demo's BERT; ``sizes`` replace those that suit the machine."""
     suitable = CPU_MODEL if accelerator_type() == "cpu" else GPU_MODEL
     fields: dict[str, Any] = {**suitable, **sizes}
@@ -80,7 +55,7 @@ def model_config(vocabulary_tokens: int, labels: Sequence[str], sizes: dict[str,
 
 
 def build_model(config: transformers.BertConfig, seed: int) -> transformers.BertForSequenceClassification:
-    """Return the model with weights drawn from ``seed``, the same for every arm.
+    """Return the model with weights drawn from ``seed``, the same for every set-up.
 
     BERT's own 0.02 for all weights suits a width of 768. In a narrow model it leaves linear layers so weak, and
     positions so loud beside the words, that an epoch of 125 steps learns next to nothing. So linear layers get their
@@ -94,12 +69,12 @@ def build_model(config: transformers.BertConfig, seed: int) -> transformers.Bert
     return model
 
 
-# ---- The three arms -------------------------------------------------------------------------------------------------
+# ---- The three set-ups ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Ingredients:
-    """What every arm trains with."""
+    """What every set-up trains with."""
 
     model: Any
     tokenizer: Any
@@ -169,7 +144,7 @@ def memopt_trainer(given: Ingredients) -> Trainer:
     )
 
 
-ARMS: dict[str, Callable[[Ingredients], Trainer]] = {
+SETUPS: dict[str, Callable[[Ingredients], Trainer]] = {
     "baseline": naive_trainer,
     "stock_best": stock_best_trainer,
     "memopt": memopt_trainer,
@@ -283,32 +258,39 @@ def predict_labels(model: Any, tokenizer: Any, texts: Sequence[str], batch_size:
     return predicted
 
 
-# ---- The child process ----------------------------------------------------------------------------------------------
+# ---- One set-up -----------------------------------------------------------------------------------------------------
 
 
-def run_arm(spec: ArmSpec) -> dict[str, Any]:
-    """Train one arm and return its figures; ``memopt`` also saves model and tokenizer in ``folder/model``."""
-    import bitsandbytes  # noqa: F401  # every arm imports the same before its memory is read
+def run_setup(folder: Path, setup: str, *, seed: int, epochs: int, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Train one set-up and return its figures; ``memopt`` also saves model and tokenizer in ``folder/model``.
+
+    Args:
+        folder: holds ``task.json`` and ``tokenizer`` as ``prepare`` wrote them.
+        setup: a key of ``SETUPS``.
+        seed: of weights, order and dropout.
+        epochs: passes over the training texts.
+        sizes: fields of the configuration that replace the size that suits the machine.
+    """
+    import bitsandbytes  # noqa: F401  # every set-up imports the same before its memory is read
     from transformers import AutoTokenizer
 
     imported_bytes = read_process()[0]
-    folder = Path(spec.folder)
     task = DocstringTask(**json.loads((folder / "task.json").read_text(encoding="utf-8")))
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     clock = OptimizerClock()
     arguments = {
         **HYPERPARAMETERS,
         "output_dir": str(folder / "trainer"),
-        "num_train_epochs": spec.epochs,
-        "seed": spec.seed,
+        "num_train_epochs": epochs,
+        "seed": seed,
         "save_strategy": "no",
         "logging_strategy": "no",
         "report_to": "none",
         "dataloader_num_workers": 0,  # the tokens are counted in this process
         "dataloader_pin_memory": torch.accelerator.is_available(),
     }
-    model = build_model(model_config(len(tokenizer), task.labels, spec.model), spec.seed)
-    trainer = ARMS[spec.arm](
+    model = build_model(model_config(len(tokenizer), task.labels, sizes), seed)
+    trainer = SETUPS[setup](
         Ingredients(
             model=model,
             tokenizer=tokenizer,
@@ -323,19 +305,7 @@ def run_arm(spec: ArmSpec) -> dict[str, Any]:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     predicted = predict_labels(model, tokenizer, task.test_texts)
     hits = sum(one == other for one, other in zip(predicted, task.test_labels, strict=True))
-    if spec.arm == "memopt":
+    if setup == "memopt":
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
     return {**figures, "accuracy": hits / len(predicted), "test_texts": len(predicted)}
-
-
-def main(spec_file: str) -> int:
-    """Run the arm described in a file and write its figures, or its error, to the result file; return the exit code."""
-    spec = ArmSpec(**json.loads(Path(spec_file).read_text(encoding="utf-8")))
-    try:
-        result = run_arm(spec)
-    except Exception as error:
-        traceback.print_exc()
-        result = {"error": f"{type(error).__name__}: {error}"}
-    write_whole(spec.result_file, json.dumps(result))
-    return int("error" in result)
