@@ -86,6 +86,7 @@ def run_demo(
         results.print(figures_table(figures))
         results.print(ratios(figures), soft_wrap=True)
         figures["versions"] = versions()
+        check_output(output)  # again: what somebody put there while the set-ups trained is not removed
         publish(work / "model", output, {"labels": task.labels, "figures": figures})
     if json_file is not None:
         write_whole(json_file, json.dumps(figures, indent=2) + "\n")
