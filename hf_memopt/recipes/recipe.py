@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from transformers.utils.import_utils import is_torch_tf32_available
+
 from hf_memopt.batching.collation.collators import BucketedCollator
 from hf_memopt.binding import versions as compat
 from hf_memopt.binding.attach import attach, record_changes
@@ -195,6 +197,9 @@ class Recipe:
         arguments.update(precision)
         if why is not None:
             changes.append(why)
+        if "tf32" not in overrides and not on_cpu and any(precision.values()) and is_torch_tf32_available():
+            arguments["tf32"] = True
+            changes.append(Change("tf32", None, True, "this GPU has TF32, for the float32 products outside autocast"))
         preferred = self.per_device_train_batch_size, self.effective_batch_size // self.per_device_train_batch_size
         effective = self.effective_batch_size if effective_batch_size is None else effective_batch_size
         batch, why = cut_effective_batch(effective, preferred, overrides)
@@ -255,7 +260,7 @@ class Recipe:
         wanted: list[TrainerCallback] = []
         if self.freeze:
             wanted.append(FreezeCallback(self.freeze))
-        wanted.append(PrecisionCallback(tf32=False, autocast_cache=self.autocast_cache))
+        wanted.append(PrecisionCallback(autocast_cache=self.autocast_cache))
         if optim in BITSANDBYTES_8BIT:
             wanted.append(EmbeddingBitsCallback(bits=self.embedding_bits))
         if self.micro_batching:

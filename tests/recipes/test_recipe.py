@@ -246,6 +246,28 @@ def test_precision_follows_the_card_and_says_why(monkeypatch) -> None:
     assert str(change) == "precision: 'auto' -> 'fp32' (a made-up card)"
 
 
+TF32 = "tf32: None -> True (this GPU has TF32, for the float32 products outside autocast)"
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_tf32", "overrides", "found"),
+    [
+        ("bf16", True, {}, [TF32]),
+        ("bf16", True, {"tf32": False}, []),
+        ("bf16", True, {"use_cpu": True}, []),
+        ("fp32", True, {}, []),  # full float32 was asked for
+        ("fp16", False, {}, []),
+    ],
+    ids=["bf16", "set-by-the-user", "on-the-cpu", "fp32", "older-gpu"],
+)
+def test_tf32_is_asked_of_stock_where_the_gpu_has_it(monkeypatch, precision, has_tf32, overrides, found) -> None:
+    monkeypatch.setattr(recipe_module, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(recipe_module, "is_torch_tf32_available", lambda: has_tf32)
+    monkeypatch.setattr(recipe_module, "choose_precision", lambda **_: Precision(precision, "a made-up card"))
+    changes = recipe("16gb-gpu").changes(**overrides)
+    assert [str(change) for change in changes if change.name == "tf32"] == found
+
+
 def test_an_explicit_precision_is_kept_or_refused() -> None:
     assert preset("cpu", "out", bf16=True, use_cpu=True).bf16
     assert preset("cpu", "out", bf16=False).bf16 is False
