@@ -177,7 +177,7 @@ def test_names_that_could_be_guessed_are_not_used(tmp_path, name) -> None:
 
 
 def test_no_other_module_writes_files() -> None:
-    """But for temporary ones that no name leads to (spilling) and the demo's own working folder."""
+    """But for the demo's own working folder."""
     package, found = Path(hf_memopt.__file__).parent, set()
     for file in package.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

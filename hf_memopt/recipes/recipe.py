@@ -262,7 +262,7 @@ class Recipe:
         wanted: list[TrainerCallback] = []
         if self.freeze:
             wanted.append(FreezeCallback(self.freeze))
-        wanted.append(PrecisionCallback(tf32=False, autocast_cache=self.autocast_cache))
+        wanted.append(PrecisionCallback(autocast_cache=self.autocast_cache))
         if optim in BITSANDBYTES_8BIT:
             wanted.append(EmbeddingBitsCallback(bits=self.embedding_bits))
         if self.micro_batching:

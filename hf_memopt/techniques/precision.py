@@ -3,19 +3,17 @@
 - ``choose_precision``: bfloat16 where it is native (never where it is emulated: Turing, Volta, Pascal), else float16
   with float32 master weights and a gradient scaler, else float32. On a CPU float32, unless its instruction set
   multiplies bfloat16.
-- ``allow_tf32``: float32 products on TensorFloat-32 units, whose mantissa has 10 bits instead of 23.
 - ``disable_autocast_cache``: no 16-bit copies of all weights through the forward pass of a checkpointed model.
 - ``keep_master_weights``: float32 weights under autocast, although ``from_pretrained`` of transformers 5 loads a 16-bit
   checkpoint in 16 bits. Updates smaller than 1/512 of a bfloat16 weight are lost otherwise; it costs 2 bytes a weight
   and 2 for its gradient.
 
-``PrecisionCallback`` (``precision_callback.py``) calls the last three.
+``PrecisionCallback`` (``precision_callback.py``) calls the last two.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,12 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Precision",
-    "allow_tf32",
     "check_precision",
     "choose_precision",
     "disable_autocast_cache",
     "half_weights",
-    "has_tf32",
     "is_checkpointed",
     "is_under_autocast",
     "keep_master_weights",
@@ -119,71 +115,6 @@ def check_precision(*, bf16: bool, fp16: bool, use_cpu: bool = False) -> None:
         )
     if bf16 and native.fp16:
         raise ValueError(f"bf16=True is emulated here: {native.reason}; expected fp16 on this card. Pass fp16=True")
-
-
-# ---- TensorFloat-32 -------------------------------------------------------------------------------------------------
-
-
-def has_tf32() -> bool:
-    """Tell whether the card at hand is NVIDIA's, of compute capability 8.0 or newer."""
-    is_nvidia = accelerator_type() == "cuda" and torch.version.cuda is not None
-    return is_nvidia and torch.cuda.get_device_capability() >= (8, 0)
-
-
-class _SharedTf32:
-    """The process-wide switch: the first run turns it on, the last one that ends puts it back."""
-
-    def __init__(self) -> None:
-        self._users = 0
-        self._put_back: Callable[[], None] = lambda: None
-
-    def allow(self) -> UndoHandle:
-        if self._users == 0:
-            self._put_back = _switch_tf32_on()
-        self._users += 1
-        return UndoHandle(self._release)
-
-    def _release(self) -> None:
-        self._users -= 1
-        if self._users == 0:
-            self._put_back()
-
-
-_TF32 = _SharedTf32()
-
-
-def allow_tf32() -> UndoHandle | None:
-    """Let float32 matrix products of this process run on TensorFloat-32 units; convolutions do so by default.
-
-    Returns:
-        A handle whose ``remove()`` puts the setting back as it was, once every other caller's is removed too; None on
-        hardware without TF32, where nothing is changed.
-    """
-    return _TF32.allow() if has_tf32() else None
-
-
-def _switch_tf32_on() -> Callable[[], None]:
-    """Switch TF32 on for matrix products; return what puts it back.
-
-    It is set by the older name: what is set by the newer one alone (``fp32_precision``, torch 2.9) makes torch raise
-    for all who still read the older, Inductor among them (https://github.com/pytorch/pytorch/issues/179445). It is read
-    by the newer, which never raises, and put back by both, since the older cannot say "as the other backends".
-    """
-    backends: Any = torch.backends
-    matmul = backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)
-    if precision == "tf32" or (precision is None and matmul.allow_tf32):
-        return lambda: None
-    if precision is not None and precision == backends.fp32_precision:
-        precision = "none"  # it follows what is set for all backends
-    matmul.allow_tf32 = True
-
-    def put_back() -> None:
-        matmul.allow_tf32 = False
-        if precision is not None:
-            matmul.fp32_precision = precision
-
-    return put_back
 
 
 # ---- Autocast's cache of weights ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The callback that decides when the ``Trainer``'s run gets TF32, autocast without a cache, and master weights.
+"""The callback that decides when the ``Trainer``'s run gets autocast without a cache, and master weights.
 
 The functions that do it, and what each saves and costs, stand in ``precision.py``.
 """
@@ -18,7 +18,6 @@ from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.handles import UndoHandle, override_method, remove_all
 from hf_memopt.changes import Change, add_change
 from hf_memopt.techniques.precision import (
-    allow_tf32,
     disable_autocast_cache,
     half_weights,
     is_checkpointed,
@@ -35,7 +34,6 @@ __all__ = ["PrecisionCallback"]
 logger = logging.getLogger(__name__)
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "tf32": ("auto", True, False),
     "autocast_cache": ("auto", False, True),
     "master_weights": (True, False),
 }
@@ -44,14 +42,11 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 class PrecisionCallback(TrainerCallback):
     """Set up what stock leaves undone in a run's floating-point formats.
 
-    Bound with ``attach(trainer)`` it does all of it. Passed in ``callbacks=`` alone it cannot reach autocast, gives no
-    master weights to what ``model_init`` builds, and leaves TF32 on if training raises. With ``FreezeCallback``, name
-    that first: weights that are frozen by then stay in 16 bits.
+    Bound with ``attach(trainer)`` it does all of it. Passed in ``callbacks=`` alone it cannot reach autocast, and gives
+    no master weights to what ``model_init`` builds. With ``FreezeCallback``, name that first: weights that are frozen
+    by then stay in 16 bits. TF32 is stock's: ``TrainingArguments(tf32=True)``.
 
     Args:
-        tf32: True for TF32 while training runs, ``"auto"`` for the same where the card has it, False to leave it alone.
-            A value in ``TrainingArguments(tf32=...)`` wins. Process-wide; what it was is restored when training ends,
-            unless another run of the process still wants it.
         autocast_cache: False switches the cache off, ``"auto"`` does where the model is checkpointed and autocast runs,
             True leaves it alone.
         master_weights: whether trainable weights of 16 bits become float32 where autocast (bf16 or fp16) runs. Without
@@ -63,20 +58,13 @@ class PrecisionCallback(TrainerCallback):
             called again it also unbinds the callback.
 
     Raises:
-        ValueError: an unknown value, at once; ``tf32=True`` on hardware without it, when training begins; as
-            ``disable_autocast_cache`` and ``keep_master_weights`` do.
+        ValueError: an unknown value, at once; as ``disable_autocast_cache`` and ``keep_master_weights`` do.
         RuntimeError: it was not bound and needs to be, when training begins.
     """
 
     technique = "precision"
 
-    def __init__(
-        self,
-        tf32: bool | Literal["auto"] = "auto",
-        autocast_cache: bool | Literal["auto"] = "auto",
-        master_weights: bool = True,
-    ) -> None:
-        self.tf32 = _checked("tf32", tf32)
+    def __init__(self, autocast_cache: bool | Literal["auto"] = "auto", master_weights: bool = True) -> None:
         self.autocast_cache = _checked("autocast_cache", autocast_cache)
         self.master_weights = _checked("master_weights", master_weights)
         self.changes: list[Change] = []
@@ -84,11 +72,10 @@ class PrecisionCallback(TrainerCallback):
         self.binding = Binding()
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._undo_model: list[UndoHandle] = []
-        self._tf32: UndoHandle | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a copy starts unused and unbound: handles belong to this process, its trainer and its model
-        return type(self), (self.tf32, self.autocast_cache, self.master_weights)
+        return type(self), (self.autocast_cache, self.master_weights)
 
     def bind(self, trainer: Trainer) -> None:
         """Reach what only the trainer has; ``attach`` calls it."""
@@ -97,7 +84,6 @@ class PrecisionCallback(TrainerCallback):
         self.binding.to(
             trainer,
             *self._disable_autocast_cache(trainer),
-            override_method(trainer, "train", self._ending_with_tf32),
             override_method(trainer, "call_model_init", lambda before: self._with_master_weights(trainer.args, before)),
         )
         # before train(): a resumed run loads float32 weights and states into these
@@ -112,7 +98,7 @@ class PrecisionCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Check that what was asked for could be done, and switch TF32 on."""
+        """Check that what was asked for could be done."""
         trainer = self.binding.trainer
         is_bound = trainer is not None and trainer.state is state
         if is_bound:
@@ -120,11 +106,6 @@ class PrecisionCallback(TrainerCallback):
         elif self.autocast_cache is False or (model is not self._model() and self._needs_masters(args, model)):
             raise unbound_error(self)
         self._keep_master_weights(args, model, optimizer)
-        self._allow_tf32(args)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put TF32 back."""
-        self._put_tf32_back()
 
     def _disable_autocast_cache(self, trainer: Trainer) -> list[UndoHandle]:
         if self.autocast_cache is True:
@@ -168,40 +149,7 @@ class PrecisionCallback(TrainerCallback):
 
         return call_model_init
 
-    def _ending_with_tf32(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def train(*positional: Any, **named: Any) -> Any:
-            try:
-                return before(*positional, **named)
-            finally:  # no event tells that training has raised
-                self._put_tf32_back()
-
-        return train
-
-    def _allow_tf32(self, args: Any) -> None:
-        self._put_tf32_back()  # of a run that raised, unbound
-        if self.tf32 is False:
-            return
-        if args.tf32 is not None:
-            self._record("tf32", self.tf32, args.tf32, "TrainingArguments(tf32=...) says so")
-            return
-        self._tf32 = None if args.use_cpu else allow_tf32()
-        if self._tf32 is not None:
-            self._record("tf32", False, True, "this card has TF32, for the float32 products that autocast leaves")
-        elif self.tf32 is True:
-            raise ValueError(
-                "tf32=True is not what this machine computes; expected an NVIDIA card of compute capability 8.0 or "
-                "newer. Pass PrecisionCallback(tf32='auto')"
-            )
-        else:
-            self._record("tf32", False, False, "this machine has no TF32")
-
-    def _put_tf32_back(self) -> None:
-        handle, self._tf32 = self._tf32, None
-        if handle is not None:
-            handle.remove()
-
     def _undo(self) -> None:
-        self._put_tf32_back()
         self.binding.end()
         remove_all(self._undo_model)
 

@@ -28,16 +28,13 @@ from hf_memopt.batching.collation.collators import DynamicPaddingCollator
 from hf_memopt.batching.views.sorted_view import sorted_by_length
 from hf_memopt.binding.attach import attach
 from hf_memopt.devices.memory_reading import read_memory, read_process
-from hf_memopt.techniques.evaluation import guard as evaluation
 from hf_memopt.techniques.evaluation import outputs as kept_outputs
 from hf_memopt.techniques.evaluation.guard import (
     EvaluationGuardCallback,
     class_predictions,
-    fitting_batch_size,
     guard_evaluation,
     recover_predictions,
 )
-from hf_memopt.techniques.evaluation.spilling import SpilledOutputs, check_disk, is_spillable, tensor_bytes
 from two_ranks import run_pair
 
 FAKE = "CUDA out of memory. Tried to allocate 2.00 GiB (a test)"
@@ -480,36 +477,14 @@ def test_callable_and_datasets_by_name(tmp_path: Path) -> None:
     assert shapes == [(16, 12), (3, 10)]
 
 
-def test_spilled_outputs_are_those_of_stock(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    def change(prediction: Any) -> dict[str, float]:
-        seen.append(type(prediction.predictions))
-        metrics = accuracy(prediction)
-        prediction.predictions[0] = 7.0  # in place, as stock's arrays allow
-        return metrics
-
-    stock = token_trainer(tmp_path, trainer_compute_metrics=change)
-    guarded = token_trainer(tmp_path, trainer_compute_metrics=change)
-    attach(guarded, EvaluationGuardCallback(host_budget=0))
-    expected, found = stock.predict(of_lengths()), guarded.predict(of_lengths())
-    assert seen == [np.ndarray, np.memmap]
-    np.testing.assert_array_equal(found.predictions, expected.predictions)
-    np.testing.assert_array_equal(found.label_ids, expected.label_ids)
-    assert (found.predictions[0] == 7.0).all()
-    assert found.metrics["test_accuracy"] == expected.metrics["test_accuracy"]
-    assert list(tmp_path.iterdir()) == []  # files without names
-
-
-@pytest.mark.parametrize("host_budget", [None, 0], ids=["in-memory", "spilled"])
-def test_sorted_views_and_recovery(host_budget: int | None, tmp_path: Path) -> None:
+def test_sorted_views_and_recovery(tmp_path: Path) -> None:
     stock = token_trainer(tmp_path)
     guarded = token_trainer(tmp_path)
     Limit(guarded.model, 3)
     examples = of_lengths()
     lengths = [len(row["input_ids"]) for row in examples]
     attach(stock)
-    attach(guarded, EvaluationGuardCallback(host_budget=host_budget))
+    attach(guarded, EvaluationGuardCallback())
     view = sorted_by_length(examples, lengths=lengths)
     expected = stock.predict(view)
     found = guarded.predict(view)
@@ -518,59 +493,24 @@ def test_sorted_views_and_recovery(host_budget: int | None, tmp_path: Path) -> N
         assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=TOLERANCE)
 
 
-def test_nested_outputs_of_any_shape_are_spilled(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    batches = [
-        {"a": torch.rand(2, width, 3, generator=generator), "b": (torch.arange(2), torch.rand(2, 4).bfloat16())}
-        for width in (5, 2)
-    ]
-    spilled = SpilledOutputs(tmp_path)
-    rows = np.concatenate([spilled.add(batch).numpy() for batch in batches])
-    np.testing.assert_array_equal(rows, np.arange(4))
-    order = np.array([3, 0, 2])
-    found = spilled.restore(order)
-    assert found["a"].shape == (3, 5, 3)
-    assert (found["a"][0, 2:] == -100).all()
-    np.testing.assert_array_equal(found["a"][0, :2], batches[1]["a"][1])
-    np.testing.assert_array_equal(found["a"][1], batches[0]["a"][0])
-    np.testing.assert_array_equal(found["b"][0], [1, 0, 0])
-    np.testing.assert_array_equal(found["b"][1][2], batches[1]["b"][1][0].float())
-    assert spilled.restore(order) is found
-    spilled.close()
-    assert float(found["a"][1, 0, 0]) == float(batches[0]["a"][0, 0, 0])  # the arrays outlive the files
-    assert is_spillable(batches[0])
-    assert not is_spillable((torch.rand(2, 2), torch.tensor(0.5)))
-    assert not is_spillable((torch.rand(2, 2), torch.rand(3, 2)))
-    assert tensor_bytes(batches[0]) == 2 * (5 * 3 * 4 + 8 + 4 * 2)
-    assert tensor_bytes(batches[0], on_host=True) == 2 * (5 * 3 * 4 + 8 + 4 * 4)
+def test_nested_outputs_are_counted() -> None:
+    nested = {"a": torch.rand(2, 5, 3), "b": (torch.arange(2), torch.rand(2, 4).bfloat16()), "c": None}
+    assert kept_outputs.tensor_bytes(nested) == 2 * (5 * 3 * 4 + 8 + 4 * 2)
+    assert kept_outputs.tensor_bytes(nested, on_host=True) == 2 * (5 * 3 * 4 + 8 + 4 * 4)
 
 
-def test_outputs_that_stock_cannot_concatenate_are_not_spilled(tmp_path: Path) -> None:
-    spilled = SpilledOutputs(tmp_path)
-    spilled.add(torch.rand(2, 4, 12, 12))
-    with pytest.raises(ValueError, match="concatenated") as error:
-        spilled.add(torch.rand(2, 4, 10, 10))
-    assert str(error.value) == (
-        "outputs of shapes (4, 12, 12) and (4, 10, 10) per row, as attentions of texts of other lengths, cannot be "
-        "concatenated; expected rows that differ in their first dimension at most. Leave them out: "
-        'trainer.evaluate(ignore_keys=["attentions"])'
-    )
-    spilled.close()
-
-
-def test_outputs_are_moved_before_the_card_is_full(tmp_path: Path) -> None:
+def test_outputs_are_moved_before_the_card_is_full() -> None:
     """On the CPU there is no card to move them from, so the device is a fake one here."""
     args = SimpleNamespace(
         eval_accumulation_steps=None,
         device=torch.device("cuda"),
         batch_eval_metrics=False,
         eval_do_concat_batches=True,
-        output_dir=str(tmp_path),
     )
     trainer: Any = SimpleNamespace(
         args=args, preprocess_logits_for_metrics=None, accelerator=SimpleNamespace(num_processes=1)
     )
-    settings = kept_outputs.OutputSettings(None, 4000, None, None)
+    settings = kept_outputs.OutputSettings(None, 4000)
     outputs = kept_outputs.KeptOutputs(trainer, settings, range(8), "Evaluation")
     steps = []
     for columns in (10, 25, 10, 2000):
@@ -582,7 +522,7 @@ def test_outputs_are_moved_before_the_card_is_full(tmp_path: Path) -> None:
 def test_arguments_are_the_users_after_an_evaluation(tmp_path: Path) -> None:
     trainer = token_trainer(tmp_path)
     arguments = trainer.args.to_dict()
-    handle = guard_evaluation(trainer, "argmax", batch_size="auto")
+    handle = guard_evaluation(trainer, "argmax")
     trainer.evaluate()
     assert trainer.args.to_dict() == arguments
     assert pickle.loads(pickle.dumps(trainer.args)).to_dict() == arguments
@@ -593,7 +533,7 @@ def test_arguments_are_the_users_after_an_evaluation(tmp_path: Path) -> None:
     assert trainer.preprocess_logits_for_metrics is None
     trainer.compute_metrics = accuracy
     handle.remove()
-    assert not {"evaluation_loop", "prediction_step", "evaluate", "predict"} & vars(trainer).keys()
+    assert not {"evaluation_loop", "prediction_step"} & vars(trainer).keys()
 
 
 def little_memory(available_bytes: int) -> Callable[[Any], Any]:
@@ -608,9 +548,8 @@ def test_outputs_that_cannot_be_kept_are_refused_at_once(tmp_path: Path, monkeyp
     with pytest.raises(MemoryError) as error:
         trainer.evaluate()
     assert str(error.value) == (
-        "the outputs of this evaluation take 1.9 KiB on the host, and are not on disk; of 500 B available expected "
-        "500 B or less. Reduce them on the card: "
-        "EvaluationGuardCallback(reduce='argmax'), or compute metrics batch by batch: "
+        "evaluation outputs need 1.9 KiB of host memory; only 500 B may be used (all that is available). Reduce them "
+        "on the GPU: EvaluationGuardCallback(reduce='argmax'), or compute metrics batch by batch: "
         "TrainingArguments(..., batch_eval_metrics=True)"
     )
 
@@ -619,23 +558,13 @@ def test_a_short_first_batch_is_found_out(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(kept_outputs, "read_memory", little_memory(2400))
     trainer = token_trainer(tmp_path)
     trainer.eval_dataset = sorted(of_lengths(), key=lambda row: len(row["input_ids"]))
-    attach(trainer, EvaluationGuardCallback(host_budget="1KiB"))
+    attach(trainer, EvaluationGuardCallback())
     with pytest.raises(MemoryError) as error:
         trainer.evaluate()
     assert str(error.value) == (
-        "the outputs of this evaluation take 1.5 KiB on the host, and are not on disk; of 2.3 KiB available expected "
-        "1.2 KiB or less, half of it, since they are concatenated. Send them to disk: "
-        "EvaluationGuardCallback(host_budget=0)"
-    )
-
-
-def test_a_full_disk_is_told_beforehand(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="free, and the outputs") as error:
-        check_disk(tmp_path, 2**60)
-    assert str(error.value).startswith(f"spill_folder={str(tmp_path)!r} has ")
-    assert str(error.value).endswith(
-        " free, and the outputs of this evaluation take 1073741824.00 GiB; expected room for them. Reduce them on the "
-        "card: EvaluationGuardCallback(reduce='argmax')"
+        "evaluation outputs need 1.5 KiB of host memory; only 1.2 KiB may be used (half of the 2.3 KiB available, "
+        "because concatenation holds them twice). Reduce them on the GPU: EvaluationGuardCallback(reduce='argmax'), or "
+        "compute metrics batch by batch: TrainingArguments(..., batch_eval_metrics=True)"
     )
 
 
@@ -649,7 +578,7 @@ def test_metrics_by_batch_are_left_to_stock(tmp_path: Path) -> None:
 
     settings = {"batch_eval_metrics": True, "trainer_compute_metrics": by_batch}
     trainer = token_trainer(tmp_path, **settings)
-    attach(trainer, EvaluationGuardCallback("argmax", host_budget=0))
+    attach(trainer, EvaluationGuardCallback("argmax"))
     assert trainer.evaluate()["eval_batches"] == 4.0
     assert counts == [4, 4, 4, 4]
 
@@ -712,46 +641,6 @@ def test_50_000_classes_stay_below_200_megabytes(tmp_path: Path) -> None:
     assert (guarded["eval_loss"], guarded["eval_class"]) == (stock["eval_loss"], stock["eval_class"])
 
 
-# ---- Batch size -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("row_bytes", "free_bytes", "expected"), [(100, 8000, 64), (100, 1000, 8), (100, 0, 8), (0, 8000, 512)]
-)
-def test_fitting_batch_size(row_bytes: int, free_bytes: int, expected: int) -> None:
-    assert fitting_batch_size(8, row_bytes, free_bytes) == expected
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "first", "grown"),
-    [("auto", 16, 8), ("keep", 16, 4), ("auto", 2, 4)],
-    ids=["auto", "keep", "two-rows-first"],
-)
-def test_batch_size_grows_where_memory_is_free(
-    batch_size: Any, first: int, grown: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row took 100 bytes, or 200 where the first evaluation has two rows, and 1,100 are free."""
-    card = replace(
-        read_memory("cpu"),
-        device="cuda:0",
-        allocated_bytes=100,
-        reserved_bytes=600,
-        peak_allocated_bytes=500,
-        device_total_bytes=1500,
-        device_used_bytes=900,
-    )
-    monkeypatch.setattr(evaluation, "read_memory", lambda device=None: card)
-    trainer = token_trainer(tmp_path)
-    limit = Limit(trainer.model, 16)
-    expected = trainer.evaluate()["eval_accuracy"]
-    attach(trainer, EvaluationGuardCallback(batch_size=batch_size))
-    trainer.evaluate(of_lengths(first))
-    limit.sizes.clear()
-    assert trainer.evaluate()["eval_accuracy"] == expected
-    assert limit.sizes == [grown] * (16 // grown)
-    assert trainer.args.per_device_eval_batch_size == 4
-
-
 # ---- Arguments and errors -------------------------------------------------------------------------------------------
 
 
@@ -791,18 +680,13 @@ def test_argmax_of_what_is_no_logits(logits: Any, shown: str) -> None:
             "labels. Write: EvaluationGuardCallback(reduce='argmax')",
         ),
         (
-            {"batch_size": 16},
-            "batch_size=16 is no rule; expected 'keep' or 'auto'. For a number write: "
-            "TrainingArguments(..., per_device_eval_batch_size=16)",
-        ),
-        (
             {"card_budget": "64 megs"},
             "size='64 megs' is not an amount of memory; expected a number with one of the units "
             "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB. Write, for example, '4GB' or '3.5GiB'.",
         ),
-        ({"host_budget": -1}, "size=-1 is negative; expected 0 bytes or more. Write, for example, '4GB'."),
+        ({"card_budget": -1}, "size=-1 is negative; expected 0 bytes or more. Write, for example, '4GB'."),
     ],
-    ids=["reduce", "batch_size", "card_budget", "host_budget"],
+    ids=["reduce", "card_budget", "negative"],
 )
 def test_arguments_are_checked_at_once(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="is") as error:
@@ -847,7 +731,7 @@ def test_callback_comes_off_and_back(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_unbound_with_the_same_settings(tmp_path: Path) -> None:
-    callback = EvaluationGuardCallback("argmax", batch_size="auto", host_budget="1GB", spill_folder=str(tmp_path))
+    callback = EvaluationGuardCallback("argmax", card_budget="1GB")
     attach(token_trainer(tmp_path), callback)
     copied = pickle.loads(pickle.dumps(callback))
     assert copied.handle is None

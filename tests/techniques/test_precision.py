@@ -1,5 +1,5 @@
-"""The precision that follows the card, with the card played by monkeypatches of torch's own answers; TF32, autocast
-without a cache, and master weights.
+"""The precision that follows the card, with the card played by monkeypatches of torch's own answers; autocast without a
+cache, and master weights.
 """
 
 from __future__ import annotations
@@ -8,10 +8,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
-from contextlib import suppress
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -31,11 +28,9 @@ from hf_memopt.memory.estimation import estimate
 from hf_memopt.techniques import precision
 from hf_memopt.techniques.freezing.freezing import FreezeCallback
 from hf_memopt.techniques.precision import (
-    allow_tf32,
     check_precision,
     choose_precision,
     disable_autocast_cache,
-    has_tf32,
     keep_master_weights,
 )
 from hf_memopt.techniques.precision_callback import PrecisionCallback
@@ -138,187 +133,12 @@ def test_the_machine_at_hand_gets_an_answer() -> None:
     assert choose_precision().name in ("bf16", "fp16", "fp32")
 
 
-# ---- TF32 -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tf32_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A card of compute capability 8.6, and torch's own switch as it is in a new process."""
-    play(monkeypatch, "cuda", name="RTX 3050", capability=(8, 6), native_bf16=True)
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert tf32() == ("none", False)
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.fp32_precision = "none"
-    torch.backends.fp32_precision = "none"
-
-
-def tf32() -> tuple[str, bool]:
-    """Return what the newer and the older name of the switch say; the older raises after a mix of both."""
-    return torch.backends.cuda.matmul.fp32_precision, torch.backends.cuda.matmul.allow_tf32
-
-
-@pytest.mark.parametrize(
-    ("kind", "capability", "cuda", "found"),
-    [
-        ("cuda", (8, 0), "12.8", True),
-        ("cuda", (12, 0), "12.8", True),
-        ("cuda", (7, 5), "12.8", False),
-        ("cuda", (9, 4), None, False),
-        ("mps", (0, 0), None, False),
-        ("cpu", (0, 0), None, False),
-    ],
-    ids=["A100", "RTX 5090", "T4", "MI300", "mps", "cpu"],
-)
-def test_which_cards_have_tf32(monkeypatch, kind, capability, cuda, found) -> None:
-    play(monkeypatch, kind, capability=capability)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert has_tf32() is found
-    if not found:
-        assert allow_tf32() is None
-        assert tf32() == ("none", False)
-
-
-@pytest.mark.usefixtures("tf32_card")
-def test_tf32_is_put_back_by_the_last_of_several() -> None:
-    first, second = allow_tf32(), allow_tf32()
-    assert tf32() == ("tf32", True)
-    assert torch.get_float32_matmul_precision() == "high"  # readable, unlike after the newer name alone
-    first.remove()
-    first.remove()
-    assert tf32() == ("tf32", True)
-    second.remove()
-    assert tf32() == ("none", False)
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-@pytest.mark.usefixtures("tf32_card")
-@pytest.mark.parametrize("former", ["none", "ieee"])
-def test_the_former_setting_comes_back_to_the_word(former: str) -> None:
-    torch.backends.cuda.matmul.fp32_precision = former
-    with allow_tf32():
-        assert tf32() == ("tf32", True)
-    assert tf32() == (former, False)
-
-
-@pytest.mark.usefixtures("tf32_card")
-def test_a_setting_of_all_backends_rules_again() -> None:
-    """What stock's TrainingArguments(tf32=False) leaves behind is followed, not written down for good."""
-    torch.backends.fp32_precision = "ieee"
-    allow_tf32().remove()
-    assert tf32() == ("ieee", False)
-    torch.backends.fp32_precision = "tf32"
-    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-@pytest.mark.usefixtures("tf32_card")
-def test_tf32_that_is_on_already_is_left_alone() -> None:
-    torch.backends.fp32_precision = "tf32"  # what stock's TrainingArguments(tf32=True) does
-    allow_tf32().remove()
-    assert torch.backends.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "tf32"
-    torch.backends.fp32_precision = "none"
-    assert tf32() == ("none", False)  # nothing was set on the matrix products themselves
-
-
-@pytest.mark.usefixtures("tf32_card")
-def test_an_older_torch_has_the_older_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    matmul = SimpleNamespace(allow_tf32=False)  # up to torch 2.8
-    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
-    handle = allow_tf32()
-    assert vars(matmul) == {"allow_tf32": True}
-    handle.remove()
-    assert vars(matmul) == {"allow_tf32": False}
-
-
-class Seen(TrainerCallback):
-    """Note the switch at each step, and raise at one if asked to."""
-
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.switch: list[Any] = []
-        self._fails_at = fails_at
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.switch.append(tf32())
-        if state.global_step == self._fails_at:
-            raise ZeroDivisionError
-
-
 def make_trainer(folder: Any, *callbacks: TrainerCallback, model: Any = None, **settings: Any) -> Trainer:
     given = {"model_init": model} if callable(model) and not isinstance(model, nn.Module) else {"model": model}
     if model is None:
         given = {"model": tiny.bert()}
     arguments = tiny.arguments(folder, **{"max_steps": 2, "per_device_train_batch_size": 4, **settings})
     return Trainer(**given, args=arguments, train_dataset=tiny.rows(16), callbacks=list(callbacks))
-
-
-@pytest.mark.usefixtures("tf32_card")
-@pytest.mark.parametrize("bound", [False, True], ids=["unbound", "bound"])
-def test_tf32_lasts_as_long_as_training(tmp_path: Any, bound: bool) -> None:
-    seen, callback = Seen(), PrecisionCallback()
-    trainer = make_trainer(tmp_path, callback, seen, use_cpu=False)
-    if bound:
-        attach(trainer)
-    for _ in range(2):
-        trainer.train()
-        assert tf32() == ("none", False)
-    assert seen.switch == [("tf32", True)] * 4
-    reason = "this card has TF32, for the float32 products that autocast leaves"
-    assert callback.changes == [Change("tf32", False, True, reason)]
-
-
-@pytest.mark.usefixtures("tf32_card")
-def test_tf32_is_put_back_when_training_raises(tmp_path: Any) -> None:
-    bound = attach(make_trainer(tmp_path, PrecisionCallback(), Seen(fails_at=1), use_cpu=False))
-    with pytest.raises(ZeroDivisionError):
-        bound.train()
-    assert tf32() == ("none", False)
-
-
-@pytest.mark.usefixtures("tf32_card")
-@pytest.mark.parametrize("inner_fails", [False, True], ids=["ends", "raises"])
-def test_a_run_within_a_run_leaves_tf32_to_the_outer_one(tmp_path: Any, inner_fails: bool) -> None:
-    fails = Seen(fails_at=0 if inner_fails else None)
-    inner = attach(make_trainer(tmp_path / "inner", PrecisionCallback(), fails, use_cpu=False))
-    seen = Seen()
-
-    class Nested(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            with suppress(ZeroDivisionError):
-                inner.train()
-
-    outer = attach(make_trainer(tmp_path / "outer", PrecisionCallback(), Nested(), seen, use_cpu=False))
-    outer.train()
-    assert seen.switch == [("tf32", True)] * 2
-    assert tf32() == ("none", False)
-
-
-@pytest.mark.usefixtures("tf32_card")
-def test_the_users_own_tf32_wins(tmp_path: Any) -> None:
-    seen, callback = Seen(), PrecisionCallback(tf32=True)
-    trainer = make_trainer(tmp_path, callback, seen, use_cpu=False)
-    trainer.args.tf32 = False
-    trainer.train()
-    assert seen.switch == [("none", False)] * 2
-    assert callback.changes == [Change("tf32", True, False, "TrainingArguments(tf32=...) says so")]
-
-
-@pytest.mark.usefixtures("tf32_card")
-def test_a_run_on_the_cpu_leaves_the_card_alone(tmp_path: Any) -> None:
-    seen = Seen()
-    make_trainer(tmp_path, PrecisionCallback(), seen, use_cpu=True).train()
-    assert seen.switch == [("none", False)] * 2
-
-
-def test_without_tf32_it_is_a_change_or_an_error(tmp_path: Any) -> None:
-    callback = PrecisionCallback()
-    make_trainer(tmp_path, callback).train()
-    assert callback.changes == [Change("tf32", False, False, "this machine has no TF32")]
-    with pytest.raises(ValueError) as error:
-        make_trainer(tmp_path, PrecisionCallback(tf32=True)).train()
-    assert str(error.value) == (
-        "tf32=True is not what this machine computes; expected an NVIDIA card of compute capability 8.0 or newer. "
-        "Pass PrecisionCallback(tf32='auto')"
-    )
 
 
 # ---- Autocast's cache -----------------------------------------------------------------------------------------------
@@ -651,12 +471,11 @@ def test_what_is_frozen_first_stays_in_16_bits(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "choices"),
     [
-        ({"tf32": "on"}, "'auto', True, False"),
-        ({"tf32": 1}, "'auto', True, False"),
+        ({"autocast_cache": 1}, "'auto', False, True"),
         ({"autocast_cache": None}, "'auto', False, True"),
         ({"master_weights": "auto"}, "True, False"),
     ],
-    ids=["tf32-text", "tf32-int", "cache-none", "masters-auto"],
+    ids=["cache-int", "cache-none", "masters-auto"],
 )
 def test_unknown_values(settings: dict[str, Any], choices: str) -> None:
     ((name, value),) = settings.items()
@@ -674,11 +493,11 @@ def test_the_handle_undoes_it_and_attach_binds_again(tmp_path: Any) -> None:
     before = set(vars(trainer))
     for _ in range(2):
         attach(attach(trainer))
-        assert {"train", "call_model_init"} <= set(vars(trainer))
+        assert "call_model_init" in vars(trainer)
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
         assert dtypes(trainer.model) == {torch.float32}
         callback.handle.remove()
-        assert not {"train", "call_model_init"} & set(vars(trainer))
+        assert "call_model_init" not in vars(trainer)
         assert trainer.accelerator.autocast_handler is None
         assert dtypes(trainer.model) == {torch.bfloat16}
     assert before <= set(vars(trainer))
@@ -690,7 +509,7 @@ def test_a_callback_that_was_taken_off_moves_to_another_trainer(tmp_path: Any) -
     attach(first)
     callback.handle.remove()
     attach(second)
-    assert "train" not in vars(first)
+    assert "call_model_init" not in vars(first)
     assert first.accelerator.autocast_handler is None
     second.train()
     with pytest.raises(RuntimeError, match="never bound to its trainer"):
@@ -698,11 +517,11 @@ def test_a_callback_that_was_taken_off_moves_to_another_trainer(tmp_path: Any) -
 
 
 def test_a_callback_is_copied_and_pickled_unused_and_keeps_no_trainer_alive(tmp_path: Any) -> None:
-    callback = PrecisionCallback(tf32=False, autocast_cache=False, master_weights=False)
+    callback = PrecisionCallback(autocast_cache=False, master_weights=False)
     trainer = attach(make_trainer(tmp_path, callback, bf16=True))
     trainer.train()
     for copied in (pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)):
-        assert (copied.tf32, copied.autocast_cache, copied.master_weights) == (False, False, False)
+        assert (copied.autocast_cache, copied.master_weights) == (False, False)
         assert (copied.changes, copied.handle) == ([], None)
     references = weakref.ref(trainer), weakref.ref(trainer.model)
     del trainer

@@ -5,22 +5,18 @@ tokens over 50,000 classes take 4.1 GB, at the moment of concatenation twice tha
 
 - reduced on the card as the user says (``preprocess_logits_for_metrics``): of 50,000 numbers per token one stays;
 - moved to the host (``eval_accumulation_steps``) before more than ``card_budget`` of them is on the card;
-- written to disk where the host would hold more than ``host_budget``: ``compute_metrics`` gets memory-mapped arrays.
+- refused with an error before the host's memory is gone: by the first batch where its outputs times the number of
+  batches are too many, else by the batch that makes them so.
 
-A batch that does not fit is cut by rows and joined again (``recover_predictions``), which changes no result. Another
-batch size would change one: ``eval_loss`` of token-level heads is a mean of batch means, which depends on how rows are
-batched. So the batch size stays the user's unless ``batch_size="auto"`` asks for more where memory is free.
-
-Left out: several processes are never spilled to disk, for each gathers the outputs of all; they get an error instead,
-before memory is gone. ``eval_do_concat_batches=False`` and ``batch_eval_metrics=True`` neither, whose outputs have
-another form or are not kept at all.
+A batch that does not fit is cut by rows and joined again (``recover_predictions``), which changes no result. The batch
+size stays the user's: ``eval_loss`` of token-level heads is a mean of batch means, which depends on how rows are
+batched.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,11 +25,10 @@ from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility
-from hf_memopt.binding.handles import UndoHandle, override_method
-from hf_memopt.devices.memory_reading import measured_device, read_memory
+from hf_memopt.binding.handles import UndoHandle, override_method, remove_all
 from hf_memopt.techniques.evaluation.outputs import KeptOutputs, OutputSettings, Reduce
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
-from hf_memopt.units import format_bytes, parse_bytes
+from hf_memopt.units import parse_bytes
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -41,15 +36,9 @@ if TYPE_CHECKING:
 __all__ = [
     "EvaluationGuardCallback",
     "class_predictions",
-    "fitting_batch_size",
     "guard_evaluation",
     "recover_predictions",
 ]
-
-logger = logging.getLogger(__name__)
-
-MEMORY_MARGIN = 0.8  # of what is free: the longest rows may come in another evaluation
-LARGEST_GROWTH = 64  # times the user's batch size
 
 
 class EvaluationGuardCallback(TrainerCallback):
@@ -60,13 +49,8 @@ class EvaluationGuardCallback(TrainerCallback):
             (``class_predictions``). A callable: as stock's ``preprocess_logits_for_metrics``, takes logits and labels.
             None: they stay as they are, since nobody can know what ``compute_metrics`` needs, or are reduced by the
             ``preprocess_logits_for_metrics`` that the Trainer was given.
-        batch_size: ``"keep"`` the user's, so ``eval_loss`` stays what it is; ``"auto"``: from the second evaluation on
-            as much more as fits into the memory that is free, by what a row took before (one process, CUDA or XPU).
         card_budget: bytes of outputs on the card before they are moved to the host, unless ``eval_accumulation_steps``
             is set. Each move waits for the card; while outputs are concatenated twice as much is held.
-        host_budget: bytes of outputs on the host before they go to disk, expected from the first batch; None: a quarter
-            of what is available when the evaluation starts.
-        spill_folder: where they go; None: ``output_dir``. Not a folder in memory, as ``/tmp`` may be.
 
     Attributes:
         handle: takes back what was done to the trainer; None while unbound.
@@ -74,26 +58,14 @@ class EvaluationGuardCallback(TrainerCallback):
     Raises:
         ValueError: at once: a value that is none of these. When bound: ``reduce`` is given and so is
             ``preprocess_logits_for_metrics``.
+        MemoryError: in an evaluation whose outputs need more than half of the host memory that is available (all of it
+            with ``eval_do_concat_batches=False``, which concatenates nothing).
     """
 
     technique = "evaluation guard"
 
-    def __init__(
-        self,
-        reduce: Literal["argmax"] | Reduce | None = None,
-        *,
-        batch_size: Literal["keep", "auto"] = "keep",
-        card_budget: int | str = "64MiB",
-        host_budget: int | str | None = None,
-        spill_folder: str | None = None,
-    ) -> None:
-        self._arguments: dict[str, Any] = {
-            "reduce": reduce,
-            "batch_size": batch_size,
-            "card_budget": card_budget,
-            "host_budget": host_budget,
-            "spill_folder": spill_folder,
-        }
+    def __init__(self, reduce: Literal["argmax"] | Reduce | None = None, *, card_budget: int | str = "64MiB") -> None:
+        self._arguments: dict[str, Any] = {"reduce": reduce, "card_budget": card_budget}
         _checked(**self._arguments)
         self.handle: UndoHandle | None = None
         self.binding = Binding()
@@ -122,13 +94,7 @@ class EvaluationGuardCallback(TrainerCallback):
 
 
 def guard_evaluation(
-    trainer: Trainer,
-    reduce: Literal["argmax"] | Reduce | None = None,
-    *,
-    batch_size: Literal["keep", "auto"] = "keep",
-    card_budget: int | str = "64MiB",
-    host_budget: int | str | None = None,
-    spill_folder: str | None = None,
+    trainer: Trainer, reduce: Literal["argmax"] | Reduce | None = None, *, card_budget: int | str = "64MiB"
 ) -> UndoHandle:
     """Bound the memory of one trainer's evaluations; for the arguments see ``EvaluationGuardCallback``.
 
@@ -138,19 +104,11 @@ def guard_evaluation(
     Raises:
         ValueError: as ``EvaluationGuardCallback`` does.
     """
-    settings = _checked(reduce, batch_size, card_budget, host_budget, spill_folder)
+    settings = _checked(reduce, card_budget)
     _refuse_two_reductions(trainer, settings.reduce)
-    guard = _Guard(trainer, settings)
-    handles = [recover_predictions(trainer), override_method(trainer, "evaluation_loop", guard.guarding)]
-    if batch_size == "auto":
-        handles += [override_method(trainer, name, guard.growing) for name in ("evaluate", "predict")]
-
-    def undo() -> None:
-        for handle in handles:
-            if handle is not None:
-                handle.remove()
-
-    return UndoHandle(undo)
+    recovery = recover_predictions(trainer)
+    wrapped = override_method(trainer, "evaluation_loop", partial(_wrap_evaluation_loop, trainer, settings))
+    return UndoHandle(partial(remove_all, [wrapped] if recovery is None else [recovery, wrapped]))
 
 
 def class_predictions(logits: Any, labels: Any) -> Any:
@@ -184,113 +142,31 @@ def _largest(logits: Any) -> Any:
     return logits.argmax(dim=-1)
 
 
-def fitting_batch_size(batch_size: int, row_bytes: int, free_bytes: int) -> int:
-    """Return the batch size, doubled as often as ``row_bytes`` for each row fit into 80 % of ``free_bytes``.
+def _wrap_evaluation_loop(trainer: Any, settings: OutputSettings, before: Callable[..., Any]) -> Callable[..., Any]:
+    def evaluation_loop(
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        _refuse_two_reductions(trainer, settings.reduce)
+        outputs = KeptOutputs(trainer, settings, dataloader, description)
+        args = trainer.args
+        with _restored(trainer, "preprocess_logits_for_metrics"), _restored(args, "eval_accumulation_steps"):
+            trainer.preprocess_logits_for_metrics = outputs.receive
+            return before(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
-    Example:
-        >>> fitting_batch_size(8, row_bytes=10 * 2**20, free_bytes=1000 * 2**20)
-        64
-    """
-    rows = int(free_bytes * MEMORY_MARGIN) // max(row_bytes, 1)
-    grown = batch_size
-    while grown * 2 <= min(rows, batch_size * LARGEST_GROWTH):
-        grown *= 2
-    return grown
-
-
-class _Guard:
-    """What one trainer's evaluations share: the settings, and what a row took in the last of them."""
-
-    def __init__(self, trainer: Any, settings: OutputSettings) -> None:
-        self.trainer, self.settings = trainer, settings
-        self._row_bytes: int | None = None
-        self._is_grown = False
-
-    def guarding(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``evaluation_loop``."""
-
-        def evaluation_loop(
-            dataloader: Any,
-            description: str,
-            prediction_loss_only: bool | None = None,
-            ignore_keys: list[str] | None = None,
-            metric_key_prefix: str = "eval",
-        ) -> Any:
-            trainer, args = self.trainer, self.trainer.args
-            _refuse_two_reductions(trainer, self.settings.reduce)
-            outputs = KeptOutputs(trainer, self.settings, dataloader, description)
-            started_bytes = read_memory(measured_device(args.device)).allocated_bytes
-            of_trainer = _restored(trainer, "preprocess_logits_for_metrics", "compute_metrics")
-            with closing(outputs), of_trainer, _restored(args, "eval_accumulation_steps"):
-                trainer.preprocess_logits_for_metrics = outputs.receive
-                if trainer.compute_metrics is not None:
-                    trainer.compute_metrics = outputs.handed_to(trainer.compute_metrics)
-                output = before(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-                output = output._replace(predictions=outputs.restore(output.predictions))
-            self._learn(started_bytes, output.num_samples)
-            return output
-
-        return evaluation_loop
-
-    def _learn(self, started_bytes: int | None, samples: int) -> None:
-        """Note what a row took. The peak is of the process so far, which in training is too much rather than too
-        little: resetting torch's counter would take it from others.
-        """
-        peak_bytes = read_memory(measured_device(self.trainer.args.device)).peak_allocated_bytes
-        if started_bytes is not None and peak_bytes is not None and samples > 0:
-            self._row_bytes = (peak_bytes - started_bytes) // min(samples, self.trainer.args.eval_batch_size)
-
-    def growing(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``evaluate`` and ``predict``, which build the data loader."""
-
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            arguments = self.trainer.args
-            if self._is_grown:  # each dataset of a dict, by the evaluation of all
-                return before(*args, **kwargs)
-            self._is_grown = True
-            try:
-                with _restored(arguments, "per_device_eval_batch_size"):
-                    arguments.per_device_eval_batch_size = self._batch_size()
-                    return before(*args, **kwargs)
-            finally:
-                self._is_grown = False
-
-        return evaluate
-
-    def _batch_size(self) -> int:
-        args = self.trainer.args
-        size: int = args.per_device_eval_batch_size
-        if self._row_bytes is None or args.world_size > 1 or args.dataloader_persistent_workers:
-            return size  # processes would have to agree; loaders that are kept have the former size
-        now = read_memory(measured_device(args.device))
-        if now.device_total_bytes is None or now.device_used_bytes is None:
-            return size
-        idle_bytes = (now.reserved_bytes or 0) - (now.allocated_bytes or 0)
-        free_bytes = now.device_total_bytes - now.device_used_bytes + idle_bytes
-        grown = fitting_batch_size(size, self._row_bytes, free_bytes)
-        if grown != size:
-            row, free = format_bytes(self._row_bytes), format_bytes(free_bytes)
-            logger.info(f"evaluates {grown} rows at a time instead of {size}: a row took {row}, and {free} are free")
-        return grown
+    return evaluation_loop
 
 
-def _checked(reduce: Any, batch_size: Any, card_budget: Any, host_budget: Any, spill_folder: Any) -> OutputSettings:
+def _checked(reduce: Any, card_budget: Any) -> OutputSettings:
     if reduce is not None and reduce != "argmax" and not callable(reduce):
         raise ValueError(
             f"reduce={reduce!r} is no reduction of logits; expected None, 'argmax' or a callable that takes logits and "
             "labels. Write: EvaluationGuardCallback(reduce='argmax')"
         )
-    if batch_size not in ("keep", "auto"):
-        raise ValueError(
-            f"batch_size={batch_size!r} is no rule; expected 'keep' or 'auto'. For a number write: "
-            "TrainingArguments(..., per_device_eval_batch_size=16)"
-        )
-    return OutputSettings(
-        reduce=class_predictions if reduce == "argmax" else reduce,
-        card_budget_bytes=parse_bytes(card_budget),
-        host_budget_bytes=None if host_budget is None else parse_bytes(host_budget),
-        spill_folder=spill_folder,
-    )
+    return OutputSettings(class_predictions if reduce == "argmax" else reduce, parse_bytes(card_budget))
 
 
 def _refuse_two_reductions(trainer: Any, reduce: Reduce | None) -> None:
@@ -304,11 +180,10 @@ def _refuse_two_reductions(trainer: Any, reduce: Reduce | None) -> None:
 
 
 @contextmanager
-def _restored(owner: Any, *names: str) -> Iterator[None]:
-    """Leave attributes of one object, which it has itself, as they were."""
-    values = {name: getattr(owner, name) for name in names}
+def _restored(owner: Any, name: str) -> Iterator[None]:
+    """Leave an attribute as it was."""
+    value = getattr(owner, name)
     try:
         yield
     finally:
-        for name, value in values.items():
-            setattr(owner, name, value)
+        setattr(owner, name, value)
