@@ -169,7 +169,7 @@ def _rule(kind: Any) -> str:
         return ", or ".join(_rule(one) for one in arguments)
     if origin is Literal:
         *most, last = map(repr, arguments)
-        return f"{', '.join(most)} or {last}"
+        return f"{', '.join(most)} or {last}" if most else last
     if origin is tuple:
         return "a tuple or list of strings"
     return "strings by name" if origin is Mapping else _NAMES[kind]

@@ -68,7 +68,7 @@ class Recipe:
     per_device_eval_batch_size: Count = 32
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     optim: str = "adamw_torch_fused"
-    embedding_bits: Literal[8, 32] = 32
+    embedding_bits: Literal[32] = 32
     checkpointing: bool = False
     bucketing: bool = True
     pad_to_multiple_of: Count = 8
@@ -264,7 +264,7 @@ class Recipe:
             wanted.append(FreezeCallback(self.freeze))
         wanted.append(PrecisionCallback(autocast_cache=self.autocast_cache))
         if optim in BITSANDBYTES_8BIT:
-            wanted.append(EmbeddingBitsCallback(bits=self.embedding_bits))
+            wanted.append(EmbeddingBitsCallback())
         if self.micro_batching:
             wanted.append(MicrobatchCallback())
         if self.memory_report:

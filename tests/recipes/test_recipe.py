@@ -285,7 +285,7 @@ def test_text_that_is_no_json_object_is_refused() -> None:
     [
         ({"bucketing": "false"}, "bucketing='false' is invalid; expected True or False. Pass bucketing=True"),
         ({"freeze": "base"}, "freeze='base' is invalid; expected a tuple or list of strings. Pass freeze=()"),
-        ({"embedding_bits": 16}, "embedding_bits=16 is invalid; expected 8 or 32. Pass embedding_bits=32"),
+        ({"embedding_bits": 8}, "embedding_bits=8 is invalid; expected 32. Pass embedding_bits=32"),
         ({"reasons": {"optim": 1}}, "reasons={'optim': 1} is invalid; expected strings by name. Pass reasons={}"),
         (
             {"eval_accumulation_steps": 0},

@@ -23,7 +23,6 @@ import tiny
 from hf_memopt.techniques.freezing.freezing import FreezeCallback
 from hf_memopt.techniques.optimizers.embedding_bits import (
     EmbeddingBitsCallback,
-    StateReport,
     optimizer_state_bytes,
     override_embedding_bits,
 )
@@ -202,27 +201,6 @@ def test_ademamix_keeps_two_averages_in_one_state() -> None:
     assert (state["state1"].shape, state["state1"].dtype) == ((2, 199, 63), torch.float32)
 
 
-def test_8_bits_for_the_embeddings_too() -> None:
-    model = Words()
-    singleton().register_module_override(model.embedding, "weight", {"optim_bits": 32})  # as stock Trainer does
-    optimizer = make(bitsandbytes.optim.AdamW8bit, model)
-    override_embedding_bits(model, optimizer, bits=8)
-    step(model, optimizer)
-    assert set(dtypes(model, optimizer).values()) == {"uint8"}
-
-
-def test_8_bits_leave_a_state_in_32_bits_alone() -> None:
-    model = Words()
-    optimizer = make(bitsandbytes.optim.AdamW8bit, model)
-    override_embedding_bits(model, optimizer)
-    step(model, optimizer)
-    former = optimizer.state[model.embedding.weight]["state1"]
-    override_embedding_bits(model, optimizer, bits=8)
-    step(model, optimizer)
-    assert optimizer.state[model.embedding.weight]["state1"] is former
-    assert former.dtype == torch.float32
-
-
 def test_bitsandbytes_own_embeddings_register_themselves_and_are_moved() -> None:
     model = nn.Sequential(bitsandbytes.nn.StableEmbedding(200, 64), bitsandbytes.nn.Embedding(200, 64))
     assert len(singleton().module_weight_config_triple) == 2
@@ -389,11 +367,8 @@ MISSED_BY_STOCK = {"optimizers=", "optimizers= paged", "class", "subclass"}
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_passing_an_8_bit_optimizer(way: str, tmp_path: Any) -> None:
     model = bert()
-    callback = EmbeddingBitsCallback()
-    trainer = train(model, tmp_path, callback, **WAYS[way](model))
+    trainer = train(model, tmp_path, EmbeddingBitsCallback(), **WAYS[way](model))
     assert in_8_bits(model, trainer.optimizer) == large(model) - BERT_EMBEDDINGS
-    assert callback.report is not None
-    assert callback.report.embeddings == dict.fromkeys(BERT_EMBEDDINGS, "float32")
     assert_empty(singleton())
 
 
@@ -428,12 +403,8 @@ def test_tied_heads(tmp_path: Any) -> None:
 
 def test_frozen_embeddings_need_no_state(tmp_path: Any) -> None:
     model = bert()
-    callback = EmbeddingBitsCallback()
-    trainer = train(model, tmp_path, FreezeCallback("embeddings"), callback)
+    trainer = train(model, tmp_path, FreezeCallback("embeddings"), EmbeddingBitsCallback())
     assert in_8_bits(model, trainer.optimizer) == large(model) - BERT_EMBEDDINGS
-    assert callback.report is not None
-    assert callback.report.embeddings == {}
-    assert str(callback.report).startswith("embedding states: none trained; optimizer state: float32 ")
 
 
 # ---- the singleton's leak
@@ -472,7 +443,7 @@ def test_a_deleted_models_embedding_is_dead(tmp_path: Any) -> None:
     del trainer
     gc.collect()
     assert [reference() for reference in references] == [None, None]
-    assert callback.report is not None  # the callback lives on
+    assert callback.handle is not None  # the callback lives on
 
 
 def test_stock_keeps_a_deleted_models_embedding_alive(tmp_path: Any) -> None:
@@ -568,22 +539,8 @@ def test_an_8_bit_checkpoint_is_dequantised_on_resume(class_name: str, tmp_path:
     saving = {"save_strategy": "steps", "save_steps": 2}
     before = train(bert(), tmp_path, StopAt(2), **saving, **way)  # stock misses the embeddings here
     assert in_8_bits(before.model, before.optimizer) == large(before.model)
-    callback = EmbeddingBitsCallback()
-    trainer = resume(bert(), tmp_path, callback, **way)
+    trainer = resume(bert(), tmp_path, EmbeddingBitsCallback(), **way)
     assert in_8_bits(trainer.model, trainer.optimizer) == large(trainer.model) - BERT_EMBEDDINGS
-    assert callback.report is not None
-    assert set(callback.report.dequantised) == BERT_EMBEDDINGS & large(trainer.model)
-    assert "; dequantised: bert.embeddings." in str(callback.report)
-
-
-def test_a_32_bit_checkpoint_is_left_so_by_8_bits(tmp_path: Any) -> None:
-    train(bert(), tmp_path, StopAt(2), EmbeddingBitsCallback(32), save_strategy="steps", save_steps=2)
-    callback = EmbeddingBitsCallback(8)
-    trainer = resume(bert(), tmp_path, callback)
-    assert callback.report is not None
-    assert set(callback.report.kept) == BERT_EMBEDDINGS & large(trainer.model)
-    assert set(callback.report.embeddings.values()) == {"float32"}
-    assert "; left in 32 bits: bert.embeddings." in str(callback.report)
 
 
 def test_a_second_train_keeps_one_override(tmp_path: Any) -> None:
@@ -604,12 +561,9 @@ def test_a_second_train_converts_what_the_first_left_in_8_bits(tmp_path: Any) ->
     model = bert()
     trainer = train(model, tmp_path, **WAYS["optimizers="](model))
     assert in_8_bits(model, trainer.optimizer) == large(model)
-    callback = EmbeddingBitsCallback()
-    trainer.add_callback(callback)
+    trainer.add_callback(EmbeddingBitsCallback())
     trainer.train()
     assert in_8_bits(model, trainer.optimizer) == large(model) - BERT_EMBEDDINGS
-    assert callback.report is not None
-    assert set(callback.report.dequantised) == BERT_EMBEDDINGS & large(model)
 
 
 def test_a_model_rebuilt_for_every_train(tmp_path: Any) -> None:
@@ -623,7 +577,7 @@ def test_a_model_rebuilt_for_every_train(tmp_path: Any) -> None:
     assert_empty(singleton())
 
 
-# ---- the report
+# ---- the check after the first step
 
 
 def bytes_slowly(optimizer: Any) -> dict[str, int]:
@@ -636,69 +590,33 @@ def bytes_slowly(optimizer: Any) -> dict[str, int]:
     return sizes
 
 
-def test_the_report_by_parameter_group(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model = Words()
-    groups = [
-        {"params": [model.embedding.weight, model.hidden.weight], "weight_decay": 0.1},
-        {"params": [model.head.weight]},
-    ]
-    optimizer = AdamW8bit(groups, lr=1e-3, weight_decay=0.0)
-    callback = EmbeddingBitsCallback()
-    with caplog.at_level(logging.INFO, logger="hf_memopt"):
-        train(model, tmp_path, callback, trainer_optimizers=(optimizer, None))
-    report = callback.report
-    assert isinstance(report, StateReport)
-    embedding, hidden, head = 200 * 64, 64 * 128, 128 * 64  # elements
-    assert report.bits == 32
-    assert report.embeddings == {"embedding.weight": "float32"}
-    assert [group.weight_decay for group in report.groups] == [0.1, 0.0]
-    assert [group.tensors for group in report.groups] == [{"float32": 1, "uint8": 1}, {"uint8": 1}]
-    assert [group.state_bytes for group in report.groups] == [
-        {"float32": 2 * 4 * embedding + 2 * 4 * hidden // 256, "uint8": 2 * hidden},
-        {"float32": 2 * 4 * head // 256, "uint8": 2 * head},
-    ]
-    assert report.state_bytes == optimizer_state_bytes(optimizer) == bytes_slowly(optimizer)
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("hf_memopt.")] == [
-        "EmbeddingBitsCallback: embedding states: 1 in float32; optimizer state: float32 100.5 KiB, uint8 32.0 KiB"
-    ]
-
-
-def test_the_report_waits_for_a_step_that_was_not_skipped() -> None:
+def test_the_check_waits_for_a_step_that_was_not_skipped_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
     model = Words()
     optimizer = make(AdamW8bit, model)
     callback = EmbeddingBitsCallback()
     callback.on_train_begin(None, None, None, model=model, optimizer=optimizer)
-    callback.on_optimizer_step(None, None, None, model=model, optimizer=optimizer)  # as after a gradient overflow
-    assert callback.report is None
-    step(model, optimizer)
-    callback.on_optimizer_step(None, None, None, model=model, optimizer=optimizer)
-    assert callback.report is not None
+    with caplog.at_level(logging.INFO, logger="hf_memopt"):
+        callback.on_optimizer_step(None, None, None, model=model, optimizer=optimizer)  # as after a gradient overflow
+        assert caplog.messages == []
+        step(model, optimizer)
+        for _ in range(2):
+            callback.on_optimizer_step(None, None, None, model=model, optimizer=optimizer)
+    assert caplog.messages == [
+        "EmbeddingBitsCallback: 1 embedding states in float32; optimizer state: float32 100.5 KiB, uint8 32.0 KiB"
+    ]
 
 
-def test_small_embeddings_are_in_32_bits_whatever_was_asked(tmp_path: Any) -> None:
-    model = bert()
-    callback = EmbeddingBitsCallback(8)
-    trainer = train(model, tmp_path, callback)
-    assert in_8_bits(model, trainer.optimizer) == large(model)
-    assert callback.report is not None
-    assert callback.report.kept == ()
-    assert callback.report.embeddings == {
-        name: "uint8" if name in large(model) else "float32" for name in BERT_EMBEDDINGS
-    }
-
-
-@pytest.mark.parametrize(("bits", "found", "wanted"), [(32, "uint8", "float32"), (8, "float32", "uint8")])
-def test_an_override_that_was_overridden_is_noticed(bits: int, found: str, wanted: str, tmp_path: Any) -> None:
+def test_an_override_that_was_overridden_is_noticed(tmp_path: Any) -> None:
     class Meddle(transformers.TrainerCallback):
         def on_train_begin(self, *args: Any, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
             optimizer.optimizer.mng = singleton()
-            singleton().override_config(model.embedding.weight, "optim_bits", 40 - bits)
+            singleton().override_config(model.embedding.weight, "optim_bits", 8)
 
     with pytest.raises(RuntimeError) as error:
-        train(Words(), tmp_path, EmbeddingBitsCallback(bits), Meddle())
+        train(Words(), tmp_path, EmbeddingBitsCallback(), Meddle())
     assert str(error.value) == (
-        f"bits={bits} was set for the state of 'embedding.weight', which is in {found} after the first step; expected "
-        f"{wanted}. Keep other code from setting optimizer.mng (bitsandbytes {bitsandbytes.__version__})."
+        "bits=32 was set for the state of 'embedding.weight', which is in uint8 after the first step; expected "
+        f"float32. Keep other code from setting optimizer.mng (bitsandbytes {bitsandbytes.__version__})."
     )
 
 
@@ -777,10 +695,13 @@ def test_state_bytes_look_inside_tensor_subclasses() -> None:
 FIX = 'Set, for example, TrainingArguments(optim="adamw_8bit").'
 
 
-@pytest.mark.parametrize("bits", [16, 0, -8, "32", 32.0, True, None])
+@pytest.mark.parametrize("bits", [8, 16, "32", 32.0, None])
 def test_wrong_bits(bits: Any) -> None:
     model = Words()
-    message = f"bits={bits!r} is no size of an optimizer state; expected 8 or 32. Write bits=32."
+    message = (
+        f"bits={bits!r} is not supported for embeddings; expected 32. Write bits=32, or take EmbeddingBitsCallback() "
+        "out of callbacks=."
+    )
     for call in (EmbeddingBitsCallback, lambda bits: override_embedding_bits(model, make(AdamW8bit, model), bits)):
         with pytest.raises(ValueError) as error:
             call(bits)
@@ -831,10 +752,10 @@ def test_the_callback_raises_when_training_begins(tmp_path: Any) -> None:
 
 
 def test_a_callback_is_copied_and_pickled_unused(tmp_path: Any) -> None:
-    callback = EmbeddingBitsCallback(8)
+    callback = EmbeddingBitsCallback()
     train(Words(), tmp_path, callback)
     for copied in (pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)):
-        assert (copied.bits, copied.report, copied.handle) == (8, None, None)
+        assert (copied.bits, copied.handle) == (32, None)
 
 
 # ---- private names of bitsandbytes, each with the versions it was seen in

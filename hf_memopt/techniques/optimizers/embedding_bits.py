@@ -1,4 +1,4 @@
-"""Keep the optimizer state of embeddings in 32 bits under any 8-bit optimizer of bitsandbytes, or in 8 bits on request.
+"""Keep the optimizer state of embeddings in 32 bits under any 8-bit optimizer of bitsandbytes.
 
 Why 32: the tokens of a text are very unevenly distributed, and so are the gradients of an embedding's rows. For that
 the paper on 8-bit optimizers (https://arxiv.org/abs/2110.02861) treats embeddings apart, and bitsandbytes' own
@@ -19,7 +19,6 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import bitsandbytes
@@ -33,7 +32,7 @@ from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.units import format_bytes
 
-__all__ = ["EmbeddingBitsCallback", "GroupState", "StateReport", "optimizer_state_bytes", "override_embedding_bits"]
+__all__ = ["EmbeddingBitsCallback", "optimizer_state_bytes", "override_embedding_bits"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +41,16 @@ _QUANTISATION_TABLES = ("qmap1", "qmap2")
 
 
 def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, bits: int = 32) -> UndoHandle:
-    """Make ``optimizer`` keep the state of every ``nn.Embedding`` weight of ``model`` in ``bits`` bits.
+    """Make ``optimizer`` keep the state of every ``nn.Embedding`` weight of ``model`` in 32 bits.
 
-    Works before the first step and after it: with 32 bits an 8-bit state, resumed or trained, is dequantised as it
-    stands. With 8 bits a state that is in 32 bits already is left so. Overrides of other parameters of this model that
-    were registered with bitsandbytes' ``GlobalOptimManager`` go on working, and nothing of this model stays in it.
+    Works before the first step and after it: an 8-bit state, resumed or trained, is dequantised with its values.
+    Overrides of other parameters of this model that were registered with bitsandbytes' ``GlobalOptimManager`` go on
+    working, and nothing of this model stays in it.
 
     Args:
         model: its embeddings may be tied, frozen or not in the optimizer; the latter two have no state to speak of.
         optimizer: an 8-bit optimizer of bitsandbytes or a subclass, as it is or wrapped by accelerate.
-        bits: 8 or 32.
+        bits: 32; no other number is supported.
 
     Returns:
         A handle whose ``remove()`` gives the optimizer its former registry back, and that one its registrations.
@@ -59,7 +58,7 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
 
     Raises:
         TypeError: ``optimizer`` is none of bitsandbytes' optimizers.
-        ValueError: it is one with 32-bit states; ``bits`` is neither 8 nor 32; ``model`` has no embeddings.
+        ValueError: it is one with 32-bit states; ``bits`` is not 32; ``model`` has no embeddings.
 
     Example:
         >>> from bitsandbytes.optim import AdamW8bit
@@ -86,8 +85,7 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
         manager.pid2config.setdefault(id(weight), {})["optim_bits"] = bits
     manager.register_parameters(eight_bit.param_groups)
     eight_bit.mng = manager
-    if bits == 32:
-        _dequantise_states(eight_bit, {id(weight) for weight in embeddings.values()})
+    _dequantise_states(eight_bit, {id(weight) for weight in embeddings.values()})
     reference = weakref.ref(eight_bit)
 
     def undo() -> None:
@@ -113,63 +111,32 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
         >>> optimizer_state_bytes(optimizer)  # two moments of 16 elements, and the step count
         {'float32': 132}
     """
-    return _bytes_by_dtype(_unwrapped(optimizer).state.values())
-
-
-@dataclass(frozen=True, slots=True)
-class GroupState:
-    """The state of one parameter group: tensors (parameters) by dtype of their first state, and bytes by dtype."""
-
-    weight_decay: float
-    tensors: dict[str, int]
-    state_bytes: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class StateReport:
-    """What an optimizer holds after a step.
-
-    Args:
-        bits: what was asked for.
-        embeddings: dtype of the state of each embedding weight that has one, by parameter name.
-        groups: by parameter group, in the optimizer's order.
-        state_bytes: as ``optimizer_state_bytes`` gives it.
-        dequantised: embedding weights whose state was in 8 bits before.
-        kept: embedding weights whose state was in 32 bits before and stays so although 8 were asked for.
-    """
-
-    bits: int
-    embeddings: dict[str, str]
-    groups: tuple[GroupState, ...]
-    state_bytes: dict[str, int]
-    dequantised: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        sizes = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in sorted(self.state_bytes.items()))
-        dtypes = Counter(self.embeddings.values())
-        counts = ", ".join(f"{count} in {dtype}" for dtype, count in sorted(dtypes.items())) or "none trained"
-        notes = [
-            f"dequantised: {', '.join(self.dequantised)}" if self.dequantised else "",
-            f"left in 32 bits: {', '.join(self.kept)}" if self.kept else "",
-        ]
-        return "; ".join([f"embedding states: {counts}", f"optimizer state: {sizes}", *filter(None, notes)])
+    storages: dict[Any, tuple[str, int]] = {}
+    for tensor in _tensors(list(_unwrapped(optimizer).state.values())):
+        storage = tensor.untyped_storage()
+        key = (storage.device, storage.data_ptr()) if storage.data_ptr() else id(tensor)  # meta has no addresses
+        storages.setdefault(key, (_dtype_name(tensor), storage.nbytes()))
+    sizes: Counter[str] = Counter()
+    for dtype, size in storages.values():
+        sizes[dtype] += size
+    return dict(sorted(sizes.items()))
 
 
 class EmbeddingBitsCallback(TrainerCallback):
-    """Call ``override_embedding_bits`` when training begins, and verify it after the first optimizer step.
+    """Call ``override_embedding_bits`` when training begins, and check the dtypes after the first optimizer step.
+
+    What was found is logged in one line, with the bytes of the whole optimizer state.
 
     Args:
-        bits: 8 or 32, as ``override_embedding_bits`` takes it.
+        bits: 32; no other number is supported.
 
     Attributes:
-        report: a ``StateReport`` of the last run, None before its first step.
         handle: undoes the override of the last run; None before the first.
 
     Raises:
         ValueError: as ``override_embedding_bits`` does; wrong ``bits`` at once, the others when training begins.
         TypeError: as ``override_embedding_bits`` does, when training begins.
-        RuntimeError: an embedding's state does not have the bits asked for after the first step.
+        RuntimeError: an embedding's state is not in float32 after the first step.
     """
 
     technique = "32-bit embeddings"
@@ -177,14 +144,13 @@ class EmbeddingBitsCallback(TrainerCallback):
     def __init__(self, bits: int = 32) -> None:
         _check_bits(bits)
         self.bits = bits
-        self.report: StateReport | None = None
         self.handle: UndoHandle | None = None
         self.binding = Binding()
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
-        self._before: dict[str, str] = {}
+        self._is_checked = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.bits,)  # a copy starts unused: handles belong to this process and its optimizer
+        return type(self), ()  # a copy starts unused: handles belong to this process and its optimizer
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -193,19 +159,20 @@ class EmbeddingBitsCallback(TrainerCallback):
         inner = _unwrapped(optimizer)
         if self.handle is not None and self._optimizer() is inner:
             self.handle.remove()  # a second train() has the same optimizer: undo is to reach back to before the first
-        self._before = _embedding_dtypes(model, inner)
-        self.handle = override_embedding_bits(model, inner, self.bits)
+        self.handle = override_embedding_bits(model, inner)
         self._optimizer = weakref.ref(inner)
-        self.report = None
+        self._is_checked = False
 
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Verify and report once, after the first step that was not skipped for an overflow."""
+        """Check and log once, after the first step that was not skipped for an overflow."""
         inner = _unwrapped(optimizer)
-        if self.report is None and inner.state:
-            self.report = _verified_report(model, inner, self.bits, self._before)
-            logger.info(f"EmbeddingBitsCallback: {self.report}")
+        if not self._is_checked and inner.state:
+            self._is_checked = True
+            count = _check_dtypes(model, inner)
+            sizes = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in optimizer_state_bytes(inner).items())
+            logger.info(f"EmbeddingBitsCallback: {count} embedding states in float32; optimizer state: {sizes}")
 
 
 def _own_manager() -> Any:
@@ -216,8 +183,11 @@ def _own_manager() -> Any:
 
 
 def _check_bits(bits: Any) -> None:
-    if type(bits) is not int or bits not in (8, 32):
-        raise ValueError(f"bits={bits!r} is no size of an optimizer state; expected 8 or 32. Write bits=32.")
+    if type(bits) is not int or bits != 32:
+        raise ValueError(
+            f"bits={bits!r} is not supported for embeddings; expected 32. Write bits=32, or take "
+            "EmbeddingBitsCallback() out of callbacks=."
+        )
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
@@ -338,56 +308,21 @@ def _blocks(values: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> 
     return flat.reshape(values.shape)
 
 
-def _embedding_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the dtype of the first state tensor of each embedding weight that has one."""
-    return {
-        name: _dtype_name(optimizer.state[weight]["state1"])
-        for name, weight in _embedding_weights(model).items()
-        if "state1" in optimizer.state.get(weight, {})
-    }
-
-
-def _verified_report(model: nn.Module, optimizer: Any, bits: int, before: dict[str, str]) -> StateReport:
-    """Return the report, or raise for an embedding whose state has other bits than were asked for."""
-    dtypes = _embedding_dtypes(model, optimizer)
-    weights = _embedding_weights(model)
-    wanted = {8: "uint8", 32: "float32"}[bits]
-    small = {name for name, weight in weights.items() if weight.numel() < optimizer.args.min_8bit_size}
-    kept = tuple(name for name in dtypes if bits == 8 and before.get(name) == "float32" and name not in small)
-    for name, dtype in dtypes.items():
-        if dtype != wanted and name not in kept and not (bits == 8 and name in small):
+def _check_dtypes(model: nn.Module, optimizer: Any) -> int:
+    """Raise for an embedding whose state is not in float32; return how many embeddings have a state."""
+    names = {name: weight for name, weight in _embedding_weights(model).items() if optimizer.state.get(weight)}
+    for name, weight in names.items():
+        dtype = _dtype_name(optimizer.state[weight]["state1"])
+        if dtype != "float32":
             raise RuntimeError(
-                f"bits={bits} was set for the state of {name!r}, which is in {dtype} after the first step; expected "
-                f"{wanted}. Keep other code from setting optimizer.mng (bitsandbytes {bitsandbytes.__version__})."
+                f"bits=32 was set for the state of {name!r}, which is in {dtype} after the first step; expected "
+                f"float32. Keep other code from setting optimizer.mng (bitsandbytes {bitsandbytes.__version__})."
             )
-    groups = tuple(
-        GroupState(
-            weight_decay=group["weight_decay"],
-            tensors=dict(Counter(_dtype_name(state["state1"]) for state in states if "state1" in state)),
-            state_bytes=_bytes_by_dtype(states),
-        )
-        for group in optimizer.param_groups
-        for states in [[optimizer.state.get(parameter, {}) for parameter in group["params"]]]
-    )
-    dequantised = tuple(name for name in dtypes if bits == 32 and before.get(name) == "uint8")
-    return StateReport(bits, dtypes, groups, optimizer_state_bytes(optimizer), dequantised, kept)
+    return len(names)
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _bytes_by_dtype(states: Iterable[Any]) -> dict[str, int]:
-    """Return the bytes of the storages of all tensors in ``states`` by dtype, sorted by dtype name."""
-    storages: dict[Any, tuple[str, int]] = {}
-    for tensor in _tensors(list(states)):
-        storage = tensor.untyped_storage()
-        key = (storage.device, storage.data_ptr()) if storage.data_ptr() else id(tensor)  # meta has no addresses
-        storages.setdefault(key, (_dtype_name(tensor), storage.nbytes()))
-    sizes: Counter[str] = Counter()
-    for dtype, size in storages.values():
-        sizes[dtype] += size
-    return dict(sorted(sizes.items()))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

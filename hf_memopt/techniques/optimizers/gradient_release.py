@@ -26,15 +26,22 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.binding.conflicts import refusal_of
 from hf_memopt.binding.handles import UndoHandle
-from hf_memopt.techniques.optimizers.single_steps import coupling, plain_step, step_alone
 
-__all__ = ["gradient_release"]
+__all__ = ["gradient_release", "plain_step"]
 
 TECHNIQUE = "gradient release"
 FIX = "Call gradient_release(torch.optim.AdamW)."
 
+_TRUSTED_OF_TORCH = (
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
+"""Classes of ``torch.optim`` that ``test_gradient_release.py`` holds to be bit for bit the plain ones when released."""
 
-def gradient_release(optimizer_class: type[torch.optim.Optimizer], *, max_tensor_norm: float | None = None) -> Any:
+
+def gradient_release(
+    optimizer_class: type[torch.optim.Optimizer], *, max_tensor_norm: float | None = None, trust: bool = False
+) -> Any:
     """Return a subclass of an optimizer class that steps each parameter within the backward pass.
 
     Its optimizers are built and used like the plain ones, ``step()`` after each backward pass included: that steps what
@@ -48,11 +55,14 @@ def gradient_release(optimizer_class: type[torch.optim.Optimizer], *, max_tensor
     device; None without ``max_tensor_norm``, since only that measures norms.
 
     Args:
-        optimizer_class: of torch or bitsandbytes, transformers' Adafactor, or any other whose step treats each
-            parameter by itself. When an optimizer is built, that is tried out on a few numbers.
+        optimizer_class: of torch or bitsandbytes, transformers' Adafactor, a subclass that keeps their step, or with
+            ``trust=True`` any other.
         max_tensor_norm: clip each parameter's gradient by itself to this L2 norm, as ``torch.nn.utils.clip_grad_norm_``
             does for one tensor; ``math.inf`` only measures. It is **not** ``max_grad_norm``, the norm of all gradients
             together: gradients change their proportions to each other, so it changes the training. None by default.
+        trust: take a class that is not known. Its ``step()`` then runs once per parameter, with ``param_groups`` that
+            hold this parameter only; training is wrong, without an error, if it computes something over several
+            parameters or counts its steps in ``param_groups``.
 
     Returns:
         A class for ``Trainer(optimizer_cls_and_kwargs=(released_class, {"lr": ...}))``, always the same one for the
@@ -61,8 +71,8 @@ def gradient_release(optimizer_class: type[torch.optim.Optimizer], *, max_tensor
 
     Raises:
         TypeError: ``optimizer_class`` is no optimizer class.
-        ValueError: it needs a closure, releases gradients already, or is a bitsandbytes class with a step of its own;
-            ``max_tensor_norm`` is not above 0. When an optimizer is built: one parameter's step depends on others.
+        ValueError: it needs a closure, releases gradients already, is a bitsandbytes class with a step of its own, or
+            is not known and ``trust`` is False; ``max_tensor_norm`` is not above 0.
         RuntimeError: in the backward pass, where accelerate or ``torch.distributed`` run fp16, accumulation or several
             processes, or where a parameter would step twice.
 
@@ -88,6 +98,12 @@ def gradient_release(optimizer_class: type[torch.optim.Optimizer], *, max_tensor
         )
     plain: Any = optimizer_class
     _check_class(plain)
+    if not (trust or _steps_alone(plain)):
+        raise ValueError(
+            f"optimizer_class={_name(plain)} is not known to step each parameter by itself; expected a class with the "
+            "step of one in torch.optim, bitsandbytes or transformers, or trust=True. If its step neither combines "
+            "parameters nor counts in param_groups, pass trust=True."
+        )
     return _released_class(plain, max_tensor_norm)
 
 
@@ -102,7 +118,6 @@ class _Released(torch.optim.Optimizer):
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **kwargs)
-        self._check_steps_alone(args, kwargs)
         self._places: dict[torch.Tensor, tuple[int, int]] = {}  # group and position of each parameter with a hook
         self._stepped: set[torch.Tensor] = set()  # since the last step()
         self._norms: list[torch.Tensor] = []
@@ -198,19 +213,13 @@ class _Released(torch.optim.Optimizer):
             self._norms.append(torch.nn.utils.clip_grad_norm_(parameter, self.max_tensor_norm))
 
     def _step_alone(self, parameter: torch.Tensor, group_index: int, index: int) -> None:
-        step_alone(self, self._plain_step, parameter, group_index)
-
-    def _check_steps_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the plain step so that it sees one parameter only, with its group's present options."""
+        groups = self.param_groups
+        self.param_groups = [{**groups[group_index], "params": [parameter]}]
         try:
-            finding = coupling(self._plain_class, self.param_groups, args, kwargs)
-        except Exception as error:  # whatever an optimizer's own code raises
-            finding = f"{type(error).__name__}: {error}"
-        if finding is not None:
-            name = _name(self._plain_class)
-            raise ValueError(
-                f"optimizer_class={name} cannot step one parameter at a time ({finding}); expected a class whose step "
-                f"treats each parameter by itself. {FIX}"
-            )
+            self._plain_step()
+        finally:
+            self.param_groups = groups
 
 
 class _ReleasedBitsandbytes(_Released):
@@ -227,9 +236,6 @@ class _ReleasedBitsandbytes(_Released):
             optimizer.init_state(group, parameter, group_index, index)
         optimizer.prefetch_state(parameter)
         optimizer.update_step(group, parameter, group_index, index)
-
-    def _check_steps_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Nothing to try: the step is bitsandbytes' own loop over parameters."""
 
 
 def _on_gradient(reference: weakref.ref[_Released], parameter: torch.Tensor) -> None:
@@ -278,6 +284,25 @@ def _check_class(optimizer_class: Any) -> None:
         problem = "has a step of its own; expected a class with the step of bitsandbytes or of torch"
     if problem is not None:
         raise ValueError(f"optimizer_class={_name(optimizer_class)} {problem}. {FIX}")
+
+
+def plain_step(step: Any) -> Any:
+    """Return the step of an optimizer class without the wrapper by which torch runs step hooks.
+
+    ``hooked``, its mark, is not a private name but undocumented: seen in torch 2.13.
+    """
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step
+
+
+def _steps_alone(optimizer_class: Any) -> bool:
+    """Return whether the step of a class is one of those that are known to treat each parameter by itself."""
+    from transformers.optimization import Adafactor
+
+    of_torch = (getattr(torch.optim, name) for name in _TRUSTED_OF_TORCH)
+    known = {plain_step(kind.step) for kind in (Optimizer8bit, Adafactor, *of_torch)}
+    return plain_step(optimizer_class.step) in known
 
 
 def _name(optimizer_class: type) -> str:

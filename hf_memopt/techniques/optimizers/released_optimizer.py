@@ -14,7 +14,7 @@ __all__ = ["released_optimizer"]
 
 
 def released_optimizer(
-    args: TrainingArguments, model: Any, *, max_tensor_norm: float | None = None
+    args: TrainingArguments, model: Any, *, max_tensor_norm: float | None = None, trust: bool = False
 ) -> tuple[Any, dict[str, Any]]:
     """Return the released class of the optimizer that ``TrainingArguments`` name, and its arguments.
 
@@ -25,12 +25,13 @@ def released_optimizer(
         args: of the Trainer.
         model: of the Trainer; GaLore's and APOLLO's names choose its modules.
         max_tensor_norm: as in ``gradient_release``.
+        trust: as in ``gradient_release``; needed for optimizers of other packages (GaLore, APOLLO, torchao).
 
     Returns:
         What ``Trainer(optimizer_cls_and_kwargs=...)`` takes.
 
     Raises:
-        ValueError: a setting cannot work with it (``hf_memopt.binding.conflicts``).
+        ValueError: a setting cannot work with it (``hf_memopt.binding.conflicts``), or as ``gradient_release`` does.
 
     Example:
         >>> import torch
@@ -44,4 +45,4 @@ def released_optimizer(
 
     check_settings(TECHNIQUE, args)
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    return gradient_release(optimizer_class, max_tensor_norm=max_tensor_norm), kwargs
+    return gradient_release(optimizer_class, max_tensor_norm=max_tensor_norm, trust=trust), kwargs
