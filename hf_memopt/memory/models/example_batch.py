@@ -24,8 +24,6 @@ __all__ = ["check_sequence", "cut_batch", "example_batch"]
 CHOICES = 4
 """Answers per question of multiple choice, as in SWAG; a configuration does not tell."""
 
-_WITHOUT_TEXT = ("image-classification", "speech-seq2seq")
-
 
 def example_batch(
     model: nn.Module, *, batch_size: int, seq_len: int | None, labels_length: int | None = None
