@@ -1076,8 +1076,8 @@ def test_a_recipe_and_its_overrides() -> None:
         ),
         (
             {"gradient_release": True},
-            "gradient_release=True, max_grad_norm=1.0 cannot work together: a gradient is gone as soon as its "
-            "parameter has stepped; expected max_grad_norm=0. Pass max_grad_norm=0, or drop gradient_release",
+            "gradient_release=True, max_grad_norm=1.0 cannot work together: the global norm is known only when the "
+            "first gradients are gone; expected one of the two. Pass max_grad_norm=0, or gradient_release=False",
         ),
         (
             {"precision": "fp8"},
@@ -1098,7 +1098,7 @@ def test_gradient_release_with_the_precision_of_the_card_is_refused_as_with_fp16
         estimate(tiny.bert_config(), batch_size=2, seq_len=8, gpu="T4", gradient_release=True, max_grad_norm=0)
     assert str(error.value) == (
         "gradient_release=True, precision='fp16' cannot work together: the gradient scaler looks at all gradients at "
-        "once; expected bf16 or fp32. Pass precision='bf16', or drop gradient_release"
+        "once; expected one of the two. Pass precision='bf16', or gradient_release=False"
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hf_memopt.binding import versions as compat
+from hf_memopt.binding.conflicts import steps_in_backward
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 from hf_memopt.memory.cuda.semantics import CudaSemantics
@@ -182,5 +183,5 @@ def _code_of(model: nn.Module) -> Hashable:
 
 
 def _releases(settings: StepSettings) -> bool:
-    """Tell whether each parameter steps within the backward pass."""
-    return settings.gradient_release or settings.optim in ("lomo", "adalomo") or settings.optim.endswith("_layerwise")
+    """Return whether each parameter steps within the backward pass."""
+    return settings.gradient_release or steps_in_backward(settings.optim)
