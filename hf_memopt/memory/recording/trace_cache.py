@@ -17,11 +17,12 @@ from torch import nn
 
 from hf_memopt.binding import versions as compat
 from hf_memopt.binding.conflicts import steps_in_backward
+from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 from hf_memopt.memory.cuda.semantics import CudaSemantics
 from hf_memopt.memory.models.example_batch import cut_batch, example_batch
-from hf_memopt.memory.models.loading import LoadedModel, unwrap
+from hf_memopt.memory.models.loading import LoadedModel
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.step import StepTrace, autocast_dtype, record_step
 from hf_memopt.memory.settings import StepSettings
@@ -81,7 +82,7 @@ def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Ch
         return _traces[key]
     lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
     batch = example_batch(loaded.model, batch_size=shape.batch_size, **lengths)
-    if settings.label_smoothing_factor and hasattr(unwrap(loaded.model), "prepare_decoder_input_ids_from_labels"):
+    if settings.label_smoothing_factor and hasattr(unwrap_model(loaded.model), "prepare_decoder_input_ids_from_labels"):
         # the Trainer takes the labels out; what the model then makes its targets of comes from the collator
         batch["decoder_input_ids"] = torch.zeros_like(batch["labels"])
     evaluation_batch = None
