@@ -27,6 +27,7 @@ __all__ = [
     "refusal_of",
     "refusals_of",
     "settings_in_use",
+    "steps_in_backward",
     "techniques_in_use",
 ]
 
@@ -294,12 +295,17 @@ def settings_in_use(args: TrainingArguments, *, world_size: int = 1) -> tuple[st
         "norm clipping": (args.max_grad_norm or 0) > 0,
         "NEFTune": args.neftune_noise_alpha is not None,
         "reentrant checkpointing": is_checkpointed and options.get("use_reentrant") is True,
-        "layer-wise optimizer": optim in ("lomo", "adalomo") or optim.endswith("_layerwise"),
+        "layer-wise optimizer": steps_in_backward(optim),
         "auto_find_batch_size": args.auto_find_batch_size,
         "DDP": world_size > 1 and flags == (False, False),
         "DDP, default flags": world_size > 1 and flags != (False, False),
     }
     return tuple(name for name in SETTINGS if asked.get(name))
+
+
+def steps_in_backward(optim: str) -> bool:
+    """Return whether stock's optimizer of this name steps each parameter within the backward pass."""
+    return optim in ("lomo", "adalomo") or optim.endswith("_layerwise")
 
 
 def compatibility_matrix() -> str:

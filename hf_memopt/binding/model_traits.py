@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-__all__ = ["has_decoder", "is_causal_lm", "label_shifter", "needs_position_ids"]
+__all__ = ["has_decoder", "is_causal_lm", "label_shifter", "needs_position_ids", "unwrap_model"]
 
 
 def needs_position_ids(model: nn.Module) -> bool:
@@ -21,7 +21,7 @@ def needs_position_ids(model: nn.Module) -> bool:
     positions, which are relative, and for models that number the real tokens themselves: RoBERTa and its kin from
     ``input_ids``, starting above 0, OPT from ``attention_mask``.
     """
-    inside = _unwrap(model)
+    inside = unwrap_model(model)
     if "position_ids" not in inspect.signature(inside.forward).parameters:
         return False
     return not any(_is_free_of_columns(type(module)) for module in inside.modules())
@@ -35,7 +35,7 @@ def _is_free_of_columns(kind: type[nn.Module]) -> bool:
     return hasattr(kind, name) or hasattr(sys.modules[kind.__module__], name)
 
 
-def _unwrap(model: Any) -> Any:
+def unwrap_model(model: Any) -> Any:
     """Return the model inside a PEFT wrapper, whose own forward hides what the model takes."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -47,12 +47,12 @@ def is_causal_lm(model: nn.Module) -> bool:
     one label of each row that is padded on the left.
     """
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
-    return type(_unwrap(model)).__name__ in causal
+    return type(unwrap_model(model)).__name__ in causal
 
 
 def has_decoder(model: nn.Module) -> bool | None:
     """Tell whether the labels of ``model`` go to a decoder of its own; None if it has no config to tell by."""
-    inside = _unwrap(model)
+    inside = unwrap_model(model)
     if not hasattr(inside, "config"):
         return None
     takes_decoder_ids = "decoder_input_ids" in inspect.signature(inside.forward).parameters
@@ -64,7 +64,7 @@ def label_shifter(model: nn.Module) -> Callable[..., torch.Tensor] | None:
 
     Spawned workers would get the weights otherwise; all of transformers 5.8.1, 5.17.0 and 5.23.0 read the config only.
     """
-    inside = _unwrap(model)
+    inside = unwrap_model(model)
     if not hasattr(inside, "prepare_decoder_input_ids_from_labels"):
         return None
     shell = object.__new__(type(inside))

@@ -209,18 +209,6 @@ def _typical_usable(memory_bytes: int) -> int:
     return int(memory_bytes * share)
 
 
-_CORES_PER_MULTIPROCESSOR = {
-    (6, 0): 64,
-    (7, 0): 64,
-    (7, 5): 64,
-    (8, 0): 64,
-    (8, 6): 128,
-    (8, 9): 128,
-    (9, 0): 128,
-    (12, 0): 128,
-}
-
-
 def _row(card: _Card) -> Gpu:
     memory_bytes = parse_bytes(card.memory)
     usable_bytes, usable_source = _typical_usable(memory_bytes), "derived from the cards nearest in size"
@@ -229,7 +217,7 @@ def _row(card: _Card) -> Gpu:
     context_bytes, context_source = _typical_context(card.capability)
     if card.context:
         context_bytes, context_source = parse_bytes(card.context[0]), card.context[1]
-    cores_of_one = _CORES_PER_MULTIPROCESSOR[card.capability]
+    cores_of_one = 64 if card.capability <= (8, 0) else 128  # 6.1 has 128, and no card of the table has 6.1
     return Gpu(
         name=card.name,
         memory_bytes=memory_bytes,
@@ -254,19 +242,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType({card.name: _row(card) for card in _C
 # ---- by name
 
 _MAKERS = {
-    "nvidia",
-    "geforce",
-    "tesla",
-    "gpu",
-    "card",
-    "graphics",
-    "pcie",
-    "sxm",
-    "sxm2",
-    "sxm4",
-    "sxm5",
-    "hbm2",
-    "hbm3",
+    *("nvidia", "geforce", "tesla", "gpu", "card", "graphics"),
+    *("pcie", "sxm", "sxm2", "sxm4", "sxm5", "hbm2", "hbm3"),
 }
 _FAMILIES = {"gtx", "rtx"}
 

@@ -74,7 +74,7 @@ def estimate(
         overrides: fields of ``StepSettings``, over those of the recipe.
 
     Repeated calls with the same model reuse what was recorded as far as it is the same: another optimizer, another
-    accumulation cost a replay only.
+    accumulation cost a replay only. A module, and a step with ``prepare``, are recorded at every call.
 
     Not estimable: compiled models, Triton kernels (Liger), FlashAttention-3 and other kernels that are not installed,
     recurrent layers, models whose code reads values off the card (the outcome of a router, an early exit), weights

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import combinations
 from typing import Any
 
+from hf_memopt.binding.conflicts import refusal_of, steps_in_backward
 from hf_memopt.changes import nearest
 
 __all__ = ["NotEstimableError", "StepSettings"]
@@ -118,7 +120,7 @@ class StepSettings:
             )
 
     def _check_together(self) -> None:
-        """Refuse what cannot work together in a real run either."""
+        """Refuse what stock refuses, and what the table of conflicts does, so that ``attach`` would in a real run."""
         self._check_scaler()
         if self.optim.endswith("_layerwise") and self.gradient_accumulation_steps > 1:
             raise ValueError(
@@ -126,23 +128,22 @@ class StepSettings:
                 "together: each layer steps within the backward pass, and stock Trainer refuses it; expected "
                 "gradient_accumulation_steps=1. Pass gradient_accumulation_steps=1"
             )
-        if not self.gradient_release:
-            return
-        for name, value, works in (
-            ("gradient_accumulation_steps", self.gradient_accumulation_steps, 1),
-            ("micro_batch_size", self.micro_batch_size, None),
-            ("max_grad_norm", self.max_grad_norm, 0),
-        ):
-            if value != works and not (name == "max_grad_norm" and self.max_grad_norm <= 0):
+        settings = {  # by the table's name: the field, whether it asks for that, a value that does not
+            "gradient release": ("gradient_release", self.gradient_release, False),
+            "norm clipping": ("max_grad_norm", self.max_grad_norm > 0, 0),
+            "accumulation": ("gradient_accumulation_steps", self.gradient_accumulation_steps > 1, 1),
+            "micro-batching": ("micro_batch_size", self.micro_batch_size is not None, None),
+            "fp16": ("precision", self.precision == "fp16", "bf16"),
+            "layer-wise optimizer": ("optim", steps_in_backward(self.optim), "adamw_torch_fused"),
+        }
+        for one, other in combinations((what for what, (_, is_used, _) in settings.items() if is_used), 2):
+            refusal = refusal_of(one, other)
+            if refusal is not None:
+                (name, _, off), (second, _, second_off) = settings[one], settings[other]
                 raise ValueError(
-                    f"gradient_release=True, {name}={value!r} cannot work together: a gradient is gone as soon as its "
-                    f"parameter has stepped; expected {name}={works!r}. Pass {name}={works!r}, or drop gradient_release"
+                    f"{name}={getattr(self, name)!r}, {second}={getattr(self, second)!r} cannot work together: "
+                    f"{refusal.reason}; expected one of the two. Pass {second}={second_off!r}, or {name}={off!r}"
                 )
-        if self.precision == "fp16":
-            raise ValueError(
-                "gradient_release=True, precision='fp16' cannot work together: the gradient scaler looks at all "
-                "gradients at once; expected bf16 or fp32. Pass precision='bf16', or drop gradient_release"
-            )
 
     def _check_scaler(self) -> None:
         """Refuse optimizers that step within the backward pass where torch's gradient scaler stops the run.

@@ -135,19 +135,9 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
                 "optim": "bitsandbytes' 8-bit step is slower than this one on a CPU (see the demo's table)",
             },
         ),
-        "auto": Recipe(
-            name="auto",
-            purpose='what recipe("auto") starts from: it returns the largest preset that the card at hand covers',
-            per_device_train_batch_size=8,
-            optim="adamw_8bit",
-            reasons={
-                "per_device_train_batch_size": "replaced by the preset of the card at hand",
-                "optim": "replaced by the preset of the card at hand",
-            },
-        ),
     }
 )
-"""Every preset by its name."""
+"""Every preset by its name; ``recipe("auto")`` chooses among them."""
 
 # A "12 GB" card reports a little less than 12 GiB, and a driver keeps some of that: 8 % below the name still counts.
 COVERED_FRACTION = 0.92
@@ -163,12 +153,15 @@ def recipe(name: str) -> Recipe:
         >>> recipe("4gb-gpu").checkpointing
         True
     """
+    if name == "auto":
+        return _for_this_machine()
     if name not in PRESETS:
+        known = [*PRESETS, "auto"]
         raise ValueError(
-            f"name={name!r} is not a preset; expected one of {', '.join(PRESETS)}.{nearest(str(name), PRESETS)} "
+            f"name={name!r} is not a preset; expected one of {', '.join(known)}.{nearest(str(name), known)} "
             "See them: hf-memopt presets"
         )
-    return _for_this_machine() if name == "auto" else PRESETS[name]
+    return PRESETS[name]
 
 
 def _for_this_machine() -> Recipe:
@@ -197,7 +190,6 @@ def preset_rows(recipes: Mapping[str, Recipe]) -> list[dict[str, str]]:
             "meant for": r.purpose.split(" (")[0],
         }
         for name, r in recipes.items()
-        if name != "auto"
     ]
 
 

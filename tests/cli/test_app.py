@@ -29,10 +29,10 @@ def test_version_and_help() -> None:
     assert all(command in help_text for command in ("demo", "presets", "lengths", "doctor"))
 
 
-def test_presets_lists_them_all_but_auto() -> None:
+def test_presets_lists_them_all() -> None:
     result = runner.invoke(app, ["presets"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
-    assert all(name in result.output for name in PRESETS if name != "auto")
+    assert all(name in result.output for name in PRESETS)
 
 
 def test_one_preset_is_explained() -> None:

@@ -165,7 +165,7 @@ def test_tiles_are_those_of_torchs_own_kernels(capability: tuple[int, int], dtyp
         ("flash", RTX_3090, BF16, {"head_dim": 33}),  # it is padded
         ("math", RTX_3090, BF16, {"head_dim": 33, "has_mask": True}),
         ("math", RTX_3090, BF16, {"has_mask": True, "gqa": True}),
-        ("efficient", RTX_3090, BF16, {"has_mask": True, "gqa": True, "torch_version": "2.14.1"}),
+        ("efficient", RTX_3090, BF16, {"has_mask": True, "gqa": True, "release": (2, 14)}),
         ("efficient", A100, BF16, {"head_dim": 264}),
         ("flash", A100, BF16, {"head_dim": 256, "dropout_p": 0.1}),
         ("efficient", RTX_3090, BF16, {"head_dim": 256, "dropout_p": 0.1}),
@@ -186,21 +186,24 @@ def test_tiles_are_those_of_torchs_own_kernels(capability: tuple[int, int], dtyp
         ("flash", H100, BF16, {"key_len": 1, "query_len": 1}),
         ("flash", H100, BF16, {"dropout_p": 0.1}),  # no multiple of 1/16
         ("cudnn", H100, BF16, {"dropout_p": 0.125}),
-        ("cudnn", H100, BF16, {"dropout_p": 0.1, "torch_version": "2.11.0"}),
-        ("flash", H100, BF16, {"torch_version": "2.10.0"}),
-        ("cudnn", H100, BF16, {"torch_version": "2.10.0", "cudnn_version": 91600}),
-        ("cudnn", H100, BF16, {"torch_version": "2.9.0"}),
-        ("flash", H100, BF16, {"torch_version": "2.9.0", "cudnn_version": 91200, "dropout_p": 0.1}),
-        ("flash", H100, BF16, {"torch_version": "2.8.0"}),
-        ("flash", H100, BF16, {"cudnn_version": 91002}),
+        ("cudnn", H100, BF16, {"dropout_p": 0.1, "release": (2, 11)}),
+        ("flash", H100, BF16, {"release": (2, 10)}),
+        ("cudnn", H100, BF16, {"release": (2, 9)}),
+        ("flash", H100, BF16, {"release": (2, 8)}),
         ("flash", (12, 0), BF16, {}),
         ("efficient", H100, FP32, {}),
     ],
 )
 def test_attention_kernel(
-    kernel: str, capability: tuple[int, int], dtype: torch.dtype, changed: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: str,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    changed: dict[str, Any],
 ) -> None:
-    call = {"head_dim": 64, "query_len": 128, "key_len": 128, "torch_version": "2.13.0", **changed}
+    call = {"head_dim": 64, "query_len": 128, "key_len": 128, "release": (2, 13), **changed}
+    release = call.pop("release")
+    monkeypatch.setattr(attention, "torch_release", lambda: release)
     assert attention_kernel(dtype=dtype, capability=capability, **call) == kernel
 
 
@@ -223,6 +226,5 @@ def test_attention_kernel_is_the_cards_own_choice(
         key_len=128,
         has_mask=has_mask,
         dropout_p=dropout_p,
-        cudnn_version=torch.backends.cudnn.version(),
     )
     assert ("math", "flash", "efficient", "cudnn")[choice] == kernel

@@ -10,6 +10,7 @@ import torch
 
 import tiny
 from hf_memopt.binding import versions as compat
+from hf_memopt.binding.conflicts import refusal_of
 from hf_memopt.memory.recording.step import autocast_dtype
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 
@@ -88,28 +89,35 @@ def test_which_counts_may_be_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "pair", "works"),
+    ("setting", "changed", "shown", "fix"),
     [
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2", "gradient_accumulation_steps=1"),
-        ({"micro_batch_size": 4}, "micro_batch_size=4", "micro_batch_size=None"),
-        ({"max_grad_norm": 1.0}, "max_grad_norm=1.0", "max_grad_norm=0"),
+        ("accumulation", {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2", "=1"),
+        ("micro-batching", {"micro_batch_size": 4}, "micro_batch_size=4", "=None"),
+        ("norm clipping", {"max_grad_norm": 1.0}, "max_grad_norm=1.0", "=0"),
+        ("fp16", {"precision": "fp16"}, "precision='fp16'", "='bf16'"),
+        ("layer-wise optimizer", {"optim": "lomo"}, "optim='lomo'", "='adamw_torch_fused'"),
     ],
 )
-def test_gradient_release_and_what_needs_all_gradients(changed: dict[str, Any], pair: str, works: str) -> None:
+def test_gradient_release_is_refused_where_attach_refuses_it(
+    setting: str, changed: dict[str, Any], shown: str, fix: str
+) -> None:
     with pytest.raises(ValueError) as error:
         StepSettings(**{"gradient_release": True, "max_grad_norm": 0.0, **changed})
+    refusal = refusal_of("gradient release", setting)
+    assert refusal is not None
     assert str(error.value) == (
-        f"gradient_release=True, {pair} cannot work together: a gradient is gone as soon as its parameter has stepped; "
-        f"expected {works}. Pass {works}, or drop gradient_release"
+        f"gradient_release=True, {shown} cannot work together: {refusal.reason}; expected one of the two. "
+        f"Pass {next(iter(changed))}{fix}, or gradient_release=False"
     )
 
 
-def test_gradient_release_and_the_gradient_scaler() -> None:
+def test_micro_batches_of_an_optimizer_by_layer_are_refused_where_attach_refuses_them() -> None:
     with pytest.raises(ValueError) as error:
-        StepSettings(gradient_release=True, max_grad_norm=0.0, precision="fp16")
+        StepSettings(optim="adalomo", micro_batch_size=4)
     assert str(error.value) == (
-        "gradient_release=True, precision='fp16' cannot work together: the gradient scaler looks at all gradients at "
-        "once; expected bf16 or fp32. Pass precision='bf16', or drop gradient_release"
+        "micro_batch_size=4, optim='adalomo' cannot work together: weights step within the backward pass, so an "
+        "interrupted step cannot be repeated; expected one of the two. Pass optim='adamw_torch_fused', or "
+        "micro_batch_size=None"
     )
 
 

@@ -33,7 +33,6 @@ from hf_memopt.binding.versions import (
 )
 from hf_memopt.changes import Change
 from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.recording.trace_cache import forget_traces
 from hf_memopt.techniques.checkpointing.compile_budget import activation_memory_budget
 from hf_memopt.techniques.checkpointing.policies import CheckpointingCallback, checkpoint_layers
 from hf_memopt.techniques.checkpointing.selective import KEPT_ATTENTIONS, KEPT_PRODUCTS
@@ -389,19 +388,17 @@ def forward_end_bytes(config: Any, policy: str | None, **settings: Any) -> tuple
 
 
 def test_the_estimator_tells_policies_apart() -> None:
-    forget_traces()
     config = tiny.llama_config(num_hidden_layers=4, architectures=["LlamaForCausalLM"])
-    for _ in range(2):  # the second time from the cache
-        found = {policy: forward_end_bytes(config, policy) for policy in (None, *POLICIES)}
-        held = {policy: bytes_ for policy, (bytes_, _) in found.items()}
-        assert held["full"] < held["selective"] < held[None]
-        assert held["full"] < held["every_2"] < held["first_1"] < held[None]
-        flops = {policy: operations for policy, (_, operations) in found.items()}
-        layer = flops["first_1"] - flops[None]
-        assert layer > 0
-        assert flops["full"] == flops[None] + 4 * layer
-        assert flops["every_2"] == flops[None] + 2 * layer
-        assert flops["selective"] == flops[None]  # every product is kept, and this attention has no dropout
+    found = {policy: forward_end_bytes(config, policy) for policy in (None, *POLICIES)}
+    held = {policy: bytes_ for policy, (bytes_, _) in found.items()}
+    assert held["full"] < held["selective"] < held[None]
+    assert held["full"] < held["every_2"] < held["first_1"] < held[None]
+    flops = {policy: operations for policy, (_, operations) in found.items()}
+    layer = flops["first_1"] - flops[None]
+    assert layer > 0
+    assert flops["full"] == flops[None] + 4 * layer
+    assert flops["every_2"] == flops[None] + 2 * layer
+    assert flops["selective"] == flops[None]  # every product is kept, and this attention has no dropout
 
 
 @pytest.mark.skipif(not can_offload_checkpoints(), reason="transformers before 5.17")

@@ -35,8 +35,6 @@ def attention_kernel(
     gqa: bool = False,
     requires_grad: bool = True,
     value_dim: int | None = None,
-    torch_version: str | None = None,
-    cudnn_version: int | None = None,
 ) -> Literal["flash", "efficient", "cudnn", "math"]:
     """Return the kernel that ``F.scaled_dot_product_attention`` picks on CUDA for dense, four-dimensional inputs.
 
@@ -78,28 +76,22 @@ def attention_kernel(
         gqa: whether key and value have fewer heads, with ``enable_gqa=True``.
         requires_grad: whether a backward pass follows.
         value_dim: head dimension of the value; None for ``head_dim``.
-        torch_version: None for the installed one.
-        cudnn_version: as ``torch.backends.cudnn.version()`` gives it; None for that of the release's CUDA 13 wheel.
 
     Example:
         >>> attention_kernel(dtype=torch.bfloat16, head_dim=64, capability=(8, 6), query_len=128, key_len=128)
         'flash'
     """
-    release = torch_release(torch_version)
+    release = torch_release()
     value_dim = head_dim if value_dim is None else value_dim
     if 0 in (query_len, key_len):
         return "math"
-    if cudnn_version is None:
-        cudnn_version = 91002 if release < (2, 11) else 91900
     half = dtype in _HALF and capability >= (8, 0)
     newest = (9, 0) if release < (2, 7) else (12, 1)
-    if half and not mask_requires_grad and _prefers_cudnn(release, capability, cudnn_version):
+    if half and not mask_requires_grad and _prefers_cudnn(release, capability):
         limit = 256 if capability == (9, 0) else 128
         widths = max(head_dim, value_dim) <= limit or (head_dim, value_dim) == (192, 128)
         whole = head_dim % 8 == 0 and value_dim % 8 == 0 and key_len > 1
-        dropout = query_len > 1 and not 91100 < cudnn_version < 91400
-        if release >= (2, 12):
-            dropout = dropout and float(dropout_p * 16).is_integer()
+        dropout = query_len > 1 and (release < (2, 12) or float(dropout_p * 16).is_integer())
         if widths and whole and (dropout or not dropout_p):
             return "cudnn"
     if half and capability <= newest and not has_mask and head_dim == value_dim <= 256:
@@ -114,10 +106,14 @@ def attention_kernel(
     return "math"
 
 
-def _prefers_cudnn(release: tuple[int, int], capability: tuple[int, int], cudnn_version: int) -> bool:
-    if release < (2, 10):
-        return release == (2, 9) and cudnn_version >= 90900 and capability in ((9, 0), (10, 0))
-    return cudnn_version > 91500 and capability in ((9, 0), (10, 0), (10, 3))
+def _prefers_cudnn(release: tuple[int, int], capability: tuple[int, int]) -> bool:
+    """Return whether cuDNN goes first, with the cuDNN of the release's CUDA 13 wheel: 9.10.2, from 2.11 on 9.19.
+
+    2.10 asks for more than 9.15, so its own is too old.
+    """
+    if release < (2, 11):
+        return release == (2, 9) and capability in ((9, 0), (10, 0))
+    return capability in ((9, 0), (10, 0), (10, 3))
 
 
 def _alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:

@@ -68,14 +68,10 @@ class Chip:
         return self.capability in ((7, 0), (7, 2), (8, 0), (8, 7)) or self.capability[0] in (9, 10)
 
 
-def torch_release(torch_version: str | None = None) -> tuple[int, int]:
-    """Return major and minor of a version of torch, None for the installed one."""
-    return _parse_release(torch_version or torch.__version__)
-
-
 @cache
-def _parse_release(torch_version: str) -> tuple[int, int]:
-    major, minor = torch_version.split(".")[:2]
+def torch_release() -> tuple[int, int]:
+    """Return major and minor of the installed torch."""
+    major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 

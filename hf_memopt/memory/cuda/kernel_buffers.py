@@ -6,7 +6,7 @@ allocator rounds each block up to 512 bytes.
 
 Seen: the headers of torch 2.13 (memory-efficient attention, reductions, cub) and the ``.cu`` files of main between 2.8
 and 2.14. Where releases differ, ``hidden_bytes`` gives 2.13, but for the linear layers before 2.9;
-``attention_kernel`` and ``workspace_bytes`` take the release.
+``attention_kernel`` and ``workspace_bytes`` follow the installed release.
 
 Without a rule, as they take nothing worth a block or nothing at all: softmax and log_softmax with their backwards,
 nll_loss, dropout, cat, gather, scatter, masked_fill, cumsum along a dimension, the fused optimizers, the unscaling of
@@ -187,7 +187,7 @@ def _linear(
     return (_LT_WORKSPACE_BYTES,) if fused and fits else ()
 
 
-def workspace_bytes(capability: tuple[int, int], torch_version: str | None = None) -> tuple[int, ...]:
+def workspace_bytes(capability: tuple[int, int]) -> tuple[int, ...]:
     """Return the blocks that the cuBLAS handles keep for good once a training step ran.
 
     Each thread has a handle of its own, and each (handle, stream) a block from torch's allocator, taken with its first
@@ -203,12 +203,8 @@ def workspace_bytes(capability: tuple[int, int], torch_version: str | None = Non
     Source: cuda/CublasHandlePool.cpp, ``parseChosenWorkspaceSize``, ``setWorkspaceForHandle``,
     ``getCUDABlasLtWorkspace``; cuda/detail/DeviceThreadHandles.h. Pull requests 156495 (2.9), 168175 (2.11), 175344
     (2.12) and 189312 (2.14) of pytorch/pytorch.
-
-    Example:
-        >>> workspace_bytes((8, 6), "2.13.0")
-        (8519680, 8519680)
     """
-    release = torch_release(torch_version)
+    release = torch_release()
     large = {9} if release < (2, 12) else {9, 10, 12} if release < (2, 14) else {9, 10, 11, 12}
     size = 32 * 2**20 if capability[0] in large else 2 * 4096 * 1024 + 8 * 16 * 1024
     return (size, size, _LT_WORKSPACE_BYTES) if (2, 9) <= release < (2, 11) else (size, size)

@@ -17,14 +17,13 @@ import torch
 from torch import nn
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
-from hf_memopt.memory.models.loading import TASKS, task_of, unwrap
+from hf_memopt.binding.model_traits import unwrap_model
+from hf_memopt.memory.models.loading import TASKS, task_of
 
 __all__ = ["check_sequence", "cut_batch", "example_batch"]
 
 CHOICES = 4
 """Answers per question of multiple choice, as in SWAG; a configuration does not tell."""
-
-_WITHOUT_TEXT = ("image-classification", "speech-seq2seq")
 
 
 def example_batch(
@@ -49,7 +48,7 @@ def example_batch(
         >>> {name: tuple(tensor.shape) for name, tensor in batch.items()}["labels"], sorted(batch)
         ((32,), ['attention_mask', 'input_ids', 'labels', 'token_type_ids'])
     """
-    inside = unwrap(model)
+    inside = unwrap_model(model)
     task = task_of(model)
     if task is None:
         raise ValueError(
@@ -102,7 +101,7 @@ def check_sequence(model: nn.Module, seq_len: int, *, name: str = "seq_len") -> 
         ValueError: ``seq_len`` is no integer of 1 or more, or beyond the positions; ``name`` is what to call it.
     """
     _check_count(name, seq_len)
-    inside = unwrap(model)
+    inside = unwrap_model(model)
     positions = _positions(inside)
     if positions is not None and seq_len > positions:
         raise ValueError(

@@ -31,13 +31,14 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
 
+from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.changes import nearest
 from hf_memopt.memory.cuda.flash_attention_2 import use_stand_in
 from hf_memopt.memory.models.known import known_models, known_name
 from hf_memopt.memory.models.meta_copy import copy_to_meta, rest_to_meta
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["TASKS", "LoadedModel", "load_model", "task_of", "unwrap"]
+__all__ = ["TASKS", "LoadedModel", "load_model", "task_of"]
 
 _HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "speech-seq2seq": ("AutoModelForSpeechSeq2Seq", modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
@@ -124,10 +125,10 @@ def load_model(
     if isinstance(model, nn.Module):
         copied = copy_to_meta(model)
         # private, seen in transformers 5.8.1, 5.17.0 and 5.23.0
-        own = getattr(getattr(unwrap(copied), "config", None), "_attn_implementation", None)
+        own = getattr(getattr(unwrap_model(copied), "config", None), "_attn_implementation", None)
         if attn_implementation is not None or own == "flash_attention_2":
             _set_attention(copied, attn_implementation or "flash_attention_2")
-        return LoadedModel(type(unwrap(copied)).__name__, _as_in_training(copied), None)
+        return LoadedModel(type(unwrap_model(copied)).__name__, _as_in_training(copied), None)
     if isinstance(model, PretrainedConfig):
         name, config = None, copy.deepcopy(model)
     elif isinstance(model, str | os.PathLike):
@@ -150,15 +151,10 @@ def load_model(
     return LoadedModel(name or type(built).__name__, _as_in_training(built), key)
 
 
-def unwrap(model: Any) -> Any:
-    """Return the model inside a PEFT wrapper, whose own forward hides what the model takes."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def task_of(model: nn.Module) -> str | None:
     """Return what the head of a model is for, or None if its class is none of transformers' heads known here."""
     tasks = _task_of_class()
-    return next((tasks[kind.__name__] for kind in type(unwrap(model)).__mro__ if kind.__name__ in tasks), None)
+    return next((tasks[kind.__name__] for kind in type(unwrap_model(model)).__mro__ if kind.__name__ in tasks), None)
 
 
 # ---- configurations
@@ -403,7 +399,7 @@ def _as_in_training(model: Any) -> nn.Module:
 
 
 def _set_attention(model: nn.Module, attn_implementation: str) -> None:
-    inside = unwrap(model)
+    inside = unwrap_model(model)
     if attn_implementation == "flash_attention_2":
         use_stand_in(inside)
         return

@@ -1,4 +1,8 @@
-"""The recorded step of a model, kept for later calls: another optimizer or accumulation needs a replay only."""
+"""The recorded step of a model, kept for later calls: another optimizer or accumulation needs a replay only.
+
+Only steps of models that are built from a configuration (a name, a folder, a ``PretrainedConfig``) are kept, and none
+with ``prepare``: a module and a function may behave differently at the next call.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,14 @@ import torch
 from torch import nn
 
 from hf_memopt.binding import versions as compat
+from hf_memopt.binding.conflicts import steps_in_backward
+from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 from hf_memopt.memory.cuda.semantics import CudaSemantics
 from hf_memopt.memory.models.example_batch import cut_batch, example_batch
-from hf_memopt.memory.models.loading import LoadedModel, unwrap
+from hf_memopt.memory.models.loading import LoadedModel
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, parameter_facts
-from hf_memopt.memory.recording.fingerprints import code_of, module_fingerprint, value_fingerprint
 from hf_memopt.memory.recording.step import StepTrace, autocast_dtype, record_step
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
@@ -77,7 +82,7 @@ def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Ch
         return _traces[key]
     lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
     batch = example_batch(loaded.model, batch_size=shape.batch_size, **lengths)
-    if settings.label_smoothing_factor and hasattr(unwrap(loaded.model), "prepare_decoder_input_ids_from_labels"):
+    if settings.label_smoothing_factor and hasattr(unwrap_model(loaded.model), "prepare_decoder_input_ids_from_labels"):
         # the Trainer takes the labels out; what the model then makes its targets of comes from the collator
         batch["decoder_input_ids"] = torch.zeros_like(batch["labels"])
     evaluation_batch = None
@@ -159,16 +164,25 @@ def _notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def _key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Hashable | None:
-    """Return what a trace depends on, or None where that cannot be told."""
-    of_model = loaded.key if loaded.key is not None else module_fingerprint(loaded.model)
-    names = [item.name for item in fields(settings) if item.name not in _NOT_IN_TRACE]
-    of_settings = value_fingerprint([getattr(settings, name) for name in names])
-    if of_model is None or of_settings is None:
+    """Return what a trace depends on, or None for a step that is not kept."""
+    options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
+    if loaded.key is None or settings.prepare or any(callable(value) for value in options.values()):
         return None
+    values = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in _NOT_IN_TRACE}
     accumulates = settings.gradient_accumulation_steps > 1
-    return of_model, code_of(loaded.model), of_settings, accumulates, _releases(settings), shape, chip
+    return loaded.key, _code_of(loaded.model), repr(values), accumulates, _releases(settings), shape, chip
+
+
+def _code_of(model: nn.Module) -> Hashable:
+    """Return the classes of a model with their ``forward``, which may have been replaced, and its experts' kernels.
+
+    A configuration's JSON has neither. ``_experts_implementation`` is private, seen in transformers 5.8.1 to 5.23.0.
+    """
+    code = dict.fromkeys((type(module), type(module).forward) for module in model.modules())
+    configs = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
+    return tuple(code), tuple(str(getattr(config, "_experts_implementation", None)) for config in configs.values())
 
 
 def _releases(settings: StepSettings) -> bool:
-    """Tell whether each parameter steps within the backward pass."""
-    return settings.gradient_release or settings.optim in ("lomo", "adalomo") or settings.optim.endswith("_layerwise")
+    """Return whether each parameter steps within the backward pass."""
+    return settings.gradient_release or steps_in_backward(settings.optim)
