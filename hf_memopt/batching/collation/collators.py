@@ -117,7 +117,6 @@ class DynamicPaddingCollator:
         self.label_pad_token_id = label_pad_token_id
         self.position_ids = position_ids
         self.inner = inner
-        self._pad_token: tuple[Any, Any, int] = (None, None, 0)
         self._masking: Any = None
         if mlm_probability is not None:
             self._masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability)
@@ -239,21 +238,10 @@ class DynamicPaddingCollator:
 
     def _pad_value(self, name: str) -> int:
         if name in ("input_ids", "decoder_input_ids"):
-            return self._pad_token_id()
+            return int(self.tokenizer.pad_token_id)
         if name == "token_type_ids":
             return int(self.tokenizer.pad_token_type_id)
         return 1 if name == "special_tokens_mask" else 0
-
-    def _pad_token_id(self) -> int:
-        """Return the tokenizer's present pad token, whose id is looked up anew only when the token was changed."""
-        # `_special_tokens_map` is private (transformers 5.8 to 5.23; pinned by a test): the public way to the id goes
-        # through __getattr__ and the vocabulary, as slow as padding a small column.
-        token = getattr(self.tokenizer, "_special_tokens_map", {}).get("pad_token")
-        tokenizer, known, known_id = self._pad_token
-        if token is None or token is not known or tokenizer is not self.tokenizer:
-            known_id = int(self.tokenizer.pad_token_id)
-            self._pad_token = (self.tokenizer, token, known_id)
-        return known_id
 
     def _pad_labels(
         self, name: str, labels: Column | None, lengths: Array, batch: dict[str, Array]
