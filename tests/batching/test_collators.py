@@ -736,7 +736,7 @@ def test_repr_names_what_is_set():
         f"BucketedCollator(tokenizer={type(tiny.tokenizer()).__name__}, mlm_probability=0.15)"
     )
     assert repr(DynamicPaddingCollator(inner=default_data_collator)) == (
-        "DynamicPaddingCollator(pad_to_multiple_of=8, inner=default_data_collator)"
+        "BucketedCollator(pad_to_multiple_of=8, inner=default_data_collator)"
     )
 
 
@@ -815,8 +815,7 @@ BAD_FEATURES: list[tuple[str, type[Exception], list[Any], str]] = [
         "a row that is no dict",
         TypeError,
         [ROW, [5, 6]],
-        "features[1]=[5, 6] is a list; expected a dict of columns. For items that are lists of dicts call: "
-        "BucketedCollator(tokenizer).",
+        "features[1]=5 is not a row; expected a dict of columns. Call: collator([dataset[0]]).",
     ),
     (
         "no input_ids",

@@ -210,8 +210,8 @@ def read_columns(features: Sequence[Any]) -> dict[str, Column]:
     for row, feature in enumerate(features):
         if not isinstance(feature, Mapping):
             raise TypeError(
-                f"features[{row}]={reprlib.repr(feature)} is a {type(feature).__name__}; expected a dict of columns. "
-                "For items that are lists of dicts call: BucketedCollator(tokenizer)."
+                f"features[{row}]={reprlib.repr(feature)} is not a row; expected a dict of columns. "
+                "Call: collator([dataset[0]])."
             )
         if feature.keys() != features[0].keys():
             different = sorted(feature.keys() ^ features[0].keys())
