@@ -33,6 +33,7 @@ from hf_memopt.batching.collation.columns import (
     where_padding,
 )
 from hf_memopt.batching.collation.rows import RowBatch
+from hf_memopt.batching.plan.checks import check_counts
 from hf_memopt.binding.model_traits import has_decoder, is_causal_lm, label_shifter, needs_position_ids
 from hf_memopt.changes import Change
 
@@ -356,11 +357,8 @@ def _check_tokenizer(tokenizer: Any) -> None:
 def _check_settings(
     tokenizer: Any, mlm_probability: float | None, causal_lm: bool, pad_to_multiple_of: int | None
 ) -> None:
-    if pad_to_multiple_of is not None and (not isinstance(pad_to_multiple_of, int) or pad_to_multiple_of < 1):
-        raise ValueError(
-            f"pad_to_multiple_of={pad_to_multiple_of!r} is no length; expected None or an int of at least 1. "
-            "Write: pad_to_multiple_of=8."
-        )
+    if pad_to_multiple_of is not None:
+        check_counts(pad_to_multiple_of=pad_to_multiple_of)
     if mlm_probability is None:
         return
     if not 0 < mlm_probability <= 1:
