@@ -40,7 +40,7 @@ from transformers.models.auto.modeling_auto import (
 from hf_memopt.binding.attach import refuse_data_parallel
 from hf_memopt.changes import Change, nearest
 
-__all__ = ["TASKS", "ExactLoss", "exact_loss"]
+__all__ = ["IGNORED", "TASKS", "ExactLoss", "exact_loss"]
 
 TASKS = ("sequence-classification", "token-classification", "masked-lm", "causal-lm", "seq2seq-lm")
 IGNORED = -100  # the label that the Trainer leaves out of its count

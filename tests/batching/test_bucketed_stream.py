@@ -10,6 +10,7 @@ import pickle
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -410,11 +411,12 @@ BAD_SETTINGS = {
     ),
     "world_size": (
         {"world_size": 0},
-        "world_size=0 is not a count; expected an integer of 1 or more. Pass world_size=1 or leave it out",
+        "world_size=0 is not a number of processes; expected 1 to 1048576. Leave world_size out: it is read from the "
+        "environment of torchrun",
     ),
     "many processes": (
         {"world_size": 10**9},
-        "world_size=1000000000 is more processes than a run has; expected 1 to 1048576. Leave world_size out: it is "
+        "world_size=1000000000 is not a number of processes; expected 1 to 1048576. Leave world_size out: it is "
         "read from the environment of torchrun",
     ),
     "column": ({"column": 1}, 'column=1 is not the name of a column; expected text. Pass column="input_ids"'),
@@ -533,7 +535,7 @@ PAIRS = {
 WORKER = """
 import json, sys, warnings
 warnings.filterwarnings("ignore", "This DataLoader will create")
-import test_streaming as t
+import test_bucketed_stream as t
 found = {}
 for name, (of_stream, settings) in t.PAIRS.items():
     # Plain SGD has no state: 5.8.1 and 5.17.0 cannot load one on the CPU in two processes (map_location "cpu:0").
@@ -559,7 +561,7 @@ with open(f"{sys.argv[1]}/rank{straight.args.process_index}.json", "w") as file:
 
 def test_two_processes_read_the_stream_between_them_and_resume_exactly(tmp_path):
     script = tmp_path / "worker.py"
-    script.write_text(WORKER)
+    script.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n{WORKER}")
     one, other = run_pair(tmp_path, str(script), str(tmp_path))
     for name, (of_stream, settings) in PAIRS.items():
         seen = list(zip(one[name]["seen"], other[name]["seen"], strict=True))

@@ -195,15 +195,15 @@ def test_both_or_neither_limit_is_refused(batch_size, max_tokens):
 @pytest.mark.parametrize("value", [0, -1, 2.5, "32", True])
 def test_a_limit_that_is_no_size_is_refused(name, value):
     assert error_of(**{name: value}) == (
-        f"{name}={value!r} is not a size; expected an integer of 1 or more. Pass, for example, {name}=32"
+        f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass, for example, {name}=32"
     )
 
 
-@pytest.mark.parametrize("name", ["world_size", "pad_to_multiple_of", "n_buckets"])
+@pytest.mark.parametrize("name", ["pad_to_multiple_of", "n_buckets"])
 @pytest.mark.parametrize("value", [0, -1, 2.5, "many", True])
 def test_a_count_below_one_is_refused(name, value):
     assert error_of(batch_size=2, **{name: value}) == (
-        f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass {name}=1 or leave it out"
+        f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass, for example, {name}=32"
     )
 
 

@@ -265,7 +265,11 @@ def test_many_examples_are_replayed_on_a_sample_with_the_longest_one():
             "max_tokens=500 cannot hold the longest example, lengths[1]=512, padded to 512; expected every example to "
             "fit into one batch. Pass max_tokens=512, or cut: max_length=496",
         ),
-        ([3], {"max_length": 0}, "max_length=0 is not a length; expected 1 or more. Pass max_length=512"),
+        (
+            [3],
+            {"max_length": 0},
+            "max_length=0 is not a count; expected an integer of 1 or more. Pass, for example, max_length=32",
+        ),
     ],
 )
 def test_bad_settings(lengths, settings, message):

@@ -231,25 +231,6 @@ def test_the_same_numbers_come_again_as_often_as_needed() -> None:
         assert drawn() == once
 
 
-NUMPY_DRAWS: dict[str, Callable[[], object]] = {
-    "nothing": lambda: None,
-    "a number": np.random.rand,
-    "the first of a pair": lambda: (np.random.seed(1), np.random.normal()),
-    "the second of a pair": np.random.normal,
-    "a seed": lambda: np.random.seed(3),
-    "its first number": np.random.rand,
-}
-
-
-def test_what_numpy_drew_since_the_last_capture_is_not_missed() -> None:
-    for name, draw in NUMPY_DRAWS.items():
-        draw()
-        for _ in range(2):
-            expected, found = np.random.get_state(legacy=False), RandomState.capture(CPU).numpy
-            assert str(expected["state"]) == str(found["state"]), name  # the first and last numbers, and the position
-            assert (expected["has_gauss"], expected["gauss"]) == (found["has_gauss"], found["gauss"]), name
-
-
 def test_another_generator_of_numpy_is_captured_too() -> None:
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(1))

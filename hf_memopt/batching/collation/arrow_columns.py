@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hf_memopt.batching.collation.columns import FOR_SAMPLERS, Array, Column, Room, Windows, torch_dtype
+from hf_memopt.batching.collation.columns import Array, Column, Room, Windows, torch_dtype
+from hf_memopt.batching.plan.lengths import LENGTH_COLUMN
 
 __all__ = ["ArrowColumns"]
 
@@ -65,10 +66,10 @@ class ArrowColumns:
         if shape["output_all_columns"] and set(shape["columns"]) != set(table.column_names):
             return None  # the columns outside the format come last, and as Python lists
         kept = [name for name in table.column_names if name in shape["columns"] and (names is None or name in names)]
-        if not kept or any(table.column(name).null_count for name in kept if name in FOR_SAMPLERS):
+        if not kept or any(table.column(name).null_count for name in kept if name == LENGTH_COLUMN):
             return None
         try:
-            return cls(dataset, [name for name in kept if name not in FOR_SAMPLERS])
+            return cls(dataset, [name for name in kept if name != LENGTH_COLUMN])
         except ValueError:
             return None
 

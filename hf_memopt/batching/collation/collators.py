@@ -3,8 +3,8 @@
 Stock collators turn every padded row into Python lists and hand the nested lists to ``torch.tensor``, which costs far
 more than the padding. Here each column becomes one numpy array, filled row by row, wrapped by ``torch.from_numpy``.
 
-``DynamicPaddingCollator`` takes a list of examples, ``BucketedCollator`` also the whole-batch items of a token-budget
-view. One collator serves classification, regression, token labels, causal LM, MLM and encoder-decoders: what the
+``BucketedCollator``, also called ``DynamicPaddingCollator``, takes a list of examples or the whole-batch items of a
+token-budget view. It serves classification, regression, token labels, causal LM, MLM and encoder-decoders: what the
 labels are is read from their shape, and from the model once ``adapt`` has seen it. Left out: truncation, packing,
 multiple choice, whole-word masking and all that is not text (``inner=`` wraps the collator that knows it).
 """
@@ -33,14 +33,17 @@ from hf_memopt.batching.collation.columns import (
     where_padding,
 )
 from hf_memopt.batching.collation.rows import RowBatch
+from hf_memopt.batching.plan.checks import check_counts
 from hf_memopt.binding.model_traits import has_decoder, is_causal_lm, label_shifter, needs_position_ids
 from hf_memopt.changes import Change
 
 __all__ = ["BucketedCollator", "DynamicPaddingCollator", "flatten", "needs_position_ids"]
 
 
-class DynamicPaddingCollator:
+class BucketedCollator:
     """Pad examples to the longest of them and return a plain dict of tensors.
+
+    An item that is a list of examples, as in the views of ``bucketed(max_tokens=)``, is replaced by these examples.
 
     ``input_ids`` are padded with the tokenizer's pad token on its padding side, ``attention_mask`` (made where it is
     missing) with 0, ``token_type_ids`` with the tokenizer's pad type, ``special_tokens_mask`` with 1, any other column
@@ -77,7 +80,7 @@ class DynamicPaddingCollator:
         >>> from transformers import PreTrainedTokenizerFast
         >>> words = Tokenizer(models.WordLevel({"[PAD]": 0}, unk_token="[PAD]"))
         >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
-        >>> collator = DynamicPaddingCollator(tokenizer, pad_to_multiple_of=4)
+        >>> collator = BucketedCollator(tokenizer, pad_to_multiple_of=4)
         >>> collator([{"input_ids": [5, 6, 7], "label": 1}, {"input_ids": [8], "label": 0}])["input_ids"]
         tensor([[5, 6, 7, 0],
                 [8, 0, 0, 0]])
@@ -117,7 +120,6 @@ class DynamicPaddingCollator:
         self.label_pad_token_id = label_pad_token_id
         self.position_ids = position_ids
         self.inner = inner
-        self._pad_token: tuple[Any, Any, int] = (None, None, 0)
         self._masking: Any = None
         if mlm_probability is not None:
             self._masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=mlm_probability)
@@ -174,16 +176,13 @@ class DynamicPaddingCollator:
 
     def _examples(self, features: Sequence[Any]) -> tuple[Sequence[Any], int | None]:
         """Return the examples, unread where they are, and the width to pad them to; None leaves it to the collator."""
+        if len(features) == 1 and isinstance(features[0], RowBatch):
+            features = features[0]
         if isinstance(features, RowBatch):
             return features, features.width
-        if len(features) == 1 and isinstance(features[0], RowBatch):
-            return features[0], features[0].width
-        if not any(isinstance(item, RowBatch) for item in features):
-            return features, None
         widths = [item.width if isinstance(item, RowBatch) else None for item in features]
         known = [width for width in widths if width is not None]
-        examples = [row for item in features for row in (item if isinstance(item, RowBatch) else [item])]
-        return examples, max(known) if len(known) == len(widths) else None
+        return flatten(features), max(known) if known and len(known) == len(widths) else None
 
     def _collate(self, columns: dict[str, Column], width: int | None) -> dict[str, Any]:
         """Return the batch as tensors, padded to ``width`` or to its longest row."""
@@ -239,21 +238,10 @@ class DynamicPaddingCollator:
 
     def _pad_value(self, name: str) -> int:
         if name in ("input_ids", "decoder_input_ids"):
-            return self._pad_token_id()
+            return int(self.tokenizer.pad_token_id)
         if name == "token_type_ids":
             return int(self.tokenizer.pad_token_type_id)
         return 1 if name == "special_tokens_mask" else 0
-
-    def _pad_token_id(self) -> int:
-        """Return the tokenizer's present pad token, whose id is looked up anew only when the token was changed."""
-        # `_special_tokens_map` is private (transformers 5.8 to 5.23; pinned by a test): the public way to the id goes
-        # through __getattr__ and the vocabulary, as slow as padding a small column.
-        token = getattr(self.tokenizer, "_special_tokens_map", {}).get("pad_token")
-        tokenizer, known, known_id = self._pad_token
-        if token is None or token is not known or tokenizer is not self.tokenizer:
-            known_id = int(self.tokenizer.pad_token_id)
-            self._pad_token = (self.tokenizer, token, known_id)
-        return known_id
 
     def _pad_labels(
         self, name: str, labels: Column | None, lengths: Array, batch: dict[str, Array]
@@ -319,16 +307,7 @@ class DynamicPaddingCollator:
         return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in shown.items() if v is not None)})"
 
 
-class BucketedCollator(DynamicPaddingCollator):
-    """``DynamicPaddingCollator`` that also takes whole-batch items: a feature that is a list of examples is spliced in.
-
-    So it serves the views of ``bucketed(batch_size=)`` and of ``bucketed(max_tokens=)`` alike. Settings and errors are
-    those of ``DynamicPaddingCollator``; with ``inner=`` it is the inner collator that gets the examples.
-    """
-
-    def _examples(self, features: Sequence[Any]) -> tuple[Sequence[Any], int | None]:
-        examples, width = super()._examples(features)
-        return (examples, width) if isinstance(examples, RowBatch) else (flatten(examples), width)
+DynamicPaddingCollator = BucketedCollator
 
 
 def flatten(features: Iterable[Any]) -> list[Any]:
@@ -378,11 +357,8 @@ def _check_tokenizer(tokenizer: Any) -> None:
 def _check_settings(
     tokenizer: Any, mlm_probability: float | None, causal_lm: bool, pad_to_multiple_of: int | None
 ) -> None:
-    if pad_to_multiple_of is not None and (not isinstance(pad_to_multiple_of, int) or pad_to_multiple_of < 1):
-        raise ValueError(
-            f"pad_to_multiple_of={pad_to_multiple_of!r} is no length; expected None or an int of at least 1. "
-            "Write: pad_to_multiple_of=8."
-        )
+    if pad_to_multiple_of is not None:
+        check_counts(pad_to_multiple_of=pad_to_multiple_of)
     if mlm_probability is None:
         return
     if not 0 < mlm_probability <= 1:

@@ -20,8 +20,9 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from hf_memopt.batching.plan.lengths import LENGTH_COLUMN
+
 __all__ = [
-    "FOR_SAMPLERS",
     "Array",
     "Column",
     "Room",
@@ -38,7 +39,6 @@ __all__ = [
 
 Array = NDArray[Any]
 
-FOR_SAMPLERS = ("length",)  # read by train_sampling_strategy="group_by_length"; no model takes it
 _DTYPES = {"b": np.dtype(np.bool_), "i": np.dtype(np.int64), "u": np.dtype(np.int64), "f": np.dtype(np.float32)}
 _LABELS = ("labels", "label", "label_ids")
 _ONE_PER_TOKEN = ("attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "position_ids")
@@ -210,8 +210,8 @@ def read_columns(features: Sequence[Any]) -> dict[str, Column]:
     for row, feature in enumerate(features):
         if not isinstance(feature, Mapping):
             raise TypeError(
-                f"features[{row}]={reprlib.repr(feature)} is a {type(feature).__name__}; expected a dict of columns. "
-                "For items that are lists of dicts call: BucketedCollator(tokenizer)."
+                f"features[{row}]={reprlib.repr(feature)} is not a row; expected a dict of columns. "
+                "Call: collator([dataset[0]])."
             )
         if feature.keys() != features[0].keys():
             different = sorted(feature.keys() ^ features[0].keys())
@@ -228,7 +228,7 @@ def read_columns(features: Sequence[Any]) -> dict[str, Column]:
                 f"features[{missing[0]}][{name!r}] is None where other rows have a value; expected values in all rows "
                 f"or in none. Filter them: dataset.filter(lambda row: row[{name!r}] is not None)."
             )
-        if not missing and name not in FOR_SAMPLERS:
+        if not missing and name != LENGTH_COLUMN:
             arrays = [_cell_array(cell, name, row) for row, cell in enumerate(cells)]
             columns[name] = Column.of_rows(_alike(arrays) if len({found.dtype for found in arrays}) > 1 else arrays)
     return columns

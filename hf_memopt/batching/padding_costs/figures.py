@@ -23,7 +23,7 @@ from hf_memopt.batching.padding_costs.strategies import (
     pad_lengths,
 )
 from hf_memopt.batching.plan.buckets import LengthBuckets
-from hf_memopt.batching.plan.checks import check_batch_limits
+from hf_memopt.batching.plan.checks import check_batch_limits, check_counts
 
 __all__ = ["Cut", "Histogram", "PaddingReport", "PaddingStrategy", "Suggestion", "padding_report"]
 
@@ -148,8 +148,8 @@ def padding_report(
     """
     multiple = pad_to_multiple_of
     whole = LengthBuckets(lengths, batch_size=batch_size, seed=seed, pad_to_multiple_of=multiple).lengths
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length={max_length!r} is not a length; expected 1 or more. Pass max_length=512")
+    if max_length is not None:
+        check_counts(max_length=max_length)
     cut = whole if max_length is None else np.minimum(whole, max_length)
     if max_tokens is not None:
         check_batch_limits(None, max_tokens)
@@ -235,7 +235,7 @@ def _cuts(
     """Return what cutting would lose at p95, p99, the powers of two from the median up, and the length asked for."""
     longest = int(lengths.max())
     powers = {2**k for k in range(31) if percentiles["p50"] <= 2**k < longest}
-    others = {-(-max(percentiles[rank], 1) // multiple) * multiple for rank in ("p95", "p99")}
+    others = set(pad_lengths(np.array([percentiles["p95"], percentiles["p99"]]), multiple).tolist())
     others |= set() if asked is None else {asked}
     found = []
     for max_length in sorted(powers | {length for length in others if length < longest}):

@@ -100,10 +100,7 @@ def check_batch_limits(batch_size: int | None, max_tokens: int | None) -> None:
             "Pass batch_size=32 (examples per batch) or max_tokens=4096 (padded tokens per batch)"
         )
     name, value = ("batch_size", batch_size) if max_tokens is None else ("max_tokens", max_tokens)
-    if not _is_integer(value) or value < 1:
-        raise ValueError(
-            f"{name}={value!r} is not a size; expected an integer of 1 or more. Pass, for example, {name}=32"
-        )
+    check_counts(**{name: value})
 
 
 def check_column(column: Any) -> None:
@@ -117,16 +114,15 @@ def check_counts(**counts: Any) -> None:
     for name, value in counts.items():
         if not _is_integer(value) or value < 1:
             raise ValueError(
-                f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass {name}=1 or leave it out"
+                f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass, for example, {name}=32"
             )
 
 
 def check_world_size(world_size: Any) -> None:
     """Raise ValueError unless it is a number of processes that a run may have."""
-    check_counts(world_size=world_size)
-    if world_size > MOST_PROCESSES:
+    if not _is_integer(world_size) or not 1 <= world_size <= MOST_PROCESSES:
         raise ValueError(
-            f"world_size={world_size!r} is more processes than a run has; expected 1 to {MOST_PROCESSES}. "
+            f"world_size={world_size!r} is not a number of processes; expected 1 to {MOST_PROCESSES}. "
             "Leave world_size out: it is read from the environment of torchrun"
         )
 

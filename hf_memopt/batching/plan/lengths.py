@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from hf_memopt.batching.plan.checks import check_column
 from hf_memopt.changes import nearest
 
-__all__ = ["lengths_of", "token_lengths"]
+__all__ = ["LENGTH_COLUMN", "are_token_ids", "lengths_of", "token_lengths"]
 
 COUNT_OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...])"
 _TABLES = {
@@ -26,7 +26,7 @@ _TABLES = {
     "polars": "datasets.Dataset.from_polars(dataset)",
     "pyarrow": "datasets.Dataset(dataset)",
 }
-LENGTH_COLUMN = "length"  # the name that stock's TrainingArguments.length_column_name has by default
+LENGTH_COLUMN = "length"  # stock's default length_column_name, for "group_by_length"; no model takes it
 
 
 def token_lengths(dataset: Any, column: str = "input_ids") -> NDArray[np.int32]:
@@ -144,15 +144,19 @@ def _row_by_row(dataset: Any, column: str) -> NDArray[np.int32]:
 
 
 def _count(tokens: Any, column: str, row: int) -> int:
-    dtype = getattr(tokens, "dtype", None)
-    if dtype is not None:  # a numpy array or a torch tensor
-        is_integer = "int" in str(dtype) and len(tokens.shape) == 1
-    else:
-        kinds = set(map(type, tokens)) if isinstance(tokens, Sequence) and not isinstance(tokens, str) else {str}
-        is_integer = all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds)
-    if not is_integer:
+    if not are_token_ids(tokens):
         raise _not_tokens(column, f"like {reprlib.repr(tokens)} in row {row}")
     return len(tokens)
+
+
+def are_token_ids(tokens: Any) -> bool:
+    """Return whether a cell is one flat list, array or tensor of integers."""
+    dtype = getattr(tokens, "dtype", None)
+    if dtype is not None:  # a numpy array or a torch tensor
+        return "int" in str(dtype) and len(tokens.shape) == 1
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str):
+        return False
+    return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, tokens)))
 
 
 def _missing(column: str, known: Sequence[Any]) -> ValueError:

@@ -9,25 +9,56 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
 from hf_memopt.batching.plan.buckets import LengthBuckets, PlanDiagnostics
-from hf_memopt.batching.plan.checks import check_counts, check_seed
+from hf_memopt.batching.plan.checks import check_seed
 
 __all__ = ["LengthBucketedBatchSampler", "LengthBucketedSampler"]
 
 
-class _PlanSampler:
-    """What both samplers share: the epoch, the position in it, and their state."""
+class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
+    """Batches of example indices of similar length, for ``DataLoader(dataset, batch_sampler=...)``.
 
-    buckets: LengthBuckets
+    Args:
+        lengths: tokens per example, shape (examples,).
+        batch_size: examples per batch; or
+        max_tokens: padded tokens per batch.
+        seed: together with the epoch it fixes the order.
+        world_size: processes that train side by side.
+        rank: which of them this is, to get its batches only; every rank then makes the same number of steps. None for
+            all batches, in groups of ``world_size``: what Accelerate wants, which shares them out itself.
+        settings: ``n_buckets``, ``boundaries``, ``pad_to_multiple_of``, ``too_long``: see ``LengthBuckets``.
 
-    def _start(self, rank: int | None) -> None:
-        world_size = self.buckets.world_size
+    Raises:
+        ValueError: see ``LengthBuckets``; a rank outside 0 to ``world_size - 1``.
+
+    Example:
+        >>> sampler = LengthBucketedBatchSampler([3, 50, 4, 52, 5, 51], max_tokens=168, n_buckets=2)
+        >>> [sorted(batch) for batch in sampler]
+        [[1, 3, 5], [0, 2, 4]]
+    """
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        *,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        seed: int = 0,
+        world_size: int = 1,
+        rank: int | None = None,
+        **settings: Any,
+    ) -> None:
+        self.buckets = LengthBuckets(
+            lengths, batch_size=batch_size, max_tokens=max_tokens, seed=seed, world_size=world_size, **settings
+        )
+        self.batch_size = batch_size  # Accelerate reads it; None says that batches differ
+        self.drop_last = False
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size):
             raise ValueError(
                 f"rank={rank!r} is out of range; expected None or 0 to world_size - 1 = {world_size - 1}. "
@@ -39,29 +70,35 @@ class _PlanSampler:
         self._resume_at = 0  # where the next iteration begins
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return self._steps()
+
+    def _steps(self) -> int:
+        batches = self.buckets.n_batches
+        return batches if self.rank is None else -(-batches // self.buckets.world_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._position, self._resume_at = self._resume_at, 0  # only after a restored state the first position is not 0
+        return self._from(self._position)
+
+    def _from(self, first: int) -> Iterator[Any]:
+        for position, item in enumerate(self._items(first), start=first + 1):
+            self._position = position
+            yield item
+
+    def _items(self, first: int) -> Iterator[Any]:
+        """Yield what is handed out from a position on; with a rank, the last steps wrap around to the first batches,
+        as stock does.
+        """
+        plan, world_size = self.buckets.plan(self.epoch), self.buckets.world_size
+        for step in range(first, self._steps()):
+            number = step if self.rank is None else (step * world_size + self.rank) % len(plan)
+            yield plan.batch(number).tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Hand out the order of an epoch, from its beginning; the epoch it is in already changes nothing."""
         check_seed(epoch, name="epoch")
         if epoch != self.epoch:
             self.epoch, self._position, self._resume_at = epoch, 0, 0
-
-    def _begin(self) -> int:
-        """Begin an iteration and return its first position; only the first one after a restored state is not 0."""
-        self._position, self._resume_at = self._resume_at, 0
-        return self._position
-
-    def _steps(self) -> int:
-        """The batches of one rank; with a rank, the last steps wrap around to the first batches, as stock does."""
-        batches = self.buckets.n_batches
-        return batches if self.rank is None else -(-batches // self.buckets.world_size)
-
-    def _batch_number(self, step: int) -> int:
-        """The position in the plan of a step of this rank."""
-        if self.rank is None:
-            return step
-        return (step * self.buckets.world_size + self.rank) % self.buckets.n_batches
 
     def diagnostics(self) -> PlanDiagnostics:
         """Return what the batches of the current epoch are like, over all ranks."""
@@ -127,69 +164,14 @@ class _PlanSampler:
         }
 
 
-class LengthBucketedBatchSampler(_PlanSampler, torch.utils.data.Sampler[list[int]]):
-    """Batches of example indices of similar length, for ``DataLoader(dataset, batch_sampler=...)``.
-
-    Args:
-        lengths: tokens per example, shape (examples,).
-        batch_size: examples per batch; or
-        max_tokens: padded tokens per batch.
-        seed: together with the epoch it fixes the order.
-        world_size: processes that train side by side.
-        rank: which of them this is, to get its batches only; every rank then makes the same number of steps. None for
-            all batches, in groups of ``world_size``: what Accelerate wants, which shares them out itself.
-        settings: ``n_buckets``, ``boundaries``, ``pad_to_multiple_of``, ``too_long``: see ``LengthBuckets``.
-
-    Raises:
-        ValueError: see ``LengthBuckets``; a rank outside 0 to ``world_size - 1``.
-
-    Example:
-        >>> sampler = LengthBucketedBatchSampler([3, 50, 4, 52, 5, 51], max_tokens=168, n_buckets=2)
-        >>> [sorted(batch) for batch in sampler]
-        [[1, 3, 5], [0, 2, 4]]
-    """
-
-    def __init__(
-        self,
-        lengths: ArrayLike,
-        *,
-        batch_size: int | None = None,
-        max_tokens: int | None = None,
-        seed: int = 0,
-        world_size: int = 1,
-        rank: int | None = None,
-        **settings: Any,
-    ) -> None:
-        self.buckets = LengthBuckets(
-            lengths, batch_size=batch_size, max_tokens=max_tokens, seed=seed, world_size=world_size, **settings
-        )
-        self.batch_size = batch_size  # Accelerate reads it; None says that batches differ
-        self.drop_last = False
-        self._start(rank)
-
-    def __len__(self) -> int:
-        return self._steps()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._batches(self._begin())
-
-    def _batches(self, first: int) -> Iterator[list[int]]:
-        plan = self.buckets.plan(self.epoch)
-        for step in range(first, len(self)):
-            self._position = step + 1
-            yield plan.batch(self._batch_number(step)).tolist()
-
-
-class LengthBucketedSampler(_PlanSampler, torch.utils.data.Sampler[int]):
+class LengthBucketedSampler(LengthBucketedBatchSampler):
     """Example indices of which ``batch_size`` neighbours are of similar length, for ``DataLoader(..., sampler=...)``.
 
     Args:
         lengths: tokens per example, shape (examples,).
         batch_size: that of the DataLoader.
-        seed: together with the epoch it fixes the order.
-        world_size: processes that train side by side.
-        rank: which of them this is, to get its examples only; None for all.
-        settings: ``n_buckets``, ``pad_to_multiple_of``: see ``LengthBuckets``.
+        settings: ``seed``, ``world_size``, ``rank``, ``n_buckets``, ``pad_to_multiple_of``, ``too_long``: see
+            ``LengthBucketedBatchSampler``.
 
     Raises:
         ValueError: see ``LengthBuckets``; a rank outside 0 to ``world_size - 1``.
@@ -200,48 +182,21 @@ class LengthBucketedSampler(_PlanSampler, torch.utils.data.Sampler[int]):
         [1, 3, 5]
     """
 
-    def __init__(
-        self,
-        lengths: ArrayLike,
-        *,
-        batch_size: int,
-        seed: int = 0,
-        world_size: int = 1,
-        rank: int | None = None,
-        n_buckets: int | Literal["auto"] = "auto",
-        pad_to_multiple_of: int = 8,
-    ) -> None:
-        check_counts(batch_size=batch_size)
-        self.buckets = LengthBuckets(
-            lengths,
-            batch_size=batch_size,
-            n_buckets=n_buckets,
-            seed=seed,
-            world_size=world_size,
-            pad_to_multiple_of=pad_to_multiple_of,
-        )
-        self.batch_size = batch_size
-        self._start(rank)
+    batch_size: int
+
+    def __init__(self, lengths: ArrayLike, *, batch_size: int, **settings: Any) -> None:
+        super().__init__(lengths, batch_size=batch_size, **settings)
 
     def __len__(self) -> int:
-        if self.rank is None:
-            return self.buckets.n_examples
-        return self._steps() * self.batch_size
+        return self.buckets.n_examples if self.rank is None else self._steps() * self.batch_size
 
-    def __iter__(self) -> Iterator[int]:
-        return self._examples(self._begin())
-
-    def _examples(self, first: int) -> Iterator[int]:
-        plan = self.buckets.plan(self.epoch)
-        for step in range(first // self.batch_size, self._steps()):
-            batch = plan.batch(self._batch_number(step))
-            if self.rank is not None and len(batch) < self.batch_size:
-                batch = np.resize(batch, self.batch_size)  # filled up with its own examples: ranks take equal steps
-            begin = step * self.batch_size
-            for position, example in enumerate(batch.tolist(), start=begin):
-                if position >= first:
-                    self._position = position + 1
-                    yield example
+    def _items(self, first: int) -> Iterator[int]:
+        step, begin = divmod(first, self.batch_size)
+        for batch in super()._items(step):
+            if self.rank is not None:  # fill up with its own examples: ranks take equal steps
+                batch = np.resize(batch, self.batch_size).tolist()
+            yield from batch[begin:]
+            begin = 0
 
 
 def _check_position(position: Any, length: int) -> None:

@@ -29,6 +29,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch.utils.data import get_worker_info
 
+from hf_memopt.batching.collation.columns import round_up
 from hf_memopt.batching.collation.rows import RowBatch
 from hf_memopt.batching.plan.checks import (
     check_batch_limits,
@@ -39,6 +40,7 @@ from hf_memopt.batching.plan.checks import (
     check_world_size,
     checked_boundaries,
 )
+from hf_memopt.batching.plan.lengths import are_token_ids
 from hf_memopt.batching.views.descriptions import DescribedByDataset
 from hf_memopt.changes import Change, nearest
 
@@ -234,7 +236,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
     def _width(self, length: int) -> int:
         if self.boundaries is not None and length <= self.boundaries[-1]:
             return self.boundaries[bisect_left(self.boundaries, length)]
-        return -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        return round_up(length, self.pad_to_multiple_of)
 
     def _length(self, row: Any, position: int, number: int) -> int:
         where = f"row {position} of the stream (pass {number})"
@@ -250,7 +252,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
                 'Tokenise first: dataset.map(lambda row: tokenizer(row["text"]))'
             )
         tokens = row[self.column]
-        if tokens is not None and not _are_token_ids(tokens):
+        if tokens is not None and not are_token_ids(tokens):
             raise ValueError(
                 f"column={self.column!r} holds {reprlib.repr(tokens)} in {where}; expected one flat list of integers "
                 'per row. Tokenise without return_tensors: dataset.map(lambda row: tokenizer(row["text"]))'
@@ -409,23 +411,20 @@ def _read_whole(source: Iterable[Any]) -> Iterator[Any]:
     """Iterate over a source as if there was no DataLoader worker: it would give each of them a share of its own, and
     streams that are cut differently would be read at different speeds, so that no pass was a pass.
     """
-    # `_worker_info` is what get_worker_info() returns (torch 2.6 to 2.13; pinned by a test).
+    # `_worker_info` is what get_worker_info() returns (torch 2.6 to 2.13; pinned by a test). It is put back before
+    # every row is handed out: between two rows the worker runs the collator, and may begin another iteration.
     module = torch.utils.data._utils.worker
     here = module._worker_info
-    if here is None:
-        yield from source
-        return
-    end = object()
     rows: Iterator[Any] | None = None
     while True:
         module._worker_info = None
         try:
             rows = iter(source) if rows is None else rows
-            row = next(rows, end)
+            row = next(rows)
+        except StopIteration:
+            return
         finally:
             module._worker_info = here
-        if row is end:
-            return
         yield row
 
 
@@ -475,12 +474,3 @@ def _check_trainer(stream: BucketedStream, trainer: Any) -> None:
             )
     else:
         check_whole_batches(trainer)
-
-
-def _are_token_ids(tokens: Any) -> bool:
-    dtype = getattr(tokens, "dtype", None)
-    if dtype is not None:  # a numpy array or a torch tensor
-        return "int" in str(dtype) and len(tokens.shape) == 1
-    if not isinstance(tokens, (list, tuple)):
-        return False
-    return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, tokens)))

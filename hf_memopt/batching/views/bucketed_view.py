@@ -22,7 +22,7 @@ from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets
 from hf_memopt.batching.plan.checks import check_batch_limits, check_world_size, checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
 from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream, seed_of_run
-from hf_memopt.batching.views.descriptions import DescribedByDataset
+from hf_memopt.batching.views.descriptions import DescribedByDataset, is_map_style
 from hf_memopt.binding.handles import is_overridden, override_method
 from hf_memopt.changes import Change
 
@@ -78,8 +78,7 @@ def bucketed(
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_world_size(world_size)
-    is_stream = isinstance(dataset, torch.utils.data.IterableDataset)  # it inherits a __getitem__ that only raises
-    if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    if not is_map_style(dataset):
         _check_settings_of_stream(lengths, n_buckets, boundaries)
         stream = BucketedStream(
             dataset,

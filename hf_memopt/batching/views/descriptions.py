@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["DescribedByDataset"]
+import torch
+
+__all__ = ["DescribedByDataset", "is_map_style"]
 
 DESCRIPTIONS = {
     "builder_name",
@@ -24,6 +26,12 @@ DESCRIPTIONS = {
     "version",
 }
 """The properties of a ``datasets.Dataset`` that hold for its rows in any order (datasets 3.0 to 5.2)."""
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Return whether a dataset can be indexed; a stream of torch inherits a ``__getitem__`` that only raises."""
+    is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
+    return not is_stream and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
 class DescribedByDataset:

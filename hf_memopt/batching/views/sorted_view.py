@@ -36,10 +36,10 @@ from torch.utils.data import SequentialSampler
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from hf_memopt.batching.collation.rows import RowReader
-from hf_memopt.batching.exact_losses import ExactLoss
+from hf_memopt.batching.exact_losses import IGNORED, ExactLoss
 from hf_memopt.batching.plan.checks import checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
-from hf_memopt.batching.views.descriptions import DescribedByDataset
+from hf_memopt.batching.views.descriptions import DescribedByDataset, is_map_style
 from hf_memopt.binding.model_traits import is_causal_lm
 from hf_memopt.changes import Change
 
@@ -72,8 +72,7 @@ def sorted_by_length(
         >>> view.restore_order(np.array([3, 2, 1]))
         array([1, 3, 2])
     """
-    is_stream = isinstance(dataset, torch.utils.data.IterableDataset)  # it inherits a __getitem__ that only raises
-    if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    if not is_map_style(dataset):
         raise TypeError(
             f"dataset=<{type(dataset).__name__}> cannot be sorted; expected a map-style dataset with __len__ and "
             "__getitem__. Load it without streaming=True"
@@ -348,7 +347,7 @@ class _ExactLoss:
     def _count(self, labels: torch.Tensor) -> torch.Tensor:
         if labels.is_floating_point() or labels.dtype == torch.bool:
             return torch.tensor(len(labels), device=labels.device)
-        return (labels[..., 1:] if self.shifts and self._unit == "token" else labels).ne(-100).sum()
+        return (labels[..., 1:] if self.shifts and self._unit == "token" else labels).ne(IGNORED).sum()
 
     def result(self, prefix: str) -> dict[str, float]:
         """Return the exact loss of all processes under its name, or nothing if there was none."""

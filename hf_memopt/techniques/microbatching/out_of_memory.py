@@ -12,7 +12,6 @@ and exit.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import random
 import re
@@ -20,13 +19,11 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.random import mtrand
 
 __all__ = ["OUT_OF_MEMORY_TEXTS", "RandomState", "is_out_of_memory", "release_memory"]
 
@@ -145,7 +142,7 @@ class RandomState:
         if device.type != "cpu":
             module = torch.get_device_module(device)
             accelerator = module.get_rng_state(*_arguments(device))
-        return cls(device, torch.get_rng_state(), accelerator, _numpy_state(), random.getstate())
+        return cls(device, torch.get_rng_state(), accelerator, np.random.get_state(legacy=False), random.getstate())
 
     def restore(self) -> None:
         """Set the generators to what they were, as often as needed."""
@@ -153,30 +150,9 @@ class RandomState:
         if self.accelerator is not None:
             module = torch.get_device_module(self.device)
             module.set_rng_state(self.accelerator, *_arguments(self.device))
-        _numpy_state_of.cache_clear()
         np.random.set_state(self.numpy)
         random.setstate(self.python)
 
 
 def _arguments(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # there is one only
-
-
-def _numpy_state() -> Any:
-    """Return the state of numpy's generator, which is slow to ask for, without asking again if nothing was drawn since.
-
-    What the generator holds is compared as it lies in memory, 624 numbers of 32 bits and a position. The second of a
-    pair of normal deviates is drawn without a change of those, so a state in which one waits is asked for each time.
-    """
-    generator = mtrand.get_bit_generator()
-    if type(generator) is not np.random.MT19937:  # the user's choice
-        return np.random.get_state(legacy=False)
-    state = _numpy_state_of(ctypes.string_at(generator.ctypes.state_address, 625 * 4))
-    if state["has_gauss"]:
-        _numpy_state_of.cache_clear()
-    return state
-
-
-@lru_cache(maxsize=1)
-def _numpy_state_of(numbers: bytes) -> Any:
-    return np.random.get_state(legacy=False)
