@@ -176,7 +176,7 @@ class BucketedCollator:
 
     def _examples(self, features: Sequence[Any]) -> tuple[Sequence[Any], int | None]:
         """Return the examples, unread where they are, and the width to pad them to; None leaves it to the collator."""
-        if len(features) == 1 and isinstance(features[0], RowBatch):
+        if not isinstance(features, RowBatch) and len(features) == 1 and isinstance(features[0], RowBatch):
             features = features[0]
         if isinstance(features, RowBatch):
             return features, features.width
