@@ -24,7 +24,6 @@ from hf_memopt import (
     MicrobatchCallback,
     PrecisionCallback,
     Recipe,
-    compat,
     gradient_release,
     preset,
     recipe,
@@ -32,6 +31,7 @@ from hf_memopt import (
 from hf_memopt.batching.views.bucketed_stream import BucketedStream
 from hf_memopt.batching.views.bucketed_view import BucketedExamples, bucketed
 from hf_memopt.batching.views.sorted_view import SortedExamples
+from hf_memopt.binding import versions
 from hf_memopt.devices import memory_reading
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.recipes import recipe as recipe_module
@@ -590,7 +590,7 @@ def test_step_settings_say_what_the_training_arguments_say(name, tmp_path) -> No
     assert settings.precision == chosen.precision
     assert settings.optim == args.optim.value
     assert settings.gradient_accumulation_steps == args.gradient_accumulation_steps
-    assert bool(settings.checkpointing) == compat.checkpointing_of(args)[0] == chosen.checkpointing
+    assert bool(settings.checkpointing) == versions.checkpointing_of(args)[0] == chosen.checkpointing
     assert settings.eval_batch_size == args.per_device_eval_batch_size
     assert settings.eval_accumulation_steps == args.eval_accumulation_steps
     assert settings.max_grad_norm == args.max_grad_norm
