@@ -320,6 +320,13 @@ def test_a_probe_that_does_not_fit_ends_no_run(limit: int, task: str, tmp_path: 
         assert result["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-6)
 
 
+def test_where_not_even_one_row_can_be_asked_stock_is_believed(tmp_path: Path) -> None:
+    rows = [{**row, "labels": row["input_ids"]} for row in mixed_rows(16)]
+    trainer = make(Trainer, rows, tmp_path, model=tiny.llama())
+    Rows(limit=0).watch(trainer.model)
+    assert LossWeights().of_rows(trainer, trainer.model, collate(rows[:ROWS]), torch.tensor(20)) is None
+
+
 def test_single_rows_show_whether_losses_add_up_and_the_rest_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,14 +4,12 @@ Loss, logits and labels are those of the whole batch, so metrics stay what they 
 joined outputs are written piece by piece into one tensor, so joining needs the outputs of one batch and of one piece.
 A piece keeps the batch's columns, since logits would have another shape without.
 
-The loss of the pieces is added up as this trainer's own loss asks for (``find_rule`` tries it with a few rows, once in
-an evaluation that is split): stock hands the number of labels of the whole batch to a head that takes it, and any other
-is a mean over labels or rows.
+The losses of the parts are added up as this trainer's own loss asks for, a sum or a weighted mean of its rows
+(``loss_rules`` finds out with a few rows, in an evaluation that is split).
 
-Left out: generation that samples, whose random numbers go to other rows then. What cannot be cut raises, and the error
-says why: a loss that compares rows with each other, labels per token under another name than ``labels``, an output that
-has not one entry per row. Where only single rows fit, a loss that ignores the number of labels is taken for a mean over
-labels.
+Limitations: generation that samples, whose random numbers go to other rows then. What cannot be cut raises, and the
+error says why: a loss that compares rows with each other, an output that does not have one entry per row. Where only
+single rows fit, a loss that ignores the number of labels is taken for a mean over labels.
 """
 
 from __future__ import annotations
