@@ -1,6 +1,6 @@
 """What memory of the host it takes to load an optimizer's state for a card: python benchmarks/resume.py
 
-Stock (``torch.load``, ``load_state_dict``) against what ``LeanCheckpointCallback`` does instead, each in a fresh
+Stock (``torch.load``, ``load_state_dict``) against what ``ShardedCheckpointCallback`` does instead, each in a fresh
 process, which reads the peak of its anonymous memory: pages of a mapped file are the file's own. The parameters are on
 the meta device, which stands for the card, so no card is needed; every byte of the state is read, as a copy to a card
 reads it. Linux only. glibc keeps freed blocks for later use once it has seen blocks of their size freed;

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from hf_memopt.batching.views.bucketed_view import bucketed
     from hf_memopt.batching.views.sorted_view import sorted_by_length
     from hf_memopt.binding.attach import attach
-    from hf_memopt.changes import BudgetError, Change, MissingExtraError
+    from hf_memopt.changes import Change
     from hf_memopt.devices.gpus import GPUS, Gpu, custom_gpu, find_gpu
     from hf_memopt.devices.memory_reading import MemoryReading, read_memory
+    from hf_memopt.errors import BudgetError, MissingExtraError
     from hf_memopt.memory.estimation import estimate, estimate_from_arguments
     from hf_memopt.memory.report import MemoryReportCallback, print_gpu_utilization, print_summary
     from hf_memopt.memory.result import Estimate
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.presets import PRESETS, preset, recipe
     from hf_memopt.recipes.recipe import Recipe
     from hf_memopt.techniques.checkpointing.policies import CheckpointingCallback, checkpoint_layers
-    from hf_memopt.techniques.checkpoints.sharded import LeanCheckpointCallback
+    from hf_memopt.techniques.checkpoints.sharded import LeanCheckpointCallback, ShardedCheckpointCallback
     from hf_memopt.techniques.evaluation.guard import EvaluationGuardCallback
     from hf_memopt.techniques.expandable_segments import use_expandable_segments
     from hf_memopt.techniques.freezing.freezing import FreezeCallback, freeze
@@ -53,7 +54,8 @@ _MODULES = {
     "hf_memopt.batching.plan.samplers": ("LengthBucketedBatchSampler", "LengthBucketedSampler"),
     "hf_memopt.batching.views.bucketed_view": ("bucketed",),
     "hf_memopt.binding.attach": ("attach",),
-    "hf_memopt.changes": ("BudgetError", "Change", "MissingExtraError"),
+    "hf_memopt.changes": ("Change",),
+    "hf_memopt.errors": ("BudgetError", "MissingExtraError"),
     "hf_memopt.devices.gpus": ("GPUS", "Gpu", "custom_gpu", "find_gpu"),
     "hf_memopt.memory.estimation": ("estimate", "estimate_from_arguments"),
     "hf_memopt.memory.report": ("MemoryReportCallback", "print_gpu_utilization", "print_summary"),
@@ -63,7 +65,7 @@ _MODULES = {
     "hf_memopt.recipes.presets": ("PRESETS", "preset", "recipe"),
     "hf_memopt.recipes.recipe": ("Recipe",),
     "hf_memopt.techniques.expandable_segments": ("use_expandable_segments",),
-    "hf_memopt.techniques.checkpoints.sharded": ("LeanCheckpointCallback",),
+    "hf_memopt.techniques.checkpoints.sharded": ("LeanCheckpointCallback", "ShardedCheckpointCallback"),
     "hf_memopt.techniques.checkpointing.policies": ("CheckpointingCallback", "checkpoint_layers"),
     "hf_memopt.techniques.optimizers.embedding_bits": ("EmbeddingBitsCallback", "override_embedding_bits"),
     "hf_memopt.techniques.evaluation.guard": ("EvaluationGuardCallback",),
@@ -104,6 +106,7 @@ __all__ = [
     "PaddingReport",
     "PrecisionCallback",
     "Recipe",
+    "ShardedCheckpointCallback",
     "StepSettings",
     "attach",
     "bucketed",

@@ -1,13 +1,14 @@
-"""What the package tells about its own decisions: ``Change``, the errors of its own, and the hint of an error text."""
+"""``Change`` records an automatic decision with its reason."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BudgetError", "Change", "MissingExtraError", "add_change", "nearest"]
+__all__ = ["Change", "add_change", "record_changes"]
+
+CHANGES = "memopt_changes"  # the attribute of a trainer that holds what was changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +39,7 @@ def add_change(changes: list[Change], change: Change) -> bool:
     return is_new
 
 
-class BudgetError(RuntimeError):
-    """A set-up needs more memory than its budget allows."""
-
-
-class MissingExtraError(ImportError):
-    """An optional dependency is not installed.
-
-    Args:
-        package: the distribution that could not be imported.
-        extra: the extra of hf-memopt that installs it.
-        purpose: what needs it, as the subject of a sentence.
-    """
-
-    def __init__(self, package: str, *, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs {package}, which is not installed. Call: pip install 'hf-memopt[{extra}]'")
-        self.package = package
-        self.extra = extra
-
-
-def nearest(name: Any, known: Iterable[Any]) -> str:
-    """Return the known name that ``name`` most resembles as a hint for an error text, or an empty string.
-
-    What is not text resembles nothing.
-
-    Example:
-        >>> nearest("4gb", ["4gb-gpu", "cpu"])
-        " Did you mean '4gb-gpu'?"
-    """
-    if not isinstance(name, str):
-        return ""
-    names = [other for other in known if isinstance(other, str)]
-    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+def record_changes(trainer: Any, changes: Iterable[Change]) -> None:
+    """Append changes to those that are known of this trainer, ``trainer.memopt_changes``."""
+    known = getattr(trainer, CHANGES, ())
+    setattr(trainer, CHANGES, (*known, *(change for change in changes if change not in known)))

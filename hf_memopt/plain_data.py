@@ -14,7 +14,7 @@ from functools import cache
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hf_memopt.changes import nearest
+from hf_memopt.errors import did_you_mean
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -90,7 +90,7 @@ def from_object(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
         if name not in known:
             raise ValueError(
                 f"{name}={shown(value)} is not a field of {kind.__name__}; expected one of {', '.join(known)}."
-                f"{nearest(name, known)} Remove it"
+                f"{did_you_mean(name, known)} Remove it"
             )
     for name, item in known.items():
         if name not in values and item.default is MISSING and item.default_factory is MISSING:
@@ -124,7 +124,7 @@ def check_value(name: str, value: Any, kind: Any, example: Any = MISSING) -> Non
     if _fits(value, kind):
         return
     options = get_args(kind) if get_origin(kind) is Literal else ()
-    hint = nearest(value, map(str, options)) if isinstance(value, str) else ""
+    hint = did_you_mean(value, map(str, options)) if isinstance(value, str) else ""
     proposal = f"Pass {name}={example!r}" if example is not MISSING else f"Pass another {name}"
     most = ", below 2**63" if isinstance(value, int) and value >= 2**63 else ""
     raise ValueError(f"{name}={shown(value)} is invalid; expected {_rule(kind)}{most}.{hint} {proposal}")

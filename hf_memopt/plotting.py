@@ -6,7 +6,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_memopt.changes import MissingExtraError
+from hf_memopt.errors import MissingExtraError
 from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:

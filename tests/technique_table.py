@@ -20,11 +20,11 @@ from hf_memopt import (
     EvaluationGuardCallback,
     FreezeCallback,
     GradualUnfreezeCallback,
-    LeanCheckpointCallback,
     MemoryReportCallback,
     MicrobatchCallback,
     OverflowCallback,
     PrecisionCallback,
+    ShardedCheckpointCallback,
     attach,
     bucketed,
     gradient_release,
@@ -68,11 +68,11 @@ TABLE = {
     "checkpointing policy": Technique(lambda: CheckpointingCallback("selective")),
     # sums in another order: one rounding of float32 per piece
     "micro-batching": Technique(lambda: MicrobatchCallback(max_tokens=16), tolerance=1e-7),
-    "overflow triage": Technique(OverflowCallback),
+    "non-finite detection": Technique(OverflowCallback),
     "precision": Technique(PrecisionCallback),
     "evaluation guard": Technique(lambda: EvaluationGuardCallback(reduce="argmax")),
     "memory report": Technique(MemoryReportCallback),
-    "lean checkpoints": Technique(LeanCheckpointCallback),
+    "sharded checkpoints": Technique(ShardedCheckpointCallback),
 }
 assert tuple(TABLE) == TECHNIQUES
 
@@ -80,7 +80,7 @@ assert tuple(TABLE) == TECHNIQUES
 GROUPS = {
     "with micro-batches": set(TECHNIQUES) - {"gradient release", "32-bit embeddings"},
     "with 8-bit state": set(TECHNIQUES) - {"gradient release", "micro-batching"},
-    "with released gradients": set(TECHNIQUES) - {"micro-batching", "overflow triage"},
+    "with released gradients": set(TECHNIQUES) - {"micro-batching", "non-finite detection"},
     "with micro-batches and 8-bit state": {"micro-batching", "32-bit embeddings"},
 }
 """Sets in which every pair that is not refused stands."""

@@ -17,6 +17,7 @@ ROOMS = ("batching", "techniques", "memory")
 PUBLIC = {
     "use_expandable_segments",
     "LeanCheckpointCallback",
+    "ShardedCheckpointCallback",
     "CheckpointingCallback",
     "checkpoint_layers",
     "EvaluationGuardCallback",

@@ -11,7 +11,7 @@ import pytest
 
 from hand_made import hand_made
 from hf_memopt.batching.padding_costs.figures import padding_report
-from hf_memopt.changes import MissingExtraError
+from hf_memopt.errors import MissingExtraError
 
 PICTURES: dict[str, Callable[[], Any]] = {  # what a picture is: what makes that which it shows
     "the picture of a padding report": lambda: padding_report([3, 4]),

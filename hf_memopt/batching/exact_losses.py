@@ -38,12 +38,13 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_memopt.binding.attach import refuse_data_parallel
-from hf_memopt.changes import Change, nearest
+from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_model
+from hf_memopt.changes import Change
+from hf_memopt.errors import did_you_mean
 
-__all__ = ["IGNORED", "TASKS", "ExactLoss", "exact_loss"]
+__all__ = ["TASKS", "ExactLoss", "exact_loss"]
 
 TASKS = ("sequence-classification", "token-classification", "masked-lm", "causal-lm", "seq2seq-lm")
-IGNORED = -100  # the label that the Trainer leaves out of its count
 
 OF_LOSS_FUNCTION = {
     ForSequenceClassificationLoss: "sequence-classification",
@@ -105,10 +106,10 @@ def exact_loss(model: nn.Module, *, label_smoothing: float | None = None, task: 
         )
     if task is not None and task not in TASKS:
         raise ValueError(
-            f"task={task!r} is unknown; expected one of {', '.join(TASKS)}.{nearest(task, TASKS)} "
+            f"task={task!r} is unknown; expected one of {', '.join(TASKS)}.{did_you_mean(task, TASKS)} "
             "Leave task out to find out from the model."
         )
-    inside = _unwrap(model)
+    inside = unwrap_model(model)
     config = getattr(inside, "config", None)
     found = task or _find_task(inside)
     if found is None or (found == "sequence-classification" and config is None):
@@ -235,7 +236,7 @@ class ExactLoss:
         if self.task != "sequence-classification":
             self._check_shape(logits, labels, logits.shape[:-1])
             if self.task == "causal-lm":  # logits (batch, seq, vocab) of position i against the label of i + 1
-                labels = functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
+                labels = functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
             return self._sum_of_classes(logits, labels)
         problem = self._problem_type(labels)
         if problem == "single_label_classification":
@@ -250,7 +251,7 @@ class ExactLoss:
         self._check_shape(logits, labels, *allowed)
         targets = labels.to(logits.dtype).reshape(logits.shape)
         compare = functional.mse_loss if problem == "regression" else functional.binary_cross_entropy_with_logits
-        counts = targets.ne(IGNORED)
+        counts = targets.ne(IGNORED_LABEL)
         return compare(logits, targets, reduction="none").masked_fill(~counts, 0).sum(), counts.sum()
 
     def _sum_of_classes(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,11 +259,11 @@ class ExactLoss:
         total = functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]),
             labels.reshape(-1),
-            ignore_index=IGNORED,
+            ignore_index=IGNORED_LABEL,
             reduction="sum",
             label_smoothing=self._smoothing,
         )
-        return total, labels.ne(IGNORED).sum()
+        return total, labels.ne(IGNORED_LABEL).sum()
 
     @property
     def _smoothing(self) -> float:
@@ -297,13 +298,6 @@ class ExactLoss:
 
     def __repr__(self) -> str:
         return f"exact_loss({self.model_name}, task={self.task!r}, label_smoothing={self.label_smoothing!r})"
-
-
-def _unwrap(model: Any) -> Any:
-    """Return the transformers model inside DistributedDataParallel and PEFT."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _find_task(model: Any) -> str | None:
@@ -357,7 +351,7 @@ def _without_first_labels(batch: Any) -> Any:
     if not torch.is_tensor(labels) or labels.dim() == 0:
         return batch
     labels = labels.clone()
-    labels[..., 0] = IGNORED
+    labels[..., 0] = IGNORED_LABEL
     return {**batch, "labels": labels}
 
 
@@ -369,7 +363,7 @@ def _bind_decoder_inputs(trainer: Any, model_name: str) -> None:
     def compute_loss(model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         names = ("decoder_input_ids", "decoder_inputs_embeds")
         if "labels" in inputs and all(inputs.get(name) is None for name in names):
-            shift_labels = getattr(_unwrap(trainer.model), "prepare_decoder_input_ids_from_labels", None)
+            shift_labels = getattr(unwrap_model(trainer.model), "prepare_decoder_input_ids_from_labels", None)
             if shift_labels is None:
                 raise ValueError(
                     f"decoder_input_ids are missing, and {model_name} has no prepare_decoder_input_ids_from_labels; "

@@ -39,11 +39,11 @@ TECHNIQUES = (
     "gradient release",
     "checkpointing policy",
     "micro-batching",
-    "overflow triage",
+    "non-finite detection",
     "precision",
     "evaluation guard",
     "memory report",
-    "lean checkpoints",
+    "sharded checkpoints",
 )
 """The techniques, by the name that each bears as ``technique``."""
 
@@ -118,8 +118,8 @@ REFUSALS = (
     ),
     Refusal(
         "gradient release",
-        "overflow triage",
-        "a poisoned step is dropped before the optimizer steps, and here it steps within the backward pass",
+        "non-finite detection",
+        "a step that is not finite is dropped before the optimizer steps, and here it steps within the backward pass",
         "Take OverflowCallback out of callbacks=",
     ),
     Refusal(
@@ -184,21 +184,21 @@ REFUSALS = (
         "Leave auto_find_batch_size out",
     ),
     Refusal(
-        "overflow triage",
+        "non-finite detection",
         "layer-wise optimizer",
-        "weights step within the backward pass, so a poisoned step cannot be dropped",
+        "weights step within the backward pass, so a step that is not finite cannot be dropped",
         "Choose another optim",
     ),
     Refusal(
-        "overflow triage",
+        "non-finite detection",
         "FSDP",
         "the diagnosis runs rows in one process, and sharded weights need all of them",
         "Take OverflowCallback out of callbacks=",
     ),
     Refusal(
-        "overflow triage",
+        "non-finite detection",
         "DeepSpeed",
-        "its engine steps by itself, so a poisoned step cannot be dropped",
+        "its engine steps by itself, so a step that is not finite cannot be dropped",
         "Take OverflowCallback out of callbacks=",
     ),
     Refusal(

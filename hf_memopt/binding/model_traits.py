@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable
@@ -11,7 +12,19 @@ import torch
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-__all__ = ["has_decoder", "is_causal_lm", "label_shifter", "needs_position_ids", "unwrap_model"]
+__all__ = [
+    "IGNORED_LABEL",
+    "has_decoder",
+    "is_causal_lm",
+    "label_shifter",
+    "needs_position_ids",
+    "unwrap_model",
+    "used_columns",
+]
+
+
+IGNORED_LABEL = -100
+"""The label that losses of transformers do not count, and what the ``Trainer`` pads outputs and labels with."""
 
 
 def needs_position_ids(model: nn.Module) -> bool:
@@ -36,7 +49,9 @@ def _is_free_of_columns(kind: type[nn.Module]) -> bool:
 
 
 def unwrap_model(model: Any) -> Any:
-    """Return the model inside a PEFT wrapper, whose own forward hides what the model takes."""
+    """Return the transformers model inside DistributedDataParallel and PEFT, whose own forwards hide what it takes."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -72,3 +87,30 @@ def label_shifter(model: nn.Module) -> Callable[..., torch.Tensor] | None:
     shell.config = inside.config
     shift_labels: Callable[..., torch.Tensor] = shell.prepare_decoder_input_ids_from_labels
     return shift_labels
+
+
+def used_columns(trainer: Any) -> set[str] | None:
+    """Return the columns that stock leaves to the collator, None for all: what the model takes and the labels, and
+    what a subclass adds to them.
+
+    Asking fills stock's cache, which is put back, since the model may be another one when training begins.
+    """
+    if not trainer.args.remove_unused_columns:
+        return None
+    # `_set_signature_columns_if_needed` fills `_signature_columns`, and subclasses override it (5.8.1 to 5.23.0; pinned
+    # by a test).
+    fill = getattr(trainer, "_set_signature_columns_if_needed", None)
+    if fill is None:
+        return {
+            *inspect.signature(unwrap_model(trainer.model).forward).parameters,
+            *trainer.label_names,
+            "label",
+            "label_ids",
+        }
+    cached = trainer._signature_columns
+    trainer._signature_columns = copy.copy(cached)  # a subclass may append to it
+    try:
+        fill()
+        return set(trainer._signature_columns)
+    finally:
+        trainer._signature_columns = cached

@@ -33,7 +33,7 @@ class _Commands(TyperGroup):
 
 
 def _in_one_line(error: Exception) -> str:
-    from hf_memopt.changes import MissingExtraError
+    from hf_memopt.errors import MissingExtraError
 
     text = " ".join(str(error).split())
     if isinstance(error, (ValueError, MissingExtraError)):

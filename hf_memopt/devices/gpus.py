@@ -30,7 +30,7 @@ from statistics import median_low
 from types import MappingProxyType
 from typing import NamedTuple
 
-from hf_memopt.changes import nearest
+from hf_memopt.errors import did_you_mean
 from hf_memopt.units import format_bytes, parse_bytes
 
 __all__ = ["GPUS", "Gpu", "custom_gpu", "find_gpu", "gpu_at_hand"]
@@ -295,7 +295,7 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
             f"gpu={gpu!r} is more than one card; expected one of: {', '.join(names)}. Pass gpu={names[0]!r}."
         )
     raise ValueError(
-        f"gpu={gpu!r} is not a card of the table; expected one of: {', '.join(GPUS)}.{nearest(str(gpu), GPUS)} "
+        f"gpu={gpu!r} is not a card of the table; expected one of: {', '.join(GPUS)}.{did_you_mean(str(gpu), GPUS)} "
         "Pass gpu=custom_gpu('4GiB', compute_capability='7.5'), or --gpu-memory 4GiB --compute-capability 7.5."
     )
 

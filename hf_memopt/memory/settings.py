@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 
 from hf_memopt.binding.conflicts import refusal_of, steps_in_backward
-from hf_memopt.changes import nearest
+from hf_memopt.errors import did_you_mean
 
 __all__ = ["NotEstimableError", "StepSettings"]
 
@@ -91,7 +91,7 @@ class StepSettings:
             if value not in choices:
                 raise ValueError(
                     f"{name}={value!r} is unknown; expected one of {', '.join(map(repr, choices))}."
-                    f"{nearest(str(value), choices)} Pass {name}={choices[0]!r}"
+                    f"{did_you_mean(str(value), choices)} Pass {name}={choices[0]!r}"
                 )
         for name in (*_COUNTS, *_COUNTS_OR_NONE):
             value = getattr(self, name)
@@ -173,7 +173,7 @@ class StepSettings:
             if name not in known:
                 raise TypeError(
                     f"{name}={changed[name]!r} is not a setting of a step; expected one of "
-                    f"{', '.join(known)}.{nearest(name, known)} See help(hf_memopt.StepSettings)"
+                    f"{', '.join(known)}.{did_you_mean(name, known)} See help(hf_memopt.StepSettings)"
                 )
         return replace(self, **changed)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.changes import nearest
+from hf_memopt.errors import did_you_mean
 from hf_memopt.recipes.recipe import Recipe
 from hf_memopt.units import format_bytes, parse_bytes
 
@@ -158,7 +158,7 @@ def recipe(name: str) -> Recipe:
     if name not in PRESETS:
         known = [*PRESETS, "auto"]
         raise ValueError(
-            f"name={name!r} is not a preset; expected one of {', '.join(known)}.{nearest(str(name), known)} "
+            f"name={name!r} is not a preset; expected one of {', '.join(known)}.{did_you_mean(str(name), known)} "
             "See them: hf-memopt presets"
         )
     return PRESETS[name]

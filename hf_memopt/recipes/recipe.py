@@ -13,9 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt.binding import versions as compat
-from hf_memopt.binding.attach import attach, record_changes
+from hf_memopt.binding.attach import attach
 from hf_memopt.binding.conflicts import refusals_of
-from hf_memopt.changes import Change, nearest
+from hf_memopt.changes import Change, record_changes
+from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
 from hf_memopt.recipes.effective_batch import cut_effective_batch
@@ -98,7 +99,8 @@ class Recipe:
             if name not in known:
                 raise TypeError(
                     f"{name}={changed[name]!r} is not a field of a Recipe; expected one of "
-                    f"{known}.{nearest(name, known)} TrainingArguments go into recipe.training_arguments({name}=...)"
+                    f"{known}.{did_you_mean(name, known)} TrainingArguments go into "
+                    f"recipe.training_arguments({name}=...)"
                 )
         kept = {name: why for name, why in self.reasons.items() if name not in changed}
         return replace(self, **{"reasons": kept, **changed})
@@ -396,5 +398,5 @@ def _check_names(overrides: Mapping[str, Any]) -> None:
             )
         raise TypeError(
             f"{name}={overrides[name]!r} is not a field of TrainingArguments; expected one of its fields."
-            f"{nearest(name, known)} List them: help(transformers.TrainingArguments)"
+            f"{did_you_mean(name, known)} List them: help(transformers.TrainingArguments)"
         )

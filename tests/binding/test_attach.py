@@ -28,8 +28,9 @@ import tiny
 from hf_memopt.batching.collation.collators import BucketedCollator
 from hf_memopt.batching.exact_losses import exact_loss
 from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.binding.attach import attach, refuse_data_parallel, used_columns
+from hf_memopt.binding.attach import attach, refuse_data_parallel
 from hf_memopt.binding.callback_binding import unbound_error
+from hf_memopt.binding.model_traits import used_columns
 from hf_memopt.changes import Change
 
 # DeBERTa-v2 of transformers 5.8 and 5.17 calls torch.jit.script when it is imported, which torch 2.13 deprecates
@@ -139,7 +140,7 @@ def test_two_processes_give_the_gradient_of_one(tmp_path):
 
 
 def test_the_change_tells_what_was_found(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger="hf_memopt.binding.attach"):
+    with caplog.at_level(logging.INFO, logger="hf_memopt.binding.gradient_scale"):
         trainer = attach(bert_trainer(tmp_path))
     assert trainer.memopt_changes == (BERT_CHANGE,)
     assert caplog.messages == [str(BERT_CHANGE)]

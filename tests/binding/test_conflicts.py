@@ -119,7 +119,7 @@ def test_stock_alone_uses_none(tmp_path: Any) -> None:
 def test_callbacks_and_data_are_named_once_in_the_tables_order(tmp_path: Any) -> None:
     callbacks = [OverflowCallback(), FreezeCallback("embeddings")]
     trainer = make_trainer(tmp_path, *callbacks, dataset=bucketed(tiny.rows(8), batch_size=4))
-    expected = ("length buckets", "freezing", "micro-batching", "overflow triage")
+    expected = ("length buckets", "freezing", "micro-batching", "non-finite detection")
     assert techniques_in_use(trainer, MicrobatchCallback(), FreezeCallback("base")) == expected
     assert expected == tuple(name for name in TECHNIQUES if name in expected)
 

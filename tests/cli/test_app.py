@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from hf_memopt import PRESETS, Recipe, __version__
 from hf_memopt.batching.padding_costs.data_files import file_lengths
 from hf_memopt.batching.padding_costs.figures import padding_report
-from hf_memopt.changes import MissingExtraError
 from hf_memopt.cli import doctor
 from hf_memopt.cli.app import app
+from hf_memopt.errors import MissingExtraError
 from tiny import tokenizer
 
 runner = CliRunner()

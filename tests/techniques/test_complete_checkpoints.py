@@ -23,7 +23,7 @@ from transformers import Trainer
 import tiny
 from hf_memopt.binding.attach import attach
 from hf_memopt.techniques.checkpoints.complete import checkpoint_to_resume, remove_training_state, why_incomplete
-from hf_memopt.techniques.checkpoints.sharded import LeanCheckpointCallback
+from hf_memopt.techniques.checkpoints.sharded import ShardedCheckpointCallback
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 from two_ranks import run_pair
 
@@ -50,7 +50,7 @@ def lora(seed: int = 0) -> nn.Module:
 def trainer(model: nn.Module, folder: Path, max_shard_bytes: str = "1GB", **settings: Any) -> Trainer:
     args = tiny.arguments(folder, **{**RUN, "max_steps": 6, **settings})
     built = Trainer(model=model, args=args, train_dataset=ROWS)
-    return attach(built, MicrobatchCallback(), LeanCheckpointCallback(max_shard_bytes))
+    return attach(built, MicrobatchCallback(), ShardedCheckpointCallback(max_shard_bytes))
 
 
 def trained(model: nn.Module, folder: Path, *rest: Any, resume: Any = None, **settings: Any) -> nn.Module:

@@ -401,7 +401,7 @@ def test_unbound_it_refuses_to_train(tmp_path: Any) -> None:
 def test_settings_that_became_incompatible_are_refused(tmp_path: Any) -> None:
     trainer = attach(poisons.make_trainer(tiny.llama(), poisons.rows(4), tmp_path), OverflowCallback())
     trainer.args.optim = "lomo"
-    with pytest.raises(ValueError, match=r"^overflow triage and layer-wise optimizer cannot work together: "):
+    with pytest.raises(ValueError, match=r"^non-finite detection and layer-wise optimizer cannot work together: "):
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 

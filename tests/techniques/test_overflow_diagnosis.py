@@ -19,7 +19,7 @@ import poisons
 import tiny
 from hf_memopt.binding.attach import attach
 from hf_memopt.binding.versions import checkpointing_arguments
-from hf_memopt.techniques.microbatching.out_of_memory import RandomState
+from hf_memopt.devices.random_state import RandomState
 from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport
 from hf_memopt.techniques.nonfinite.overflow import OverflowCallback
 from hf_memopt.techniques.nonfinite.replay import Extent, MicroBatch, replay

@@ -24,11 +24,11 @@ from hf_memopt.binding.attach import attach
 from hf_memopt.memory.storage_tracker import StorageTracker
 from hf_memopt.techniques.checkpoints import sharded as checkpoint_files
 from hf_memopt.techniques.checkpoints.sharded import (
-    LeanCheckpointCallback,
+    ShardedCheckpointCallback,
     load_optimizer_state,
     mapped_loading,
     page_state,
-    save_leanly,
+    save_in_shards,
 )
 from two_ranks import run_pair
 
@@ -93,8 +93,8 @@ def trainer(model: nn.Module, folder: Path, *callbacks: Any, **settings: Any) ->
     return attach(built, *callbacks) if callbacks else built
 
 
-def lean() -> LeanCheckpointCallback:
-    return LeanCheckpointCallback(max_shard_bytes=SHARD_BYTES)
+def lean() -> ShardedCheckpointCallback:
+    return ShardedCheckpointCallback(max_shard_bytes=SHARD_BYTES)
 
 
 def peak(tracker: StorageTracker) -> int:
@@ -176,9 +176,9 @@ def test_second_run_of_one_trainer_resumes(tmp_path) -> None:
 
 
 def test_files_are_bounded_and_a_small_model_is_one_file(tmp_path) -> None:
-    trainer(llama(), tmp_path / "small", LeanCheckpointCallback()).train()
+    trainer(llama(), tmp_path / "small", ShardedCheckpointCallback()).train()
     assert [path.name for path in (tmp_path / "small/checkpoint-2").glob("*.safetensors*")] == ["model.safetensors"]
-    built = trainer(llama(), tmp_path / "large", LeanCheckpointCallback("70KB"))
+    built = trainer(llama(), tmp_path / "large", ShardedCheckpointCallback("70KB"))
     built.train()
     sizes = [path.stat().st_size for path in (tmp_path / "large/checkpoint-2").glob("*.safetensors")]
     headers = 4096
@@ -189,7 +189,7 @@ def test_files_are_bounded_and_a_small_model_is_one_file(tmp_path) -> None:
 
 def test_final_model_keeps_the_names_of_the_hub(tmp_path) -> None:
     model = mixtral()
-    built = trainer(model, tmp_path, LeanCheckpointCallback())
+    built = trainer(model, tmp_path, ShardedCheckpointCallback())
     built.save_model(str(tmp_path / "final"))
     model.save_pretrained(tmp_path / "stock")
     final, stock = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("final", "stock"))
@@ -211,7 +211,7 @@ def test_variant_and_other_processes_replace_no_weights(tmp_path) -> None:
     """``is_main_process`` is the second parameter; stock passes it by name."""
     model = llama()
     model.save_pretrained(tmp_path)
-    with save_leanly(model, max_shard_bytes=SHARD_BYTES):
+    with save_in_shards(model, max_shard_bytes=SHARD_BYTES):
         model.save_pretrained(tmp_path, variant="fp32")
         model.save_pretrained(tmp_path, False)
         model.save_pretrained(tmp_path, is_main_process=False)
@@ -235,7 +235,7 @@ def test_interrupted_saving_leaves_the_old_weights_or_no_checkpoint(tmp_path, mo
         write(tensors, filename, **options)
 
     monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", full_disk)
-    with save_leanly(new, max_shard_bytes=SHARD_BYTES), pytest.raises(OSError, match="No space left on device"):
+    with save_in_shards(new, max_shard_bytes=SHARD_BYTES), pytest.raises(OSError, match="No space left on device"):
         new.save_pretrained(folder)
     monkeypatch.undo()
     if before == "one file":
@@ -283,7 +283,7 @@ def test_weights_on_the_host_are_bounded_by_a_file(tmp_path) -> None:
     weights_bytes = sum(parameter.nbytes for parameter in llama().parameters())
     assert host_copies(llama(), tmp_path / "stock") == weights_bytes
     model = llama()
-    with save_leanly(model, max_shard_bytes=SHARD_BYTES + 10_000):
+    with save_in_shards(model, max_shard_bytes=SHARD_BYTES + 10_000):
         assert 0 < host_copies(model, tmp_path / "lean") <= SHARD_BYTES + 10_000 < weights_bytes // 2
 
 
@@ -295,7 +295,7 @@ def test_experts_are_not_copied_on_the_card(tmp_path) -> None:
         tracker = StorageTracker(device_type=None, flops=False)
         known = {tracker.add(parameter) for parameter in model.parameters()}
         experts = sum(parameter.nbytes for name, parameter in model.named_parameters() if ".experts." in name)
-        with tracker, save_leanly(model, max_shard_bytes=SHARD_BYTES):
+        with tracker, save_in_shards(model, max_shard_bytes=SHARD_BYTES):
             model.save_pretrained(tmp_path / name)
         tracker.events = [event for event in tracker.events if event[0] not in known]
         peaks[name] = peak(tracker)
@@ -545,9 +545,9 @@ def test_mapping_nests_and_leaves_the_setting_as_it_was() -> None:
 
 def test_unbound_callback_is_refused(tmp_path) -> None:
     args = tiny.arguments(tmp_path, **RUN)
-    built = Trainer(model=llama(), args=args, train_dataset=ROWS, callbacks=[LeanCheckpointCallback()])
+    built = Trainer(model=llama(), args=args, train_dataset=ROWS, callbacks=[ShardedCheckpointCallback()])
     expected = (
-        "LeanCheckpointCallback was passed in callbacks= but never bound to its trainer; expected a bound callback. "
+        "ShardedCheckpointCallback was passed in callbacks= but never bound to its trainer; expected a bound callback. "
         "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
     )
     with pytest.raises(RuntimeError) as error:
@@ -581,7 +581,7 @@ def test_moves_to_another_trainer_once_it_was_taken_off(tmp_path) -> None:
 
 
 def test_copy_is_unused_with_the_same_setting(tmp_path) -> None:
-    callback = LeanCheckpointCallback("70KB")
+    callback = ShardedCheckpointCallback("70KB")
     built = trainer(llama(), tmp_path, callback)
     copy = pickle.loads(pickle.dumps(callback))
     assert (copy.max_shard_bytes, copy.handle) == (70_000, None)
@@ -607,7 +607,7 @@ def test_copy_is_unused_with_the_same_setting(tmp_path) -> None:
 )
 def test_size_that_is_none_is_refused(given, message) -> None:
     with pytest.raises(ValueError) as error:
-        LeanCheckpointCallback(given)
+        ShardedCheckpointCallback(given)
     assert str(error.value) == message
 
 

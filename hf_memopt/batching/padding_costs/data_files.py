@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from hf_memopt.changes import nearest
+from hf_memopt.errors import did_you_mean
 
 __all__ = ["FileLengths", "file_lengths"]
 
@@ -158,7 +158,7 @@ def _find(path: Path) -> tuple[str, list[Path]]:
     if not path.exists():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(
-            f"path={str(path)!r} does not exist; expected a file or a folder.{nearest(path.name, siblings)} "
+            f"path={str(path)!r} does not exist; expected a file or a folder.{did_you_mean(path.name, siblings)} "
             "Call: hf-memopt lengths FILE"
         )
     if not path.is_dir():
@@ -390,7 +390,7 @@ def _check_column(schema: Any, column: str, source: Path) -> bool:
     if column not in schema.names:
         raise ValueError(
             f"column={column!r} is not in {str(source)!r}; expected one of {sorted(schema.names)}."
-            f"{nearest(column, schema.names)} Pass --column NAME"
+            f"{did_you_mean(column, schema.names)} Pass --column NAME"
         )
     kind = _likely_type(schema.field(column).type)
     if _is_text(kind):

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from hf_memopt.batching.plan.checks import check_column
-from hf_memopt.changes import nearest
+from hf_memopt.errors import did_you_mean
 
 __all__ = ["LENGTH_COLUMN", "are_token_ids", "lengths_of", "token_lengths"]
 
@@ -161,7 +161,8 @@ def are_token_ids(tokens: Any) -> bool:
 
 def _missing(column: str, known: Sequence[Any]) -> ValueError:
     return ValueError(
-        f"column={column!r} is not in the dataset; expected one of {sorted(known, key=str)}.{nearest(column, known)} "
+        f"column={column!r} is not in the dataset; expected one of {sorted(known, key=str)}."
+        f"{did_you_mean(column, known)} "
         f'Tokenise text first: dataset.map(lambda row: tokenizer(row["text"])). {COUNT_OTHERS}'
     )
 

@@ -42,7 +42,8 @@ from hf_memopt.batching.plan.checks import (
 )
 from hf_memopt.batching.plan.lengths import are_token_ids
 from hf_memopt.batching.views.descriptions import DescribedByDataset
-from hf_memopt.changes import Change, nearest
+from hf_memopt.changes import Change
+from hf_memopt.errors import did_you_mean
 
 __all__ = ["BUFFER_EXAMPLES", "BucketedStream", "seed_of_run"]
 
@@ -248,7 +249,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         if self.column not in row:
             raise ValueError(
                 f"column={self.column!r} is not in {where}; expected one of {sorted(row)}."
-                f"{nearest(self.column, map(str, row))} "
+                f"{did_you_mean(self.column, map(str, row))} "
                 'Tokenise first: dataset.map(lambda row: tokenizer(row["text"]))'
             )
         tokens = row[self.column]

@@ -36,11 +36,11 @@ from torch.utils.data import SequentialSampler
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from hf_memopt.batching.collation.rows import RowReader
-from hf_memopt.batching.exact_losses import IGNORED, ExactLoss
+from hf_memopt.batching.exact_losses import ExactLoss
 from hf_memopt.batching.plan.checks import checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
 from hf_memopt.batching.views.descriptions import DescribedByDataset, is_map_style
-from hf_memopt.binding.model_traits import is_causal_lm
+from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm
 from hf_memopt.changes import Change
 
 __all__ = ["SortedExamples", "sorted_by_length"]
@@ -347,7 +347,7 @@ class _ExactLoss:
     def _count(self, labels: torch.Tensor) -> torch.Tensor:
         if labels.is_floating_point() or labels.dtype == torch.bool:
             return torch.tensor(len(labels), device=labels.device)
-        return (labels[..., 1:] if self.shifts and self._unit == "token" else labels).ne(IGNORED).sum()
+        return (labels[..., 1:] if self.shifts and self._unit == "token" else labels).ne(IGNORED_LABEL).sum()
 
     def result(self, prefix: str) -> dict[str, float]:
         """Return the exact loss of all processes under its name, or nothing if there was none."""

@@ -32,7 +32,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
 
 from hf_memopt.binding.model_traits import unwrap_model
-from hf_memopt.changes import nearest
+from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.cuda.flash_attention_2 import use_stand_in
 from hf_memopt.memory.models.known import known_models, known_name
 from hf_memopt.memory.models.meta_copy import copy_to_meta, rest_to_meta
@@ -117,7 +117,7 @@ def load_model(
     """
     if task is not None and task not in TASKS:
         raise ValueError(
-            f"task={task!r} is unknown; expected one of {', '.join(map(repr, TASKS))}.{nearest(task, TASKS)} "
+            f"task={task!r} is unknown; expected one of {', '.join(map(repr, TASKS))}.{did_you_mean(task, TASKS)} "
             "Pass task='sequence-classification'"
         )
     if attn_implementation is not None:
@@ -249,7 +249,8 @@ def _download_config(text: str) -> Path:
     raise ValueError(
         f"model={text!r} is neither a well-known name nor a folder, {reason}; expected a module, a configuration, a "
         "folder with config.json, an id on the hub, or one of the well-known names that "
-        f"hf-memopt estimate --list-models shows.{nearest(text, names)} Pass, for example, model='bert-base-uncased'"
+        f"hf-memopt estimate --list-models shows.{did_you_mean(text, names)} Pass, for example, "
+        "model='bert-base-uncased'"
     ) from cause
 
 
@@ -421,7 +422,7 @@ def _check_attention(name: str) -> None:
     usual = ("eager", "sdpa", "flash_attention_2")
     raise ValueError(
         f"attn_implementation={name!r} is unknown; expected one of {', '.join(map(repr, usual))}, or another that "
-        f"transformers {transformers.__version__} has registered.{nearest(name, usual)} "
+        f"transformers {transformers.__version__} has registered.{did_you_mean(name, usual)} "
         "Pass attn_implementation='sdpa'"
     )
 

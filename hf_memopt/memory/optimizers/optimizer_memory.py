@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from hf_memopt.changes import nearest
+from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.optimizers.formulas import FAMILIES
 from hf_memopt.memory.optimizers.parameter_facts import (
     FLOAT_BYTES,
@@ -224,7 +224,7 @@ def _family(optim: str) -> Family:
         )
     raise ValueError(
         f"optim={optim!r} is no optimizer of TrainingArguments; expected one of {', '.join(known)}."
-        f"{nearest(optim, known)} Pass optim='adamw_torch_fused'"
+        f"{did_you_mean(optim, known)} Pass optim='adamw_torch_fused'"
     )
 
 

@@ -27,7 +27,8 @@ from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_settings
 from hf_memopt.binding.handles import UndoHandle, override_method
 from hf_memopt.binding.versions import can_offload_checkpoints, checkpointing_of, enable_checkpointing
-from hf_memopt.changes import Change, add_change, nearest
+from hf_memopt.changes import Change, add_change
+from hf_memopt.errors import did_you_mean
 from hf_memopt.techniques.checkpointing.compile_budget import activation_memory_budget
 from hf_memopt.techniques.checkpointing.selective import selective_contexts
 from hf_memopt.techniques.freezing.freezing import drop_input_gradients, input_gradient_hooks, layer_stacks
@@ -229,7 +230,7 @@ def _parsed(policy: Any, *, budgets: bool = False) -> _Policy:
     budget = ", 'budget_<share from 0 to 1>'" if budgets else ""
     raise ValueError(
         f"policy={policy!r} is unknown; expected 'full', 'selective', 'every_<n>' or 'first_<k>' with a number from 1"
-        f"{budget}.{nearest(str(policy), _FORMS)} Pass policy='full'"
+        f"{budget}.{did_you_mean(str(policy), _FORMS)} Pass policy='full'"
     )
 
 

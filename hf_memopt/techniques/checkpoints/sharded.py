@@ -3,7 +3,7 @@
 What stock transformers 5.8 to 5.23 already does well is left to it. Saving copies no weight and no optimizer state on
 the device (``test_saving.py`` proves it), ``torch.save`` moves one storage at a time to the host, resumed weights
 go from a mapped file into the parameters one by one, and torch's own optimizers load their state without a second copy.
-What is not so well, and what ``LeanCheckpointCallback`` does about it:
+What is not so well, and what ``ShardedCheckpointCallback`` does about it:
 
 - *Weights on the host.* safetensors copies all tensors of one file from the card to the host before it writes the first
   (0.8.0), and stock's files hold up to 50 GB. Files of 1 GB bound the copies.
@@ -50,7 +50,14 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import Trainer
 
-__all__ = ["LeanCheckpointCallback", "load_optimizer_state", "mapped_loading", "page_state", "save_leanly"]
+__all__ = [
+    "LeanCheckpointCallback",
+    "ShardedCheckpointCallback",
+    "load_optimizer_state",
+    "mapped_loading",
+    "page_state",
+    "save_in_shards",
+]
 
 PIECE_BYTES = 64 * 2**20
 """Optimizer state that is copied at once. A piece costs a copy of the parameter groups, so not one per parameter."""
@@ -59,7 +66,7 @@ PIECE_BYTES = 64 * 2**20
 # ---- Saving ---------------------------------------------------------------------------------------------------------
 
 
-def save_leanly(model: PreTrainedModel, *, max_shard_bytes: int) -> UndoHandle:
+def save_in_shards(model: PreTrainedModel, *, max_shard_bytes: int) -> UndoHandle:
     """Let ``model.save_pretrained`` write files of bounded size, and to a checkpoint the names the model trains under.
 
     An index that the folder holds already is deleted first and a new one is written last: what was interrupted is no
@@ -204,7 +211,7 @@ def _off_the_file(value: Any) -> Any:
 # ---- The Trainer ----------------------------------------------------------------------------------------------------
 
 
-class LeanCheckpointCallback(TrainerCallback):
+class ShardedCheckpointCallback(TrainerCallback):
     """Save and resume with no more memory than training takes; bound with ``attach``.
 
     Where weights are saved, also by ``trainer.save_model()``, files are of bounded size. Where ``train()`` resumes, the
@@ -225,7 +232,7 @@ class LeanCheckpointCallback(TrainerCallback):
         ValueError: no amount of memory, or 0.
     """
 
-    technique = "lean checkpoints"
+    technique = "sharded checkpoints"
 
     def __init__(self, max_shard_bytes: int | str = "1GB") -> None:
         self.max_shard_bytes = _checked_size(max_shard_bytes)
@@ -262,7 +269,7 @@ class LeanCheckpointCallback(TrainerCallback):
                 remove_training_state(folder, trainer.args.world_size)
             model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
             if isinstance(model, PreTrainedModel) and not _has_adapters(model):
-                with save_leanly(model, max_shard_bytes=self.max_shard_bytes):
+                with save_in_shards(model, max_shard_bytes=self.max_shard_bytes):
                     before(*args, **kwargs)
             else:
                 before(*args, **kwargs)
@@ -352,3 +359,6 @@ def _checked_size(max_shard_bytes: int | str) -> int:
             "Write, for example, max_shard_bytes='1GB'."
         )
     return size_bytes
+
+
+LeanCheckpointCallback = ShardedCheckpointCallback  # its former name

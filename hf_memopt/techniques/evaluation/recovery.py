@@ -24,8 +24,9 @@ from torch import nn
 from torch.nn.functional import pad
 
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all
+from hf_memopt.binding.model_traits import IGNORED_LABEL
+from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.loss_rules import LossWeights, NotSplittableError
-from hf_memopt.techniques.microbatching.out_of_memory import is_out_of_memory, release_memory
 from hf_memopt.techniques.microbatching.splitting import (
     row_count,
     row_lengths,
@@ -41,7 +42,6 @@ __all__ = ["recover_predictions"]
 logger = logging.getLogger(__name__)
 
 RECOVERS = "recovery of predictions"  # the purpose of the override
-IGNORED = -100  # what stock pads outputs with
 
 
 def recover_predictions(trainer: Trainer) -> UndoHandle | None:
@@ -112,14 +112,14 @@ class _Recovery:
             output, message = _attempt(partial(predict, inputs))
             if message is None:
                 return output
-            release_memory()
+            free_failed_step()
             self._shrink(model, inputs, 0, row_count(inputs), message)
         joined = _JoinedRows(row_count(inputs), _generation_padding(self.trainer.model))
         while joined.done < joined.rows:
             stop = min(joined.rows, joined.done + (self.rows_that_fit or joined.rows))
             _, message = _attempt(partial(_add, joined, predict, inputs, stop))
             if message is not None:
-                release_memory()
+                free_failed_step()
                 self._shrink(model, inputs, joined.done, stop, message)
         loss = None if not joined.losses else joined.loss(self._weights_of(model, inputs, count.items))
         return loss, joined.logits, joined.labels
@@ -191,7 +191,7 @@ def _generation_padding(model: Any) -> int:
     padding, end = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
     if padding is None:  # generate takes the end then, the first of several
         padding = end[0] if isinstance(end, list) else end
-    return IGNORED if padding is None else int(padding)
+    return IGNORED_LABEL if padding is None else int(padding)
 
 
 class _ItemCount:

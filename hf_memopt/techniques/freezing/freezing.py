@@ -27,7 +27,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.handles import UndoHandle, remove_all
 from hf_memopt.binding.versions import is_checkpointing
-from hf_memopt.changes import Change, add_change, nearest
+from hf_memopt.changes import Change, add_change
+from hf_memopt.errors import did_you_mean
 
 __all__ = [
     "FreezeCallback",
@@ -277,7 +278,7 @@ def matching_parameters(model: nn.Module, pattern: str) -> list[nn.Parameter]:
         named = {name for name in known if fnmatchcase(name, pattern)}
     matched = [parameter for prefixes, parameter in everything if not named.isdisjoint(prefixes)]
     if not matched:
-        hint = nearest(pattern, [name for name in (*known, *_WORDS) if name != pattern])
+        hint = did_you_mean(pattern, [name for name in (*known, *_WORDS) if name != pattern])
         raise ValueError(
             f"patterns={pattern!r} matches no parameter of {type(model).__name__}; expected a module or parameter "
             f"name, a glob, 'embeddings', 'base' or 'layers:first-last'.{hint} "

@@ -29,10 +29,11 @@ from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from torch import nn
 
+from hf_memopt.binding.model_traits import IGNORED_LABEL
 from hf_memopt.binding.probing import undisturbed
-from hf_memopt.techniques.microbatching.out_of_memory import is_out_of_memory, release_memory
+from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.row_counts import Counts, row_counts, row_shares, spread
-from hf_memopt.techniques.microbatching.splitting import IGNORED, row_count, row_lengths, take_rows
+from hf_memopt.techniques.microbatching.splitting import row_count, row_lengths, take_rows
 
 __all__ = ["LossWeights", "NotSplittableError"]
 
@@ -147,7 +148,7 @@ class LossWeights:
             if readings is not None:
                 self._learn(trainer, model, probe, items, readings)
                 return
-            release_memory()  # the error is gone, and with it the frames that held its tensors
+            free_failed_step()  # the error is gone, and with it the frames that held its tensors
         self._too_long = lengths[rows[-2]]
 
     def _probe_rows(self, counts: Counts, lengths: Sequence[int], most_rows: int) -> tuple[int, ...]:
@@ -229,9 +230,9 @@ def _with_uneven_labels(probe: dict[str, Any]) -> dict[str, Any]:
     labels = probe.get("labels")
     if not torch.is_tensor(labels) or labels.is_floating_point() or labels.dim() != 2 or "shift_labels" in probe:
         return probe
-    counted = (labels[0] != IGNORED).nonzero().flatten()
+    counted = (labels[0] != IGNORED_LABEL).nonzero().flatten()
     fewer = labels.clone()
-    fewer[0, counted[max(2, len(counted) // 2) :]] = IGNORED
+    fewer[0, counted[max(2, len(counted) // 2) :]] = IGNORED_LABEL
     return {**probe, "labels": fewer}
 
 

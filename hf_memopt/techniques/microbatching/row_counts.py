@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_memopt.techniques.microbatching.splitting import IGNORED, row_count
+from hf_memopt.binding.model_traits import IGNORED_LABEL
+from hf_memopt.techniques.microbatching.splitting import row_count
 
 __all__ = ["Counts", "row_counts", "row_shares", "spread"]
 
@@ -43,13 +44,13 @@ def row_counts(inputs: Mapping[str, Any]) -> Counts:
             continue
         columns = value.detach().reshape(rows, -1)  # (rows, all others)
         if not value.is_floating_point() and value.dtype != torch.bool:
-            found[name] = (columns != IGNORED).sum(1)
+            found[name] = (columns != IGNORED_LABEL).sum(1)
         if value.dim() <= 2:  # not pixels, not embeddings
             found[f"sum of {name}"] = columns.sum(1, dtype=torch.float32 if value.is_floating_point() else None)
     if "labels" in found:
         found["shifted labels"] = found.get("shift_labels", found["labels"])
         if "shift_labels" not in found and inputs["labels"].dim() > 1:
-            found["shifted labels"] = (inputs["labels"][..., 1:].reshape(rows, -1) != IGNORED).sum(1)
+            found["shifted labels"] = (inputs["labels"][..., 1:].reshape(rows, -1) != IGNORED_LABEL).sum(1)
     if found:
         # one transfer for all; MPS has no float64
         table = torch.stack(

@@ -24,6 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from hf_memopt.binding.model_traits import IGNORED_LABEL
+
 __all__ = [
     "cut",
     "decoder_lengths",
@@ -53,7 +55,6 @@ TEXT_NAMES = (
 DECODER_NAMES = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "decoder_position_ids")
 """The same for the decoder of an encoder-decoder model, to which its labels belong."""
 
-IGNORED = -100  # the label that no loss counts
 MULTIPLE = 8  # the widths that tensor cores like
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -210,7 +211,7 @@ def _columns_needed(inputs: Mapping[str, Any], sequences: Sequence[_Sequence]) -
 def _last_columns(inputs: Mapping[str, Any], sequence: _Sequence) -> torch.Tensor:
     if not sequence.counting:
         return torch.full((row_count(inputs),), sequence.columns, device=sequence.device)
-    counts = [inputs[name] != (IGNORED if name == "labels" else 0) for name in sequence.counting]
+    counts = [inputs[name] != (IGNORED_LABEL if name == "labels" else 0) for name in sequence.counting]
     numbers = torch.arange(1, sequence.columns + 1, device=sequence.device)
     needed = (torch.stack(counts).any(0) * numbers).amax(1).clamp(min=1)
     if sequence.columns % MULTIPLE == 0:

@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_memopt.binding.handles import UndoHandle, override_method
 from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.changes import Change
+from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.devices.random_state import RandomState
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.techniques.microbatching.limits import Cap
 from hf_memopt.techniques.microbatching.loss_rules import LossWeights, NotSplittableError
-from hf_memopt.techniques.microbatching.out_of_memory import RandomState, is_out_of_memory, release_memory
 from hf_memopt.techniques.microbatching.splitting import (
     cut,
     decoder_lengths,
@@ -145,7 +146,7 @@ class PiecewiseStep:
                 return loss
             # The error is gone here, and with it the frames that held the failed step's tensors.
             model.zero_grad(set_to_none=True)
-            release_memory()
+            free_failed_step()
             if self._random is not None:
                 self._random.restore()
             self._lower_cap(trainer, *failed, text)

@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hf_memopt.techniques.microbatching.out_of_memory import is_out_of_memory, release_memory
+from hf_memopt.binding.model_traits import IGNORED_LABEL
+from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.splitting import row_count, splittable_batch_reason, splittable_reason
 from hf_memopt.techniques.nonfinite.replay import Extent, MicroBatch, Place, Replay, bad_weights, replay
 from hf_memopt.whole_files import write_whole
 
 __all__ = ["CASES", "OverflowReport", "diagnose", "write_reports"]
 
-IGNORED = -100  # the label that losses of transformers leave out
 MOST_NAMES = 3  # of weights in a report
 
 Found = TypeVar("Found")
@@ -245,7 +245,7 @@ def _attempted(attempt: Callable[[], Found], failures: list[str]) -> Found | Non
         failures.append(f"{type(error).__name__}: {error}")
         is_memory = is_out_of_memory(error)
     if is_memory:
-        release_memory()
+        free_failed_step()
     return None
 
 
@@ -268,7 +268,7 @@ def _ignored_rows(inputs: Mapping[str, Any]) -> set[int]:
     labels = inputs.get("labels")
     if not torch.is_tensor(labels) or labels.is_floating_point() or labels.dim() == 0:
         return set()
-    flags: list[bool] = (labels == IGNORED).unsqueeze(-1).flatten(1).all(1).tolist()
+    flags: list[bool] = (labels == IGNORED_LABEL).unsqueeze(-1).flatten(1).all(1).tolist()
     return {row for row, is_ignored in enumerate(flags) if is_ignored}
 
 
@@ -279,7 +279,7 @@ def _described(found: Replay, micro_batch: MicroBatch, report: OverflowReport) -
             return _placed(replace(report, case="forward"), place, place.inputs, place.outputs)
         ignored = _ignored_rows(micro_batch.inputs)
         is_cause = bool(ignored) and ignored.issuperset(report.rows or range(row_count(micro_batch.inputs)))
-        detail = f"every label there is {IGNORED}, so none counts" if is_cause else ""
+        detail = f"every label there is {IGNORED_LABEL}, so none counts" if is_cause else ""
         return replace(report, case="loss", detail=detail)
     report = replace(report, case="gradient", parameters=found.bad_gradients[:MOST_NAMES])
     if found.backward is None:

@@ -33,7 +33,7 @@ from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.handles import UndoHandle, override_method
 from hf_memopt.changes import Change, add_change
-from hf_memopt.techniques.microbatching.out_of_memory import RandomState
+from hf_memopt.devices.random_state import RandomState
 from hf_memopt.techniques.microbatching.splitting import row_count
 from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport, diagnose, write_reports
 from hf_memopt.techniques.nonfinite.example_indices import example_indices
@@ -80,7 +80,7 @@ class OverflowCallback(TrainerCallback):
             the last good step.
     """
 
-    technique = "overflow triage"
+    technique = "non-finite detection"
     binds_last = True  # outermost, it sees each micro-batch as the Trainer does, not the pieces that another cuts
 
     def __init__(

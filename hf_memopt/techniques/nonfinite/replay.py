@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 
-from hf_memopt.techniques.microbatching.out_of_memory import RandomState
+from hf_memopt.devices.random_state import RandomState
 from hf_memopt.techniques.microbatching.splitting import take_rows
 
 __all__ = ["Extent", "MicroBatch", "Place", "Replay", "bad_gradients", "bad_weights", "replay"]

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_memopt.techniques.microbatching.out_of_memory import RandomState, is_out_of_memory, release_memory
+from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.devices.random_state import RandomState
 
 CPU = torch.device("cpu")
 
@@ -161,7 +162,7 @@ def test_an_error_that_a_notebook_keeps_lets_its_tensors_go(name: str, kind: typ
         del error
     gc.collect()
     assert tensor() is not None
-    release_memory()
+    free_failed_step()
     assert tensor() is None
     if name != "last_traceback":
         assert "".join(traceback.format_exception(getattr(sys, name))) == text
@@ -178,7 +179,7 @@ def test_the_causes_of_a_kept_error_let_their_tensors_go_too() -> None:
     last.__cause__ = first
     sys.last_exc = last
     del first, second
-    release_memory()
+    free_failed_step()
     assert [reference() for reference in (of_first, of_second, of_last)] == [None, None, None]
 
 
@@ -189,7 +190,7 @@ def test_an_error_that_the_caller_is_handling_lets_its_tensors_go() -> None:
         failing_step(died, torch.OutOfMemoryError("CUDA out of memory."))
     except torch.OutOfMemoryError:
         assert died[0]() is not None
-        release_memory()  # as in a run that is started within the except block of another
+        free_failed_step()  # as in a run that is started within the except block of another
         assert died[0]() is None
     assert mine.item() == 1  # this frame is running: its variables stay
 
@@ -202,7 +203,7 @@ def test_a_cycle_is_collected() -> None:
     try:
         del module
         assert tensor() is not None
-        release_memory()
+        free_failed_step()
         assert tensor() is None
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""Tell an out-of-memory error from every other, free what the failed step holds, and repeat its random numbers.
+"""Recognise an out-of-memory error, and free what the failed step holds.
 
 Only allocators of torch raise ``torch.OutOfMemoryError``. A driver, a math library or torch's allocator on the host
 raises a plain ``RuntimeError`` that is known by how its text begins; ``OUT_OF_MEMORY_TEXTS`` lists those texts. One
@@ -13,19 +13,15 @@ and exit.
 from __future__ import annotations
 
 import gc
-import random
 import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
-import numpy as np
 import torch
 
-__all__ = ["OUT_OF_MEMORY_TEXTS", "RandomState", "is_out_of_memory", "release_memory"]
+__all__ = ["OUT_OF_MEMORY_TEXTS", "free_failed_step", "is_out_of_memory"]
 
 OUT_OF_MEMORY_TEXTS: Mapping[str, str] = {
     "CUDA out of memory": "torch's CUDA allocator (c10/cuda/CUDACachingAllocator.cpp)",
@@ -85,7 +81,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def release_memory() -> None:
+def free_failed_step() -> None:
     """Free what a failed step holds; call it once the ``except`` block that caught the error was left.
 
     An exception keeps the frames it passed through, and they keep their tensors. The caught one dies with its
@@ -119,40 +115,3 @@ def _kept_tracebacks() -> Iterator[TracebackType]:
         waiting += [error.__cause__, error.__context__]
         if error.__traceback__ is not None:
             yield error.__traceback__
-
-
-@dataclass(frozen=True, slots=True)
-class RandomState:
-    """What the random number generators were that a training step can draw from.
-
-    torch's for the host and for one device (dropout), numpy's (the masks of Wav2Vec2, BigBird's attention) and Python's
-    (a user's own loss). The generators of other devices are left alone, since to read one starts CUDA there.
-    """
-
-    device: torch.device
-    host: torch.Tensor
-    accelerator: torch.Tensor | None
-    numpy: Any
-    python: Any
-
-    @classmethod
-    def capture(cls, device: torch.device) -> RandomState:
-        """Read the generators of the host and of ``device``."""
-        accelerator = None
-        if device.type != "cpu":
-            module = torch.get_device_module(device)
-            accelerator = module.get_rng_state(*_arguments(device))
-        return cls(device, torch.get_rng_state(), accelerator, np.random.get_state(legacy=False), random.getstate())
-
-    def restore(self) -> None:
-        """Set the generators to what they were, as often as needed."""
-        torch.set_rng_state(self.host)
-        if self.accelerator is not None:
-            module = torch.get_device_module(self.device)
-            module.set_rng_state(self.accelerator, *_arguments(self.device))
-        np.random.set_state(self.numpy)
-        random.setstate(self.python)
-
-
-def _arguments(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # there is one only

@@ -1,0 +1,49 @@
+"""The random number generators that a training step draws from: read, and set back to repeat the step."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["RandomState"]
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """What the random number generators were that a training step can draw from.
+
+    torch's for the host and for one device (dropout), numpy's (the masks of Wav2Vec2, BigBird's attention) and Python's
+    (a user's own loss). The generators of other devices are left alone, since to read one starts CUDA there.
+    """
+
+    device: torch.device
+    host: torch.Tensor
+    accelerator: torch.Tensor | None
+    numpy: Any
+    python: Any
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RandomState:
+        """Read the generators of the host and of ``device``."""
+        accelerator = None
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            accelerator = module.get_rng_state(*_arguments(device))
+        return cls(device, torch.get_rng_state(), accelerator, np.random.get_state(legacy=False), random.getstate())
+
+    def restore(self) -> None:
+        """Set the generators to what they were, as often as needed."""
+        torch.set_rng_state(self.host)
+        if self.accelerator is not None:
+            module = torch.get_device_module(self.device)
+            module.set_rng_state(self.accelerator, *_arguments(self.device))
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+def _arguments(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # there is one only

@@ -1,0 +1,44 @@
+"""The package's own errors, and the hint at a misspelt name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["BudgetError", "MissingExtraError", "did_you_mean"]
+
+
+class BudgetError(RuntimeError):
+    """A set-up needs more memory than its budget allows."""
+
+
+class MissingExtraError(ImportError):
+    """An optional dependency is not installed.
+
+    Args:
+        package: the distribution that could not be imported.
+        extra: the extra of hf-memopt that installs it.
+        purpose: what needs it, as the subject of a sentence.
+    """
+
+    def __init__(self, package: str, *, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs {package}, which is not installed. Call: pip install 'hf-memopt[{extra}]'")
+        self.package = package
+        self.extra = extra
+
+
+def did_you_mean(name: Any, known: Iterable[Any]) -> str:
+    """Return the known name that ``name`` most resembles as a hint for an error text, or an empty string.
+
+    What is not text resembles nothing.
+
+    Example:
+        >>> did_you_mean("4gb", ["4gb-gpu", "cpu"])
+        " Did you mean '4gb-gpu'?"
+    """
+    if not isinstance(name, str):
+        return ""
+    names = [other for other in known if isinstance(other, str)]
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
