@@ -175,37 +175,37 @@ def estimate_speed() -> str:
 
 
 def estimate_errors() -> str:
-    """Return the errors of ``estimate`` against what cards measured, from the rows of ``benchmarks/gpu.py``."""
+    """Return the errors of ``estimate`` against what GPUs measured, from the rows of ``benchmarks/gpu.py``."""
     from gpu_figures import latest, read_rows
 
     rows = [row for row in latest(read_rows(sorted(RESULTS.glob("*.jsonl")))) if row["figures"]["device"] == "cuda"]
     if not rows:
         return (
-            "The figures of a card are still to come: no CUDA card was at hand when this was written. "
+            "The figures of a GPU are still to come: no CUDA GPU was available when this was written. "
             "`make bench-gpu` measures them on yours."
         )
     lines = [
-        "| card | measured | allocated: median | p95 | worst | worst under | reserved: median | p95 | total: median "
+        "| GPU | measured | allocated: median | p95 | worst | worst under | reserved: median | p95 | total: median "
         "| worst | not measured |",
         f"|---|{'---|' * 10}",
     ]
-    lines += [_errors_of_card(card, rows) for card in sorted({row["figures"]["card"] for row in rows})]
+    lines += [_errors_of_gpu(gpu, rows) for gpu in sorted({row["figures"]["gpu"] for row in rows})]
     versions = sorted({_versions_of(row["figures"], "torch", "transformers", "cuda") for row in rows})
     note = (
         "Errors of the prediction in percent of what was measured; all but `worst under` without sign. `total` is what "
-        "the card holds for the process, predicted as reserved bytes and the context measured after a first kernel. "
+        "the GPU holds for the process, predicted as reserved bytes and the context measured after a first kernel. "
         f"With {'; '.join(versions)} (`make bench-gpu`)."
     )
     return "\n".join([*lines, "", note])
 
 
-def _errors_of_card(card: str, rows: list[dict[str, Any]]) -> str:
-    """Return a card's line of the table of errors."""
+def _errors_of_gpu(gpu: str, rows: list[dict[str, Any]]) -> str:
+    """Return a GPU's line of the table of errors."""
     from gpu_figures import MEASURED, spreads_of
 
-    figures = [row["figures"] for row in rows if row["figures"]["card"] == card]
+    figures = [row["figures"] for row in rows if row["figures"]["gpu"] == gpu]
     spreads = spreads_of(figures)
-    cells = [card, str(sum(row["status"] == MEASURED for row in figures))]
+    cells = [gpu, str(sum(row["status"] == MEASURED for row in figures))]
     for name, statistics in (
         ("allocated", ("median", "p95", "worst", "worst_under")),
         ("reserved", ("median", "p95")),
@@ -250,7 +250,7 @@ def resume() -> str:
     for name, found in _last_row("resume")["figures"].items():
         sizes = found["state_bytes"], found["stock"]["host_bytes"], found["lean"]["host_bytes"]
         lines.append(f"| {name} | {' | '.join(format_bytes(size) for size in sizes)} |")
-    note = "Host memory above the start, of a state that belongs on a card (`python benchmarks/resume.py`)."
+    note = "Host memory above the start, of a state that belongs on a GPU (`python benchmarks/resume.py`)."
     return "\n".join([*lines, "", note])
 
 

@@ -1,4 +1,4 @@
-"""What can be used together: one table, which ``attach`` enforces and from which README's matrix is printed.
+"""Which techniques and settings are incompatible: one table, which ``attach`` enforces and README prints.
 
 A technique is a callback, a data view or an optimizer class of this package that bears its name as ``technique``; a
 setting is what ``TrainingArguments`` or the launcher ask stock for. What is refused would train wrongly, hang or stop
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding import versions as compat
+from hf_memopt.binding import versions
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -113,7 +113,7 @@ REFUSALS = (
     Refusal(
         "gradient release",
         "micro-batching",
-        "gradients have to stay until the last piece, and a weight that has stepped cannot be taken back",
+        "gradients have to stay until the last micro-batch, and a weight that has stepped cannot be taken back",
         DROP_MICROBATCH,
     ),
     Refusal(
@@ -285,7 +285,7 @@ def optimizers_of(trainer: Any) -> tuple[Any, ...]:
 
 def settings_in_use(args: TrainingArguments, *, world_size: int = 1) -> tuple[str, ...]:
     """Return the names among ``SETTINGS`` that ``TrainingArguments`` ask for."""
-    is_checkpointed, options = compat.checkpointing_of(args)
+    is_checkpointed, options = versions.checkpointing_of(args)
     optim = str(getattr(args.optim, "value", args.optim))
     flags = (args.ddp_broadcast_buffers, args.ddp_find_unused_parameters)
     asked = {

@@ -96,7 +96,7 @@ def test_printing_a_recipe_gives_every_choice_with_a_reason(name) -> None:
 
 def test_presets_say_that_their_memory_is_not_measured() -> None:
     for name in NAMES[:8]:
-        assert "memory not yet measured on a card" in PRESETS[name].purpose
+        assert "memory not yet measured on a GPU" in PRESETS[name].purpose
 
 
 def test_unknown_preset_names_the_nearest_and_all() -> None:
@@ -407,8 +407,8 @@ def test_what_cannot_work_with_what_the_caller_asks_for_is_left_out_and_told(tmp
     trainer = wired(tmp_path, recipe("cpu"), dataset(), training_arguments=arguments, optimizer_cls_and_kwargs=released)
     assert not any(isinstance(c, MicrobatchCallback) for c in trainer.callback_handler.callbacks)
     assert [str(change) for change in trainer.memopt_changes if change.name == "micro-batching"] == [
-        "micro-batching: True -> False (cannot work with gradient release: gradients have to stay until the last "
-        "piece, and a weight that has stepped cannot be taken back)"
+        "micro-batching: True -> False (incompatible with gradient release: gradients have to stay until the last "
+        "micro-batch, and a weight that has stepped cannot be taken back)"
     ]
 
 
@@ -424,8 +424,8 @@ def test_a_callback_of_the_callers_own_is_refused_not_left_out(tmp_path) -> None
             callbacks=[MicrobatchCallback()],
         )
     assert str(error.value) == (
-        "gradient release and micro-batching cannot work together: gradients have to stay until the last piece, and a "
-        "weight that has stepped cannot be taken back; expected one of the two. Take MicrobatchCallback out of "
+        "gradient release and micro-batching cannot work together: gradients have to stay until the last micro-batch, "
+        "and a weight that has stepped cannot be taken back; expected one of the two. Take MicrobatchCallback out of "
         "callbacks="
     )
 
