@@ -653,7 +653,7 @@ def test_several_cards_in_one_process_are_refused(tmp_path):
 
 def test_fp16_training_of_float16_weights_is_refused(tmp_path):
     trainer = bert_trainer(tmp_path, model=tiny.bert().half())
-    trainer.args.fp16 = True  # stock accepts it on a card only
+    trainer.args.fp16 = True  # stock accepts it on a GPU only
     with pytest.raises(ValueError) as error:
         attach(trainer)
     assert str(error.value) == (

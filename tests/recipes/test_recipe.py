@@ -115,11 +115,11 @@ def test_unknown_preset_names_the_nearest_and_all() -> None:
 )  # fmt: skip
 def test_auto_takes_the_largest_preset_that_the_card_covers(monkeypatch, gib, chosen) -> None:
     here = memory_reading.read_memory("cpu")
-    card = replace(here, device="cuda:0", device_name="some card", device_total_bytes=round(gib * 2**30))
-    monkeypatch.setattr(memory_reading, "read_memory", lambda: card)
+    gpu = replace(here, device="cuda:0", device_name="some GPU", device_total_bytes=round(gib * 2**30))
+    monkeypatch.setattr(memory_reading, "read_memory", lambda: gpu)
     found = recipe("auto")
     assert found.name == chosen
-    assert found.purpose.startswith(f"chosen by recipe('auto') for some card with {gib:.2f} GiB: ")
+    assert found.purpose.startswith(f"chosen by recipe('auto') for some GPU with {gib:.2f} GiB: ")
     assert found.replace(purpose="") == PRESETS[chosen].replace(purpose="")
 
 
@@ -242,9 +242,9 @@ def test_a_file_in_place_of_the_output_folder_is_refused(tmp_path) -> None:
 
 
 def test_precision_follows_the_card_and_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(precision, "choose_precision", lambda **_: Precision("fp32", "a made-up card"))
+    monkeypatch.setattr(precision, "choose_precision", lambda **_: Precision("fp32", "a made-up GPU"))
     [change] = [c for c in recipe("16gb-gpu").changes() if c.name == "precision"]
-    assert str(change) == "precision: 'auto' -> 'fp32' (a made-up card)"
+    assert str(change) == "precision: 'auto' -> 'fp32' (a made-up GPU)"
 
 
 def test_an_explicit_precision_is_kept_or_refused() -> None:
