@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.attach import attach
 from hf_memopt.binding.conflicts import refusals_of
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.errors import did_you_mean
@@ -305,6 +304,7 @@ class Recipe:
         """
         from transformers import Trainer
 
+        from hf_memopt.binding.attach import attach
         from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
 
         callbacks = tuple(callbacks)
