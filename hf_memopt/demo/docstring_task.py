@@ -1,8 +1,8 @@
 """The demo's data: a text classification task that needs no download, made from the docstrings of the standard library.
 
 The task is to name the top-level module that a docstring comes from, among the ``LABELS`` modules with the most
-docstrings. Sources are read with ``ast`` and never imported. Test packages are skipped, and so is every text that occurs
-in two modules, because it has no single right answer. The split depends on a hash of each text, so it is the same on
+docstrings. Sources are read with ``ast`` and never imported. Skipped are test packages and every text that occurs in
+two modules, because it has no single right answer. The split depends on a hash of each text, so it is the same on
 every machine with the same Python; the number of texts differs between versions (3.11: about 4,900).
 """
 
@@ -178,7 +178,9 @@ def _docstrings(file: Path) -> Iterator[str]:
     """Yield the docstrings of a source file; nothing where it cannot be read or is not valid Python."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about invalid escapes in the file, which the user of the demo cannot change
+            warnings.simplefilter(
+                "ignore"
+            )  # about invalid escapes in the file, which the user of the demo cannot change
             todo: list[ast.AST] = [ast.parse(file.read_bytes())]
     except (OSError, SyntaxError, ValueError):  # ValueError: null bytes or a wrong encoding
         return

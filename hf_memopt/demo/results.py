@@ -86,10 +86,10 @@ def conclusions(figures: Figures) -> list[str]:
         _comparison("(c)", ours, "(b), stock at its best", stock),
         _comparison("(c)", ours, "(a), naive", naive),
         f"{_comparison('(d)', saver, '(b)', stock)} Its optimizer state is {_ratio(saver, stock, STATE)} that of (b).",
-        f"What group_by_length costs (b): its order runs from long to short texts within every 50 batches, accuracy "
-        f"{stock['accuracy']:.3f}; (c) and (d) also batch texts of similar length, but in random order, "
-        f"{ours['accuracy']:.3f} and {saver['accuracy']:.3f}. The standard error is {error:.3f} ({texts} unseen "
-        "texts, one seed).",
+        f"The price of group_by_length in (b): it sorts up to 50 batches at a time from long to short texts, accuracy "
+        f"{stock['accuracy']:.3f}. (c) and (d) also batch texts of similar length, but take the batches in random "
+        f"order, accuracy {ours['accuracy']:.3f} and {saver['accuracy']:.3f}. The standard error of an accuracy is "
+        f"{error:.3f} ({texts} unseen texts), and this is one seed.",
     ]
     if _on_cpu(figures):
         lines += [
@@ -122,4 +122,4 @@ def _ratio(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> str:
 
 
 def _on_cpu(figures: Figures) -> bool:
-    return all(f["measured_reserved_bytes"] is None for f in figures.values())
+    return all(f["predicted_reserved_bytes"] is None for f in figures.values())

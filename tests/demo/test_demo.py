@@ -141,7 +141,8 @@ def test_the_predicted_peak_is_near_the_measured_one(run: tuple[Path, str]) -> N
     figures = json.loads((run[0] / "figures.json").read_text())
     for setup in TITLES:
         predicted, measured = figures[setup]["predicted_peak_bytes"], figures[setup]["measured_peak_bytes"]
-        assert 0 <= predicted - measured < 0.1 * measured, setup  # above it: the buffers of a GPU's reductions
+        # the prediction has the buffers of a GPU's reductions, and the host's kernels other temporaries
+        assert predicted == pytest.approx(measured, rel=0.1), setup
         assert figures[setup]["predicted_reserved_bytes"] is figures[setup]["measured_reserved_bytes"] is None
     assert figures["memory_saver"]["measured_peak_bytes"] < 0.5 * figures["stock_best"]["measured_peak_bytes"]
 
@@ -267,9 +268,9 @@ def test_the_conclusions_compare_with_stock_at_its_best_first() -> None:
         "(d) against (b): 0.50x the examples per second, 0.25x the peak memory, accuracy 0.750 against 0.700. Its "
         "optimizer state is 0.56x that of (b).",
     ]
-    assert lines[3].startswith("What group_by_length costs (b): ")
-    assert "accuracy 0.700; (c) and (d)" in lines[3]
-    assert "0.750 and 0.750. The standard error is 0.031 (200 unseen texts, one seed)." in lines[3]
+    assert lines[3].startswith("The price of group_by_length in (b): ")
+    assert "accuracy 0.700. (c) and (d)" in lines[3]
+    assert "accuracy 0.750 and 0.750. The standard error of an accuracy is 0.031 (200 unseen texts)" in lines[3]
     assert [line.split()[0] for line in lines[4:]] == ["Peaks:", "On"]
     assert len(conclusions(invented_figures(2**30))) == 4  # on a GPU nothing needs these two notes
 
@@ -320,7 +321,7 @@ def test_every_set_up_starts_from_the_same_weights_and_arguments(run: tuple[Path
     assert (saver.optim, saver.gradient_checkpointing) == ("adamw_8bit", recipe("4gb-gpu").checkpointing)
     assert measurement.settings_text(args["baseline"]) == "fp32, adamw_torch_fused"
     precision = "bf16" if saver.bf16 else "fp32"
-    assert measurement.settings_text(saver) == f"{precision}, adamw_8bit, batches of 4 x 8, checkpointing"
+    assert measurement.settings_text(saver) == f"{precision}, adamw_8bit, 4 accumulation steps of 8, checkpointing"
 
 
 def test_the_sampler_of_stock_at_its_best_reads_no_lazy_column(run: tuple[Path, str]) -> None:
