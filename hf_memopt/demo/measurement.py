@@ -174,10 +174,9 @@ def measure(trainer: Trainer, clock: OptimizerClock) -> dict[str, Any]:
 
 def _memory_report(trainer: Trainer) -> MemoryReportCallback:
     """Return the memory report that the trainer has, or a new one: two would reset each other's peaks."""
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, MemoryReportCallback):
-            return callback
-    memory = MemoryReportCallback()
+    memory = trainer.pop_callback(MemoryReportCallback)
+    if not isinstance(memory, MemoryReportCallback):
+        memory = MemoryReportCallback()
     trainer.add_callback(memory)
     return memory
 
@@ -201,21 +200,17 @@ def predicted_peaks(config: BertConfig, trainer: Trainer) -> dict[str, int | Non
     handler = trainer.accelerator.autocast_handler
     cached = handler is None or handler.cache_enabled
     found = estimate_from_arguments(model, trainer.args, MAX_LENGTH_TOKENS, autocast_cache=bool(cached))
-    if accelerator_type() == "cpu":
-        return {
-            "predicted_peak_bytes": found.peak_allocated_bytes - found.components["workspace"],
-            "predicted_reserved_bytes": None,
-        }
+    on_cpu = accelerator_type() == "cpu"
     return {
-        "predicted_peak_bytes": found.peak_allocated_bytes,
-        "predicted_reserved_bytes": found.peak_reserved_bytes,
+        "predicted_peak_bytes": found.peak_allocated_bytes - (found.components["workspace"] if on_cpu else 0),
+        "predicted_reserved_bytes": None if on_cpu else found.peak_reserved_bytes,
     }
 
 
 def _profiled_peak_bytes(
     setup: str, config: BertConfig, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]
 ) -> int:
-    """Return the peak bytes of torch's allocator on the CPU, from building a new model to the end of two optimizer steps.
+    """Return the peak bytes of torch's allocator on the CPU, from a new model to the end of two optimizer steps.
 
     Two steps, because the optimizer allocates its state in the first. The texts are 250 tokens long, and every set-up
     pads them to 256: batches of real texts contain padding too, so that attention needs a mask.

@@ -87,13 +87,16 @@ class Ingredients:
     callbacks: list[TrainerCallback]
 
 
+def _tokenised(given: Ingredients, *, padding: str | bool = False) -> Dataset:
+    return Dataset.from_dict({**given.tokenizer(given.texts, truncation=True, padding=padding), "labels": given.labels})
+
+
 def naive_trainer(given: Ingredients) -> Trainer:
     """Return what many scripts do: every text padded to the maximum, 32-bit floats, the Trainer's defaults."""
-    encoded = given.tokenizer(given.texts, padding="max_length", truncation=True)
     return Trainer(
         model=given.model,
         args=TrainingArguments(**given.arguments, per_device_train_batch_size=BATCH_SIZE),
-        train_dataset=Dataset.from_dict({**encoded, "labels": given.labels}),
+        train_dataset=_tokenised(given, padding="max_length"),
         callbacks=given.callbacks,
     )
 
@@ -105,7 +108,6 @@ def stock_best_trainer(given: Ingredients) -> Trainer:
     sampler, which then reads it example by example (170 times slower at 100,000 examples).
     """
     precision = choose_precision()
-    encoded = given.tokenizer(given.texts, truncation=True)
     arguments = TrainingArguments(
         **given.arguments,
         per_device_train_batch_size=BATCH_SIZE,
@@ -118,7 +120,7 @@ def stock_best_trainer(given: Ingredients) -> Trainer:
     return Trainer(
         model=given.model,
         args=arguments,
-        train_dataset=Dataset.from_dict({**encoded, "labels": given.labels}).to_list(),
+        train_dataset=_tokenised(given).to_list(),
         processing_class=given.tokenizer,
         data_collator=DataCollatorWithPadding(given.tokenizer, pad_to_multiple_of=PAD_TO_MULTIPLE_OF),
         callbacks=given.callbacks,
@@ -131,7 +133,7 @@ def memopt_trainer(given: Ingredients) -> Trainer:
 
 
 def memory_saver_trainer(given: Ingredients) -> Trainer:
-    """Return the preset for the smallest GPUs: micro-batches of 8, checkpointing, 8-bit optimizer state."""
+    """Return the preset for the smallest GPUs: accumulation steps of 8 texts, checkpointing, 8-bit optimizer state."""
     chosen = recipe("4gb-gpu")
     if accelerator_type() == "cpu":
         chosen = chosen.replace(optim="adamw_8bit")  # a paged optimizer moves state from a GPU to the host
@@ -139,10 +141,9 @@ def memory_saver_trainer(given: Ingredients) -> Trainer:
 
 
 def _recipe_trainer(chosen: Recipe, given: Ingredients) -> Trainer:
-    encoded = given.tokenizer(given.texts, truncation=True)
     return chosen.trainer(
         model=given.model,
-        train_dataset=Dataset.from_dict({**encoded, "labels": given.labels}),
+        train_dataset=_tokenised(given),
         processing_class=given.tokenizer,
         training_arguments={**given.arguments, "effective_batch_size": BATCH_SIZE},
         callbacks=given.callbacks,
