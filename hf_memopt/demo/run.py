@@ -184,12 +184,17 @@ def run_child(work: Path, setup: str, *, seed: int, epochs: int, sizes: Mapping[
 def _train_in_child(folder: str, arguments: str) -> None:
     """Train one set-up and write its figures into the folder; what a child of ``run_child`` does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in a terminal reaches the child too; the parent reports it
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a 4-bit kernel that nothing here uses
+    _silence_bitsandbytes()
     from hf_memopt.demo.measurement import run_setup
 
     options = json.loads(arguments)
     figures = run_setup(Path(folder), **options)
     write_whole(Path(folder) / f"{options['setup']}.json", json.dumps(figures))
+
+
+def _silence_bitsandbytes() -> None:
+    """Leave out its warning at import, which is about a 4-bit kernel that the demo does not use."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # seen in bitsandbytes 0.50.2
 
 
 # ---- Results --------------------------------------------------------------------------------------------------------
@@ -205,6 +210,7 @@ def versions() -> dict[str, str]:
 
 def _ask_reloaded(output: Path, task: DocstringTask, console: Console) -> None:
     """Load the saved model as any user would, and let it name the modules of three texts that it never saw."""
+    _silence_bitsandbytes()
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     from hf_memopt.demo.measurement import predict_labels
