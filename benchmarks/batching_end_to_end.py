@@ -67,14 +67,8 @@ def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
     from transformers import AutoTokenizer, PrinterCallback
 
     from hf_memopt.demo.docstring_task import DocstringTask
-    from hf_memopt.demo.setups import (
-        HYPERPARAMETERS,
-        OptimizerClock,
-        build_model,
-        measure,
-        model_config,
-        predict_labels,
-    )
+    from hf_memopt.demo.measurement import OptimizerClock, measure, predict_labels
+    from hf_memopt.demo.setups import HYPERPARAMETERS, build_model, model_config
     from hf_memopt.techniques.precision import choose_precision
 
     task = DocstringTask(**json.loads((Path(folder) / "task.json").read_text(encoding="utf-8")))
@@ -99,7 +93,7 @@ def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
     clock = OptimizerClock()
     trainer = _trainer(arm, model, tokenizer, {**encoded, "labels": list(task.train_labels)}, arguments, clock)
     trainer.remove_callback(PrinterCallback)
-    figures = measure(trainer, clock, imported_bytes=0)
+    figures = measure(trainer, clock)
     predicted = predict_labels(model, tokenizer, task.test_texts)
     hits = sum(one == other for one, other in zip(predicted, task.test_labels, strict=True))
     kept = {key: figures[key] for key in ("seconds", "examples", "padding_efficiency", "real_tokens_per_second")}

@@ -77,7 +77,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Of weights and data order.")] = 0,
     max_train: Annotated[int | None, typer.Option(min=1, help="Train on the first N texts only.")] = None,
 ) -> None:
-    """Train one small BERT three times on the standard library's docstrings: naive, stock at its best, hf_memopt."""
+    """Compare four ways to train a small BERT: naive, stock at its best, hf_memopt, hf_memopt for a 4 GB GPU."""
     from hf_memopt.demo.run import run_demo
 
     run_demo(output, json_file=json_file, epochs=epochs, seed=seed, max_train=max_train)

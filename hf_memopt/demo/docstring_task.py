@@ -1,9 +1,9 @@
-"""The demo's data: every Python ships with thousands of documented functions, so a real text task needs no download.
+"""The demo's data: a text classification task that needs no download, made from the docstrings of the standard library.
 
-The task is to name the top-level module of the standard library that a docstring comes from, among the ``LABELS``
-modules with the most docstrings. Sources are read with ``ast`` and never imported. Left out: test packages, and every
-text that occurs in two modules, because it has no single right answer. The split follows a hash of the text, so it is
-the same on every machine with the same Python; the number of texts differs between versions (3.11: about 4,900).
+The task is to name the top-level module that a docstring comes from, among the ``LABELS`` modules with the most
+docstrings. Sources are read with ``ast`` and never imported. Skipped are test packages and every text that occurs in
+two modules, because it has no single right answer. The split depends on a hash of each text, so it is the same on
+every machine with the same Python; the number of texts differs between versions (3.11: about 4,900).
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ TEST_FRACTION = 0.2
 MAX_LENGTH_TOKENS = 256
 VOCABULARY_TOKENS = 4000
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
-BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)  # what can hold a definition
+BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)  # nodes that can contain a definition
 
 
 class MissingSourcesError(ValueError):
-    """The running Python comes without the sources of its standard library, or with too few of them."""
+    """The running Python does not have the sources of its standard library, or too few of them."""
 
 
 @dataclass(frozen=True)
 class DocstringTask:
     """Texts with the number of their module, split into a training and a test part.
 
-    ``train_labels`` and ``test_labels`` hold positions in ``labels``, the names of the modules.
+    ``train_labels`` and ``test_labels`` are positions in ``labels``, the names of the modules.
     """
 
     labels: tuple[str, ...]
@@ -71,7 +71,7 @@ def source_files(standard_library: Path | None = None) -> list[tuple[str, Path]]
     files: list[tuple[str, Path]] = []
     for entry in entries:
         if entry.stem not in sys.stdlib_module_names:
-            continue  # site-packages and whatever else an installation puts beside the modules
+            continue  # site-packages and other files of an installation
         if entry.is_dir():
             inside = (file for file in entry.rglob("*.py") if not TEST_FOLDERS & set(file.relative_to(root).parts))
             files += [(entry.name, file) for file in sorted(inside)]
@@ -135,7 +135,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_tokens: int = VOCABULARY
     """Train a lower-case WordPiece tokenizer with BERT's special tokens; the same texts give the same tokenizer.
 
     Args:
-        texts: the training split alone, so that the test texts stay unseen.
+        texts: the training split only, so that the test texts stay unseen.
         vocabulary_tokens: the upper bound of the vocabulary, special tokens included.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -144,12 +144,13 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_tokens: int = VOCABULARY
     texts = list(texts)
     normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
     words = {word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))}
-    # The trainer numbers the "##" pieces in the order of a randomly seeded hash map, and breaks ties between merges by
-    # these numbers: two runs differ. Pieces given as special tokens keep the order given. Seen in tokenizers 0.23.3.
+    # The trainer numbers the single characters inside a word ("##a") in the order of a randomly seeded hash map, and
+    # breaks ties between merges by these numbers, so that two runs differ. Special tokens are numbered in the order in
+    # which they are passed, so the characters are passed as special tokens. Seen in tokenizers 0.23.3.
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    pieces = [f"##{character}" for character in sorted({character for word in words for character in word[1:]})]
+    inside = [f"##{character}" for character in sorted({character for word in words for character in word[1:]})]
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocabulary_tokens, special_tokens=special + pieces, show_progress=False
+        vocab_size=vocabulary_tokens, special_tokens=special + inside, show_progress=False
     )
     trained = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     trained.normalizer, trained.pre_tokenizer = normalizer, splitter
@@ -177,9 +178,11 @@ def _docstrings(file: Path) -> Iterator[str]:
     """Yield the docstrings of a source file; nothing where it cannot be read or is not valid Python."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in the file are not our user's business
+            warnings.simplefilter(
+                "ignore"
+            )  # about invalid escapes in the file, which the user of the demo cannot change
             todo: list[ast.AST] = [ast.parse(file.read_bytes())]
-    except (OSError, SyntaxError, ValueError):  # ValueError: null bytes or an encoding that is not what it claims
+    except (OSError, SyntaxError, ValueError):  # ValueError: null bytes or a wrong encoding
         return
     while todo:
         node = todo.pop()
@@ -187,7 +190,7 @@ def _docstrings(file: Path) -> Iterator[str]:
             text = (ast.get_docstring(node) or "").strip()
             if text:
                 yield text
-        # Expressions hold no docstrings, and skipping them is most of the speed.
+        # Expressions contain no docstrings; skipping them saves a third of the time.
         todo += [child for child in ast.iter_child_nodes(node) if isinstance(child, BLOCKS)]
 
 

@@ -1,17 +1,20 @@
-"""The main job: one small BERT trained three times by the stock ``Trainer``, on real text that every Python ships with.
+"""``hf-memopt demo``: train one small BERT with four set-ups of the stock ``Trainer`` on text that Python ships with.
 
-(a) naive, (b) stock at its best, (c) hf_memopt; each in a child process, so that the memory of one run and the global
-state of its libraries do not reach the next. Then one table, and the model of (c) saved, reloaded and asked.
+(a) naive, (b) stock at its best, (c) what ``recipe("auto")`` chooses, (d) the preset for the smallest GPUs; each in a
+child process, so that no set-up starts with the libraries' state or the warm memory of another. Then one table, and
+the model of (c) saved, reloaded and asked.
 
-Everything is written in a hidden folder beside the output, on the same disk, and takes the output's place by renaming,
-so the output is whole or absent, also after Ctrl-C. Limitations: a signal other than Ctrl-C leaves the hidden folder.
-``setups`` holds what the children do, ``docstring_task`` the data.
+Everything is written in a hidden folder beside the output, on the same disk, which then takes the output's place by
+renaming: the output is complete or absent, also after Ctrl-C. Limitations: a signal other than Ctrl-C leaves the
+hidden folder. ``docstring_task`` has the data, ``setups`` the set-ups, ``measurement`` what a child does, ``results``
+the text.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import signal
@@ -22,20 +25,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.demo.results import TITLES, print_results
 from hf_memopt.plain_data import Count, check_value
-from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from hf_memopt.demo.docstring_task import DocstringTask
 
-__all__ = ["figures_table", "prepare", "ratios", "run_child", "run_demo"]
+__all__ = ["prepare", "run_child", "run_demo"]
 
 MARKER = "demo.json"  # lists the files of a finished demo, so that the next one may replace them
-TITLES = {"baseline": "(a) naive", "stock_best": "(b) best stock", "memopt": "(c) hf_memopt"}
 VERSIONS_OF = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "hf-memopt")
 
 
@@ -48,15 +49,15 @@ def run_demo(
     max_train: int | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> None:
-    """Train the three set-ups, print their figures and save the model of (c).
+    """Train the four set-ups, print their figures and save the model of (c).
 
     Args:
         output: the folder for model (c), its tokenizer and ``demo.json``; new, empty, or written by an earlier demo.
         json_file: where the figures also go as JSON.
-        epochs: passes over the training texts, for each of the three.
-        seed: of weights, order and dropout.
+        epochs: passes over the training texts, for each set-up.
+        seed: of weights and order.
         max_train: train with fewer texts than there are.
-        sizes: fields of ``BertConfig`` that replace the size that suits the machine.
+        sizes: fields of ``BertConfig`` that replace the size chosen for the machine.
 
     Raises:
         ValueError: an invalid number; an output or a file that cannot be written there; a Python without the sources of
@@ -83,8 +84,7 @@ def run_demo(
         for setup, title in TITLES.items():
             progress.rule(title, align="left")
             figures[setup] = run_child(work, setup, seed=seed, epochs=epochs, sizes=sizes or {})
-        results.print(figures_table(figures))
-        results.print(ratios(figures), soft_wrap=True)
+        print_results(figures, results)
         figures["versions"] = versions()
         check_output(output)  # again: what somebody put there while the set-ups trained is not removed
         publish(work / "model", output, {"labels": task.labels, "figures": figures})
@@ -171,7 +171,8 @@ def run_child(work: Path, setup: str, *, seed: int, epochs: int, sizes: Mapping[
     command = [sys.executable, "-m", "hf_memopt.demo.run", str(work), arguments]
     try:
         # What the child prints goes where its progress bars go, so that standard output holds the results alone.
-        subprocess.run(command, stdout=2, check=True)
+        # KINETO_LOG_LEVEL silences the lines with which torch's profiler announces itself.
+        subprocess.run(command, stdout=2, check=True, env={**os.environ, "KINETO_LOG_LEVEL": "99"})
     except subprocess.CalledProcessError as error:
         raise ChildProcessError(
             f"{TITLES[setup]} failed with exit code {error.returncode}; its error is printed above"
@@ -183,66 +184,20 @@ def run_child(work: Path, setup: str, *, seed: int, epochs: int, sizes: Mapping[
 def _train_in_child(folder: str, arguments: str) -> None:
     """Train one set-up and write its figures into the folder; what a child of ``run_child`` does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in a terminal reaches the child too; the parent reports it
-    from hf_memopt.demo.setups import run_setup
+    _silence_bitsandbytes()
+    from hf_memopt.demo.measurement import run_setup
 
     options = json.loads(arguments)
     figures = run_setup(Path(folder), **options)
     write_whole(Path(folder) / f"{options['setup']}.json", json.dumps(figures))
 
 
+def _silence_bitsandbytes() -> None:
+    """Leave out its warning at import, which is about a 4-bit kernel that the demo does not use."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # seen in bitsandbytes 0.50.2
+
+
 # ---- Results --------------------------------------------------------------------------------------------------------
-
-
-def figures_table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return the figures of the three runs side by side."""
-    from rich.table import Table
-
-    table = Table(title="Three set-ups of the stock Trainer, same weights, examples and seed", title_justify="left")
-    table.add_column("")
-    for setup in figures:
-        table.add_column(TITLES[setup], justify="right")
-
-    def row(name: str, cell: Any) -> None:
-        table.add_row(name, *(cell(figures[setup]) for setup in figures))
-
-    row("training, seconds", lambda f: f"{f['seconds']:.1f}")
-    row("  of it the optimizer step", lambda f: f"{f['optimizer_seconds']:.1f}")
-    row("examples/s", lambda f: f"{f['examples_per_second']:,.1f}")
-    row("real tokens/s", lambda f: f"{f['real_tokens_per_second']:,.0f}")
-    row("padding efficiency", lambda f: f"{f['padding_efficiency']:.3f}")
-    row("optimizer state", lambda f: format_bytes(f["optimizer_state_bytes"]))
-    for dtype in sorted({dtype for f in figures.values() for dtype in f["optimizer_state_bytes_by_dtype"]}):
-        row(f"  in {dtype}", lambda f, dtype=dtype: format_bytes(f["optimizer_state_bytes_by_dtype"].get(dtype, 0)))
-    if any(f["peak_reserved_bytes"] is not None for f in figures.values()):
-        row("peak allocated", lambda f: _bytes_or_unknown(f["peak_bytes"]))
-        row("peak reserved", lambda f: _bytes_or_unknown(f["peak_reserved_bytes"]))
-    else:
-        row("process peak above imports", lambda f: _bytes_or_unknown(f["peak_bytes"]))
-    row(f"accuracy, {figures['baseline']['test_texts']} unseen texts", lambda f: f"{f['accuracy']:.3f}")
-    return table
-
-
-def _bytes_or_unknown(size_bytes: int | None) -> str:
-    return "unavailable" if size_bytes is None else format_bytes(size_bytes)
-
-
-def ratios(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what the table says about (c), and a note where there is no accelerator."""
-    naive, stock, ours = figures["baseline"], figures["stock_best"], figures["memopt"]
-
-    def without_step(f: Mapping[str, Any]) -> float:
-        return float((f["seconds"] - f["optimizer_seconds"]) / f["examples"])
-
-    rest = without_step(stock) / without_step(ours)
-    faster = ours["examples_per_second"] / naive["examples_per_second"]
-    state = ours["optimizer_state_bytes"] / naive["optimizer_state_bytes"]
-    text = (
-        f"(c) is {faster:.1f}x as fast per example as (a), and {rest:.2f}x as fast as (b) "
-        f"without the optimizer step; its optimizer state is {state:.2f}x that of (a)."
-    )
-    if ours["peak_reserved_bytes"] is None:
-        text += "\nOn a CPU the 8-bit step of bitsandbytes costs far more than the fused one: it is written for cards."
-    return text
 
 
 def versions() -> dict[str, str]:
@@ -255,16 +210,17 @@ def versions() -> dict[str, str]:
 
 def _ask_reloaded(output: Path, task: DocstringTask, console: Console) -> None:
     """Load the saved model as any user would, and let it name the modules of three texts that it never saw."""
+    _silence_bitsandbytes()
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from hf_memopt.demo.setups import predict_labels
+    from hf_memopt.demo.measurement import predict_labels
 
     model = AutoModelForSequenceClassification.from_pretrained(output)
     tokenizer = AutoTokenizer.from_pretrained(output)
     texts = task.test_texts[:3]
     console.print(f"Model (c) saved in {output}, reloaded and asked which module these unseen docstrings are from:")
     for text, label, true in zip(texts, predict_labels(model, tokenizer, texts), task.test_labels, strict=False):
-        start = " ".join(text.split())[:60]
+        start = " ".join(text.split())[: max(20, console.width - 40)]
         console.print(
             f"  {start!r}: {model.config.id2label[label]} (true: {task.labels[true]})", markup=False, soft_wrap=True
         )

@@ -48,7 +48,7 @@ def texts_by_import(module: ModuleType) -> set[str]:
 
 
 def is_generated(item: object) -> bool:
-    """Tell whether an object was made at run time (by a dataclass, say) and so stands in no source."""
+    """Return whether an object was made at run time (by a dataclass, say) and so is in no source."""
     try:
         inspect.getsource(item)
     except (OSError, TypeError):
@@ -57,7 +57,7 @@ def is_generated(item: object) -> bool:
 
 
 def texts_by_walk(file: Path) -> set[str]:
-    """Return the docstrings of a file by looking at every node there is."""
+    """Return the docstrings of a file by looking at every node."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nodes = list(ast.walk(ast.parse(file.read_bytes())))
@@ -73,7 +73,7 @@ def test_finds_what_importing_finds(name: str, module_of: dict[str, str]) -> Non
     assert set(found.values()) == {name}
     everywhere = Counter(text for module, file in source_files() if module == name for text in texts_by_walk(file))
     assert texts <= set(everywhere)
-    assert len(found) >= 0.8 * len(texts)  # the rest stands in a second module too
+    assert len(found) >= 0.8 * len(texts)  # the rest is in a second module too
 
 
 @pytest.mark.parametrize("name", ["asyncio/base_events.py", "typing.py", "turtle.py", "ctypes/util.py"])
@@ -131,9 +131,9 @@ def test_drops_texts_of_two_modules_and_keeps_one_of_a_repeated_text(tmp_path: P
     assert read_docstrings(files) == {"Only a.": "a", "Only b.": "b"}
 
 
-def test_source_files_leaves_out_tests_and_what_is_no_module(tmp_path: Path) -> None:
+def test_source_files_skips_tests_and_what_is_not_a_module(tmp_path: Path) -> None:
     kept = ["json/__init__.py", "json/decoder.py", "shlex.py"]
-    left_out = [
+    skipped = [
         "json/tests/__init__.py",
         "test/a.py",
         "idlelib/idle_test/a.py",
@@ -141,7 +141,7 @@ def test_source_files_leaves_out_tests_and_what_is_no_module(tmp_path: Path) -> 
         "mine.py",
         "json.txt",
     ]
-    for name in [*kept, *left_out]:
+    for name in [*kept, *skipped]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     modules = ["json", "json", "shlex"]
@@ -206,7 +206,7 @@ def test_the_tokenizer_is_the_same_every_time_and_stays_within_its_vocabulary(mo
     assert sorted(one.get_vocab().values()) == list(range(len(one)))
 
 
-def test_the_tokenizer_speaks_bert_and_survives_saving(tmp_path: Path) -> None:
+def test_the_tokenizer_has_berts_special_tokens_and_can_be_reloaded(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(TRAINING_TEXTS)
     assert [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.cls_token_id] == [0, 1, 2]
     assert [tokenizer.sep_token, tokenizer.mask_token] == ["[SEP]", "[MASK]"]
