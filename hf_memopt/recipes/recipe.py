@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt.binding import versions as compat
-from hf_memopt.binding.attach import attach
 from hf_memopt.binding.conflicts import refusals_of
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.errors import did_you_mean
@@ -228,10 +227,10 @@ class Recipe:
 
     def step_settings(self) -> StepSettings:
         """Return what of the recipe changes the bytes of a step, for ``estimate``; freezing by the same function."""
-        from hf_memopt.techniques.freezing.freezing import drop_input_gradients, freeze
-
         prepare: list[Callable[[Any], Any]] = []
         if self.freeze:
+            from hf_memopt.techniques.freezing.freezing import drop_input_gradients, freeze
+
             prepare.append(partial(freeze, patterns=self.freeze))
             if self.checkpointing:
                 prepare.append(drop_input_gradients)
@@ -305,6 +304,7 @@ class Recipe:
         """
         from transformers import Trainer
 
+        from hf_memopt.binding.attach import attach
         from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
 
         callbacks = tuple(callbacks)

@@ -172,7 +172,7 @@ def test_a_missing_and_a_broken_file_of_lengths(tmp_path) -> None:
 VERBS = {
     "presets": ("hf_memopt.recipes.presets.preset_rows", []),
     "lengths": ("hf_memopt.batching.padding_costs.data_files.file_lengths", ["data.csv"]),
-    "estimate": ("hf_memopt.cli.estimate_command.estimate", ["gpt2"]),
+    "estimate": ("hf_memopt.memory.estimation.estimate", ["gpt2", "--seq-len", "8"]),
     "doctor": ("hf_memopt.cli.doctor.examine", []),
     "demo": ("hf_memopt.demo.run.run_demo", []),
 }
@@ -190,8 +190,8 @@ VERBS = {
         ),
         (
             KeyError("x"),
-            "hf-memopt failed (KeyError: 'x'), which is an error of its own; please report it. For the traceback set "
-            "HF_MEMOPT_DEBUG=1",
+            "hf-memopt failed (KeyError: 'x'), which is a bug in hf-memopt; please report it. Set "
+            "HF_MEMOPT_DEBUG=1 for the traceback",
         ),
     ],
 )
@@ -283,11 +283,11 @@ def test_doctor_tries_the_8_bit_step(monkeypatch) -> None:
 def test_doctor_sees_a_cpu_build_beside_a_card(monkeypatch) -> None:
     monkeypatch.setattr(doctor, "accelerator_type", lambda: "cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(doctor, "_has_nvidia_card", lambda: True)
+    monkeypatch.setattr(doctor, "_has_nvidia_gpu", lambda: True)
     found = broken(monkeypatch, "torch build")
     assert (found.level, found.found) == (
         "error",
-        f"an NVIDIA card is here, but torch {torch.__version__} is a CPU build",
+        f"this machine has an NVIDIA GPU, but torch {torch.__version__} is a CPU build",
     )
 
 
