@@ -42,8 +42,8 @@ def test_a_picture_that_fails_leaves_nothing_behind(plot, tmp_path, monkeypatch)
     with pytest.raises(ValueError) as error:
         plot(picture)
     assert str(error.value) == (
-        f"plot={str(picture)!r} cannot be written (No space left on device); expected a writable folder with free space. "
-        "Pass another file"
+        f"plot={str(picture)!r} cannot be written (No space left on device); expected a writable folder with free "
+        "space. Pass another file"
     )
     assert [entry.read_text() for entry in tmp_path.iterdir()] == ["an older one"]
 

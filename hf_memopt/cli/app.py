@@ -141,13 +141,14 @@ def lengths(
     json_output: AsJson = False,
 ) -> None:
     """Show how long the examples of a data file are, what padding would waste, and what to set."""
+    if plot is not None:
+        from hf_memopt.plotting import check_picture
+
+        check_picture(plot, purpose="the picture of a padding report")
     from hf_memopt.batching.padding_costs.data_files import file_lengths
     from hf_memopt.batching.padding_costs.figures import padding_report
     from hf_memopt.batching.padding_costs.output import print_report
-    from hf_memopt.plotting import check_picture
 
-    if plot is not None:
-        check_picture(plot, purpose="the picture of a padding report")
     found = file_lengths(path, column=column, tokenizer=tokenizer)
     report = padding_report(
         found.lengths, batch_size=batch_size, max_tokens=max_tokens, max_length=max_length, unit=found.unit

@@ -53,18 +53,51 @@ def test_an_unknown_preset_ends_with_2_and_its_message() -> None:
     assert result.stderr.startswith("name='9gb' is not a preset; expected one of 4gb-gpu, ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [("--help", 0), ("presets", 0), ("presets 4gb-gpu --json", 0), ("presets 9gb", 2), ("estimate --list-models", 0)],
-)
-def test_static_answers_come_without_torch(arguments: str, code: int) -> None:
+ANSWERED_AT_ONCE = {
+    "--help": (0, ""),
+    "estimate --help": (0, ""),
+    "presets": (0, ""),
+    "presets --json": (0, ""),
+    "presets 4gb-gpu": (0, ""),
+    "presets 9gb": (2, "name='9gb' is not a preset; "),
+    "estimate --list-models": (0, ""),
+    "estimate bert-larg --seq-len 8": (2, "model='bert-larg' is neither a well-known name nor a folder, "),
+    "estimate gpt2": (2, "seq_len=None gives 'gpt2' no length; "),
+    "estimate gpt2 --gpu RTX-9999": (2, "gpu='RTX-9999' "),
+    "estimate gpt2 --gpu-memory 4": (2, "memory='4' is not an amount of memory; "),
+    "estimate gpt2 --preset 9gb": (2, "name='9gb' is not a preset; "),
+    "estimate gpt2 --precision fp17": (2, "precision='fp17' is unknown; "),
+    "estimate gpt2 --optim adamm": (2, "optim='adamm' is not an optimizer whose memory is known; "),
+    "estimate gpt2 --optim adamw_anyprecision": (2, "not estimable: optim='adamw_anyprecision': "),
+    "estimate gpt2 --precision fp16 --optim lomo": (2, "optim='lomo', precision='fp16' "),
+    "estimate gpt2 --task mlm": (2, "task='mlm' is unknown; "),
+    "estimate gpt2 --compare --task mlm": (2, "task='mlm' is unknown; "),
+    "estimate gpt2 --seq-len 1000001": (2, "seq_len=1000001 is too large to simulate; "),
+    "estimate gpt2 --plot timeline.svg": (2, "plot='timeline.svg' is not a PNG file; "),
+    "estimate gpt2 --preset 4gb-gpu --batch-size 5": (2, "batch_size=5 does not divide the 32 examples "),
+    "lengths data.csv --plot lengths.svg": (2, "plot='lengths.svg' is not a PNG file; "),
+}
+
+
+def test_tables_and_checks_of_options_need_nothing_heavy(tmp_path: Path) -> None:
+    """One process runs them all; ``benchmarks/command_line.py`` has their times."""
     script = (
-        "import sys, hf_memopt.cli\n"
-        "try: hf_memopt.cli.main()\n"
-        "finally: print(*({'torch', 'transformers', 'numpy', 'pyarrow'} & set(sys.modules)), file=sys.stderr)"
+        "import contextlib, io, json, sys, hf_memopt.cli\n"
+        "answers = []\n"
+        "for arguments in json.loads(sys.argv[1]):\n"
+        "    sys.argv = ['hf-memopt', *arguments.split()]\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:\n"
+        "        try: hf_memopt.cli.main()\n"
+        "        except SystemExit as stop: code = stop.code\n"
+        "    heavy = {'torch', 'transformers', 'numpy', 'pyarrow', 'matplotlib'} & set(sys.modules)\n"
+        "    answers.append([arguments, code, errors.getvalue(), sorted(heavy)])\n"
+        "print(json.dumps(answers))"
     )
-    done = subprocess.run([sys.executable, "-c", script, *arguments.split()], capture_output=True, text=True)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, ""), done.stderr
+    command = [sys.executable, "-c", script, json.dumps(list(ANSWERED_AT_ONCE))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    for arguments, code, errors, heavy in json.loads(done.stdout):
+        expected, start = ANSWERED_AT_ONCE[arguments]
+        assert (code, errors[: len(start)], errors.count("\n"), heavy) == (expected, start, bool(start), []), arguments
 
 
 @pytest.fixture

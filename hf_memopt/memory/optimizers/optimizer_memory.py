@@ -86,7 +86,7 @@ def parameter_facts(model: nn.Module) -> list[ParameterFacts]:
 
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    decaying = set(get_parameter_names(model, [nn.LayerNorm], list(_WITHOUT_DECAY)))
+    decaying = set(get_parameter_names(model, [nn.LayerNorm], _WITHOUT_DECAY))  # type: ignore[no-untyped-call]
     return [
         ParameterFacts(
             name=name,
