@@ -51,6 +51,7 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # rich's tables cut the names of options off at 80 columns
     help="Train transformers on the GPU you have, with the stock Hugging Face Trainer.",
 )
 
@@ -78,7 +79,10 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the data order.")] = 0,
     max_train: Annotated[int | None, typer.Option(min=1, help="Train on the first N texts only.")] = None,
 ) -> None:
-    """Train one small BERT three times on the standard library's docstrings: naive, stock at its best, hf_memopt."""
+    """Compare training set-ups on real text.
+
+    Trains one small BERT on the standard library's docstrings: naive, stock at its best, hf_memopt.
+    """
     from hf_memopt.demo.run import run_demo
 
     run_demo(output, json_file=json_file, epochs=epochs, seed=seed, max_train=max_train)
@@ -109,18 +113,22 @@ def presets(
 
 
 def _print_presets() -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     from hf_memopt.recipes.presets import PRESETS, preset_rows
 
     rows = preset_rows(PRESETS)
-    table = Table(title="hf-memopt presets (batch: examples x accumulation; explain one: hf-memopt presets 4gb-gpu)")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    folded = {"eval batch": "eval\nbatch", "checkpointing": "check-\npointing"}
     for heading in rows[0]:
-        table.add_column(heading, overflow="fold")
+        table.add_column(folded.get(heading, heading), no_wrap=heading != "meant for", overflow="fold")
     for row in rows:
         table.add_row(*row.values())
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print("batch: examples x accumulation steps. Every choice with its reason: hf-memopt presets 4gb-gpu")
 
 
 @app.command()
@@ -140,7 +148,10 @@ def lengths(
     plot: Annotated[Path | None, typer.Option(help="Also write a picture to this PNG file.")] = None,
     json_output: AsJson = False,
 ) -> None:
-    """Show how long the examples of a data file are, what padding would waste, and what to set."""
+    """Show what padding wastes on a data file.
+
+    How long its examples are, what each way of padding wastes, and what to set.
+    """
     if plot is not None:
         from hf_memopt.plotting import check_picture
 
@@ -192,14 +203,14 @@ def estimate(
     compute_capability: Annotated[str | None, typer.Option(help="Compute capability of that GPU, such as 7.5.")] = None,
     preset: Annotated[str | None, typer.Option(help="Start from a preset; the other options override it.")] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, bf16 or fp16.")] = None,
-    optim: Annotated[str | None, typer.Option(help="As in TrainingArguments.")] = None,
+    optim: Annotated[str | None, typer.Option(help="An optimizer, by its name in TrainingArguments.")] = None,
     checkpointing: Annotated[bool | None, typer.Option(help="Recompute activations instead of keeping them.")] = None,
     gradient_accumulation_steps: Annotated[
         int | None, typer.Option(min=1, help="Accumulation steps per optimizer step.")
     ] = None,
     freeze: Annotated[list[str] | None, typer.Option(help="A pattern for hf_memopt.freeze; may be repeated.")] = None,
     attn: Annotated[str | None, typer.Option(help="Attention: sdpa, eager or flash_attention_2.")] = None,
-    task: Annotated[str | None, typer.Option(help="The model's head.")] = None,
+    task: Annotated[str | None, typer.Option(help="The model's head, such as causal-lm.")] = None,
     eval_batch_size: Annotated[
         int | None, typer.Option(min=1, help="Also simulate an evaluation with batches of this size.")
     ] = None,
@@ -213,7 +224,10 @@ def estimate(
         ),
     ] = False,
 ) -> None:
-    """Predict the memory of a training step; exit code 0 if it fits or no GPU is known, 1 if not, 2 on errors."""
+    """Predict the memory of a training step.
+
+    Exit code 0 if it fits or no GPU is known, 1 if it does not fit, 2 on errors.
+    """
     from rich.console import Console
 
     from hf_memopt.cli.estimate_command import EstimateOptions, run_estimate
@@ -243,7 +257,10 @@ def estimate(
 
 @app.command()
 def doctor(json_output: AsJson = False) -> None:
-    """Check what a training run on this machine needs; exit code 0 if nothing is missing, 1 otherwise."""
+    """Check this machine for what training needs.
+
+    Exit code 0 if nothing would fail, 1 otherwise.
+    """
     from rich.console import Console
 
     from hf_memopt.cli.progress import spinner

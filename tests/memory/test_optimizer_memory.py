@@ -485,6 +485,11 @@ def test_decay_is_that_of_the_stock_trainer(tmp_path: Any) -> None:
     names = set(trainer.get_decay_parameter_names(model))
     assert {fact.name for fact in parameter_facts(model) if fact.decays} == names
     assert 0 < len(names) < len(parameter_facts(model))
+    norms = ("norm", "normal", "final_norm", "rmsnorm", "post_layernorm", "norm_layers")
+    named = nn.ModuleDict({name: nn.Linear(2, 2) for name in norms} | {"by_class": nn.LayerNorm(2)})
+    names = set(Trainer.get_decay_parameter_names(None, named))  # its first argument is not used
+    assert {fact.name for fact in parameter_facts(named) if fact.decays} == names
+    assert len(names) == 2
 
 
 @pytest.mark.parametrize(("shape", "elements"), [((), 1), ((3, 4), 12), ((3, 0), 0)])
