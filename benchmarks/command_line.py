@@ -1,9 +1,8 @@
 """What each command costs from start to end: python benchmarks/command_line.py
 
-CPU seconds of a fresh process, system time included, as the median of five runs that take turns with a process that
-only imports torch; the ratio to that process carries over to other machines. Wall seconds matter where a network is
-missing: the hub of the last case refuses every connection. A first run of each command, which may compile byte code,
-is not counted.
+CPU seconds of a fresh process, system time included: the median of five rounds, each of which also runs a process that
+only imports torch. The ratio to that process carries over to other machines. Wall seconds matter where a network is
+missing: the hub of the last case refuses every connection. A first round, which may compile byte code, is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REPEATS = 5
-BASELINE = "python -c 'import torch'"
 LIMITS_SECONDS = {"doctor": 4.0, "estimate bert-large-uncased --seq-len 128 --gpu T4": 6.0}
 OTHERS_LIMIT_SECONDS = 1.0
 COMMANDS: dict[str, int] = {  # the exit code of each
@@ -59,32 +57,37 @@ def run_once(command: list[str], folder: str, exit_code: int = 0) -> tuple[float
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, wall
 
 
-def measure(command: list[str], folder: str, exit_code: int) -> dict[str, float]:
-    """Return the medians of a command, and its ratio to runs of the baseline in between."""
-    run_once(command, folder, exit_code)
-    runs = []
-    for _ in range(REPEATS):
+def measure(commands: dict[str, int], folder: str) -> dict[str, dict[str, float]]:
+    """Return the medians of each command over the rounds, and of its ratio to ``import torch`` of the same round."""
+    runs: dict[str, list[tuple[float, float, float]]] = {arguments: [] for arguments in commands}
+    for round_number in range(REPEATS + 1):
         torch_seconds, _ = run_once([sys.executable, "-c", "import torch"], folder)
-        runs.append((*run_once(command, folder, exit_code), torch_seconds))
-    cpu, wall, torch_cpu = (statistics.median(column) for column in zip(*runs, strict=True))
-    ratio = statistics.median(seconds / base for seconds, _, base in runs)
-    return {"cpu_seconds": cpu, "wall_seconds": wall, "torch_ratio": ratio, "torch_cpu_seconds": torch_cpu}
+        for arguments, exit_code in commands.items():
+            command = [sys.executable, "-m", "hf_memopt", *arguments.split()]
+            cpu_seconds, wall_seconds = run_once(command, folder, exit_code)
+            if round_number > 0:
+                runs[arguments].append((cpu_seconds, wall_seconds, cpu_seconds / torch_seconds))
+    names = ("cpu_seconds", "wall_seconds", "torch_ratio")
+    return {
+        arguments: {
+            name: statistics.median(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)
+        }
+        for arguments, rows in runs.items()
+    }
 
 
 def main() -> int:
     """Run the commands, print a table, append the figures to the results."""
     from results_file import append
 
-    figures = {}
-    print(f"{'hf-memopt ...':<52}{'CPU':>8}{'limit':>8}{'wall':>8}{'of ' + BASELINE:>29}")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "texts.csv").write_text("text\n" + "some words of a text\n" * 1000, encoding="utf-8")
-        for arguments, exit_code in COMMANDS.items():
-            command = [sys.executable, "-m", "hf_memopt", *arguments.split()]
-            figures[arguments] = found = measure(command, folder, exit_code)
-            limit = LIMITS_SECONDS.get(arguments, OTHERS_LIMIT_SECONDS)
-            times = f"{found['cpu_seconds']:>6.2f} s{limit:>6.1f} s{found['wall_seconds']:>6.2f} s"
-            print(f"{arguments:<52}{times}{found['torch_ratio']:>28.2f}x", flush=True)
+        figures = measure(COMMANDS, folder)
+    print(f"{'hf-memopt ...':<52}{'CPU':>8}{'limit':>8}{'wall':>8}{'of import torch':>17}")
+    for arguments, found in figures.items():
+        limit = LIMITS_SECONDS.get(arguments, OTHERS_LIMIT_SECONDS)
+        times = f"{found['cpu_seconds']:>6.2f} s{limit:>6.1f} s{found['wall_seconds']:>6.2f} s"
+        print(f"{arguments:<52}{times}{found['torch_ratio']:>16.2f}x")
     append("command_line", figures)
     return 0
 

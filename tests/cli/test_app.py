@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_memopt import PRESETS, Recipe, __version__
@@ -17,6 +20,7 @@ from hf_memopt.batching.padding_costs.data_files import file_lengths
 from hf_memopt.batching.padding_costs.figures import padding_report
 from hf_memopt.cli import doctor
 from hf_memopt.cli.app import app
+from hf_memopt.cli.progress import spinner
 from hf_memopt.errors import MissingExtraError
 from tiny import tokenizer
 
@@ -100,6 +104,35 @@ def test_tables_and_checks_of_options_need_nothing_heavy(tmp_path: Path) -> None
         assert (code, errors[: len(start)], errors.count("\n"), heavy) == (expected, start, bool(start), []), arguments
 
 
+def test_a_spinner_shows_on_a_terminal_alone() -> None:
+    def shown(**console: Any) -> str:
+        with spinner("simulating gpt2", Console(file=(stream := io.StringIO()), **console), shown=True) as announce:
+            announce("1 of 19")
+        return stream.getvalue()
+
+    assert "1 of 19" in shown(force_terminal=True)
+    assert shown() == ""
+    stream = io.StringIO()
+    with spinner("simulating gpt2", Console(file=stream, force_terminal=True), shown=False) as announce:
+        announce("1 of 19")
+    assert stream.getvalue() == ""
+
+
+def test_the_spinner_of_an_estimate_is_there_before_torch_is_imported() -> None:
+    script = (
+        "import sys, hf_memopt.cli\n"
+        "from rich.console import Console\n"
+        "def status(self, text): print(text, 'torch' in sys.modules); sys.exit(3)\n"
+        "Console.is_terminal, Console.status = True, status\n"
+        "sys.argv = ['hf-memopt', *sys.argv[1:]]\n"
+        "hf_memopt.cli.main()"
+    )
+    for arguments, text in [("estimate gpt2 --seq-len 8", "simulating gpt2"), ("doctor", "looking at this machine")]:
+        command = [sys.executable, "-c", script, *arguments.split()]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (3, f"{text} False\n"), done.stderr
+
+
 @pytest.fixture
 def reviews(tmp_path: Path) -> Path:
     """A file of 200 texts of 1 to 40 words, one of them null."""
@@ -148,6 +181,13 @@ def test_lengths_in_a_terminal_without_block_characters(reviews) -> None:
     text = done.stdout.decode("ascii")
     assert "|####" in text
     assert max(map(len, text.splitlines()[1:])) <= 80  # after the line with the path
+
+
+def test_presets_in_a_narrow_terminal_cut_no_word() -> None:
+    result = runner.invoke(app, ["presets"], env={"COLUMNS": "60"})
+    assert "…" not in result.output
+    assert all(f"{recipe.optim} " in result.output for recipe in PRESETS.values())
+    assert "--gradient-accumulation-steps" in runner.invoke(app, ["estimate", "--help"], env={"COLUMNS": "60"}).output
 
 
 def test_lengths_in_a_narrow_terminal_cuts_no_figure(reviews) -> None:
