@@ -12,10 +12,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from textwrap import fill
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["app", "main"]
 
@@ -109,7 +113,14 @@ def presets(
         return
     with spinner("looking at this machine", Console(stderr=True), shown=name == "auto" and not json_output):
         chosen = recipe(name)
-    typer.echo(chosen.to_json() if json_output else str(chosen))
+    typer.echo(chosen.to_json() if json_output else _wrapped(str(chosen), Console()))
+
+
+def _wrapped(text: str, console: Console) -> str:
+    """Return lines that fit a terminal, continued with an indent; unchanged where standard output is not a terminal."""
+    if not console.is_terminal:
+        return text
+    return "\n".join(fill(line, console.width, subsequent_indent=" " * 6) for line in text.splitlines())
 
 
 def _print_presets() -> None:

@@ -44,6 +44,13 @@ def test_one_preset_is_explained() -> None:
     assert (result.exit_code, result.output) == (0, f"{PRESETS['4gb-gpu']}\n")
 
 
+def test_the_explanation_of_a_preset_fits_a_terminal(monkeypatch) -> None:
+    monkeypatch.setattr(Console, "is_terminal", True)
+    shown = runner.invoke(app, ["presets", "4gb-gpu"], env={"COLUMNS": "60"}).stdout
+    assert max(map(len, shown.splitlines())) <= 60
+    assert shown.split() == str(PRESETS["4gb-gpu"]).split()
+
+
 def test_presets_as_json() -> None:
     every = json.loads(runner.invoke(app, ["presets", "--json"]).output)
     assert {name: Recipe.from_json(json.dumps(value)) for name, value in every.items()} == dict(PRESETS)

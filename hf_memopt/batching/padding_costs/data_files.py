@@ -284,9 +284,8 @@ def _token_counter(name: str) -> Callable[[pa.ChunkedArray, str], NDArray[np.int
             f"tokenizer={name!r} cannot be loaded ({first_line(error)}); expected a folder or a name on the Hub. "
             "Leave it out to count words"
         ) from error
-    if len(tokenizer) <= len(
-        tokenizer.all_special_tokens
-    ):  # transformers 5 makes one of a folder with a config.json alone
+    # of a folder that holds a config.json alone transformers 5 makes a tokenizer without a vocabulary
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ValueError(
             f"tokenizer={name!r} has no vocabulary; expected one that save_pretrained has written. "
             f"Call: tokenizer.save_pretrained({name!r})"
