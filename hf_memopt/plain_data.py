@@ -1,4 +1,4 @@
-"""Data that comes from outside: JSON objects read strictly, values checked against the annotations of a dataclass.
+"""Check data that users pass or files hold: strict JSON objects, and values against the annotations of a dataclass.
 
 One field, one rule: its annotation. ``Annotated[int, range(1, 8)]`` bounds an integer; ``Literal``, unions,
 ``tuple[X, ...]`` and ``Mapping[X, Y]`` mean what they say, and True is not an integer.
@@ -131,7 +131,7 @@ def check_value(name: str, value: Any, kind: Any, example: Any = MISSING) -> Non
 
 
 def shown(value: Any, most: int = 60) -> str:
-    """Return the ``repr`` of any value from outside, cut to ``most`` characters."""
+    """Return the ``repr`` of a value of any type, cut to ``most`` characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # integers of more than 4,300 digits; lists nested as deep as JSON may be

@@ -1,7 +1,8 @@
-"""PNG files: what can be refused before the work that a picture shows, and a file that is there whole or not at all."""
+"""Write pictures as PNG files: check the path before the work that the picture shows, then write it in one step."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +17,14 @@ __all__ = ["check_picture", "save_picture"]
 
 
 def check_picture(path: Path, purpose: str) -> None:
-    """Refuse a picture that could not be written, before the work that it shows.
+    """Refuse a path that no picture can be written to.
 
     Args:
-        path: of the picture.
-        purpose: what the picture is, for the message.
+        path: the PNG file to be written.
+        purpose: what the picture is, as the subject of the message about a missing matplotlib.
 
     Raises:
-        ValueError: ``path`` does not end in ``.png``, is a folder or lies in a missing one.
+        ValueError: ``path`` does not end in ``.png``, is a folder or is in a missing one.
         MissingExtraError: matplotlib is not installed.
     """
     name = f"plot={str(path)!r}"
@@ -31,20 +32,18 @@ def check_picture(path: Path, purpose: str) -> None:
         raise ValueError(f"{name} is not a PNG file; expected a name that ends in .png. Pass {path.stem}.png")
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(
-            f"{name} is a folder or lies in a missing one; expected a file in an existing folder. Pass {path.name} "
+            f"{name} is a folder or is in a missing one; expected a file in an existing folder. Pass {path.name} "
             "to write it here"
         )
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("matplotlib", extra="plot", purpose=purpose) from None
+    if find_spec("matplotlib") is None:  # importing it would take a third of a second
+        raise MissingExtraError("matplotlib", extra="plot", purpose=purpose)
 
 
 def save_picture(figure: Figure, path: Path) -> None:
     """Write a figure to a PNG file, at 150 dots per inch.
 
     Raises:
-        ValueError: ``path`` cannot be written; what was there stays.
+        ValueError: ``path`` cannot be written; a former file at ``path`` is kept.
     """
     drawn = BytesIO()
     try:
@@ -52,6 +51,6 @@ def save_picture(figure: Figure, path: Path) -> None:
         write_whole(path, drawn.getvalue())
     except OSError as error:
         raise ValueError(
-            f"plot={str(path)!r} cannot be written ({error.strerror}); expected a writable place with room. "
+            f"plot={str(path)!r} cannot be written ({error.strerror}); expected a writable folder with free space. "
             "Pass another file"
         ) from error

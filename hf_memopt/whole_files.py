@@ -32,8 +32,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     data = content.encode("utf-8", errors="backslashreplace") if isinstance(content, str) else content
     if path.exists() and not path.is_file():  # renaming over /dev/null would replace it for the whole machine
         raise OSError(errno.EEXIST, "it exists and is not a regular file", str(path))
-    # Nobody can guess the name, and "x" (O_EXCL) opens neither a file nor a link that is there already. mkstemp does so
-    # too, but with mode 0600, and the umask that belongs there can only be read by setting it, for all threads.
+    # The name cannot be guessed, and "x" (O_EXCL) opens neither an existing file nor an existing link. mkstemp would do
+    # the same with mode 0600; to widen that by the umask, the umask would have to be set, for all threads.
     unfinished = path.with_name(f".memopt-{secrets.token_hex(16)}")
     try:
         with open(unfinished, "xb") as file:
@@ -42,19 +42,19 @@ def write_whole(path: Path, content: str | bytes) -> None:
             os.fsync(file.fileno())  # a disk that is full may say so only now
         os.replace(unfinished, path)
     except BaseException:
-        with suppress(OSError):  # the first error tells more
+        with suppress(OSError):  # the first error is the one to report
             unfinished.unlink(missing_ok=True)
         raise
 
 
 def warn_unwritten(path: Path, error: OSError, consequence: str, causes: set[str]) -> None:
-    """Warn that a file which training can do without was not written, once for each cause.
+    """Warn that a file which training does not need was not written, once for each cause.
 
     Args:
         path: of the file.
         error: what writing it raised.
         consequence: what is lost, as a clause.
-        causes: the causes that were warned of; a new one is added.
+        causes: the causes that were reported already; a new one is added.
     """
     cause = error.strerror or str(error)
     if cause not in causes:

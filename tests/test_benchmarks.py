@@ -338,3 +338,13 @@ def test_rows_name_the_versions_of_the_peers_that_are_installed(benchmark, tmp_p
     installed = {name for name in ("lhotse", "trl") if importlib.util.find_spec(name) is not None}
     assert {"python", "torch", "transformers", *installed} <= set(versions)
     assert {"lhotse", "trl"} & set(versions) == installed
+
+
+def test_commands_are_measured_with_their_exit_codes(benchmark, monkeypatch, tmp_path) -> None:
+    command_line = benchmark("command_line")
+    monkeypatch.setattr(command_line, "REPEATS", 1)
+    [found] = command_line.measure({"--version": 0}, str(tmp_path)).values()
+    assert 0 < found["cpu_seconds"] < found["wall_seconds"] * 8
+    assert found["torch_ratio"] < 1
+    with pytest.raises(RuntimeError, match="ended with 2; expected 0"):
+        command_line.measure({"presets 9gb": 0}, str(tmp_path))

@@ -183,3 +183,31 @@ def test_loading_every_public_name_changes_no_global_state() -> None:
         "assert not torch.cuda.is_initialized()"
     )
     assert "torch" in run(WATCH.format(before=before, after=after))
+
+
+ESTIMATE = """
+import sys, transformers.models.bert.modeling_bert
+by_transformers = set(sys.modules)
+from hf_memopt.cli import main
+sys.argv = "hf-memopt estimate bert-base-uncased --batch-size 2 --seq-len 16 --gpu T4".split()
+try:
+    main()
+except SystemExit as stop:
+    assert stop.code == 0
+added = set(sys.modules) - by_transformers
+packages = ("peft", "bitsandbytes", "datasets", "torch._inductor", "torch.distributed.tensor", "transformers.trainer")
+loaded = [name for name in packages if any(module == name or module.startswith(name + ".") for module in added)]
+never = ("peft", "bitsandbytes", "datasets", "torch._inductor.compile_fx")
+print(loaded, [name for name in never if name in sys.modules])
+"""
+
+
+def test_a_plain_estimate_imports_neither_the_trainer_nor_a_compiler() -> None:
+    """Nothing beyond what transformers imports with the class of the model.
+
+    That includes parts of ``torch._inductor`` and ``torch.distributed.tensor``, which no import of a model can avoid
+    (transformers 5.23.0, torch 2.13.0): ``masking_utils`` imports ``torch._dynamo``, which imports
+    ``torch._inductor.test_operators``, and ``core_model_loading`` imports ``distributed.sharding_utils``, which imports
+    ``torch.distributed.tensor``.
+    """
+    assert run(ESTIMATE).splitlines()[-1] == "[] []"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ def test_a_picture_that_fails_leaves_nothing_behind(plot, tmp_path, monkeypatch)
     with pytest.raises(ValueError) as error:
         plot(picture)
     assert str(error.value) == (
-        f"plot={str(picture)!r} cannot be written (No space left on device); expected a writable place with room. "
-        "Pass another file"
+        f"plot={str(picture)!r} cannot be written (No space left on device); expected a writable folder with free "
+        "space. Pass another file"
     )
     assert [entry.read_text() for entry in tmp_path.iterdir()] == ["an older one"]
 
@@ -68,11 +68,11 @@ def test_an_interrupted_picture_leaves_the_older_one(plot, tmp_path, monkeypatch
         ("p.svg", "is not a PNG file; expected a name that ends in .png. Pass p.png"),
         (
             "none/p.png",
-            "is a folder or lies in a missing one; expected a file in an existing folder. Pass p.png to write it here",
+            "is a folder or is in a missing one; expected a file in an existing folder. Pass p.png to write it here",
         ),
         (
             "folder.png",
-            "is a folder or lies in a missing one; expected a file in an existing folder. Pass folder.png to write it "
+            "is a folder or is in a missing one; expected a file in an existing folder. Pass folder.png to write it "
             "here",
         ),
     ],
@@ -85,14 +85,7 @@ def test_a_picture_of_another_kind_or_in_a_missing_folder_is_refused(plot, tmp_p
 
 
 def test_without_matplotlib_the_extra_is_named(purpose, plot, tmp_path, monkeypatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **named: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest, **named)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError) as error:
         plot(tmp_path / "p.png")
     assert str(error.value) == (

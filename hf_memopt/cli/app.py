@@ -1,9 +1,10 @@
 """The command line: ``hf-memopt demo | presets | lengths | estimate | doctor``, or ``python -m hf_memopt ...``.
 
-Exit code 2 and one line on standard error are the answer to every bad input, and to an error of the package itself;
-``HF_MEMOPT_DEBUG=1`` shows the traceback instead. 0 and 1 are answers of the commands.
+Exit code 2 and one line on standard error report an invalid input, and a bug of the package too; with
+``HF_MEMOPT_DEBUG=1`` the traceback is shown instead. 0 and 1 are results of the commands.
 
-torch and transformers are imported by the command that needs them, so ``--help`` answers at once.
+Each command imports what it needs inside its function, torch and transformers last, so that ``--help``, the tables and
+the checks of the options answer at once.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from textwrap import fill
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["app", "main"]
 
 
 class _Commands(TyperGroup):
-    """The commands, whose errors all end here; typer deals with those of its options, and with interrupts, itself."""
+    """Prints the errors of all commands in one line; typer itself reports invalid options and interrupts."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -41,8 +46,8 @@ def _in_one_line(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{type(error).__name__}: {text}"
     return (
-        f"hf-memopt failed ({type(error).__name__}: {text}), which is an error of its own; please report it. "
-        "For the traceback set HF_MEMOPT_DEBUG=1"
+        f"hf-memopt failed ({type(error).__name__}: {text}), which is a bug in hf-memopt; please report it. "
+        "Set HF_MEMOPT_DEBUG=1 for the traceback"
     )
 
 
@@ -50,10 +55,11 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
-    help="Train transformers on the card you have, with the stock Hugging Face Trainer.",
+    rich_markup_mode=None,  # rich's tables cut the names of options off at 80 columns
+    help="Train transformers on the GPU you have, with the stock Hugging Face Trainer.",
 )
 
-LARGEST = 2**31 - 1  # numpy counts in 64 bits, and multiplies these
+LARGEST = 2**31 - 1  # the product of two such counts still fits into numpy's 64-bit integers
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -74,10 +80,14 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the trained model.")] = Path("hf-memopt-demo"),
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training texts.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and data order.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the data order.")] = 0,
     max_train: Annotated[int | None, typer.Option(min=1, help="Train on the first N texts only.")] = None,
 ) -> None:
-    """Compare four ways to train a small BERT: naive, stock at its best, hf_memopt, hf_memopt for a 4 GB GPU."""
+    """Compare training set-ups on real text.
+
+    Trains one small BERT on the standard library's docstrings four ways: naive, stock at its best, hf_memopt, and
+    hf_memopt for a 4 GB GPU.
+    """
     from hf_memopt.demo.run import run_demo
 
     run_demo(output, json_file=json_file, epochs=epochs, seed=seed, max_train=max_train)
@@ -85,10 +95,13 @@ def demo(
 
 @app.command()
 def presets(
-    name: Annotated[str | None, typer.Argument(help="One preset, with every choice and its reason.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The preset to explain, with the reason for every choice.")] = None,
     json_output: AsJson = False,
 ) -> None:
     """List the presets, or explain one."""
+    from rich.console import Console
+
+    from hf_memopt.cli.progress import spinner
     from hf_memopt.recipes.presets import PRESETS, recipe
 
     if name is None:
@@ -99,45 +112,66 @@ def presets(
         else:
             _print_presets()
         return
-    chosen = recipe(name)
-    typer.echo(chosen.to_json() if json_output else str(chosen))
+    with spinner("looking at this machine", Console(stderr=True), shown=name == "auto" and not json_output):
+        chosen = recipe(name)
+    typer.echo(chosen.to_json() if json_output else _wrapped(str(chosen), Console()))
+
+
+def _wrapped(text: str, console: Console) -> str:
+    """Return lines that fit a terminal, continued with an indent; unchanged where standard output is not a terminal."""
+    if not console.is_terminal:
+        return text
+    return "\n".join(fill(line, console.width, subsequent_indent=" " * 6) for line in text.splitlines())
 
 
 def _print_presets() -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     from hf_memopt.recipes.presets import PRESETS, preset_rows
 
     rows = preset_rows(PRESETS)
-    table = Table(title="hf-memopt presets (batch: examples x accumulation; explain one: hf-memopt presets 4gb-gpu)")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    folded = {"eval batch": "eval\nbatch", "checkpointing": "check-\npointing"}
     for heading in rows[0]:
-        table.add_column(heading, overflow="fold")
+        table.add_column(folded.get(heading, heading), no_wrap=heading != "meant for", overflow="fold")
     for row in rows:
         table.add_row(*row.values())
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print("batch: examples x accumulation steps. Every choice with its reason: hf-memopt presets 4gb-gpu")
 
 
 @app.command()
 def lengths(
     path: Annotated[Path, typer.Argument(help="A Parquet, Arrow, JSON Lines or CSV file, or a folder of them.")],
-    column: Annotated[str | None, typer.Option(help="Token ids or texts; input_ids or text unless given.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="For texts: a folder or a name on the Hub.")] = None,
+    column: Annotated[
+        str | None, typer.Option(help="The column of token ids or texts; input_ids or text by default.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Counts the tokens of texts: a folder or a name on the Hub.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, max=LARGEST, help="Examples per batch.")] = 32,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, max=LARGEST, help="Padded tokens per batch; found unless given.")
+        int | None, typer.Option(min=1, max=LARGEST, help="Padded tokens per batch; suggested by default.")
     ] = None,
-    max_length: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Cut longer examples to it.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw a picture to this PNG file.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Truncate longer examples to it.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also write a picture to this PNG file.")] = None,
     json_output: AsJson = False,
 ) -> None:
-    """Show how long the examples of a data file are, what padding would waste, and what to set."""
+    """Show what padding wastes on a data file.
+
+    How long its examples are, what each way of padding wastes, and what to set.
+    """
+    if plot is not None:
+        from hf_memopt.plotting import check_picture
+
+        check_picture(plot, purpose="the picture of a padding report")
     from hf_memopt.batching.padding_costs.data_files import file_lengths
     from hf_memopt.batching.padding_costs.figures import padding_report
-    from hf_memopt.batching.padding_costs.output import check_picture, print_report
+    from hf_memopt.batching.padding_costs.output import print_report
 
-    if plot is not None:
-        check_picture(plot)
     found = file_lengths(path, column=column, tokenizer=tokenizer)
     report = padding_report(
         found.lengths, batch_size=batch_size, max_tokens=max_tokens, max_length=max_length, unit=found.unit
@@ -171,22 +205,28 @@ def estimate(
     model: Annotated[str, typer.Argument(help="A well-known name, a folder with config.json, or a name on the Hub.")],
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Examples of one pass; the preset's unless given, else 8, with --compare 32."),
+        typer.Option(min=1, help="Examples of one forward pass; the preset's or 8 by default, 32 with --compare."),
     ] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a row, padding included.")] = None,
-    gpu: Annotated[str | None, typer.Option(help='A card: "RTX 3050 4GB"; the one at hand unless given.')] = None,
-    gpu_memory: Annotated[str | None, typer.Option(help="Of a card that is not in the table: 4GiB.")] = None,
-    compute_capability: Annotated[str | None, typer.Option(help="Of that card: 7.5.")] = None,
+    gpu: Annotated[str | None, typer.Option(help='A GPU, such as "RTX 3050 4GB"; the current one by default.')] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Memory of a GPU that is not in the table, such as 4GiB.")
+    ] = None,
+    compute_capability: Annotated[str | None, typer.Option(help="Compute capability of that GPU, such as 7.5.")] = None,
     preset: Annotated[str | None, typer.Option(help="Start from a preset; the other options override it.")] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, bf16 or fp16.")] = None,
-    optim: Annotated[str | None, typer.Option(help="As in TrainingArguments.")] = None,
+    optim: Annotated[str | None, typer.Option(help="An optimizer, by its name in TrainingArguments.")] = None,
     checkpointing: Annotated[bool | None, typer.Option(help="Recompute activations instead of keeping them.")] = None,
-    gradient_accumulation_steps: Annotated[int | None, typer.Option(min=1, help="Passes per optimizer step.")] = None,
-    freeze: Annotated[list[str] | None, typer.Option(help="A pattern of hf_memopt.freeze; may be repeated.")] = None,
-    attn: Annotated[str | None, typer.Option(help="Attention: sdpa, eager, flash_attention_2.")] = None,
-    task: Annotated[str | None, typer.Option(help="The model's head.")] = None,
-    eval_batch_size: Annotated[int | None, typer.Option(min=1, help="Also an evaluation, with such batches.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the timeline to this PNG file.")] = None,
+    gradient_accumulation_steps: Annotated[
+        int | None, typer.Option(min=1, help="Accumulation steps per optimizer step.")
+    ] = None,
+    freeze: Annotated[list[str] | None, typer.Option(help="A pattern for hf_memopt.freeze; may be repeated.")] = None,
+    attn: Annotated[str | None, typer.Option(help="Attention: sdpa, eager or flash_attention_2.")] = None,
+    task: Annotated[str | None, typer.Option(help="The model's head, such as causal-lm.")] = None,
+    eval_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Also simulate an evaluation with batches of this size.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also write a picture of the timeline to this PNG file.")] = None,
     json_output: AsJson = False,
     compare: Annotated[bool, typer.Option("--compare", help="Compare ladders of techniques.")] = False,
     list_models: Annotated[
@@ -196,7 +236,10 @@ def estimate(
         ),
     ] = False,
 ) -> None:
-    """Predict the memory of a training step; exit code 0 if it fits or no card is known, 1 if not, 2 on errors."""
+    """Predict the memory of a training step.
+
+    Exit code 0 if it fits or no GPU is known, 1 if it does not fit, 2 on errors.
+    """
     from rich.console import Console
 
     from hf_memopt.cli.estimate_command import EstimateOptions, run_estimate
@@ -226,17 +269,23 @@ def estimate(
 
 @app.command()
 def doctor(json_output: AsJson = False) -> None:
-    """Look for what would break a run on this machine; exit code 0 if nothing would, 1 otherwise."""
-    from hf_memopt.cli.doctor import examine, findings_table
+    """Check this machine for what training needs.
 
-    findings = examine()
+    Exit code 0 if nothing would fail, 1 otherwise.
+    """
+    from rich.console import Console
+
+    from hf_memopt.cli.progress import spinner
+
+    with spinner("looking at this machine", Console(stderr=True), shown=not json_output):
+        from hf_memopt.cli.doctor import examine, findings_table
+
+        findings = examine()
     if json_output:
         import json
 
         typer.echo(json.dumps([finding.as_dict() for finding in findings], indent=2))
     else:
-        from rich.console import Console
-
         Console().print(findings_table(findings))
     raise typer.Exit(int(any(finding.level == "error" for finding in findings)))
 

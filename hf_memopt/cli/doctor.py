@@ -1,4 +1,4 @@
-"""What would break, or slow, a training run on this machine: versions, card, driver, precision, 8-bit backend, NVML."""
+"""Check what a training run on this machine needs: versions, GPU, driver, precision, 8-bit optimizer, NVML."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ OLDEST_TRANSFORMERS, NEXT_TRANSFORMERS = (5, 8), (6, 0)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at. ``level``: ``ok``, ``warning`` (works, but likely not as wished) or ``error`` (will
-    fail).
-    """
+    """The result of one check. ``level``: ``ok``, ``warning`` (runs, but probably slower) or ``error`` (will fail)."""
 
     subject: str
     level: Literal["ok", "warning", "error"]
@@ -39,12 +37,12 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything that a training run here depends on; nothing is changed."""
-    return [*_versions(), *_device(), *_several_cards(), _eight_bit(), *_nvml(), *_windows()]
+    """Return the results of all checks; nothing is changed."""
+    return [*_versions(), *_device(), *_several_gpus(), _eight_bit(), *_nvml(), *_windows()]
 
 
 def findings_table(findings: list[Finding]) -> Table:
-    """Return the findings as a table for the terminal, followed by what to do."""
+    """Return the findings as a table for the terminal, with the advice for each."""
     from rich.table import Table
 
     table = Table(title="hf-memopt doctor")
@@ -87,11 +85,11 @@ def _device() -> Iterator[Finding]:
         yield Finding(
             "device", "ok", f"no accelerator; {format_bytes(read_memory('cpu').host_total_bytes or 0)} of host memory"
         )
-        if torch.version.cuda is None and _has_nvidia_card():
+        if torch.version.cuda is None and _has_nvidia_gpu():
             yield Finding(
                 "torch build",
                 "error",
-                f"an NVIDIA card is here, but torch {torch.__version__} is a CPU build",
+                f"this machine has an NVIDIA GPU, but torch {torch.__version__} is a CPU build",
                 "install a CUDA build: https://pytorch.org/get-started/locally",
             )
     else:
@@ -105,12 +103,12 @@ def _device() -> Iterator[Finding]:
                 "kernels",
                 "error",
                 str(error).splitlines()[0],
-                "install a torch build that supports this card and driver",
+                "install a torch build that supports this GPU and driver",
             )
     yield Finding("precision", "ok", f"{chosen.name}: {chosen.reason}")
 
 
-def _several_cards() -> Iterator[Finding]:
+def _several_gpus() -> Iterator[Finding]:
     import torch
 
     count = torch.cuda.device_count()
@@ -128,7 +126,7 @@ def _eight_bit() -> Finding:
 
     try:
         import bitsandbytes
-    except Exception as error:  # a broken native library raises more than ImportError
+    except Exception as error:  # a broken native library raises other errors than ImportError
         return Finding("8-bit optimizer", "error", f"{type(error).__name__}: {error}", "pip install -U bitsandbytes")
     parameter = torch.nn.Parameter(torch.ones(4096, device=accelerator_type()))
     parameter.grad = torch.ones_like(parameter)
@@ -159,7 +157,7 @@ def _nvml() -> Iterator[Finding]:
         yield Finding(
             "NVML",
             "warning",
-            f"not available ({error}): memory of other processes is not reported",
+            f"not available ({error}): the memory of other processes is not reported",
             "inside a container, start it with --gpus and the utility capability",
         )
     else:
@@ -176,13 +174,13 @@ def _windows() -> Iterator[Finding]:
         )
 
 
-def _has_nvidia_card() -> bool:
+def _has_nvidia_gpu() -> bool:
     try:
         import pynvml
 
         pynvml.nvmlInit()
         count = int(pynvml.nvmlDeviceGetCount())
         pynvml.nvmlShutdown()
-    except Exception:  # no driver, no library, no permission: no card that could be used
+    except Exception:  # no driver, no library or no permission: no GPU that torch could use
         return False
     return count > 0

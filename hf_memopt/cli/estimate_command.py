@@ -1,18 +1,24 @@
-"""What ``hf-memopt estimate`` does: one set-up from its options, or ladders of techniques (``estimate_ladder``)."""
+"""What ``hf-memopt estimate`` does: check the options, then estimate one set-up, or ladders of techniques.
+
+The options are checked without importing torch or transformers, so that a misspelt name is answered at once. Only the
+name of an attention implementation and patterns of ``--freeze`` wait for the model's classes.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.cli.technique_ladder import LADDER_BATCH_SIZE, frozen, ladder, print_ladder
+from hf_memopt.cli.progress import spinner
 from hf_memopt.devices.gpus import custom_gpu, find_gpu
-from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.output.estimate_picture import check_picture, draw
-from hf_memopt.memory.output.estimate_text import as_dict, print_estimate
+from hf_memopt.memory.models.config_files import check_task, find_config
+from hf_memopt.memory.models.known import known_models, known_name
+from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
 from hf_memopt.memory.settings import StepSettings
+from hf_memopt.plotting import check_picture
 from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.recipes.presets import recipe
 
@@ -26,8 +32,8 @@ __all__ = ["EstimateOptions", "run_estimate"]
 
 FITS, DOES_NOT_FIT = 0, 1
 MOST = {"batch_size": 10**6, "seq_len": 10**6, "eval_batch_size": 10**6, "gradient_accumulation_steps": 10**4}
-"""What is simulated within seconds: sizes have 63 bits, and every accumulation step is played."""
-DEFAULT_BATCH_SIZE = 8
+"""Limits within which an estimate takes seconds: sizes have 63 bits, and every accumulation step is simulated."""
+DEFAULT_BATCH_SIZE, LADDER_BATCH_SIZE = 8, 32
 
 
 @dataclass(frozen=True)
@@ -55,89 +61,119 @@ class EstimateOptions:
 
 
 def run_estimate(options: EstimateOptions, console: Console, errors: Console) -> int:
-    """Print what the options ask for; ``errors`` shows the progress. Return 0 if it fits, or no card is known, else 1.
+    """Print the estimate and return the exit code: 0 if it fits or no GPU is known, else 1.
+
+    Args:
+        options: of the command.
+        console: of standard output.
+        errors: of standard error, which shows a spinner if it is a terminal.
 
     Raises:
-        ValueError: bad options, or a set-up that is not estimable.
+        ValueError: invalid options, or a set-up that is not estimable.
+        MissingExtraError: a picture without matplotlib.
+    """
+    gpu = _check_options(options)
+    return (_run_ladder if options.compare else _run_one)(options, gpu, console, errors)
+
+
+# ---- Checks, without torch ------------------------------------------------------------------------------------------
+
+
+def _check_options(options: EstimateOptions) -> Gpu | None:
+    """Return the GPU that the options name; None for the current one, if there is one.
+
+    Raises:
+        ValueError: an option is invalid.
         MissingExtraError: a picture without matplotlib.
     """
     for name, most in MOST.items():
         _check_count(name, getattr(options, name) or 1, most)
     gpu = _read_gpu(options.gpu, options.gpu_memory, options.compute_capability)
     if options.compare:
-        return _run_ladder(options, gpu, console, errors)
-    if options.plot is not None:
-        check_picture(options.plot)
-    chosen, batch_size, settings = _set_up(options)
-    with errors.status(f"simulating {options.model}"):
-        found = estimate(
-            options.model, batch_size=batch_size, seq_len=options.seq_len, recipe=chosen, gpu=gpu, **settings
+        _refuse_beside_compare(options)
+        steps = options.gradient_accumulation_steps or 1  # one set-up of each ladder accumulates single examples
+        _check_count(
+            "batch_size", options.batch_size or LADDER_BATCH_SIZE, MOST["gradient_accumulation_steps"] // steps
         )
-    if options.plot is not None:
-        draw(found, options.plot)
-    if options.json_output:
-        _print_json(as_dict(found), console)
-    else:
-        print_estimate(found, console)
-        if options.plot is not None:
-            console.out(f"Picture: {options.plot}", highlight=False)
-    return DOES_NOT_FIT if found.fits is False else FITS
+    elif options.plot is not None:
+        check_picture(options.plot, purpose="the picture of an estimate")
+    check_task(options.task)
+    if options.optim is not None:
+        check_optimizer(options.optim)
+    if options.preset != "auto":  # which would import torch to look for a GPU
+        chosen, _, settings = _set_up(options)
+        (StepSettings() if chosen is None else chosen.step_settings()).replace(**settings)
+    _check_model(options)
+    return gpu
 
 
 def _check_count(name: str, count: int, most: int) -> None:
     if count > most:
         option = name.replace("_", "-")
-        raise ValueError(f"{name}={count} is beyond what is simulated; expected 1 to {most}. Pass --{option} 32")
-
-
-def _print_json(found: Any, console: Console) -> None:
-    console.out(json.dumps(found, indent=2), highlight=False)
+        raise ValueError(f"{name}={count} is too large to simulate; expected 1 to {most}. Pass --{option} 32")
 
 
 def _read_gpu(name: str | None, memory: str | None, compute_capability: str | None) -> Gpu | None:
-    """Return the card that the options name; None for the one at hand, if there is one.
+    """Return the GPU that the options name or describe; None where they do neither.
 
     Raises:
-        ValueError: an unknown card, a card given twice, or one given by half.
+        ValueError: an unknown GPU, one given twice, or a compute capability without a size.
     """
     if memory is None and compute_capability is None:
         return None if name is None else find_gpu(name)
     if name is not None:
         raise ValueError(
-            f"gpu={name!r}, gpu_memory={memory!r}, compute_capability={compute_capability!r} name a card twice; "
+            f"gpu={name!r}, gpu_memory={memory!r}, compute_capability={compute_capability!r} name a GPU twice; "
             f"expected a name, or memory and compute capability. Pass --gpu {name!r} alone"
         )
     if memory is None:
         raise ValueError(
-            f"compute_capability={compute_capability!r} alone does not describe a card; expected its memory too. "
+            f"compute_capability={compute_capability!r} alone does not describe a GPU; expected its memory too. "
             f"Pass --gpu-memory 4GiB --compute-capability {compute_capability}"
         )
     return custom_gpu(memory, compute_capability)
 
 
+def _refuse_beside_compare(options: EstimateOptions) -> None:
+    for name in ("preset", "precision", "optim", "checkpointing", "freeze", "eval_batch_size", "plot"):
+        value = getattr(options, name)
+        if value not in (None, ()):
+            shown = str(value) if isinstance(value, Path) else value
+            raise ValueError(
+                f"{name}={shown!r}, compare=True cannot work together: every rung of a ladder has its own set-up; "
+                f"expected one of the two. Drop --compare or --{name.replace('_', '-')}"
+            )
+
+
+def _check_model(options: EstimateOptions) -> None:
+    if find_config(options.model) is not None:
+        return
+    facts = known_models()[str(known_name(options.model))]
+    takes_images = (options.task or facts["task"]) == "image-classification"
+    if options.seq_len is None and not takes_images:
+        raise ValueError(
+            f"seq_len=None gives {options.model!r} no length; expected the tokens of a row, padding included. "
+            "Pass --seq-len 128"
+        )
+
+
 def _set_up(options: EstimateOptions) -> tuple[Recipe | None, int, dict[str, Any]]:
-    """Return the preset's recipe, the batch size and the settings that the options themselves give."""
+    """Return the preset's recipe, the batch size and the fields of ``StepSettings`` that the options themselves set."""
     named = {
         "precision": options.precision,
         "optim": options.optim,
         "checkpointing": options.checkpointing,
         "gradient_accumulation_steps": options.gradient_accumulation_steps,
         "attn_implementation": options.attn,
-        "task": options.task,
         "eval_batch_size": options.eval_batch_size,
     }
     settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if options.preset is None:
-        chosen, batch_size = None, options.batch_size or DEFAULT_BATCH_SIZE
-    else:
-        chosen = recipe(options.preset)
-        batch_size, settings["gradient_accumulation_steps"] = _cut(
-            chosen, options.batch_size, options.gradient_accumulation_steps
-        )
-    if options.freeze:
-        start = StepSettings() if chosen is None else chosen.step_settings()
-        checkpointing = bool(settings.get("checkpointing", start.checkpointing))
-        settings["prepare"] = (*start.prepare, *frozen(options.freeze, checkpointing=checkpointing))
+        return None, options.batch_size or DEFAULT_BATCH_SIZE, settings
+    chosen = recipe(options.preset)
+    batch_size, settings["gradient_accumulation_steps"] = _cut(
+        chosen, options.batch_size, options.gradient_accumulation_steps
+    )
     return chosen, batch_size, settings
 
 
@@ -158,20 +194,55 @@ def _cut(chosen: Recipe, batch_size: int | None, steps: int | None) -> tuple[int
     return (part, effective // part) if name == "batch_size" else (effective // part, part)
 
 
+# ---- Estimates ------------------------------------------------------------------------------------------------------
+
+
+def _run_one(options: EstimateOptions, gpu: Gpu | None, console: Console, errors: Console) -> int:
+    with spinner(f"simulating {options.model}", errors, shown=not options.json_output):
+        from hf_memopt.memory.estimation import estimate
+        from hf_memopt.memory.output.estimate_picture import draw
+        from hf_memopt.memory.output.estimate_text import as_dict, print_estimate
+
+        chosen, batch_size, settings = _set_up(options)
+        if options.freeze:
+            settings["prepare"] = _prepare(options, chosen)
+        if options.task is not None:
+            settings["task"] = options.task
+        found = estimate(
+            options.model, batch_size=batch_size, seq_len=options.seq_len, recipe=chosen, gpu=gpu, **settings
+        )
+        if options.plot is not None:
+            draw(found, options.plot)
+    if options.json_output:
+        _print_json(as_dict(found), console)
+    else:
+        print_estimate(found, console)
+        if options.plot is not None:
+            console.out(f"Picture: {options.plot}", highlight=False)
+    return DOES_NOT_FIT if found.fits is False else FITS
+
+
+def _prepare(options: EstimateOptions, chosen: Recipe | None) -> tuple[Callable[[Any], Any], ...]:
+    """Return what the preset does to the model, and the freezing that the options ask for."""
+    from hf_memopt.cli.technique_ladder import frozen
+
+    start = StepSettings() if chosen is None else chosen.step_settings()
+    checkpointing = bool(start.checkpointing if options.checkpointing is None else options.checkpointing)
+    return (*start.prepare, *frozen(options.freeze, checkpointing=checkpointing))
+
+
 def _run_ladder(options: EstimateOptions, gpu: Gpu | None, console: Console, errors: Console) -> int:
-    _refuse_beside_compare(options)
-    batch_size, steps = options.batch_size or LADDER_BATCH_SIZE, options.gradient_accumulation_steps or 1
-    # a rung of each ladder has them one by one
-    _check_count("batch_size", batch_size, MOST["gradient_accumulation_steps"] // steps)
     overrides = {"attn_implementation": options.attn, "task": options.task}
-    with errors.status(f"simulating {options.model}") as status:
+    with spinner(f"simulating {options.model}", errors, shown=not options.json_output) as announce:
+        from hf_memopt.cli.technique_ladder import ladder, print_ladder
+
         rows = ladder(
             options.model,
-            batch_size=batch_size,
+            batch_size=options.batch_size or LADDER_BATCH_SIZE,
             seq_len=options.seq_len,
-            gradient_accumulation_steps=steps,
+            gradient_accumulation_steps=options.gradient_accumulation_steps or 1,
             gpu=gpu,
-            announce=status.update,
+            announce=announce,
             **{name: value for name, value in overrides.items() if value is not None},
         )
     if options.json_output:
@@ -182,12 +253,5 @@ def _run_ladder(options: EstimateOptions, gpu: Gpu | None, console: Console, err
     return DOES_NOT_FIT if all(fit is False for fit in fits) else FITS
 
 
-def _refuse_beside_compare(options: EstimateOptions) -> None:
-    for name in ("preset", "precision", "optim", "checkpointing", "freeze", "eval_batch_size", "plot"):
-        value = getattr(options, name)
-        if value not in (None, ()):
-            shown = str(value) if isinstance(value, Path) else value
-            raise ValueError(
-                f"{name}={shown!r}, compare=True cannot work together: every rung of a ladder has its own set-up; "
-                f"expected one of the two. Drop --compare or --{name.replace('_', '-')}"
-            )
+def _print_json(found: Any, console: Console) -> None:
+    console.out(json.dumps(found, indent=2), highlight=False)

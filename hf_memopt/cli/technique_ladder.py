@@ -1,10 +1,13 @@
-"""Ladders of techniques from one baseline, for ``hf-memopt estimate --compare``. Every rung is one simulation.
+"""Compare techniques for ``hf-memopt estimate --compare``: ladders add one technique after the other to a baseline.
 
-The first ladder is the one that write-ups of small cards climb (gradient accumulation, checkpointing, Adafactor, a
-frozen body, half the length; so for chinese-macbert-large in "Transformers显存优化策略",
-crazybuddha-max.github.io/CBuddhaDocs). The second reaches small cards with every weight trained on the whole text. The
-third does so without cutting the batch, since no gradient outlives its parameter's step; clipping by the global norm
-is what that costs. Examples per optimizer step stay the same on every rung.
+Every set-up of a ladder is called a rung, and estimating it is one simulation. All rungs have the same examples per
+optimizer step. There are three ladders:
+
+- "the usual ladder": gradient accumulation, checkpointing, Adafactor, a frozen body, half the length; as for
+  chinese-macbert-large in "Transformers显存优化策略" (crazybuddha-max.github.io/CBuddhaDocs).
+- "nothing frozen or cut": every weight is trained on the whole text.
+- "gradients released": the same without cutting the batch. Each gradient is freed as soon as its parameter has stepped,
+  so gradients cannot be clipped by their global norm.
 """
 
 from __future__ import annotations
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Row", "Rung", "frozen", "ladder", "ladder_rungs", "print_ladder"]
 
-LADDER_BATCH_SIZE = 32
 TABLE_COLUMNS = 79
 SHOWN_ALONE = ("weights", "gradients", "optimizer state", "activations")
 HEADINGS = ("weights", "grads", "state", "activ.", "other", "alloc.", "re-\nserved", "total", "fits")
@@ -41,7 +43,7 @@ RELEASED = "gradients released"
 
 @dataclass(frozen=True)
 class Rung:
-    """A set-up on a ladder: what was added to the one before, and everything it has by now."""
+    """A set-up on a ladder: the technique that it adds to the rung before, and all its settings."""
 
     ladder: str
     added: str
@@ -52,7 +54,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Row:
-    """A rung and its estimate, or why there is none."""
+    """A rung and its estimate, or the reason why it is not estimable."""
 
     rung: Rung
     estimate: Estimate | None
@@ -72,18 +74,18 @@ class Row:
 
 
 def frozen(patterns: tuple[str, ...], *, checkpointing: bool) -> tuple[Callable[[Any], Any], ...]:
-    """Return what ``FreezeCallback`` does to the model."""
+    """Return the functions that ``FreezeCallback`` applies to the model."""
     first = partial(freeze, patterns=patterns)
     return (first, drop_input_gradients) if checkpointing else (first,)
 
 
 def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool = True) -> list[Rung]:
-    """Return the baseline and the ladders from it; ``bf16`` is whether the card computes in it."""
+    """Return the baseline and the rungs of the ladders; ``bf16`` says whether the GPU computes in bfloat16."""
     stock = {"precision": "fp32", "optim": "adamw_torch_fused", "gradient_accumulation_steps": 1}
     baseline = Rung(BASELINE, f"fp32, batch {effective_batch_size}", effective_batch_size, seq_len, stock)
     precision = "bf16" if bf16 else "fp16"
     half = {} if seq_len is None else {"+ half the length": {"seq_len": max(seq_len // 2, 1)}}
-    piece = largest_divisor(effective_batch_size, 8)
+    micro_batch = largest_divisor(effective_batch_size, 8)
     usual: dict[str, dict[str, Any]] = {
         f"+ accumulation 1 x {effective_batch_size}": {"batch_size": 1},
         "+ checkpointing": {"checkpointing": True},
@@ -97,16 +99,16 @@ def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool =
     whole: dict[str, dict[str, Any]] = {
         f"+ {precision} autocast": {"precision": precision},
         **eight_bit,
-        f"+ accumulation {piece} x {effective_batch_size // piece}": {"batch_size": piece},
+        f"+ accumulation {micro_batch} x {effective_batch_size // micro_batch}": {"batch_size": micro_batch},
         "+ checkpointing": {"checkpointing": True},
         **no_cache,
         **paged,
         "+ expandable segments": {"expandable_segments": True},
     }
+    # fp16's gradient scaler needs all gradients at once, which a released gradient does not wait for
+    autocast = {"+ bf16 autocast": {"precision": "bf16"}} if bf16 else {}
     released: dict[str, dict[str, Any]] = {
-        **(
-            {"+ bf16 autocast": {"precision": "bf16"}} if bf16 else {}
-        ),  # the scaler of fp16 wants all gradients at once
+        **autocast,
         **eight_bit,
         "+ checkpointing": {"checkpointing": True},
         **(no_cache if bf16 else {}),
@@ -131,26 +133,26 @@ def _climb(rung: Rung, name: str, additions: Mapping[str, Mapping[str, Any]]) ->
 def ladder(
     model: Any,
     *,
-    batch_size: int = LADDER_BATCH_SIZE,
+    batch_size: int = 32,
     seq_len: int | None = None,
     gradient_accumulation_steps: int = 1,
     gpu: Gpu | None = None,
     announce: Callable[[str], object] = lambda text: None,
     **overrides: Any,
 ) -> list[Row]:
-    """Estimate every rung of the ladders; a rung that cannot be is a row with its reason.
+    """Estimate every rung of the ladders; a rung that is not estimable becomes a row with the reason.
 
     Args:
         model: as for ``estimate``.
-        batch_size: examples of a step, with ``gradient_accumulation_steps``; every rung keeps their product.
+        batch_size: times ``gradient_accumulation_steps`` the examples of an optimizer step, the same on every rung.
         seq_len: as for ``estimate``.
         gradient_accumulation_steps: see ``batch_size``.
-        gpu: as for ``estimate``; without one, and none at hand, the 16-bit rungs are bf16.
-        announce: called before each simulation, with what it is.
+        gpu: as for ``estimate``; the 16-bit rungs are bf16 where no GPU is given or found.
+        announce: called before each simulation with a text that names the rung.
         overrides: settings of every rung, as for ``estimate``.
 
     Raises:
-        ValueError: no rung is estimable; the baseline's reason.
+        ValueError: no rung is estimable; the message is the baseline's reason.
     """
     gpu = gpu_at_hand() if gpu is None else gpu
     rungs = ladder_rungs(batch_size * gradient_accumulation_steps, seq_len, bf16=gpu is None or gpu.bf16)
@@ -170,7 +172,7 @@ def ladder(
 
 
 def print_ladder(rows: Sequence[Row], console: Console) -> None:
-    """Print the rungs as a table, the reasons of those that are not estimable, and what fits the card."""
+    """Print the rungs as a table, the reasons of those that are not estimable, and the rungs that fit the GPU."""
     found = [row.estimate for row in rows if row.estimate is not None]
     baseline, known = rows[0].rung, found[0]
     plain = partial(console.print, markup=False, highlight=False, emoji=False)
@@ -178,7 +180,7 @@ def print_ladder(rows: Sequence[Row], console: Console) -> None:
     plain(f"{known.model}: {baseline.batch_size} examples{length} per optimizer step, in GiB")
     table = _ladder_table(rows)
     if console.width < TABLE_COLUMNS:
-        table.width = TABLE_COLUMNS  # the terminal wraps its lines; cut figures would be wrong
+        table.width = TABLE_COLUMNS  # a narrow terminal wraps the lines; rich would cut figures off
     console.print(table, crop=False)
     context = "which is unknown" if known.context_bytes is None else format_bytes(known.context_bytes)
     plain(
@@ -220,15 +222,15 @@ def _cells(found: Estimate | None) -> list[str]:
 
 
 def _ladder_verdict(rows: Sequence[Row], gpu: Gpu) -> str:
-    """Return the first rung of each ladder that the card holds; of the baseline, if it does."""
+    """Return which rung of each ladder is the first to fit the GPU, or that the baseline fits already."""
     known = [(row.rung, row.estimate) for row in rows if row.estimate is not None]
     fitting = [rung for rung, found in known if found.fits]
-    card = f"{gpu.name}, {format_bytes(gpu.usable_bytes)} usable"
+    size = f"{gpu.name}, {format_bytes(gpu.usable_bytes)} usable"
     if not fitting:
         rung, least = min(known, key=lambda pair: pair[1].total_bytes)
         needed = format_bytes(least.total_bytes)
-        return f"none of them fits {card}: the least, {rung.added!r} ({rung.ladder}), needs {needed}"
+        return f"none of them fits {size}: the least, {rung.added!r} ({rung.ladder}), needs {needed}"
     if fitting[0].ladder == BASELINE:
-        return f"fits {card}: already the baseline"
+        return f"fits {size}: already the baseline"
     first = {rung.ladder: rung.added for rung in reversed(fitting)}
-    return f"fits {card}: " + "; ".join(f"{name} from {first[name]!r}" for name in reversed(first))
+    return f"fits {size}: " + "; ".join(f"{name} from {first[name]!r}" for name in reversed(first))

@@ -227,10 +227,10 @@ class Recipe:
 
     def step_settings(self) -> StepSettings:
         """Return what of the recipe changes the bytes of a step, for ``estimate``; freezing by the same function."""
-        from hf_memopt.techniques.freezing.freezing import drop_input_gradients, freeze
-
         prepare: list[Callable[[Any], Any]] = []
         if self.freeze:
+            from hf_memopt.techniques.freezing.freezing import drop_input_gradients, freeze
+
             prepare.append(partial(freeze, patterns=self.freeze))
             if self.checkpointing:
                 prepare.append(drop_input_gradients)

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
+from transformers import AutoTokenizer
 
-from hf_memopt.batching.padding_costs import data_files as files
+from hf_memopt.batching.padding_costs import data_files, file_readers
 from hf_memopt.batching.padding_costs.data_files import KINDS, file_lengths
 from tiny import bert_config, tokenizer
 
@@ -86,9 +88,9 @@ WITH_IDS = [name for name in WRITERS if "csv" not in name]
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch):
     """Make every file of these tests take several batches, and CSV several blocks."""
-    monkeypatch.setattr(files, "CSV_BLOCK_BYTES", 4096)
-    monkeypatch.setattr(files, "ROWS_AT_ONCE", 64)
-    monkeypatch.setattr(files, "JSON_ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(file_readers, "CSV_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(file_readers, "ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(file_readers, "JSON_ROWS_AT_ONCE", 64)
 
 
 # ---- what can be read
@@ -243,7 +245,7 @@ def test_null_and_empty_rows_are_counted_left_out_and_told(tmp_path):
     assert (found.lengths.tolist(), found.null_rows, found.empty_rows) == ([2, 1], 1, 2)
     assert found.heading("a.jsonl") == (
         "a.jsonl: 1 file, json, column 'text', split at white space into words (for tokens pass --tokenizer NAME)\n"
-        "Left out: 1 null and 2 empty rows; remove them before training:\n    dataset.filter(lambda row: row['text'])"
+        "Skipped: 1 null and 2 empty rows; remove them before training:\n    dataset.filter(lambda row: row['text'])"
     )
 
 
@@ -296,7 +298,7 @@ def test_a_missing_path(tmp_path):
 def test_an_unknown_kind_and_a_folder_without_data(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     assert error_of(tmp_path / "a.txt") == (
-        f"path={str(tmp_path / 'a.txt')!r} is of no known kind; {ENDINGS}. Convert it first"
+        f"path={str(tmp_path / 'a.txt')!r} is not a known kind of file; {ENDINGS}. Convert it first"
     )
     assert error_of(tmp_path) == f"path={str(tmp_path)!r} holds no data files; {ENDINGS}. Name another folder"
 
@@ -326,7 +328,7 @@ def test_an_empty_file(tmp_path, name):
     (tmp_path / name).touch()
     assert error_of(tmp_path / name) == (
         f"path={str(tmp_path / name)!r} cannot be read as {KINDS[Path(name).suffix]} (EOFError: the file is empty); "
-        "expected a whole file. Write it again"
+        "expected a complete file. Write it again"
     )
 
 
@@ -349,7 +351,7 @@ def test_a_broken_file_is_named_in_one_line_with_the_cause(tmp_path, name, conte
     kind = KINDS["." + name.split(".")[1]]
     assert "\n" not in message
     assert message.startswith(f"path={str(tmp_path / name)!r} cannot be read as {kind} (")  # the cause is pyarrow's
-    assert message.endswith("); expected a whole file. Write it again")
+    assert message.endswith("); expected a complete file. Write it again")
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "stream.arrow", "a.jsonl", "array.json", "a.jsonl.gz"])
@@ -377,7 +379,7 @@ def test_a_file_that_was_cut_off_is_never_counted_by_half(tmp_path, name):
 def test_what_no_reader_should_guess_is_told_in_whole(tmp_path, name, content, kind, cause):
     (tmp_path / name).write_bytes(content)
     assert error_of(tmp_path / name) == (
-        f"path={str(tmp_path / name)!r} cannot be read as {kind} ({cause}); expected a whole file. Write it again"
+        f"path={str(tmp_path / name)!r} cannot be read as {kind} ({cause}); expected a complete file. Write it again"
     )
 
 
@@ -396,7 +398,7 @@ def test_a_doubled_column_of_parquet(tmp_path):
     pq.write_table(pa.Table.from_arrays([texts, texts], names=["text", "text"]), tmp_path / "a.parquet")
     assert error_of(tmp_path / "a.parquet") == (
         f"path={str(tmp_path / 'a.parquet')!r} cannot be read as parquet (ArrowInvalid: several columns are named "
-        "'text'); expected a whole file. Write it again"
+        "'text'); expected a complete file. Write it again"
     )
 
 
@@ -473,13 +475,13 @@ def test_an_unknown_column(tmp_path):
 def test_no_column_that_could_be_meant(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}])
     assert error_of(path) == (
-        f"path={str(path)!r} has neither 'input_ids' nor 'text', and 2 columns of texts, question, answer; expected to "
-        "be told which of ['answer', 'question'] counts. Pass --column NAME"
+        f"path={str(path)!r} has neither 'input_ids' nor 'text', and 2 columns of texts, question, answer; expected "
+        "one of ['answer', 'question'] by name. Pass --column NAME"
     )
     path = write_lines(tmp_path / "b.jsonl", [{"label": 1}])
     assert error_of(path) == (
-        f"path={str(path)!r} has neither 'input_ids' nor 'text', and no column of texts; expected to be told which of "
-        "['label'] counts. Pass --column NAME"
+        f"path={str(path)!r} has neither 'input_ids' nor 'text', and no column of texts; expected one of "
+        "['label'] by name. Pass --column NAME"
     )
 
 
@@ -535,6 +537,36 @@ def test_a_tokenizer_that_cannot_be_loaded_or_has_no_text(tmp_path):
         f"tokenizer={name!r} has no text to split: column 'input_ids' holds token ids already; expected a column of "
         "texts. Leave the tokenizer out, or name another column: --column NAME"
     )
+
+
+def test_a_tokenizer_without_a_network_fails_at_once(tmp_path, monkeypatch):
+    """The real client would try ten times, for a minute; here transformers is not even asked."""
+    WRITERS["a.parquet"](tmp_path / "a.parquet")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(data_files, "hub_answers", lambda: False)
+    monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    assert error_of(tmp_path / "a.parquet", tokenizer="someone/zzzz") == (
+        "tokenizer='someone/zzzz' cannot be loaded (OSError: there is no such folder, the Hub is unreachable, and its "
+        "local cache has no such tokenizer); expected a folder or a name on the Hub. Leave it out to count words"
+    )
+
+
+@pytest.mark.parametrize(("answers", "cached"), [(True, False), (False, True)])
+def test_a_tokenizer_of_the_hub_is_downloaded_or_taken_from_the_cache(tmp_path, monkeypatch, answers, cached):
+    WRITERS["a.parquet"](tmp_path / "a.parquet")
+    found = str(tmp_path / "tokenizer_config.json") if cached else None
+    monkeypatch.setattr(data_files, "hub_answers", lambda: answers)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: found)
+    asked = []
+
+    def load(name, **options):
+        asked.append((name, options["local_files_only"]))
+        return tokenizer()
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    assert file_lengths(tmp_path / "a.parquet", tokenizer="someone/bert").unit == "tokens"
+    assert asked == [("someone/bert", not answers)]
 
 
 def test_a_tokenizer_with_code_of_its_own_is_refused_and_not_run(tmp_path, monkeypatch):

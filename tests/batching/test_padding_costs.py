@@ -319,7 +319,7 @@ def test_the_text_fits_into_80_columns_and_says_everything(unit, longest):
     for found in report.suggestions:
         assert f"{found.name} = {found.value}: {found.reason}" in text.replace("\n", " ")
         assert found.code in text
-    assert ("Counted in words, not in tokens: a tokenizer makes more of them." in text) == (unit == "words")
+    assert ("Counted in words, not in tokens: a text has more tokens than words." in text) == (unit == "words")
 
 
 def test_words_suggest_no_line_to_copy_that_sets_tokens():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_memopt import PRESETS, Recipe, __version__
@@ -17,6 +20,7 @@ from hf_memopt.batching.padding_costs.data_files import file_lengths
 from hf_memopt.batching.padding_costs.figures import padding_report
 from hf_memopt.cli import doctor
 from hf_memopt.cli.app import app
+from hf_memopt.cli.progress import spinner
 from hf_memopt.errors import MissingExtraError
 from tiny import tokenizer
 
@@ -40,6 +44,13 @@ def test_one_preset_is_explained() -> None:
     assert (result.exit_code, result.output) == (0, f"{PRESETS['4gb-gpu']}\n")
 
 
+def test_the_explanation_of_a_preset_fits_a_terminal(monkeypatch) -> None:
+    monkeypatch.setattr(Console, "is_terminal", True)
+    shown = runner.invoke(app, ["presets", "4gb-gpu"], env={"COLUMNS": "60"}).stdout
+    assert max(map(len, shown.splitlines())) <= 60
+    assert shown.split() == str(PRESETS["4gb-gpu"]).split()
+
+
 def test_presets_as_json() -> None:
     every = json.loads(runner.invoke(app, ["presets", "--json"]).output)
     assert {name: Recipe.from_json(json.dumps(value)) for name, value in every.items()} == dict(PRESETS)
@@ -53,18 +64,80 @@ def test_an_unknown_preset_ends_with_2_and_its_message() -> None:
     assert result.stderr.startswith("name='9gb' is not a preset; expected one of 4gb-gpu, ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [("--help", 0), ("presets", 0), ("presets 4gb-gpu --json", 0), ("presets 9gb", 2), ("estimate --list-models", 0)],
-)
-def test_static_answers_come_without_torch(arguments: str, code: int) -> None:
+ANSWERED_AT_ONCE = {
+    "--help": (0, ""),
+    "estimate --help": (0, ""),
+    "presets": (0, ""),
+    "presets --json": (0, ""),
+    "presets 4gb-gpu": (0, ""),
+    "presets 9gb": (2, "name='9gb' is not a preset; "),
+    "estimate --list-models": (0, ""),
+    "estimate bert-larg --seq-len 8": (2, "model='bert-larg' is neither a well-known name nor a folder, "),
+    "estimate gpt2": (2, "seq_len=None gives 'gpt2' no length; "),
+    "estimate gpt2 --gpu RTX-9999": (2, "gpu='RTX-9999' "),
+    "estimate gpt2 --gpu-memory 4": (2, "memory='4' is not an amount of memory; "),
+    "estimate gpt2 --preset 9gb": (2, "name='9gb' is not a preset; "),
+    "estimate gpt2 --precision fp17": (2, "precision='fp17' is unknown; "),
+    "estimate gpt2 --optim adamm": (2, "optim='adamm' is not an optimizer whose memory is known; "),
+    "estimate gpt2 --optim adamw_anyprecision": (2, "not estimable: optim='adamw_anyprecision': "),
+    "estimate gpt2 --precision fp16 --optim lomo": (2, "optim='lomo', precision='fp16' "),
+    "estimate gpt2 --task mlm": (2, "task='mlm' is unknown; "),
+    "estimate gpt2 --compare --task mlm": (2, "task='mlm' is unknown; "),
+    "estimate gpt2 --seq-len 1000001": (2, "seq_len=1000001 is too large to simulate; "),
+    "estimate gpt2 --plot timeline.svg": (2, "plot='timeline.svg' is not a PNG file; "),
+    "estimate gpt2 --preset 4gb-gpu --batch-size 5": (2, "batch_size=5 does not divide the 32 examples "),
+    "lengths data.csv --plot lengths.svg": (2, "plot='lengths.svg' is not a PNG file; "),
+}
+
+
+def test_tables_and_checks_of_options_need_nothing_heavy(tmp_path: Path) -> None:
+    """One process runs them all; ``benchmarks/command_line.py`` has their times."""
+    script = (
+        "import contextlib, io, json, sys, hf_memopt.cli\n"
+        "answers = []\n"
+        "for arguments in json.loads(sys.argv[1]):\n"
+        "    sys.argv = ['hf-memopt', *arguments.split()]\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:\n"
+        "        try: hf_memopt.cli.main()\n"
+        "        except SystemExit as stop: code = stop.code\n"
+        "    heavy = {'torch', 'transformers', 'numpy', 'pyarrow', 'matplotlib'} & set(sys.modules)\n"
+        "    answers.append([arguments, code, errors.getvalue(), sorted(heavy)])\n"
+        "print(json.dumps(answers))"
+    )
+    command = [sys.executable, "-c", script, json.dumps(list(ANSWERED_AT_ONCE))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    for arguments, code, errors, heavy in json.loads(done.stdout):
+        expected, start = ANSWERED_AT_ONCE[arguments]
+        assert (code, errors[: len(start)], errors.count("\n"), heavy) == (expected, start, bool(start), []), arguments
+
+
+def test_a_spinner_shows_on_a_terminal_alone() -> None:
+    def shown(**console: Any) -> str:
+        with spinner("simulating gpt2", Console(file=(stream := io.StringIO()), **console), shown=True) as announce:
+            announce("1 of 19")
+        return stream.getvalue()
+
+    assert "1 of 19" in shown(force_terminal=True)
+    assert shown() == ""
+    stream = io.StringIO()
+    with spinner("simulating gpt2", Console(file=stream, force_terminal=True), shown=False) as announce:
+        announce("1 of 19")
+    assert stream.getvalue() == ""
+
+
+def test_the_spinner_of_an_estimate_is_there_before_torch_is_imported() -> None:
     script = (
         "import sys, hf_memopt.cli\n"
-        "try: hf_memopt.cli.main()\n"
-        "finally: print(*({'torch', 'transformers', 'numpy', 'pyarrow'} & set(sys.modules)), file=sys.stderr)"
+        "from rich.console import Console\n"
+        "def status(self, text): print(text, 'torch' in sys.modules); sys.exit(3)\n"
+        "Console.is_terminal, Console.status = True, status\n"
+        "sys.argv = ['hf-memopt', *sys.argv[1:]]\n"
+        "hf_memopt.cli.main()"
     )
-    done = subprocess.run([sys.executable, "-c", script, *arguments.split()], capture_output=True, text=True)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, ""), done.stderr
+    for arguments, text in [("estimate gpt2 --seq-len 8", "simulating gpt2"), ("doctor", "looking at this machine")]:
+        command = [sys.executable, "-c", script, *arguments.split()]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (3, f"{text} False\n"), done.stderr
 
 
 @pytest.fixture
@@ -115,6 +188,13 @@ def test_lengths_in_a_terminal_without_block_characters(reviews) -> None:
     text = done.stdout.decode("ascii")
     assert "|####" in text
     assert max(map(len, text.splitlines()[1:])) <= 80  # after the line with the path
+
+
+def test_presets_in_a_narrow_terminal_cut_no_word() -> None:
+    result = runner.invoke(app, ["presets"], env={"COLUMNS": "60"})
+    assert "…" not in result.output
+    assert all(f"{recipe.optim} " in result.output for recipe in PRESETS.values())
+    assert "--gradient-accumulation-steps" in runner.invoke(app, ["estimate", "--help"], env={"COLUMNS": "60"}).output
 
 
 def test_lengths_in_a_narrow_terminal_cuts_no_figure(reviews) -> None:
@@ -172,7 +252,7 @@ def test_a_missing_and_a_broken_file_of_lengths(tmp_path) -> None:
 VERBS = {
     "presets": ("hf_memopt.recipes.presets.preset_rows", []),
     "lengths": ("hf_memopt.batching.padding_costs.data_files.file_lengths", ["data.csv"]),
-    "estimate": ("hf_memopt.cli.estimate_command.estimate", ["gpt2"]),
+    "estimate": ("hf_memopt.memory.estimation.estimate", ["gpt2", "--seq-len", "8"]),
     "doctor": ("hf_memopt.cli.doctor.examine", []),
     "demo": ("hf_memopt.demo.run.run_demo", []),
 }
@@ -190,8 +270,8 @@ VERBS = {
         ),
         (
             KeyError("x"),
-            "hf-memopt failed (KeyError: 'x'), which is an error of its own; please report it. For the traceback set "
-            "HF_MEMOPT_DEBUG=1",
+            "hf-memopt failed (KeyError: 'x'), which is a bug in hf-memopt; please report it. Set "
+            "HF_MEMOPT_DEBUG=1 for the traceback",
         ),
     ],
 )
@@ -283,11 +363,11 @@ def test_doctor_tries_the_8_bit_step(monkeypatch) -> None:
 def test_doctor_sees_a_cpu_build_beside_a_card(monkeypatch) -> None:
     monkeypatch.setattr(doctor, "accelerator_type", lambda: "cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(doctor, "_has_nvidia_card", lambda: True)
+    monkeypatch.setattr(doctor, "_has_nvidia_gpu", lambda: True)
     found = broken(monkeypatch, "torch build")
     assert (found.level, found.found) == (
         "error",
-        f"an NVIDIA card is here, but torch {torch.__version__} is a CPU build",
+        f"this machine has an NVIDIA GPU, but torch {torch.__version__} is a CPU build",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hf_memopt.cli import technique_ladder as estimate_ladder
 from hf_memopt.cli.app import app
 from hf_memopt.cli.technique_ladder import ladder, ladder_rungs
 from hf_memopt.devices.gpus import custom_gpu, find_gpu
+from hf_memopt.memory import estimation
 from hf_memopt.memory.models.known import known_models
 from hf_memopt.memory.output.estimate_text import as_dict, estimate_table
 from hf_memopt.memory.result import Estimate
@@ -55,7 +57,8 @@ class Simulation:
 def simulation(monkeypatch: pytest.MonkeyPatch) -> Simulation:
     """The simulation that the command calls, on a machine without a card."""
     stand_in = Simulation()
-    monkeypatch.setattr(estimate_command, "estimate", stand_in)
+    monkeypatch.setattr(estimation, "estimate", stand_in)
+    monkeypatch.setattr(estimate_command, "find_config", lambda text: Path(text))
     monkeypatch.setattr(estimate_ladder, "estimate", stand_in)
     monkeypatch.setattr(estimate_ladder, "gpu_at_hand", lambda: None)
     return stand_in
@@ -204,12 +207,12 @@ def test_the_picture_is_drawn_and_named(tmp_path) -> None:
     [
         (
             ["--gpu", CARD, "--gpu-memory", "4GiB"],
-            "gpu='RTX 3050 4GB', gpu_memory='4GiB', compute_capability=None name a card twice; expected a name, or "
+            "gpu='RTX 3050 4GB', gpu_memory='4GiB', compute_capability=None name a GPU twice; expected a name, or "
             "memory and compute capability. Pass --gpu 'RTX 3050 4GB' alone",
         ),
         (
             ["--compute-capability", "8.6"],
-            "compute_capability='8.6' alone does not describe a card; expected its memory too. "
+            "compute_capability='8.6' alone does not describe a GPU; expected its memory too. "
             "Pass --gpu-memory 4GiB --compute-capability 8.6",
         ),
         (
@@ -265,7 +268,7 @@ def test_counts_that_are_never_simulated_are_refused_at_once(simulation, options
     assert (result.exit_code, result.stdout, result.stderr) == (
         2,
         "",
-        f"{name}={most + 1} is beyond what is simulated; expected 1 to {most}. Pass {option} 32\n",
+        f"{name}={most + 1} is too large to simulate; expected 1 to {most}. Pass {option} 32\n",
     )
     assert simulation.calls == []
 
@@ -397,9 +400,9 @@ SMALL = "0.59  0.07  0.15   0.68  0.10   1.59   1.59  1.81  yes"
 
 
 def test_the_whole_comparison(simulation) -> None:
-    result = run("--compare", "--seq-len", "128", "--gpu", CARD, "--task", "mlm", "--attn", "sdpa")
+    result = run("--compare", "--seq-len", "128", "--gpu", CARD, "--task", "masked-lm", "--attn", "sdpa")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert all((call["task"], call["attn_implementation"]) == ("mlm", "sdpa") for call in simulation.calls)
+    assert all((call["task"], call["attn_implementation"]) == ("masked-lm", "sdpa") for call in simulation.calls)
     assert lines(result.stdout) == (
         "bert-large: 32 examples of 128 tokens per optimizer step, in GiB\n"
         "                                                                 re-\n"

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenClassification, DataCollatorWithPadding
 
 import tiny
+from hf_memopt import hub
 from hf_memopt.memory.models import loading as models
 from hf_memopt.memory.models.example_batch import check_sequence, cut_batch, example_batch
 from hf_memopt.memory.models.known import known_models
@@ -749,7 +751,7 @@ def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: False)
     monkeypatch.setattr(socket, "create_connection", refuse)
-    monkeypatch.setattr(models, "getproxies", dict)
+    monkeypatch.setattr(hub, "getproxies", dict)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://hub.example")
     return asked
 
@@ -813,9 +815,31 @@ def test_hub_that_answers_or_stands_behind_a_proxy_is_asked(
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(socket, "create_connection", connect)
-    monkeypatch.setattr(models, "getproxies", lambda: proxies)
+    monkeypatch.setattr(hub, "getproxies", lambda: proxies)
     load_model("someone/bert")
     assert (addresses, local) == (connected, [False])
+
+
+def test_a_hub_that_never_answers_costs_the_patience_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server and every address may each wait for a timeout of their own; together they get the patience."""
+    released = threading.Event()
+
+    def wait(address: Any, timeout: float) -> Any:
+        released.wait(30)
+        return nullcontext()
+
+    monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(hub, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(socket, "create_connection", wait)
+    started = time.monotonic()
+    assert not hub.hub_answers()
+    assert time.monotonic() - started < 10
+    released.set()
+
+
+def test_tasks_are_the_heads() -> None:
+    assert tuple(models._HEADS) == models.TASKS
 
 
 def test_folder_without_config_is_refused(tmp_path: Any) -> None:

@@ -1,8 +1,10 @@
-"""What padding costs on given lengths: percentiles, what each way of batching wastes, and what to set instead.
+"""Report what padding costs on given lengths: percentiles, what each way of batching wastes, and what to set instead.
 
-``padding_report`` replays the ways of batching on the lengths alone: no tokens, no model, no torch. Percentiles,
-histogram and fixed widths are those of all examples; what needs an order is replayed on ``MOST_SIMULATED`` examples at
-most, so 1e7 lengths take seconds. Left out: what attention saves beyond the tokens (its cost grows with their square).
+``padding_report`` replays the ways of batching on the lengths alone, without tokens, a model or torch. Percentiles,
+histogram and fixed widths use all examples; strategies with an order are replayed on at most ``MOST_SIMULATED``
+examples, so 1e7 lengths take seconds.
+
+Limitations: the cost of attention, which grows with the square of the width, is not counted.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ __all__ = ["Cut", "Histogram", "PaddingReport", "PaddingStrategy", "Suggestion",
 MOST_SIMULATED = 200_000
 PERCENTILES = (50, 75, 90, 95, 99)
 FINEST_HISTOGRAM = 64  # cells up to the 99th percentile
-WORTH_CUTTING = 0.9  # a max_length that leaves more than this of the longest example saves too little to lose text
-ENOUGH = 0.01  # more buckets must gain more than this in padding efficiency
+WORTH_CUTTING = 0.9  # a max_length above this share of the longest example saves too little for the text that it loses
+ENOUGH = 0.01  # the gain in padding efficiency that more buckets must exceed
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What truncating to ``max_length`` would take away: shares of the examples and of all tokens."""
+    """What truncating to ``max_length`` would lose, as shares of the examples and of all tokens."""
 
     max_length: int
     examples_fraction: float
@@ -58,7 +60,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A value to set, why, and the line of code that sets it (empty where there is nothing to copy)."""
+    """A value to set, the reason, and the line of code that sets it (empty if the value is not in tokens)."""
 
     name: str
     value: int
@@ -68,10 +70,12 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class PaddingReport:
-    """What ``padding_report`` found; print ``table()``, or keep ``as_dict()`` and ``plot(path)``.
+    """The result of ``padding_report``: ``table()`` as text, ``as_dict()`` for JSON, ``plot(path)`` as a picture.
 
-    ``percentiles`` maps ``p50`` ... ``p99`` to lengths. ``simulated`` is the number of examples on which the strategies
-    with an order were replayed. ``max_tokens`` is the budget used: the one asked for, or else the suggested one.
+    Attributes:
+        percentiles: lengths by ``"p50"`` ... ``"p99"``.
+        simulated: the number of examples on which the strategies with an order were replayed.
+        max_tokens: the token budget that was replayed: the given one, else the suggested one.
     """
 
     examples: int
@@ -130,12 +134,12 @@ def padding_report(
     Args:
         lengths: tokens per example, shape (examples,); see ``token_lengths``.
         batch_size: examples per batch.
-        max_tokens: budget in padded tokens; without one the budget whose mean batch has ``batch_size`` examples.
-        max_length: cut longer examples to it before batching, as ``tokenizer(truncation=True)`` would; percentiles and
-            histogram stay those of the whole examples.
-        pad_to_multiple_of: what batches are padded up to, the same for all strategies.
-        seed: of the orders and of the sample.
-        unit: what was counted; anything but ``"tokens"`` suggests no token budget to copy.
+        max_tokens: budget in padded tokens; by default the one whose mean batch has ``batch_size`` examples.
+        max_length: truncate longer examples to it before batching, as ``tokenizer(truncation=True)`` would;
+            percentiles and histogram are those of the whole examples.
+        pad_to_multiple_of: batches of every strategy are padded to a multiple of it.
+        seed: of the random orders and of the sample.
+        unit: what was counted; with another unit than ``"tokens"`` no code with a token budget is suggested.
 
     Raises:
         ValueError: no lengths, or lengths or sizes that ``LengthBuckets`` refuses; a ``max_length`` below 1; an example
@@ -215,7 +219,7 @@ def _sample(lengths: NDArray[np.int32], seed: int) -> NDArray[np.int32]:
 def length_histogram(lengths: NDArray[np.int32], p99: int) -> Histogram:
     """Return the histogram in cells whose width is a power of two, 64 of them at most up to the 99th percentile.
 
-    What lies further than a quarter beyond it goes into one last cell, so a few giants do not flatten the rest.
+    If the longest example exceeds it by more than a quarter, all longer examples share one last cell.
     """
     longest = int(lengths.max())
     top = p99 if longest > p99 * 1.25 else longest

@@ -1,4 +1,4 @@
-"""A padding report for people: text for the terminal, and a picture of two panels."""
+"""Show a ``PaddingReport``: as text for the terminal, and as a picture of two panels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt import plotting as pictures
+from hf_memopt import plotting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hf_memopt.batching.padding_costs.figures import Histogram, PaddingReport
 
-__all__ = ["check_picture", "draw_report", "print_report", "report_text"]
+__all__ = ["draw_report", "print_report", "report_text"]
 
 COLUMNS = 80
 BAR_COLUMNS = 40
@@ -31,7 +31,7 @@ def report_text(report: PaddingReport) -> str:
 
 
 def print_report(report: PaddingReport, console: Console) -> None:
-    """Print the report, with bars of plain signs where the console's encoding knows no blocks."""
+    """Print the report, with bars of ``#`` where the console's encoding has no block characters."""
     for part in (_heading(report), _bars(report, "#" if console.options.ascii_only else "█")):
         console.print(part, highlight=False, soft_wrap=True)
     console.print(_strategies(report))
@@ -52,7 +52,7 @@ def _heading(report: PaddingReport) -> str:
         "   ".join(f"{name} {length:,}" for name, length in figures.items()),
     ]
     if report.unit != "tokens":
-        lines.insert(0, f"[bold yellow]Counted in {report.unit}, not in tokens[/]: a tokenizer makes more of them.")
+        lines.insert(0, f"[bold yellow]Counted in {report.unit}, not in tokens[/]: a text has more tokens than words.")
     return "\n".join(lines)
 
 
@@ -69,7 +69,7 @@ def _bars(report: PaddingReport, sign: str) -> str:
 
 
 def _folded(histogram: Histogram) -> Iterator[tuple[int, int, int]]:
-    """Give lowest length, highest length and count of about 10 to 20 rows."""
+    """Yield the lowest length, the highest length and the count of 10 to 20 rows."""
     cells = len(histogram.counts) - histogram.has_tail
     fold = 1 if cells <= 20 else 2 if cells <= 40 else 4
     for first in range(0, cells, fold):
@@ -90,7 +90,7 @@ def _strategies(report: PaddingReport) -> RenderableType:
         caption += f" All but the fixed widths are replayed on {report.simulated:,} examples, drawn at random."
     title = "What each way of padding wastes"
     table = Table(title=title, caption=caption, caption_justify="left", **_look())
-    table.add_column("", overflow="fold")  # in a narrow terminal names are wrapped, and no figure is cut
+    table.add_column("", overflow="fold")  # a narrow terminal wraps the names, never the figures
     for heading in ("effi-\nciency", "wasted", "batches", "largest\nbatch", "shapes"):
         table.add_column(heading, justify="right", no_wrap=True)
     for found in report.strategies:
@@ -123,21 +123,16 @@ def _look() -> dict[str, Any]:
     return {"title_justify": "left", "box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
 
 
-def check_picture(path: Path) -> None:
-    """Refuse a picture that could not be written; see ``pictures.check_picture``."""
-    pictures.check_picture(path, purpose="the picture of a padding report")
-
-
 def draw_report(report: PaddingReport, path: Path) -> None:
-    """Draw histogram and strategies to a PNG file, whole or not at all; see ``PaddingReport.plot``."""
-    check_picture(path)
+    """Draw the histogram and the strategies to a PNG file; see ``PaddingReport.plot``."""
+    plotting.check_picture(path, purpose="the picture of a padding report")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
     _draw_histogram(report, left)
     _draw_strategies(report, right)
-    pictures.save_picture(figure, path)
+    plotting.save_picture(figure, path)
 
 
 def _draw_histogram(report: PaddingReport, axes: Axes) -> None:

@@ -1,4 +1,4 @@
-"""The ways to batch and pad, replayed on lengths alone: what each one wastes, and the token budget for a mean batch."""
+"""Replay the ways to batch and pad on lengths alone: what each one wastes, and which token budget fits a mean batch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fixed_strategies(
     name = f"fixed to longest, {longest}"
     if max_length is None:
         widths = {name: longest}
-    else:  # the one row that shows what cutting saves
+    else:  # the row that shows what truncating saves
         uncut = ", uncut" if lengths.max() > max_length else ""
         widths = {name + uncut: longest, f"fixed to max_length={max_length}": max_length}
     whole, rest = divmod(len(lengths), batch_size)
@@ -74,7 +74,7 @@ def fixed_strategies(
 def ordered_strategies(
     sample: NDArray[np.int32], batch_size: int, budget: int, multiple: int, seed: int, examples: int
 ) -> list[PaddingStrategy]:
-    """Replay one epoch of what needs an order; the number of batches is scaled up to all examples."""
+    """Replay one epoch of each strategy that reads the examples in an order; scale its batches up to all examples."""
     shuffled = np.random.default_rng(seed).permutation(len(sample))
     starts = np.arange(0, len(sample), batch_size)
     by_size = LengthBuckets(sample, batch_size=batch_size, seed=seed, pad_to_multiple_of=multiple)
@@ -116,10 +116,10 @@ def _measured(
 
 
 def grouped_by_length(lengths: NDArray[np.int32], batch_size: int, shuffled: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the order that stock ``group_by_length`` makes of a random one.
+    """Return the order into which stock ``group_by_length`` sorts a random order.
 
     Source: transformers.trainer_pt_utils.get_length_grouped_indices, 5.8 to 5.23: mega-batches of 50 batches (fewer on
-    small data), each sorted with the longest example first; the longest of all changes places with the very first.
+    small data), each sorted with the longest example first; the longest of all is swapped with the very first.
     """
     mega_batch = batch_size * max(1, min(len(lengths) // (batch_size * 4), STOCK_MEGA_BATCH))
     order = shuffled[np.lexsort((-lengths[shuffled], np.arange(len(shuffled)) // mega_batch))]
@@ -138,7 +138,7 @@ def fitting_budget(lengths: NDArray[np.int32], batch_size: int, multiple: int, s
     least, most = int(padded.max()), int(padded.max()) * batch_size
     wanted = min(batch_size, len(lengths))
     budget = float(padded.mean()) * batch_size
-    for _ in range(3):  # a batch is never quite full, by a share that the plan knows
+    for _ in range(3):  # the plan shows by how much its batches stay below the budget
         budget = min(max(budget, least), most)
         budget *= wanted / mean_batch(lengths, int(budget), multiple, seed)
     if budget <= least:

@@ -15,15 +15,12 @@ from __future__ import annotations
 import copy
 import json
 import os
-import socket
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 import transformers
@@ -34,6 +31,7 @@ from transformers.models.auto import modeling_auto
 from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.cuda.flash_attention_2 import use_stand_in
+from hf_memopt.memory.models.config_files import TASKS, check_task, find_config
 from hf_memopt.memory.models.known import known_models, known_name
 from hf_memopt.memory.models.meta_copy import copy_to_meta, rest_to_meta
 from hf_memopt.memory.settings import NotEstimableError
@@ -62,12 +60,8 @@ _HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 # The first that fits is the head of a class that several of them list: BartForConditionalGeneration is no masked LM.
 
-_PATIENCE_SECONDS = 3.0
 _MOST = {"layer": 10_000, "depth": 10_000, "expert": 10_000, "num_labels": 1_000_000}
 """What transformers counts to when it reads a configuration or builds of it, by a part of the entry's name."""
-
-TASKS = tuple(_HEADS)
-"""What a head is for, as ``task`` names it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,11 +109,7 @@ def load_model(
         >>> type(loaded.model).__name__, sum(weight.numel() for weight in loaded.model.parameters())
         ('LlamaForCausalLM', 1235814400)
     """
-    if task is not None and task not in TASKS:
-        raise ValueError(
-            f"task={task!r} is unknown; expected one of {', '.join(map(repr, TASKS))}.{did_you_mean(task, TASKS)} "
-            "Pass task='sequence-classification'"
-        )
+    check_task(task)
     if attn_implementation is not None:
         _check_attention(attn_implementation)
     if isinstance(model, nn.Module):
@@ -161,30 +151,14 @@ def task_of(model: nn.Module) -> str | None:
 
 
 def _read_config(text: str, task: str | None) -> tuple[str, PretrainedConfig, str | None]:
-    """Return a name for people, the configuration, and the task if the facts or the caller tell it.
-
-    A folder goes before a well-known name of the same spelling, as in transformers.
-    """
-    folder = Path(text)
-    try:
-        has_config, is_folder = (folder / "config.json").is_file(), folder.is_dir()
-    except OSError as error:  # no permission, a name that is too long
-        raise ValueError(
-            f"model={text!r} cannot be looked up ({error.strerror}); expected a name, or a folder that may be read. "
-            "Pass model='bert-base-uncased'"
-        ) from error
-    if has_config:
-        return folder.resolve().name, _parse_config(folder, text), task
-    known = known_name(text)
-    if known is not None:
-        facts = known_models()[known]
-        return known, AutoConfig.for_model(facts["model_type"], **facts["config"]), task or facts["task"]
-    if is_folder:
-        raise ValueError(
-            f"model={text!r} is a folder without config.json; expected one that save_pretrained has written. "
-            f"Call: model.save_pretrained({text!r})"
-        )
-    return text, _parse_config(_download_config(text).parent, text), task
+    """Return a name for people, the configuration, and the task if the facts or the caller tell it."""
+    folder = find_config(text)
+    if folder is not None:
+        name = folder.resolve().name if Path(text).is_dir() else text
+        return name, _parse_config(folder, text), task
+    known = str(known_name(text))
+    facts = known_models()[known]
+    return known, AutoConfig.for_model(facts["model_type"], **facts["config"]), task or facts["task"]
 
 
 def _parse_config(folder: Path, text: str) -> PretrainedConfig:
@@ -223,55 +197,6 @@ def _foreign(what: str) -> Iterator[None]:
         raise ValueError(
             f"{what} ({reason}); expected a configuration that transformers can build. Correct it, or pass the module"
         ) from error
-
-
-def _download_config(text: str) -> Path:
-    """Return the path of a repository's ``config.json`` in the hub's local cache, downloaded if need be."""
-    from huggingface_hub import errors, hf_hub_download, is_offline_mode
-
-    cause: Exception
-    try:
-        return Path(hf_hub_download(text, "config.json", local_files_only=not _hub_answers()))
-    except errors.HFValidationError as error:
-        cause, reason = error, "nor can it be an id on the hub"
-    except errors.LocalEntryNotFoundError as error:
-        state = "offline (HF_HUB_OFFLINE is set)" if is_offline_mode() else "unreachable"
-        cause, reason = error, f"and the hub is {state} and its local cache has nothing of that name"
-    except errors.GatedRepoError as error:
-        cause, reason = error, "and on the hub it is gated: accept its licence there and log in with hf auth login"
-    except errors.RepositoryNotFoundError as error:
-        cause, reason = error, "and the hub has no such repository, or not for you"
-    except errors.EntryNotFoundError as error:
-        cause, reason = error, "and its repository on the hub has no config.json"
-    except errors.HfHubHTTPError as error:
-        cause, reason = error, f"and the hub failed ({str(error).splitlines()[0]})"
-    names = list(known_models())
-    raise ValueError(
-        f"model={text!r} is neither a well-known name nor a folder, {reason}; expected a module, a configuration, a "
-        "folder with config.json, an id on the hub, or one of the well-known names that "
-        f"hf-memopt estimate --list-models shows.{did_you_mean(text, names)} Pass, for example, "
-        "model='bert-base-uncased'"
-    ) from cause
-
-
-def _hub_answers() -> bool:
-    """Tell whether anything listens where the hub is; its client would try for half a minute and log every attempt.
-
-    Behind a proxy nobody can tell but the client.
-    """
-    from huggingface_hub import constants, is_offline_mode
-
-    if is_offline_mode():
-        return False
-    if getproxies():
-        return True
-    endpoint = urlsplit(constants.ENDPOINT)
-    port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
-    try:
-        with socket.create_connection((endpoint.hostname or "", port), timeout=_PATIENCE_SECONDS):
-            return True
-    except OSError:
-        return False
 
 
 # ---- building

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.optimizers.formulas import FAMILIES
@@ -33,14 +33,16 @@ if TYPE_CHECKING:
 __all__ = [
     "OptimizerMemory",
     "ParameterFacts",
+    "check_optimizer",
     "clipping_temporaries",
     "memory_by_parameter",
     "optimizer_memory",
-    "optimizer_names",
     "parameter_facts",
 ]
 
 _CHUNK = 65_536  # elements per block of a foreach kernel, aten/src/ATen/native/cuda/MultiTensorApply.cuh
+_WITHOUT_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+"""As in ``Trainer.get_decay_parameter_names``, which a test compares; seen in transformers 5.8.1, 5.17.0 and 5.23.0."""
 _NOT_ESTIMABLE = {
     "adamw_torch_xla": "it runs on XLA devices; expected an optimizer for CUDA cards. Pass optim='adamw_torch_fused'",
     "adamw_torch_npu_fused": (
@@ -80,12 +82,11 @@ def parameter_facts(model: nn.Module) -> list[ParameterFacts]:
         [('0.weight', (10, 4), True, True), ('1.weight', (4,), False, False), ('1.bias', (4,), False, False)]
     """
     from torch import nn
-    from transformers import Trainer
+    from transformers.trainer_pt_utils import get_parameter_names  # transformers.trainer would import PEFT with it
 
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    # a method that uses nothing of its Trainer, seen in transformers 5.8.1, 5.17.0 and 5.23.0
-    decaying = set(Trainer.get_decay_parameter_names(cast(Trainer, None), model))
+    decaying = set(get_parameter_names(model, [nn.LayerNorm], _WITHOUT_DECAY))  # type: ignore[no-untyped-call]
     return [
         ParameterFacts(
             name=name,
@@ -100,11 +101,21 @@ def parameter_facts(model: nn.Module) -> list[ParameterFacts]:
     ]
 
 
-def optimizer_names() -> tuple[str, ...]:
-    """Return the names that the installed transformers accepts as ``optim``."""
-    from transformers.training_args import OptimizerNames
+def check_optimizer(optim: str) -> None:
+    """Refuse an optimizer whose memory is not known, without importing torch or transformers.
 
-    return tuple(name.value for name in OptimizerNames)
+    Raises:
+        ValueError: ``optim`` is unknown.
+        NotEstimableError: this optimizer's memory cannot be known beforehand; the message says why.
+    """
+    if optim in _NOT_ESTIMABLE:
+        raise NotEstimableError(f"not estimable: optim={optim!r}: {_NOT_ESTIMABLE[optim]}")
+    if optim not in FAMILIES:
+        known = (*FAMILIES, *_NOT_ESTIMABLE)
+        raise ValueError(
+            f"optim={optim!r} is not an optimizer whose memory is known; expected one of {', '.join(known)}."
+            f"{did_you_mean(optim, known)} Pass optim='adamw_torch_fused'"
+        )
 
 
 def optimizer_memory(
@@ -212,20 +223,8 @@ def clipping_temporaries(parameters: Sequence[ParameterFacts]) -> tuple[int, ...
 
 def _family(optim: str) -> Family:
     """Return the function that knows this optimizer."""
-    if optim in FAMILIES:
-        return FAMILIES[optim]
-    if optim in _NOT_ESTIMABLE:
-        raise NotEstimableError(f"not estimable: optim={optim!r}: {_NOT_ESTIMABLE[optim]}")
-    known = optimizer_names()
-    if optim in known:
-        raise NotEstimableError(
-            f"not estimable: optim={optim!r}: it is newer than this version of hf_memopt; expected an optimizer whose "
-            "state is known. Pass optim='adamw_torch_fused'"
-        )
-    raise ValueError(
-        f"optim={optim!r} is no optimizer of TrainingArguments; expected one of {', '.join(known)}."
-        f"{did_you_mean(optim, known)} Pass optim='adamw_torch_fused'"
-    )
+    check_optimizer(optim)
+    return FAMILIES[optim]
 
 
 def _read_arguments(optim_args: str | None) -> dict[str, str]:

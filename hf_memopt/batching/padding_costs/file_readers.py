@@ -1,0 +1,182 @@
+"""Read one column of a data file as pyarrow tables: Parquet, Arrow, JSON Lines, CSV and datasets saved to disk.
+
+Files are read batch by batch, and of Parquet, Arrow and CSV, which ``pyarrow.dataset`` reads, only the column in
+question. JSON is parsed by Python: a row may have other fields than the first ones, and deep nesting is an error. So
+memory stays bounded whatever the size of a file; only an array or object over several lines is read as a whole.
+
+``datasets.load_dataset(..., streaming=True)`` is not used (seen in 5.2): each call asks a server and writes to the
+cache, names are patterns, JSON Lines with another field or type in a later block are refused, deeply nested ones end
+the process, and missing values at the end of a CSV row become nulls without a warning.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+__all__ = ["first_line", "likely_type", "open_source", "reading"]
+
+ROWS_AT_ONCE, JSON_ROWS_AT_ONCE = 8192, 512  # Python objects of a row take up to ten times the memory of its table
+CSV_BLOCK_BYTES = 16 * 2**20  # a row must fit into one block
+
+Read = Callable[[str], Iterator[pa.Table]]
+"""Takes the name of a column and yields tables of it alone."""
+
+
+@contextmanager
+def reading(source: Path, kind: str) -> Iterator[None]:
+    """Raise what the readers raise on a broken file as a ValueError of one line that names the file."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError, KeyError, TypeError, OverflowError, UnicodeError) as error:
+        raise ValueError(
+            f"path={str(source)!r} cannot be read as {kind} ({first_line(error)}); expected a complete file. "
+            "Write it again"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """Return the type of an error and the first line of its message."""
+    lines = str(error).strip().splitlines() or ["no cause given"]
+    return f"{type(error).__name__}: {lines[0].rsplit('Invalid: ', 1)[-1].rstrip('.')}"  # pyarrow nests its errors
+
+
+def open_source(source: Path, kind: str) -> tuple[pa.Schema, Read]:
+    """Return the schema of a file or saved dataset, and the function that reads one of its columns."""
+    if source.is_dir():
+        return _open_saved(source)
+    if source.stat().st_size == 0:
+        raise EOFError("the file is empty")
+    if kind in ("csv", "json"):
+        with pa.input_stream(str(source), compression="detect") as stream:
+            encoding = json.detect_encoding(
+                stream.read(4)
+            )  # it looks at zero bytes, which works for the header of a CSV file too
+        if not encoding.startswith("utf-8"):
+            raise UnicodeError(f"its encoding is {encoding}, not utf-8")
+    openers = {"json": _open_json, "arrow": _open_arrow}
+    schema, read = openers[kind](source) if kind in openers else _open_table(source, kind)
+    doubled = [name for name, count in Counter(schema.names).items() if count > 1]
+    if doubled:
+        raise pa.ArrowInvalid(f"several columns are named {doubled[0]!r}")
+    return schema, read
+
+
+def _open_saved(folder: Path) -> tuple[pa.Schema, Read]:
+    from datasets import load_from_disk
+
+    try:
+        tables = load_from_disk(str(folder)).with_format("arrow")
+    except json.JSONDecodeError as error:
+        raise pa.ArrowInvalid(str(error)) from error
+    return tables.features.arrow_schema, lambda column: tables.select_columns([column]).iter(ROWS_AT_ONCE)
+
+
+def _open_arrow(file: Path) -> tuple[pa.Schema, Read]:
+    """Open the file format or, as datasets writes it, the stream format."""
+    mapped = pa.memory_map(str(file))
+    try:
+        reader = pa.ipc.open_file(mapped)
+        schema, batches = reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+    except pa.ArrowInvalid:
+        mapped.seek(0)
+        batches = pa.ipc.open_stream(mapped)
+        schema = batches.schema
+
+    def read(column: str) -> Iterator[pa.Table]:
+        for batch in batches:
+            values = pa.Table.from_batches([batch.select([column])])
+            values.validate(full=True)  # wrong offsets of a broken file would crash the process
+            for start in range(0, len(values), ROWS_AT_ONCE):
+                yield values.slice(start, ROWS_AT_ONCE)
+
+    return schema, read
+
+
+def _open_table(file: Path, kind: str) -> tuple[pa.Schema, Read]:
+    import pyarrow.dataset as ds
+    from pyarrow import csv, fs
+
+    if kind == "parquet":
+        options = ds.ParquetFragmentScanOptions(pre_buffer=False)  # otherwise whole row groups are read ahead
+        form = ds.ParquetFileFormat(default_fragment_scan_options=options)
+    else:
+        reading = csv.ReadOptions(block_size=CSV_BLOCK_BYTES)
+        form = ds.CsvFileFormat(csv.ParseOptions(newlines_in_values=True), read_options=reading)
+    fragment = form.make_fragment(str(file), fs.LocalFileSystem())
+    schema = fragment.physical_schema
+    if kind == "csv":  # a column without values, or without UTF-8, in its first block is read as text
+        unknown = (pa.null(), pa.binary())
+        schema = pa.schema([field.with_type(pa.string()) if field.type in unknown else field for field in schema])
+
+    def read(column: str) -> Iterator[pa.Table]:
+        options = {"batch_size": ROWS_AT_ONCE, "batch_readahead": 1, "fragment_readahead": 0, "use_threads": False}
+        for batch in fragment.to_batches(schema=schema, columns=[column], **options):
+            yield pa.Table.from_batches([batch])
+
+    return schema, read
+
+
+def _open_json(file: Path) -> tuple[pa.Schema, Read]:
+    """Open JSON Lines, one array of objects, or one object; the first value of a column gives its type."""
+    rows = _json_rows(file)
+    first = list(islice(rows, JSON_ROWS_AT_ONCE))
+    if not first:
+        raise EOFError("it holds no rows")
+    values: dict[str, Any] = {}
+    for row in first:
+        values |= {name: value for name, value in row.items() if values.get(name) in (None, [])}
+    schema = pa.schema([(name, _json_type(value)) for name, value in values.items()])
+
+    def read(column: str) -> Iterator[pa.Table]:
+        kind, block = likely_type(schema.field(column).type), first
+        while block:
+            yield pa.table({column: pa.array([row.get(column) for row in block], kind)})
+            block = list(islice(rows, JSON_ROWS_AT_ONCE))
+
+    return schema, read
+
+
+def _json_type(value: Any) -> pa.DataType:
+    """Return the Arrow type of a value; a later value of another type is an error when it is read."""
+    if isinstance(value, list):
+        item = next((item for item in value if item is not None), None)
+        return pa.list_(pa.list_(pa.null()) if isinstance(item, list) else _json_type(item))
+    kinds = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string(), dict: pa.struct([])}
+    return kinds.get(type(value), pa.null())
+
+
+def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file: one per line, or those of an array or object that spans several lines."""
+    with io.TextIOWrapper(pa.input_stream(str(file), compression="detect"), encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            opens = line.lstrip().startswith("[") or line.strip() == "{"
+            found = _parse_json(line + lines.read() if opens else line, number) if line.strip() else []
+            for row in found if isinstance(found, list) else [found]:
+                if not isinstance(row, dict):
+                    raise pa.ArrowInvalid(f"line {number}: {reprlib.repr(row)} is not an object")
+                yield row
+
+
+def _parse_json(text: str, number: int) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # not JSON or a number of thousands of digits; nested too deeply
+        line = number + getattr(error, "lineno", 1) - 1
+        raise pa.ArrowInvalid(f"line {line}: {getattr(error, 'msg', error)}") from error
+
+
+def likely_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type to expect of a column whose first block, from which its type was inferred, has no value."""
+    if pa.types.is_null(kind):
+        return pa.string()
+    return pa.list_(pa.int64()) if pa.types.is_list(kind) and pa.types.is_null(kind.value_type) else kind
