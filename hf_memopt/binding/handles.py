@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["UndoHandle", "is_overridden", "override_method", "remove_all"]
+__all__ = ["UndoHandle", "is_overridden", "nothing_to_undo", "override_method", "remove_all"]
 
 
 class UndoHandle(RemovableHandle):
@@ -39,6 +39,13 @@ class UndoHandle(RemovableHandle):
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
+
+
+def nothing_to_undo() -> UndoHandle:
+    """Return a handle that is removed already, for a function that found nothing to change."""
+    handle = UndoHandle(lambda: None)
+    handle.remove()
+    return handle
 
 
 def remove_all(handles: list[UndoHandle]) -> None:

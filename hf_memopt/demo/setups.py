@@ -21,9 +21,9 @@ from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, Trai
 
 from hf_memopt.demo.docstring_task import MAX_LENGTH_TOKENS, DocstringTask
 from hf_memopt.devices.memory_reading import read_process
+from hf_memopt.devices.precision_support import accelerator_type, choose_precision
 from hf_memopt.memory.report import MemoryReportCallback
-from hf_memopt.techniques.optimizers.embedding_bits import optimizer_state_bytes
-from hf_memopt.techniques.precision import accelerator_type, choose_precision
+from hf_memopt.techniques.optimizers.state_bytes import optimizer_state_bytes
 
 __all__ = ["SETUPS", "Ingredients", "build_model", "measure", "model_config", "predict_labels", "run_setup"]
 
