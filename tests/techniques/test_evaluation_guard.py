@@ -514,7 +514,7 @@ def test_outputs_are_moved_before_the_card_is_full() -> None:
     outputs = kept_outputs.KeptOutputs(trainer, settings, range(8), "Evaluation")
     steps = []
     for columns in (10, 25, 10, 2000):
-        outputs.receive(torch.zeros(10, columns), None)
+        outputs.reduce_and_check(torch.zeros(10, columns), None)
         steps.append(args.eval_accumulation_steps)
     assert steps == [10, 4, 4, 1]
 

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 import tiny
 from hf_memopt.binding.attach import attach
 from hf_memopt.techniques.evaluation.guard import EvaluationGuardCallback
-from hf_memopt.techniques.microbatching import step
+from hf_memopt.techniques.microbatching import step as microbatched_step
 from hf_memopt.techniques.microbatching.loss_rules import LossWeights
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 from hf_memopt.techniques.microbatching.row_counts import row_shares, spread
@@ -200,7 +200,7 @@ def test_a_mean_over_another_column_is_exact_though_the_first_batch_does_not_sho
     """In the first batch the counts of all rows are equal: by it alone the mean is one over rows."""
     whole = make(trainer_class, rows, tmp_path)
     built: list[LossWeights] = []
-    monkeypatch.setattr(step, "LossWeights", lambda: built.append(LossWeights()) or built[-1])
+    monkeypatch.setattr(microbatched_step, "LossWeights", lambda: built.append(LossWeights()) or built[-1])
     split = make(trainer_class, rows, tmp_path, MicrobatchCallback(max_examples=2))
     whole.train()
     split.train()

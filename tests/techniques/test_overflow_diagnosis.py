@@ -402,7 +402,7 @@ def described(**fields: Any) -> str:
         ),
         pytest.param(
             lambda: described(case="forward", where="a.b", module_class="Linear"),
-            "step 7: the output of a.b (Linear) is not finite, its inputs are (). Look for sqrt, log or a division of "
+            "step 7: the output of a.b (Linear) is not finite, its inputs are. Look for sqrt, log or a division of "
             'zero in a.b: add an eps inside (the values of the modules before it: debug="underflow_overflow"); else '
             "lower learning_rate, lengthen warmup_steps or set max_grad_norm=1.0",
             id="forward in float32",

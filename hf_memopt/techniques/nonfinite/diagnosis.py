@@ -118,7 +118,8 @@ def _finding(report: OverflowReport) -> str:
     if report.case == "inputs":
         return f"the batch itself is not finite, in column {report.where}"
     if report.case == "forward":
-        return f"the output of {named} is not finite, its inputs are ({_values(report, 'input', 'finite output')})"
+        values = _values(report, "input", "finite output")
+        return f"the output of {named} is not finite, its inputs are{f' ({values})' if values else ''}"
     if report.case == "loss":
         cause = f": {report.detail}" if report.detail else ""
         return f"the loss is not finite, what it is computed from is{cause}"
