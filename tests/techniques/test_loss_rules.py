@@ -22,6 +22,7 @@ from hf_memopt.techniques.evaluation.guard import EvaluationGuardCallback
 from hf_memopt.techniques.microbatching import step as microbatched_step
 from hf_memopt.techniques.microbatching.loss_rules import LossWeights
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.microbatching.probed_loss import ProbedLoss
 from hf_memopt.techniques.microbatching.row_counts import row_shares, spread
 from scarcity import Pad, Scarcity, mixed_rows, token_rows
 
@@ -272,6 +273,22 @@ def test_each_refusal_has_its_own_reason(tmp_path: Path) -> None:
         "its rows belong together, as pairs do: the loss of one row alone fails (ValueError: not enough values to "
         "unpack (expected 2, got 1))"
     )
+
+
+def test_a_refusal_survives_out_of_memory_while_its_reason_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    twice = ProbedLoss.twice
+
+    def fail(self: ProbedLoss, probe: Any) -> Any:
+        monkeypatch.setattr(self.trainer, "compute_loss", full)
+        return twice(self, probe)
+
+    monkeypatch.setattr(ProbedLoss, "twice", fail)
+    assert refusal(Penalty, tmp_path).endswith("over the whole batch or means over different counts")
 
 
 class MakesItsBatches(Trainer):

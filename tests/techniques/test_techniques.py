@@ -173,8 +173,7 @@ def test_a_callback_serves_one_trainer_at_a_time(name, tmp_path) -> None:
 
 
 def callback_of(trainer: Any, name: str) -> Any:
-    (callback,) = (one for one in trainer.callback_handler.callbacks if getattr(one, "technique", None) == name)
-    return callback
+    return next(one for one in trainer.callback_handler.callbacks if getattr(one, "technique", None) == name)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda trainer: pickle.loads(pickle.dumps(trainer))}

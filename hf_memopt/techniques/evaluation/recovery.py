@@ -26,7 +26,8 @@ from torch.nn.functional import pad
 from hf_memopt.binding.handles import UndoHandle, is_overridden, nothing_to_undo, override_method, remove_all
 from hf_memopt.binding.model_traits import IGNORED_LABEL
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
-from hf_memopt.techniques.microbatching.loss_rules import Items, LossWeights, NotSplittableError
+from hf_memopt.techniques.microbatching.loss_rules import LossWeights
+from hf_memopt.techniques.microbatching.probed_loss import Items, NotSplittableError
 from hf_memopt.techniques.microbatching.splitting import (
     row_count,
     row_lengths,

@@ -20,56 +20,33 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from torch import nn
 
 from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm
-from hf_memopt.binding.probing import undisturbed
-from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.devices.out_of_memory import free_failed_step
+from hf_memopt.techniques.microbatching.probed_loss import Items, NotSplittableError, ProbedLoss, Reading
 from hf_memopt.techniques.microbatching.row_counts import Counts, row_counts, row_shares, spread
 from hf_memopt.techniques.microbatching.splitting import row_count, row_lengths, take_rows
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["Items", "LossWeights", "NotSplittableError"]
+__all__ = ["LossWeights"]
 
 logger = logging.getLogger(__name__)
 
-Items = torch.Tensor | int | None
-"""``num_items_in_batch``, as ``training_step`` gets it."""
-
 PROBE_ROWS = 3
-GRADIENT_ELEMENTS = 2**18  # those of the smallest weights, which are the biases and norms of all layers: 1 MiB
 LEAST_LOSS = 1e-6  # below it, rounding of float32 is as large as the loss
 
 # The largest relative error that is tolerated: of a loss, of a gradient.
 FLOAT32 = (1e-4, 1e-3)  # sums in another order, over shorter rows
 AUTOCAST = (3e-3, 5e-2)  # logits of 16 bits, losses of 32
 SIXTEEN_BITS = (3e-2, 1e-1)  # losses of bfloat16, which has 8 bits
-
-
-class NotSplittableError(ValueError):
-    """The batches of a model cannot be trained in micro-batches, for this reason."""
-
-    def __init__(self, model: nn.Module, reason: str) -> None:
-        super().__init__(
-            f"model={type(model).__name__} cannot be trained in micro-batches: {reason}; expected rows that do not "
-            "depend on each other. Take MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
-        )
-        self.reason = reason
-
-
-class _Reading(NamedTuple):
-    """A loss and a part of its gradient, shape (elements,); empty if the loss has no gradient."""
-
-    loss: torch.Tensor
-    gradient: torch.Tensor
 
 
 class LossWeights:
@@ -108,31 +85,25 @@ class LossWeights:
         Raises:
             NotSplittableError: no weights give the loss of a few rows from the losses of each.
         """
-        counts = row_counts(inputs)
+        counts, asked = row_counts(inputs), ProbedLoss(trainer, model, num_items_in_batch)
         step = trainer.state.global_step
         if self.rule is not None and step >= self._ask_again_at:
-            self._probe(trainer, model, inputs, num_items_in_batch, counts, most_rows)
+            self._probe(asked, inputs, counts, most_rows)
             self._asked_at, self._ask_again_at = step, step + 2 * max(step - self._asked_at, 1)
         before = -1
         while len(candidates := self._candidates(counts)) not in (0, before):
             before = len(candidates)
-            self._probe(trainer, model, inputs, num_items_in_batch, counts, most_rows)
-        rule = self.rule or self._assume(trainer, model, inputs, num_items_in_batch, most_rows)
+            self._probe(asked, inputs, counts, most_rows)
+        rule = self.rule or self._assume(asked, inputs, most_rows)
         return None if rule == "sum" else row_shares(rule, counts).tolist()
 
-    def ask(
-        self,
-        trainer: Trainer,
-        model: nn.Module,
-        inputs: Mapping[str, Any],
-        num_items_in_batch: Items,
-    ) -> None:
+    def ask(self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Items) -> None:
         """Probe once with rows of a batch that need not be split, so that what cannot be split is refused at once.
 
         Raises:
             NotSplittableError: as ``of_rows``; with a ``__cause__`` if it was an error of the loss itself.
         """
-        self._probe(trainer, model, inputs, num_items_in_batch, row_counts(inputs), PROBE_ROWS)
+        self._probe(ProbedLoss(trainer, model, num_items_in_batch), inputs, row_counts(inputs), PROBE_ROWS)
 
     def _candidates(self, counts: Counts) -> set[str]:
         """Return the counts that are not excluded and would give the rows of this batch other weights."""
@@ -143,15 +114,7 @@ class LossWeights:
         weights = row_shares(self.rule, counts)
         return {name for name, values in counts.items() if name not in self._excluded and spread(values, weights).any()}
 
-    def _probe(
-        self,
-        trainer: Any,
-        model: nn.Module,
-        inputs: Mapping[str, Any],
-        items: Items,
-        counts: Counts,
-        most_rows: int,
-    ) -> None:
+    def _probe(self, asked: ProbedLoss, inputs: Mapping[str, Any], counts: Counts, most_rows: int) -> None:
         """Probe with a few rows; with two if three do not fit into memory, and then without their gradients."""
         lengths = row_lengths(inputs) or [1] * row_count(inputs)
         rows = self._probe_rows(counts, lengths, min(most_rows, PROBE_ROWS))
@@ -161,9 +124,9 @@ class LossWeights:
             probe = take_rows(inputs, chosen)
             if self.rule is None:
                 probe = _with_uneven_labels(probe)
-            readings = _read(trainer, model, probe, items, with_gradient=with_gradient)
+            readings = asked.at_once_and_alone(probe, with_gradient=with_gradient)
             if readings is not None:
-                self._learn(trainer, model, probe, items, readings)
+                self._learn(asked, probe, readings)
                 return
             free_failed_step()  # the except block has ended, and with it the frames that referred to the tensors
         self._too_long = lengths[rows[-2]]
@@ -185,14 +148,7 @@ class LossWeights:
             chosen = [*chosen, max((row for row in rows if row not in chosen), key=gain)]
         return tuple(sorted(chosen, key=lambda row: -lengths[row]))
 
-    def _learn(
-        self,
-        trainer: Any,
-        model: nn.Module,
-        probe: Mapping[str, Any],
-        items: Items,
-        readings: list[_Reading],
-    ) -> None:
+    def _learn(self, asked: ProbedLoss, probe: Mapping[str, Any], readings: list[Reading]) -> None:
         """Take the rule by which the readings of single rows give the reading of all rows.
 
         Several rules may fit, e.g. if all rows have as many labels. The one known so far is kept if it fits, else the
@@ -203,16 +159,16 @@ class LossWeights:
         is_nothing = abs(float(whole.loss)) < LEAST_LOSS and not whole.gradient.any()
         if is_nothing or not math.isfinite(float(whole.loss)):
             return
-        counts, tolerance = row_counts(probe), _tolerance(trainer, whole.loss)
-        rules = [rule for rule in _rules(trainer.model, counts) if rule not in self._excluded]
+        counts, tolerance = row_counts(probe), _tolerance(asked.trainer, whole.loss)
+        rules = [rule for rule in _rules(asked.trainer.model, counts) if rule not in self._excluded]
         errors = {rule: _error(whole, parts, row_shares(rule, counts), tolerance) for rule in rules}
         least = min(errors.values())
         if least > 1:
-            raise NotSplittableError(trainer.model, _reason(trainer, model, probe, items, readings))
+            raise NotSplittableError(asked.trainer.model, _reason(asked, probe, readings))
         noise = max(1e-6, 2 * torch.finfo(whole.loss.dtype).eps) / tolerance[0]
         fitting = [rule for rule, error in errors.items() if error <= 4 * least + noise]
         if self.rule is None:
-            step = trainer.state.global_step
+            step = asked.trainer.state.global_step
             self._asked_at, self._ask_again_at = step, step + 1
         if self.rule not in fitting:
             self.rule = fitting[0]
@@ -226,23 +182,17 @@ class LossWeights:
             if spread(values, shares).any() and _error(whole, parts, other, tolerance) > max(1, 4 * least):
                 self._excluded.add(name)
 
-    def _assume(
-        self,
-        trainer: Any,
-        model: nn.Module,
-        inputs: Mapping[str, Any],
-        items: Items,
-        most_rows: int,
-    ) -> str:
+    def _assume(self, asked: ProbedLoss, inputs: Mapping[str, Any], most_rows: int) -> str:
         """Return the rule that stock assumes, for a batch that does not show it: its loss is 0, or only single rows fit
         into memory, which show no more than whether the loss is a sum.
         """
+        trainer = asked.trainer
         counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        is_sum = counts and items is not None
+        is_sum = counts and asked.items is not None
         if most_rows > 1 and self._too_long == math.inf:
             return "sum" if is_sum else "labels"
         if self._assumed is None:
-            self._assumed = "sum" if is_sum and _halves(trainer, model, inputs) else "labels"
+            self._assumed = "sum" if is_sum and asked.halves(inputs) else "labels"
             how = "a sum" if self._assumed == "sum" else "a mean over labels"
             logger.warning(
                 f"only single rows fit into memory, which do not show how the losses of {type(trainer.model).__name__} "
@@ -271,91 +221,11 @@ def _with_uneven_labels(probe: dict[str, Any]) -> dict[str, Any]:
     return {**probe, "labels": fewer}
 
 
-# ---- Asking ---------------------------------------------------------------------------------------------------------
-
-
-def _read(
-    trainer: Any,
-    model: nn.Module,
-    probe: Mapping[str, Any],
-    items: Items,
-    *,
-    with_gradient: bool,
-) -> list[_Reading] | None:
-    """Return the readings of all rows of a probe and of each alone; None if they do not fit into memory."""
-    rows = row_count(probe)
-    batches = [probe, *(take_rows(probe, [row]) for row in range(rows))]
-    readings: list[_Reading] = []
-    try:
-        with undisturbed(trainer, model), trainer.accelerator.no_sync(model):
-            for batch in batches:
-                readings.append(_reading(trainer, model, batch, items, with_gradient=with_gradient))
-    except Exception as error:
-        if is_out_of_memory(error):
-            return None
-        which = "one row alone" if readings else f"{rows} rows alone"
-        reason = f"its rows belong together, as pairs do: the loss of {which} fails ({type(error).__name__}: {error})"
-        raise NotSplittableError(trainer.model, reason) from error
-    return readings
-
-
-def _reading(
-    trainer: Any,
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    items: Items,
-    *,
-    with_gradient: bool,
-) -> _Reading:
-    on_device = send_to_device(dict(batch), trainer.args.device)
-    with torch.set_grad_enabled(with_gradient), trainer.compute_loss_context_manager():
-        loss: torch.Tensor = trainer.compute_loss(model, on_device, num_items_in_batch=items)
-    gradient = torch.empty(0, device=loss.device)
-    if loss.requires_grad:
-        weights = _small_weights(model)
-        try:
-            found = torch.autograd.grad(loss, weights, allow_unused=True)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            logger.debug("no gradient in evaluation mode: %s", error)  # cuDNN's recurrent layers have none
-        else:
-            pairs = zip(weights, found, strict=True)
-            flat = [(torch.zeros_like(weight) if part is None else part).flatten() for weight, part in pairs]
-            gradient = torch.cat([part[:GRADIENT_ELEMENTS].float() for part in flat]) if flat else gradient
-    return _Reading(loss.detach(), gradient)
-
-
-def _small_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the smallest trainable weights, up to ``GRADIENT_ELEMENTS`` together, or the smallest one."""
-    trainable = [weight for weight in model.parameters() if weight.requires_grad and weight.is_floating_point()]
-    trainable.sort(key=lambda weight: weight.numel())
-    sizes = np.cumsum([weight.numel() for weight in trainable])
-    return trainable[: max(1, int((sizes <= GRADIENT_ELEMENTS).sum()))]
-
-
-def _halves(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return whether the loss of the shortest row halves when twice as many labels are announced; as stock assumes,
-    True, where not even that fits into memory now.
-    """
-    lengths = row_lengths(inputs) or [1]
-    row = take_rows(inputs, [lengths.index(min(lengths))])
-    counts = [torch.tensor(items, device=trainer.args.device) for items in (8, 16)]
-    try:
-        with undisturbed(trainer, model):
-            losses = [float(_reading(trainer, model, row, count, with_gradient=False).loss) for count in counts]
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return True
-    return abs(losses[0]) > 1.5 * abs(losses[1])
-
-
 # ---- Comparing ------------------------------------------------------------------------------------------------------
 
 
 def _error(
-    whole: _Reading, parts: Sequence[_Reading], shares: NDArray[np.float64], tolerance: tuple[float, float]
+    whole: Reading, parts: Sequence[Reading], shares: NDArray[np.float64], tolerance: tuple[float, float]
 ) -> float:
     """Return the error of the weighted parts against the whole, in units of the tolerance; infinite if it is NaN.
 
@@ -379,35 +249,12 @@ def _tolerance(trainer: Any, loss: torch.Tensor) -> tuple[float, float]:
     return AUTOCAST if is_narrow else FLOAT32
 
 
-def _is_random(
-    trainer: Any,
-    model: nn.Module,
-    probe: Mapping[str, Any],
-    items: Items,
-    tolerance: tuple[float, float],
-) -> bool:
-    """Return whether the loss of the same rows differs from call to call; False if there is no memory to see it."""
-    try:
-        with undisturbed(trainer, model), trainer.accelerator.no_sync(model):
-            one, other = (_reading(trainer, model, probe, items, with_gradient=False) for _ in range(2))
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    return _error(one, [other], np.ones(1), tolerance) > 1
-
-
-def _reason(
-    trainer: Any,
-    model: nn.Module,
-    probe: Mapping[str, Any],
-    items: Items,
-    readings: list[_Reading],
-) -> str:
+def _reason(asked: ProbedLoss, probe: Mapping[str, Any], readings: list[Reading]) -> str:
     """Return why no rule gives the loss of the rows of a probe from those of each."""
     whole, *parts = readings
-    tolerance = _tolerance(trainer, whole.loss)
-    if _is_random(trainer, model, probe, items, tolerance):
+    tolerance = _tolerance(asked.trainer, whole.loss)
+    again = asked.twice(probe)
+    if again is not None and _error(again[0], again[1:], np.ones(1), tolerance) > 1:
         return "its loss is random in evaluation mode too (masks or noise), so parts cannot be compared with the whole"
     if all(abs(float(part.loss)) < LEAST_LOSS for part in parts):
         at_once = f"the loss of {len(parts)} rows at once is {float(whole.loss):.4g}"

@@ -19,7 +19,8 @@ from hf_memopt.changes import Change
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.techniques.microbatching.limits import Limit
-from hf_memopt.techniques.microbatching.loss_rules import Items, LossWeights, NotSplittableError
+from hf_memopt.techniques.microbatching.loss_rules import LossWeights
+from hf_memopt.techniques.microbatching.probed_loss import Items, NotSplittableError
 from hf_memopt.techniques.microbatching.splitting import (
     cut,
     decoder_lengths,

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
+from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.handles import UndoHandle, override_method
 from hf_memopt.changes import Change, add_change
 from hf_memopt.devices.random_state import RandomState
@@ -52,22 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class NonfiniteRecord:
-    """When non-finite detection stops a run, and what it has found in it.
-
-    Args:
-        max_nonfinite_steps: the run stops at so many of them in all.
-        max_in_a_row: and at so many without a good step in between: weights that are bad never recover.
-        report_dir: folder of the report; the Trainer's ``output_dir`` by default.
-
-    Attributes:
-        reports: one ``OverflowReport`` for each non-finite step that began in this process.
-        nonfinite_steps: steps dropped so far, those found by other processes included.
-        skipped_steps: steps that the gradient scaler of fp16 skipped, those among the non-finite ones included.
-        changes: the settings that were changed for the run.
-
-    Raises:
-        ValueError: a limit is not an integer of 1 or more.
-    """
+    """The limits at which non-finite detection stops a run, and what it has found; see ``OverflowCallback``."""
 
     def __init__(
         self, max_nonfinite_steps: int = 10, *, max_in_a_row: int = 3, report_dir: str | Path | None = None
@@ -99,6 +85,7 @@ def detect_nonfinite(trainer: Trainer, record: NonfiniteRecord | None = None) ->
         A handle whose ``remove()`` takes everything off the Trainer again.
 
     Raises:
+        ValueError: when training begins, a setting or another technique is incompatible.
         RuntimeError: in training, when a limit is reached. The weights are then those of the last good step.
 
     Example:
@@ -194,10 +181,9 @@ class _Detection(TrainerCallback):
 
     # ---- Events -----------------------------------------------------------------------------------------------------
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Begin to count."""
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse incompatible settings, and begin to count."""
+        check_compatibility(self._trainer())
         self.end_run()
         # only now: a search for hyperparameters gives each run an accelerator of its own
         self._undo_norm = override_method(self._trainer().accelerator, "clip_grad_norm_", self._wrap_clip_grad_norm)
@@ -206,15 +192,11 @@ class _Detection(TrainerCallback):
         self._record.nonfinite_steps = self._record.skipped_steps = 0
         self._record.reports.clear()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Forget the step before, which may have raised."""
         self._end_step()
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         """Give stock its filter back."""
         self._restore_filter()
 
@@ -250,13 +232,11 @@ class _Detection(TrainerCallback):
             self.end_run()
             raise RuntimeError(self._why_stopped(state.global_step + 1, report, path))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Release the batch and the schedule."""
         self._end_step()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Log the counts."""
         self.end_run()
         if self._record.nonfinite_steps or self._record.skipped_steps:
