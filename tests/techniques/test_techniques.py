@@ -218,7 +218,7 @@ def test_techniques_keep_the_weights_together(group, setting, tmp_path) -> None:
     settings = SETTING_ARGUMENTS.get(setting, {})
     ours, stock = (run(names, tmp_path / str(use), use=use, **settings) for use in (True, False))
     tolerance = max(TABLE[name].tolerance for name in names)
-    if setting == "bf16":  # one rounding of bfloat16 per piece
+    if setting == "bf16":  # one rounding of bfloat16 per micro-batch
         tolerance *= 2**15
     assert difference(ours, stock) <= tolerance
     assert ours.trainer.state.global_step == STEPS
