@@ -2,9 +2,9 @@
 
 Cost: ``MicrobatchCallback`` around a training step that does nothing, over a real step of BERT-tiny (2 layers, hidden
 128) on 8 short texts. Gain: BERT-mini (4 layers, hidden 256) on the docstrings that Python ships with, 32 to an
-optimizer step; stock in 4 accumulation steps of 8, padded to their longest, against one batch that is split into as many rows
-or as many tokens at most. Every arm trains on the same texts at the same step; the arms take turns, and of each step
-the median of the turns counts.
+optimizer step; stock in 4 accumulation steps of 8, padded to their longest, against one batch that is split into as
+many rows or as many tokens at most. Every arm trains on the same texts at the same step; the arms take turns, and of
+each step the median of the turns counts.
 """
 
 from __future__ import annotations
