@@ -69,7 +69,7 @@ def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
     from hf_memopt.demo.docstring_task import DocstringTask
     from hf_memopt.demo.measurement import OptimizerClock, measure, predict_labels
     from hf_memopt.demo.setups import HYPERPARAMETERS, build_model, model_config
-    from hf_memopt.techniques.precision import choose_precision
+    from hf_memopt.devices.precision_support import choose_precision
 
     task = DocstringTask(**json.loads((Path(folder) / "task.json").read_text(encoding="utf-8")))
     tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "tokenizer")

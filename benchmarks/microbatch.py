@@ -2,9 +2,9 @@
 
 Cost: ``MicrobatchCallback`` around a training step that does nothing, over a real step of BERT-tiny (2 layers, hidden
 128) on 8 short texts. Gain: BERT-mini (4 layers, hidden 256) on the docstrings that Python ships with, 32 to an
-optimizer step; stock in 4 micro-batches of 8, padded to their longest, against one batch that is cut into as many rows
-or as many tokens at most. Every arm trains on the same texts at the same step; the arms take turns, and of each step
-the median of the turns counts.
+optimizer step; stock in 4 accumulation steps of 8, padded to their longest, against one batch that is split into as
+many rows or as many tokens at most. Every arm trains on the same texts at the same step; the arms take turns, and of
+each step the median of the turns counts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MOST_TOKENS = 256  # of a text
 
 STOCK = {"per_device_train_batch_size": MICROBATCH_ROWS, "gradient_accumulation_steps": ROWS // MICROBATCH_ROWS}
 ARMS: dict[str, dict[str, int]] = {
-    "stock, 4 micro-batches of 8 rows": {},
-    "micro-batches of at most 8 rows": {"max_examples": MICROBATCH_ROWS},
-    "micro-batches of at most 2048 tokens": {"max_tokens": MICROBATCH_ROWS * MOST_TOKENS},
+    "stock, 4 accumulation steps of 8 rows": {},
+    "micro-batches of 8 rows at most": {"max_examples": MICROBATCH_ROWS},
+    "micro-batches of 2048 tokens at most": {"max_tokens": MICROBATCH_ROWS * MOST_TOKENS},
 }
-"""Arms by name: the caps of ours, none for stock."""
+"""Arms by name: the limits of ours, none for stock."""
 
 
 class StepClock(TrainerCallback):
@@ -88,11 +88,11 @@ def build_trainer(tokenizer: Any, rows: Any, sizes: dict[str, Any], **settings: 
     return trainer
 
 
-def attached(trainer: Any, **caps: int) -> Any:
-    """Attach micro-batching, which without ``caps`` has no reason to cut."""
+def attached(trainer: Any, **limits: int) -> Any:
+    """Attach micro-batching, which without ``limits`` has no reason to split."""
     from hf_memopt import MicrobatchCallback, attach
 
-    return attach(trainer, MicrobatchCallback(**caps))
+    return attach(trainer, MicrobatchCallback(**limits))
 
 
 def overhead(tokenizer: Any, rows: list[dict[str, Any]], folder: str) -> dict[str, float]:
@@ -132,10 +132,10 @@ def mixed_lengths(tokenizer: Any, rows: list[dict[str, Any]], folder: str) -> di
     seconds: dict[str, list[list[float]]] = defaultdict(list)
     clocks: dict[str, StepClock] = {}
     for _ in range(TURNS):
-        for name, caps in ARMS.items():
-            trainer = build_trainer(tokenizer, rows, MINI, output_dir=folder, **({} if caps else STOCK))
-            if caps:
-                attached(trainer, **caps)
+        for name, limits in ARMS.items():
+            trainer = build_trainer(tokenizer, rows, MINI, output_dir=folder, **({} if limits else STOCK))
+            if limits:
+                attached(trainer, **limits)
             clocks[name] = clock = StepClock()
             trainer.add_callback(clock)
             trainer.model.register_forward_pre_hook(clock.count, with_kwargs=True)

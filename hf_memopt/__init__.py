@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback, override_embedding_bits
     from hf_memopt.techniques.optimizers.gradient_release import gradient_release
     from hf_memopt.techniques.optimizers.released_optimizer import released_optimizer
-    from hf_memopt.techniques.precision_callback import PrecisionCallback
+    from hf_memopt.techniques.precision import PrecisionCallback
 
 _MODULES = {
     "hf_memopt.batching.plan.buckets": ("LengthBuckets",),
@@ -73,7 +73,7 @@ _MODULES = {
     "hf_memopt.techniques.optimizers.gradient_release": ("gradient_release",),
     "hf_memopt.techniques.microbatching.microbatch": ("MicrobatchCallback",),
     "hf_memopt.techniques.nonfinite.overflow": ("OverflowCallback",),
-    "hf_memopt.techniques.precision_callback": ("PrecisionCallback",),
+    "hf_memopt.techniques.precision": ("PrecisionCallback",),
     "hf_memopt.techniques.optimizers.released_optimizer": ("released_optimizer",),
     "hf_memopt.techniques.freezing.unfreezing": ("GradualUnfreezeCallback",),
 }

@@ -223,7 +223,7 @@ def main(folder: str) -> None:
         for way in ways:
             trainer, callback, scarcity = _train(name, way, folder)
             difference = tiny.largest_difference(whole.model, trainer.model)
-            found[f"{name}: {way}"] = [difference, scarcity.errors, callback.caps["max_tokens"].limit]
+            found[f"{name}: {way}"] = [difference, scarcity.errors, callback.limits["max_tokens"].limit]
             scarcity.count = scarcity.errors = 0
     WAYS["shared"] = Scarcity(calls=(2,), where="backward")
     try:

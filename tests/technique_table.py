@@ -66,7 +66,7 @@ TABLE = {
     "32-bit embeddings": Technique(EmbeddingBitsCallback, settings=EIGHT_BIT),
     "gradient release": Technique(),
     "checkpointing policy": Technique(lambda: CheckpointingCallback("selective")),
-    # sums in another order: one rounding of float32 per piece
+    # sums in another order: one rounding of float32 per micro-batch
     "micro-batching": Technique(lambda: MicrobatchCallback(max_tokens=16), tolerance=1e-7),
     "non-finite detection": Technique(OverflowCallback),
     "precision": Technique(PrecisionCallback),

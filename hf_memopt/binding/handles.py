@@ -10,7 +10,15 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["UndoHandle", "is_overridden", "override_method", "remove_all", "set_attribute", "undo_all"]
+__all__ = [
+    "UndoHandle",
+    "is_overridden",
+    "nothing_to_undo",
+    "override_method",
+    "remove_all",
+    "set_attribute",
+    "undo_all",
+]
 
 
 class UndoHandle(RemovableHandle):
@@ -31,7 +39,7 @@ class UndoHandle(RemovableHandle):
         self._undo: Callable[[], None] | None = undo
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _removed, ()
+        return nothing_to_undo, ()
 
     @property
     def is_removed(self) -> bool:
@@ -45,7 +53,8 @@ class UndoHandle(RemovableHandle):
             undo()
 
 
-def _removed() -> UndoHandle:
+def nothing_to_undo() -> UndoHandle:
+    """Return a handle that is removed already, for a function that found nothing to change."""
     handle = UndoHandle(lambda: None)
     handle.remove()
     return handle

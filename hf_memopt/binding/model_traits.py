@@ -19,6 +19,7 @@ __all__ = [
     "label_shifter",
     "needs_position_ids",
     "unwrap_model",
+    "unwrap_optimizer",
     "used_columns",
 ]
 
@@ -53,6 +54,13 @@ def unwrap_model(model: Any) -> Any:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the torch optimizer inside accelerate's ``AcceleratedOptimizer``."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def is_causal_lm(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt.devices.memory_reading import read_memory
-from hf_memopt.techniques.precision import accelerator_type, choose_precision
+from hf_memopt.devices.precision_support import accelerator_type, choose_precision
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from hf_memopt.demo.docstring_task import MAX_LENGTH_TOKENS
+from hf_memopt.devices.precision_support import accelerator_type, choose_precision
 from hf_memopt.recipes.presets import recipe
 from hf_memopt.recipes.recipe import Recipe
-from hf_memopt.techniques.precision import accelerator_type, choose_precision
 
 __all__ = ["SETUPS", "Ingredients", "build_model", "model_config"]
 

@@ -174,7 +174,7 @@ class Recipe:
     ) -> tuple[dict[str, Any], tuple[Change, ...]]:
         _check_names(overrides)
         use_cpu = bool(overrides.get("use_cpu", False))
-        from hf_memopt.techniques.precision import accelerator_type
+        from hf_memopt.devices.precision_support import accelerator_type
 
         on_cpu = use_cpu or accelerator_type() == "cpu"
         arguments: dict[str, Any] = {
@@ -204,7 +204,7 @@ class Recipe:
         return {**arguments, **overrides, **batch}, tuple(changes)
 
     def _precision(self, overrides: Mapping[str, Any], use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
-        from hf_memopt.techniques.precision import check_precision, choose_precision
+        from hf_memopt.devices.precision_support import check_precision, choose_precision
 
         if "bf16" in overrides or "fp16" in overrides:
             asked = {"bf16": bool(overrides.get("bf16", False)), "fp16": bool(overrides.get("fp16", False))}
@@ -229,7 +229,8 @@ class Recipe:
         """Return what of the recipe changes the bytes of a step, for ``estimate``; freezing by the same function."""
         prepare: list[Callable[[Any], Any]] = []
         if self.freeze:
-            from hf_memopt.techniques.freezing.freezing import drop_input_gradients, freeze
+            from hf_memopt.techniques.checkpointing.input_gradients import drop_input_gradients
+            from hf_memopt.techniques.freezing.freezing import freeze
 
             prepare.append(partial(freeze, patterns=self.freeze))
             if self.checkpointing:
@@ -258,7 +259,7 @@ class Recipe:
         from hf_memopt.techniques.freezing.freezing import FreezeCallback
         from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
         from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
-        from hf_memopt.techniques.precision_callback import PrecisionCallback
+        from hf_memopt.techniques.precision import PrecisionCallback
 
         wanted: list[TrainerCallback] = []
         if self.freeze:

@@ -1,11 +1,11 @@
 """Ask torch's CUDA allocator for expandable segments, before CUDA starts.
 
-A segment that grows in place leaves no gaps between batches of different lengths; the ordinary ones do, and the card
-runs out with memory reserved but unused. ``estimate(..., expandable_segments=True)`` says what it saves beforehand.
+Use it if reserved memory is far above allocated memory. A segment that grows in place leaves no gaps between batches of
+different lengths; ordinary segments do, and the GPU runs out of memory that is reserved but unused.
+``estimate(..., expandable_segments=True)`` shows in advance what it saves.
 
-Left out: ``max_split_size_mb`` and ``garbage_collection_threshold``, which expandable segments take the place of
-(torch leaves such segments out of both, https://github.com/pytorch/pytorch/pull/134338). What the environment already
-says stays there.
+Limitations: ``max_split_size_mb`` and ``garbage_collection_threshold`` have no effect on expandable segments, which
+replace them (https://github.com/pytorch/pytorch/pull/134338). Settings of the environment stay as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from hf_memopt.binding.handles import UndoHandle
+from hf_memopt.binding.handles import UndoHandle, nothing_to_undo
 from hf_memopt.binding.versions import allocator_variable
 from hf_memopt.changes import Change
 
@@ -34,15 +34,15 @@ TEGRA_RELEASE = Path("/etc/nv_tegra_release")
 KERNEL_RELEASE = Path("/proc/sys/kernel/osrelease")
 
 
-def use_expandable_segments() -> UndoHandle | None:
+def use_expandable_segments() -> UndoHandle:
     """Add ``expandable_segments:True`` to the allocator's environment variable, for this process and its children.
 
     Call it first thing in the script: ``TrainingArguments(...)`` starts CUDA, and so does a preset. Other settings in
-    the variable stay, and one of this name wins, whatever it says.
+    the variable stay, and if it has this one already, with whatever value, that is kept.
 
     Returns:
-        A handle whose ``remove()`` puts the environment back as it was; None where nothing was changed, because the
-        environment settles it already or (with a warning) because the platform cannot.
+        A handle whose ``remove()`` restores the environment. It has nothing to undo (``handle.is_removed``) if the
+        environment has the setting already or (with a warning) if the platform does not support it.
 
     Raises:
         RuntimeError: CUDA has started in this process, and its allocator has read the variable.
@@ -57,7 +57,7 @@ def use_expandable_segments() -> UndoHandle | None:
     asked = [item for item in text.split(",") if item.partition(":")[0].strip() == SETTING]
     if asked:
         logger.info("%s", Change(variable, text, text, f"the environment's own {asked[0].strip()} wins"))
-        return None
+        return nothing_to_undo()
     problem = _platform_problem()
     if problem:
         warnings.warn(
@@ -65,7 +65,7 @@ def use_expandable_segments() -> UndoHandle | None:
             "out here",
             stacklevel=2,
         )
-        return None
+        return nothing_to_undo()
     former = os.environ.get(variable)
     os.environ[variable] = f"{text},{SETTING}:True" if text else f"{SETTING}:True"
     logger.info("%s", Change(variable, former, os.environ[variable], "segments grow in place, so nothing fragments"))

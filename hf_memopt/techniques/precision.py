@@ -1,35 +1,40 @@
-"""The floating-point formats of training: which one the card computes natively, and what stock leaves undone in it.
+"""The floating-point formats of a run, as far as stock leaves something undone in them.
 
-- ``choose_precision``: bfloat16 where it is native (never where it is emulated: Turing, Volta, Pascal), else float16
-  with float32 master weights and a gradient scaler, else float32. On a CPU float32, unless its instruction set
-  multiplies bfloat16.
-- ``disable_autocast_cache``: no 16-bit copies of all weights through the forward pass of a checkpointed model.
+- ``disable_autocast_cache``: no 16-bit copies of all weights during the forward pass of a checkpointed model.
 - ``keep_master_weights``: float32 weights under autocast, although ``from_pretrained`` of transformers 5 loads a 16-bit
   checkpoint in 16 bits. Updates smaller than 1/512 of a bfloat16 weight are lost otherwise; it costs 2 bytes a weight
   and 2 for its gradient.
 
-``PrecisionCallback`` (``precision_callback.py``) calls the last two.
+``PrecisionCallback`` calls both. Which format suits the machine: ``devices.precision_support``.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
-from hf_memopt.binding.handles import UndoHandle
+from hf_memopt.binding.callback_binding import Binding, unbound_error
+from hf_memopt.binding.conflicts import check_compatibility
+from hf_memopt.binding.handles import UndoHandle, nothing_to_undo, override_method
+from hf_memopt.binding.model_traits import unwrap_optimizer
 from hf_memopt.binding.versions import checkpointing_of, is_checkpointing
+from hf_memopt.changes import Change, add_change
+from hf_memopt.plain_data import check_value
+from hf_memopt.techniques.model_handles import ModelHandles
+from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 __all__ = [
-    "Precision",
-    "check_precision",
-    "choose_precision",
+    "PrecisionCallback",
     "disable_autocast_cache",
     "half_weights",
     "is_checkpointed",
@@ -37,84 +42,9 @@ __all__ = [
     "keep_master_weights",
 ]
 
+logger = logging.getLogger(__name__)
+
 _HALF = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """A floating-point format of the autocast region and why it was chosen; weights stay float32."""
-
-    name: Literal["bf16", "fp16", "fp32"]
-    reason: str
-
-    @property
-    def bf16(self) -> bool:
-        """The value of ``TrainingArguments(bf16=...)``."""
-        return self.name == "bf16"
-
-    @property
-    def fp16(self) -> bool:
-        """The value of ``TrainingArguments(fp16=...)``."""
-        return self.name == "fp16"
-
-
-def choose_precision(*, use_cpu: bool = False) -> Precision:
-    """Return the precision that suits the accelerator at hand, or the CPU where there is none or ``use_cpu`` is set.
-
-    The first visible device decides; the devices of one machine are taken to be alike.
-    """
-    backend = "cpu" if use_cpu else accelerator_type()
-    if backend == "cuda":
-        name = torch.cuda.get_device_name()
-        capability = "{}.{}".format(*torch.cuda.get_device_capability())
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return Precision("bf16", f"{name} (compute capability {capability}) computes bfloat16 natively")
-        return Precision("fp16", f"{name} (compute capability {capability}) only emulates bfloat16")
-    if backend == "xpu":
-        return Precision("bf16", f"{torch.xpu.get_device_name()} computes bfloat16 natively")
-    if backend == "mps":
-        return Precision("fp32", "mixed precision on MPS is not yet measured by this project")
-    if backend == "cpu":
-        return _choose_on_cpu()
-    return Precision("fp32", f"no rule for the accelerator {backend!r} yet")
-
-
-def _choose_on_cpu() -> Precision:
-    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # public since torch 2.11
-    for instruction_set in ("amx_bf16", "avx512_bf16"):
-        if capabilities.get(instruction_set):
-            return Precision("bf16", f"this CPU multiplies bfloat16 ({instruction_set}); the gain is not yet measured")
-    return Precision("fp32", "this CPU has no bfloat16 instructions, so 16 bit would only be slower")
-
-
-def accelerator_type() -> str:
-    """Return torch's name of the accelerator at hand: ``cuda`` (ROCm too), ``xpu``, ``mps``, ... or ``cpu``."""
-    if not torch.accelerator.is_available():
-        return "cpu"
-    device = torch.accelerator.current_accelerator()
-    return "cpu" if device is None else device.type
-
-
-def check_precision(*, bf16: bool, fp16: bool, use_cpu: bool = False) -> None:
-    """Refuse a precision that the machine at hand cannot train in.
-
-    Raises:
-        ValueError: both are set; fp16 on a CPU or on MPS, which have no gradient scaler; bf16 on a card that emulates
-            it.
-    """
-    if bf16 and fp16:
-        raise ValueError(
-            "bf16=True, fp16=True are given together; expected one of them. Drop one: preset(..., bf16=True)"
-        )
-    backend = "cpu" if use_cpu else accelerator_type()
-    native = choose_precision(use_cpu=use_cpu)
-    if fp16 and backend in ("cpu", "mps"):
-        raise ValueError(
-            f"fp16=True cannot train on this machine, whose device is {backend!r}; expected a card with a gradient "
-            f"scaler. Leave fp16 out: this machine trains in {native.name}"
-        )
-    if bf16 and native.fp16:
-        raise ValueError(f"bf16=True is emulated here: {native.reason}; expected fp16 on this card. Pass fp16=True")
 
 
 # ---- Autocast's cache of weights ------------------------------------------------------------------------------------
@@ -124,13 +54,13 @@ def disable_autocast_cache(trainer: Trainer) -> UndoHandle:
     """Let the Trainer's autocast cast a weight at each use, and keep no copy of it until the forward pass ends.
 
     Without checkpointing it saves nothing, since autograd keeps the copies for the backward pass anyway. Under
-    checkpointing nothing but the cache does: a forward pass of BERT-large peaks 576 MiB lower without it. The step does
-    too as far as its peak was there: with accumulation or micro-batches, since the gradients of earlier ones exist
-    already (batch 32 x 128, 2 micro-batches accumulated: 5,787 MiB instead of 6,203), and with gradient release (4,508
-    instead of 4,923). Otherwise it peaks at the end of the backward pass, the same either way (5,249).
+    checkpointing only the cache keeps them: a forward pass of BERT-large peaks 576 MiB lower without it. So does the
+    whole step if its peak was in the forward pass: with accumulation or micro-batches, since the gradients of earlier
+    ones exist already (batch 32 x 128, 2 accumulation steps: 5,787 MiB instead of 6,203), and with gradient release
+    (4,508 instead of 4,923). Otherwise the step peaks at the end of the backward pass, the same either way (5,249).
 
-    Losses and gradients stay equal to the bit, and the casts as many, for all weights that a forward pass uses once.
-    One that it uses several times (ALBERT's shared layers) is cast at each use, and its gradients are then summed in
+    Losses and gradients stay equal to the bit, with as many casts, for all weights that a forward pass uses once. A
+    weight that it uses several times (ALBERT's shared layers) is cast at each use, and its gradients are then summed in
     float32 instead of 16 bits: 42 casts instead of 18 in an ALBERT of 3 layers.
 
     Source: ``estimate("bert-large-uncased", batch_size=32, seq_len=128, gpu="RTX 3090", precision="bf16",
@@ -138,7 +68,8 @@ def disable_autocast_cache(trainer: Trainer) -> UndoHandle:
     max_grad_norm=0.0`` in place of the accumulation; ``tests/techniques/test_precision.py``.
 
     Returns:
-        A handle that puts the former setting back for models that are prepared later.
+        A handle that restores the former setting for models that are prepared later; if the cache was switched off
+        already, one that has nothing to undo.
 
     Raises:
         ValueError: the model is prepared already, with the cache.
@@ -148,7 +79,7 @@ def disable_autocast_cache(trainer: Trainer) -> UndoHandle:
     accelerator = trainer.accelerator
     former = accelerator.autocast_handler
     if former is not None and former.cache_enabled is False:
-        return UndoHandle(lambda: None)
+        return nothing_to_undo()
     if is_under_autocast(trainer.model):
         raise ValueError(
             f"autocast_cache=False comes too late, {type(trainer.model).__name__} runs under autocast already; "
@@ -165,12 +96,12 @@ def disable_autocast_cache(trainer: Trainer) -> UndoHandle:
 
 
 def is_under_autocast(model: Any) -> bool:
-    """Tell whether accelerate has put the model's forward under autocast, with the settings of that moment."""
+    """Return whether accelerate has put the model's forward under autocast, with the settings of that moment."""
     return hasattr(model, "_original_forward")  # accelerate's mark of it, seen in 1.15.0
 
 
 def is_checkpointed(trainer: Any) -> bool:
-    """Tell whether the model is checkpointed, or will be once training begins."""
+    """Return whether the model is checkpointed, or will be once training begins."""
     names = {getattr(callback, "technique", None) for callback in trainer.callback_handler.callbacks}
     return checkpointing_of(trainer.args)[0] or is_checkpointing(trainer.model) or "checkpointing policy" in names
 
@@ -187,24 +118,25 @@ def half_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> UndoHandle | None:
+def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> UndoHandle:
     """Turn trainable weights of 16 bits into float32, in place: parameters stay the same objects, tied ones tied.
 
     Frozen weights stay as they are, quantised ones among them.
 
     Args:
         model: the model.
-        optimizer: one that is built for it already, if any.
+        optimizer: the optimizer, if it is built already.
 
     Returns:
-        A handle that turns them back: exactly before training, rounded after it. None where there was none to turn.
+        A handle that turns them back: exactly before training, rounded after it. If there was no such weight, one that
+        has nothing to undo.
 
     Raises:
         ValueError: the optimizer has stepped with some of them and holds 16-bit states.
     """
     chosen = half_weights(model)
     if not chosen:
-        return None
+        return nothing_to_undo()
     for name, parameter in chosen.items():
         states = () if optimizer is None else optimizer.state.get(parameter, {}).values()
         if any(torch.is_tensor(state) and state.dtype in _HALF for state in states):
@@ -233,3 +165,134 @@ def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | Non
 def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     parameter.grad = None  # of the former dtype
     parameter.data = parameter.data.to(dtype)
+
+
+# ---- The Trainer ----------------------------------------------------------------------------------------------------
+
+
+class PrecisionCallback(TrainerCallback):
+    """Call ``disable_autocast_cache`` and ``keep_master_weights`` where a run needs them.
+
+    Bind it with ``attach(trainer)``. Passed in ``callbacks=`` alone it cannot reach autocast, and gives no master
+    weights to a model that ``model_init`` builds. With ``FreezeCallback``, name that first: weights that are frozen by
+    then stay in 16 bits. TF32 is stock's: ``TrainingArguments(tf32=True)``. It logs no keys.
+
+    Args:
+        autocast_cache: False switches the cache off, ``"auto"`` does so if the model is checkpointed and autocast runs,
+            True leaves it on.
+        master_weights: whether trainable weights of 16 bits become float32 if autocast (bf16 or fp16) runs. Without
+            autocast they stay as they are: that is training in pure 16 bits.
+
+    Attributes:
+        changes: what was changed, and what was not and why.
+        handle: undoes the changes to the Trainer and to the last model; None before the first. Until ``attach`` is
+            called again it also unbinds the callback.
+
+    Raises:
+        ValueError: an argument is invalid, at once; as ``disable_autocast_cache`` and ``keep_master_weights`` do.
+        RuntimeError: when training begins, it is not bound and needs to be.
+    """
+
+    technique = "precision"
+
+    def __init__(self, autocast_cache: bool | Literal["auto"] = "auto", master_weights: bool = True) -> None:
+        check_value("autocast_cache", autocast_cache, bool | Literal["auto"], "auto")
+        check_value("master_weights", master_weights, bool, True)
+        self.autocast_cache = autocast_cache
+        self.master_weights = master_weights
+        self.changes: list[Change] = []
+        self.handle: UndoHandle | None = None
+        self.binding = Binding()
+        self._handles = ModelHandles()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a copy starts unused and unbound: handles belong to this process, its trainer and its model
+        return type(self), (self.autocast_cache, self.master_weights)
+
+    def bind(self, trainer: Trainer) -> None:
+        """Change what only the trainer has; called by ``attach``."""
+        if self.binding.trainer is trainer:
+            return
+        self.binding.to(
+            trainer,
+            self._disable_autocast_cache(trainer),
+            override_method(trainer, "call_model_init", lambda before: self._with_master_weights(trainer.args, before)),
+        )
+        # before train(): a resumed run loads float32 weights and states into these
+        self._keep_master_weights(trainer.args, trainer.model, trainer.optimizer)
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Give the model master weights before the optimizer is built."""
+        self._keep_master_weights(args, model, optimizer)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Refuse to run where the settings could not be carried out; give a new model master weights."""
+        trainer = self.binding.trainer
+        is_bound = trainer is not None and trainer.state is state
+        if is_bound:
+            check_compatibility(trainer)
+        elif self.autocast_cache is False or (model is not self._handles.model and self._needs_masters(args, model)):
+            raise unbound_error(self)
+        self._keep_master_weights(args, model, optimizer)
+
+    def _disable_autocast_cache(self, trainer: Trainer) -> UndoHandle:
+        if self.autocast_cache is True:
+            return nothing_to_undo()
+        if self.autocast_cache == "auto":
+            if not (trainer.args.bf16 or trainer.args.fp16) or not is_checkpointed(trainer):
+                return nothing_to_undo()
+            if is_under_autocast(trainer.model):
+                self._record(
+                    "autocast_cache", True, True, "the model runs under autocast already, attach came too late"
+                )
+                return nothing_to_undo()
+        handle = disable_autocast_cache(trainer)
+        self._record("autocast_cache", True, False, "it would keep a 16-bit copy of each weight for the forward pass")
+        return handle
+
+    def _needs_masters(self, args: TrainingArguments, model: nn.Module) -> bool:
+        return bool(self.master_weights and (args.bf16 or args.fp16) and half_weights(model))
+
+    def _keep_master_weights(self, args: TrainingArguments, model: Any, optimizer: Any = None) -> None:
+        self._handles.keep(model)
+        self.handle = UndoHandle(self._undo)
+        if not self._needs_masters(args, model):
+            return
+        weights = half_weights(model).values()
+        size = sum(weight.numel() * weight.element_size() for weight in weights)
+        self._handles.keep(model, keep_master_weights(model, unwrap_optimizer(optimizer)))
+        reason = f"{len(weights)} trainable weights: autocast computes in 16 bits, updates need more"
+        self._record("master_weights", f"16 bits, {format_bytes(size)}", f"float32, {format_bytes(2 * size)}", reason)
+
+    def _with_master_weights(self, args: TrainingArguments, before: Callable[..., Any]) -> Callable[..., Any]:
+        def call_model_init(*positional: Any, **named: Any) -> Any:
+            model = before(*positional, **named)
+            self._keep_master_weights(args, model)
+            return model
+
+        return call_model_init
+
+    def _undo(self) -> None:
+        self.binding.end()
+        self._handles.remove()
+
+    def _record(self, name: str, old: Any, new: Any, reason: str) -> None:
+        change = Change(name, old, new, reason)
+        if add_change(self.changes, change):
+            logger.info("PrecisionCallback: %s", change)

@@ -24,7 +24,8 @@ from hf_memopt.memory.models.known import known_models
 from hf_memopt.memory.output.estimate_text import as_dict, estimate_table
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.techniques.freezing.freezing import drop_input_gradients, freeze
+from hf_memopt.techniques.checkpointing.input_gradients import drop_input_gradients
+from hf_memopt.techniques.freezing.freezing import freeze
 
 runner = CliRunner()
 MIB = 2**20

@@ -125,7 +125,7 @@ def words(column: str) -> Callable[[Any], list[int]]:
 def not_splittable(model: str, reason: str) -> str:
     """Return the message of ``NotSplittableError``."""
     return (
-        f"model={model} cannot be trained in pieces of a batch: {reason}; expected rows that do not depend on each "
+        f"model={model} cannot be trained in micro-batches: {reason}; expected rows that do not depend on each "
         "other. Take MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
     )
 

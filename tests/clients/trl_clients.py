@@ -134,7 +134,7 @@ def tokens(column: str) -> Any:
     return lambda dataset: [len(ids) for ids in dataset[column]]
 
 
-PACKED = not_splittable("LlamaForCausalLM", "its examples are packed into one row, as cu_seq_lens_q tells")
+PACKED = not_splittable("LlamaForCausalLM", "its examples are packed into one row, as cu_seq_lens_q shows")
 IN_PAIRS = (
     "its rows belong together, as pairs do: the loss of one row alone fails (ValueError: not enough values to unpack "
     "(expected 2, got 1))"

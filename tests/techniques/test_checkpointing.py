@@ -354,8 +354,8 @@ def test_more_layers_than_there_are() -> None:
 
 def test_offload_is_refused_where_it_cannot_work() -> None:
     both = (
-        "policy='selective', offload=True cannot work together: what the policy keeps within the layers stays on the "
-        "card; expected 'full', 'every_<n>' or 'first_<k>'. Pass offload=False"
+        "policy='selective', offload=True are incompatible: what the policy keeps within the layers stays on the GPU; "
+        "expected 'full', 'every_<n>' or 'first_<k>'. Pass offload=False"
     )
     for make in (partial(checkpoint_layers, build("bert")), CheckpointingCallback):
         with pytest.raises(ValueError) as error:
@@ -616,7 +616,7 @@ def test_a_budget_is_a_share(fraction: Any) -> None:
     with pytest.raises(ValueError) as error:
         activation_memory_budget(fraction)
     assert str(error.value) == (
-        f"fraction={fraction!r} is no share of the activations; expected a number from 0.0 to 1.0. "
+        f"fraction={fraction!r} is not a fraction of the activations; expected a number from 0.0 to 1.0. "
         "Call: activation_memory_budget(0.5)"
     )
 

@@ -236,7 +236,7 @@ def test_generation(rows: int, tmp_path: Path) -> None:
 
 
 def test_generated_text_is_padded_as_in_the_whole_batch(tmp_path: Path) -> None:
-    """Where texts are longer than the model's own ``max_length`` stock does not pad the pieces to one length."""
+    """Where texts are longer than the model's own ``max_length`` stock does not pad the micro-batches to one length."""
     outputs = []
     for limit in (8, 2):
         trainer = generating_trainer(tmp_path, generation_max_length=40)
@@ -296,7 +296,7 @@ def test_a_row_that_does_not_fit_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_rows_that_depend_on_each_other_are_not_cut(tmp_path: Path) -> None:
+def test_rows_that_depend_on_each_other_are_not_split(tmp_path: Path) -> None:
     def in_batch(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         return (outputs.logits @ outputs.logits.T).logsumexp(-1).mean()
 
@@ -305,7 +305,7 @@ def test_rows_that_depend_on_each_other_are_not_cut(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError) as error:
         trainer.evaluate()
     start, figures = str(error.value).split(" is ", 1)
-    assert start == ("a batch of 7 rows does not fit into memory and cannot be cut: the loss of 2 rows at once")
+    assert start == ("a batch of 7 rows does not fit into memory and cannot be split: the loss of 2 rows at once")
     assert figures.partition(") gives")[2] == (
         ", as with a penalty over the whole batch or means over different counts; expected a batch that fits. Lower "
         "it: TrainingArguments(..., per_device_eval_batch_size=3)"
@@ -319,14 +319,14 @@ class Contrastive(transformers.BertForSequenceClassification):
         return super().forward(input_ids, attention_mask, labels=labels)
 
 
-def test_contrastive_models_are_not_cut(tmp_path: Path) -> None:
+def test_contrastive_models_are_not_split(tmp_path: Path) -> None:
     trainer, _ = make_trainer("bert", tmp_path, rows=3, build=lambda: Contrastive(tiny.bert_config()))
     recover_predictions(trainer)
     with pytest.raises(torch.OutOfMemoryError) as error:
         trainer.evaluate()
     assert str(error.value) == (
-        "a batch of 7 rows does not fit into memory and cannot be cut: the loss of Contrastive compares the rows of a "
-        f"batch with each other ({FAKE}); expected a batch that fits. Lower it: "
+        "a batch of 7 rows does not fit into memory and cannot be split: the loss of Contrastive compares the rows of "
+        f"a batch with each other ({FAKE}); expected a batch that fits. Lower it: "
         "TrainingArguments(..., per_device_eval_batch_size=3)"
     )
 
@@ -361,8 +361,8 @@ def test_an_output_without_rows_is_named(shape: tuple[int, ...], tmp_path: Path)
     with pytest.raises(ValueError, match="shape") as error:
         trainer.evaluate()
     assert str(error.value) == (
-        f"an output of the model (shape {shape}) has not one row for each of 2 in a piece, so the batch, which does "
-        "not fit into memory, cannot be cut; expected outputs of shape (batch, ...). Leave it out: "
+        f"an output of the model (shape {shape}) does not have one entry for each of 2 rows, so the batch, which "
+        "does not fit into memory, cannot be split; expected outputs of shape (batch, ...). Leave it out: "
         'trainer.evaluate(ignore_keys=["name_of_output"])'
     )
 
@@ -379,8 +379,8 @@ def test_recovery_is_bound_once_and_leaves_nothing(tmp_path: Path) -> None:
     trainer, _ = make_trainer("bert", tmp_path)
     before = dict(vars(trainer))
     handle = recover_predictions(trainer)
-    assert handle is not None
-    assert recover_predictions(trainer) is None
+    assert not handle.is_removed
+    assert recover_predictions(trainer).is_removed
     handle.remove()
     assert vars(trainer) == before
     second = recover_predictions(trainer)
@@ -514,7 +514,7 @@ def test_outputs_are_moved_before_the_card_is_full() -> None:
     outputs = kept_outputs.KeptOutputs(trainer, settings, range(8), "Evaluation")
     steps = []
     for columns in (10, 25, 10, 2000):
-        outputs.receive(torch.zeros(10, columns), None)
+        outputs.reduce_and_check(torch.zeros(10, columns), None)
         steps.append(args.eval_accumulation_steps)
     assert steps == [10, 4, 4, 1]
 
@@ -665,7 +665,7 @@ def test_argmax_of_what_is_no_logits(logits: Any, shown: str) -> None:
     with pytest.raises(ValueError, match="reduce='argmax'") as error:
         class_predictions(logits, None)
     assert str(error.value) == (
-        f"reduce='argmax' found an output of shape {shown}, which are no logits of several classes; expected a "
+        f"reduce='argmax' found an output of shape {shown}, which are not logits of several classes; expected a "
         "floating point output of shape (batch, ..., classes). Say what to keep: "
         "EvaluationGuardCallback(reduce=lambda logits, labels: ...)"
     )
@@ -676,7 +676,7 @@ def test_argmax_of_what_is_no_logits(logits: Any, shown: str) -> None:
     [
         (
             {"reduce": "mean"},
-            "reduce='mean' is no reduction of logits; expected None, 'argmax' or a callable that takes logits and "
+            "reduce='mean' is not a reduction of logits; expected None, 'argmax' or a callable that takes logits and "
             "labels. Write: EvaluationGuardCallback(reduce='argmax')",
         ),
         (

@@ -37,7 +37,7 @@ def settings() -> dict[str, str]:
 def test_it_is_set_and_taken_back() -> None:
     handle = use_expandable_segments()
     assert settings() == {NEW: "expandable_segments:True"}
-    assert handle is not None
+    assert not handle.is_removed
     handle.remove()
     assert settings() == {}
 
@@ -50,7 +50,7 @@ def test_what_is_there_is_kept_under_any_name(monkeypatch: pytest.MonkeyPatch, n
     handle = use_expandable_segments()
     merged = "garbage_collection_threshold:0.8, roundup_power2_divisions:[256:1,>:4],expandable_segments:True"
     assert settings() == {**before, NEW: merged}
-    assert handle is not None
+    assert not handle.is_removed
     handle.remove()
     assert settings() == before
 
@@ -66,7 +66,7 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     text = f"max_split_size_mb:128, expandable_segments:{value}"
     monkeypatch.setenv(OLD, text)
     with caplog.at_level(logging.INFO, logger="hf_memopt"):
-        assert use_expandable_segments() is None
+        assert use_expandable_segments().is_removed
     assert settings() == {OLD: text}
     assert caplog.messages == [
         f"PYTORCH_ALLOC_CONF: {text!r} -> {text!r} (the environment's own expandable_segments:{value} wins)"
@@ -75,8 +75,8 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
 
 def test_a_second_call_changes_nothing() -> None:
     first = use_expandable_segments()
-    assert use_expandable_segments() is None
-    assert first is not None
+    assert use_expandable_segments().is_removed
+    assert not first.is_removed
     first.remove()
     assert settings() == {}
 
@@ -114,7 +114,7 @@ def test_platforms_without_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     file.write_text("6.6.87.2-microsoft-standard-WSL2\n" if platform == "wsl" else "# R36 (release)\n")
     monkeypatch.setattr(allocator_settings, "TEGRA_RELEASE" if platform == "tegra" else "KERNEL_RELEASE", file)
     with pytest.warns(UserWarning, match="expandable_segments") as warned:
-        assert use_expandable_segments() is None
+        assert use_expandable_segments().is_removed
     assert [str(warning.message) for warning in warned] == [
         f"expandable_segments=True is left out: {problem}; expected plain Linux. Leave "
         "use_expandable_segments() out here"

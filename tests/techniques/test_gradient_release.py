@@ -695,7 +695,7 @@ def test_what_is_no_class_of_optimizers(given: Any) -> None:
     with pytest.raises(TypeError) as error:
         gradient_release(given)
     assert str(error.value) == (
-        f"optimizer_class={given!r} is no class of optimizers; expected a subclass of torch.optim.Optimizer. {FIX}"
+        f"optimizer_class={given!r} is not a class of optimizers; expected a subclass of torch.optim.Optimizer. {FIX}"
     )
 
 
@@ -704,7 +704,7 @@ def test_bounds_that_are_refused(norm: Any) -> None:
     with pytest.raises(ValueError) as error:
         gradient_release(torch.optim.SGD, max_tensor_norm=norm)
     assert str(error.value) == (
-        f"max_tensor_norm={norm!r} is no bound; expected a norm above 0, or None not to clip. Pass max_tensor_norm=1.0."
+        f"max_tensor_norm={norm!r} is invalid; expected a norm above 0, or None not to clip. Pass max_tensor_norm=1.0."
     )
 
 

@@ -19,8 +19,10 @@ from transformers import Trainer, TrainerCallback
 import tiny
 from hf_memopt.binding.attach import attach
 from hf_memopt.techniques.evaluation.guard import EvaluationGuardCallback
+from hf_memopt.techniques.microbatching import step as microbatched_step
 from hf_memopt.techniques.microbatching.loss_rules import LossWeights
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.microbatching.probed_loss import ProbedLoss
 from hf_memopt.techniques.microbatching.row_counts import row_shares, spread
 from scarcity import Pad, Scarcity, mixed_rows, token_rows
 
@@ -194,18 +196,17 @@ BOXES = [2] * 4 + [1, 5, 1, 4, 2, 6, 1, 1, 3, 1, 1, 6]
     ],
 )
 def test_a_mean_over_another_column_is_exact_though_the_first_batch_does_not_show_it(
-    trainer_class: type[Trainer], rows: Any, rule: str, tmp_path: Path
+    trainer_class: type[Trainer], rows: Any, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first batch the counts of all rows are equal: by it alone the mean is one over rows."""
     whole = make(trainer_class, rows, tmp_path)
-    callback = MicrobatchCallback(max_examples=2)
-    split = make(trainer_class, rows, tmp_path, callback)
+    built: list[LossWeights] = []
+    monkeypatch.setattr(microbatched_step, "LossWeights", lambda: built.append(LossWeights()) or built[-1])
+    split = make(trainer_class, rows, tmp_path, MicrobatchCallback(max_examples=2))
     whole.train()
     split.train()
     assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
-    step = callback._step()
-    assert step is not None
-    assert step._weights.rule == rule
+    assert built[-1].rule == rule
 
 
 def test_losses_alone_would_not_tell(tmp_path: Path) -> None:
@@ -248,7 +249,7 @@ def test_a_loss_that_fits_no_rule_is_refused_before_the_first_cut_that_would_be_
 def refusal(trainer_class: type[Trainer], folder: Path) -> str:
     with pytest.raises(ValueError) as error:
         make(trainer_class, rows_with(labels=[0, 1, 2, 1] * 4), folder, MicrobatchCallback()).train()
-    start = "model=BertForSequenceClassification cannot be trained in pieces of a batch: "
+    start = "model=BertForSequenceClassification cannot be trained in micro-batches: "
     message = str(error.value)
     assert message.startswith(start)
     assert message.endswith(f"; {ADVICE}")
@@ -274,6 +275,22 @@ def test_each_refusal_has_its_own_reason(tmp_path: Path) -> None:
     )
 
 
+def test_a_refusal_survives_out_of_memory_while_its_reason_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    twice = ProbedLoss.twice
+
+    def fail(self: ProbedLoss, probe: Any) -> Any:
+        monkeypatch.setattr(self.trainer, "compute_loss", full)
+        return twice(self, probe)
+
+    monkeypatch.setattr(ProbedLoss, "twice", fail)
+    assert refusal(Penalty, tmp_path).endswith("over the whole batch or means over different counts")
+
+
 class MakesItsBatches(Trainer):
     """Gets a list of prompts in its step, as trainers do that generate."""
 
@@ -287,7 +304,7 @@ def test_a_step_that_makes_its_own_batches_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         trainer.train()
     assert str(error.value) == (
-        "model=BertForSequenceClassification cannot be trained in pieces of a batch: MakesItsBatches makes its batches "
+        "model=BertForSequenceClassification cannot be trained in micro-batches: MakesItsBatches makes its batches "
         f"from a list within the step, so there are no rows to take; {ADVICE}"
     )
 

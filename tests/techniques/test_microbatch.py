@@ -22,11 +22,18 @@ from transformers import Trainer, TrainerCallback
 
 import tiny
 from hf_memopt.batching.exact_losses import exact_loss
+from hf_memopt.batching.views.bucketed_view import bucketed
 from hf_memopt.binding.attach import attach
 from hf_memopt.changes import Change
-from hf_memopt.techniques.microbatching.limits import CAPS_FILE, MOST_FAILED_TRIES, Cap, read_caps
+from hf_memopt.techniques.microbatching.limits import (
+    LIMITS_FILE,
+    MOST_FAILED_TRIES,
+    Limit,
+    microbatch_limits,
+    read_limits,
+)
 from hf_memopt.techniques.microbatching.loss_rules import LossWeights
-from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback, run_in_microbatches
 from hf_memopt.techniques.microbatching.row_counts import row_counts
 from hf_memopt.techniques.microbatching.splitting import cut
 from scarcity import CASES, Case, Pad, Scarcity, causal_rows, mixed_rows
@@ -105,7 +112,7 @@ def test_weights_and_losses_are_those_of_the_unsplit_run(name: str, tmp_path: Pa
     ("name", "where"),
     [("bert", "backward"), ("bert-tokens", "forward"), ("llama", "forward"), ("llama", "backward"), ("t5", "backward")],
 )
-def test_accumulation_is_repeated_from_its_first_micro_batch(name: str, where: str, tmp_path: Path) -> None:
+def test_accumulation_is_repeated_from_its_first_step(name: str, where: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"gradient_accumulation_steps": 3, "max_steps": 2}
     whole = run(CASES[name], tmp_path, **settings)
     scarcity = Scarcity(calls=(2, 5), where=where)  # in the second of three, and again within its repetition
@@ -144,14 +151,14 @@ def test_adamw_in_float64_ends_with_the_same_weights(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["bert-tokens", "llama"])
-def test_an_exact_loss_of_uneven_micro_batches_stays_exact(name: str, tmp_path: Path) -> None:
+def test_an_exact_loss_of_uneven_accumulation_steps_stays_exact(name: str, tmp_path: Path) -> None:
     settings = {"loss": exact_loss, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 4}
     whole = run(CASES[name], tmp_path, **settings)
     split = run(CASES[name], tmp_path, MicrobatchCallback(max_tokens=12), **settings)
     assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
 
 
-def test_a_cap_of_examples_cuts_too(tmp_path: Path) -> None:
+def test_a_limit_of_examples_splits_too(tmp_path: Path) -> None:
     scarcity = Scarcity()
     run(CASES["bert"], tmp_path, MicrobatchCallback(max_examples=4), scarcity)
     assert scarcity.count == 3 * 2
@@ -169,7 +176,7 @@ def test_rows_without_a_label_add_nothing(tmp_path: Path) -> None:
     assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
 
 
-def test_a_cap_that_everything_fits_trains_whole_batches_without_their_padding(tmp_path: Path) -> None:
+def test_a_limit_that_everything_fits_trains_whole_batches_without_their_padding(tmp_path: Path) -> None:
     scarcity = Scarcity(limit=72)
     split = run(CASES["bert"], tmp_path, MicrobatchCallback(max_tokens=72), scarcity)
     whole = run(CASES["bert"], tmp_path)
@@ -191,7 +198,7 @@ def test_a_repeated_step_draws_the_random_numbers_of_the_first_try(tmp_path: Pat
     assert tiny.largest_difference(known.model, found.model) == 0.0
 
 
-def test_the_gradient_scaler_works_over_pieces(tmp_path: Path) -> None:
+def test_the_gradient_scaler_works_over_micro_batches(tmp_path: Path) -> None:
     finished = []
     for callback in (None, MicrobatchCallback(max_tokens=24)):
         trainer = make(CASES["llama"], tmp_path, callback)
@@ -202,7 +209,7 @@ def test_the_gradient_scaler_works_over_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_fp16_on_a_card_ends_close_to_the_unsplit_run(tmp_path: Path) -> None:
+def test_fp16_on_a_gpu_ends_close_to_the_unsplit_run(tmp_path: Path) -> None:
     settings = {"use_cpu": False, "fp16": True, "learning_rate": 1e-2}
     whole = run(CASES["llama"], tmp_path, **settings)
     split = run(CASES["llama"], tmp_path, MicrobatchCallback(), Scarcity(limit=24), **settings)
@@ -211,7 +218,7 @@ def test_fp16_on_a_card_ends_close_to_the_unsplit_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_card_that_is_really_full_recovers(tmp_path: Path) -> None:
+def test_a_gpu_that_is_really_full_recovers(tmp_path: Path) -> None:
     whole = run(CASES["llama"], tmp_path, use_cpu=False, max_steps=1)
     case = Case(lambda: tiny.llama(), causal_rows)
     trainer = make(case, tmp_path, MicrobatchCallback(), use_cpu=False, max_steps=1)
@@ -223,7 +230,7 @@ def test_a_card_that_is_really_full_recovers(tmp_path: Path) -> None:
 
     trainer.model.register_forward_pre_hook(fill, with_kwargs=True)
     trainer.train()
-    assert tiny.largest_difference(whole.model, trainer.model) <= 1e-6  # the card adds in another order
+    assert tiny.largest_difference(whole.model, trainer.model) <= 1e-6  # a GPU adds in another order
 
 
 # ---- What is held, what is left ------------------------------------------------------------------------------------
@@ -328,56 +335,56 @@ def test_evaluation_recovers_too(tmp_path: Path) -> None:
     assert found == pytest.approx(expected, abs=1e-6)
 
 
-# ---- Caps ----------------------------------------------------------------------------------------------------------
+# ---- Limits --------------------------------------------------------------------------------------------------------
 
 
-def test_each_change_of_the_cap_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_change_of_the_limit_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callback = MicrobatchCallback()
     with caplog.at_level(logging.INFO, "hf_memopt"):
         run(CASES["bert"], tmp_path, callback, Scarcity(limit=30))
     assert callback.changes == [
-        Change("max_tokens", "auto", 36, "out of memory at step 1"),
+        Change("max_tokens", None, 36, "out of memory at step 1"),
         Change("max_tokens", 36, 18, "out of memory at step 1"),
     ]
     assert [record.getMessage() for record in caplog.records if record.name.startswith("hf_memopt.techniques")] == [
-        "MicrobatchCallback: max_tokens: 'auto' -> 36 (out of memory at step 1)",
-        "MicrobatchCallback: max_tokens: 36 -> 18 (out of memory at step 1)",
+        "micro-batching: max_tokens: None -> 36 (out of memory at step 1)",
+        "micro-batching: max_tokens: 36 -> 18 (out of memory at step 1)",
     ]
 
 
-def test_the_cap_rises_after_quiet_steps_and_falls_back(tmp_path: Path) -> None:
+def test_the_limit_rises_after_steps_that_fit_and_falls_back(tmp_path: Path) -> None:
     callback = MicrobatchCallback()
-    callback.caps["max_tokens"].wait_steps = 2
+    callback.limits["max_tokens"].wait_steps = 2
     whole = run(CASES["bert"], tmp_path, max_steps=6)
     split = run(CASES["bert"], tmp_path, callback, Scarcity(limit=40), max_steps=6)
     assert callback.changes == [
-        Change("max_tokens", "auto", 36, "out of memory at step 1"),
+        Change("max_tokens", None, 36, "out of memory at step 1"),
         Change("max_tokens", 36, 54, "no out of memory in 2 steps, at step 2"),
         Change("max_tokens", 54, 81, "no out of memory in 2 steps, at step 4"),
         Change("max_tokens", 81, 54, "out of memory at step 5"),
     ]
-    assert callback.caps["max_tokens"].wait_steps == 4
+    assert callback.limits["max_tokens"].wait_steps == 4
     assert tiny.largest_difference(whole.model, split.model) <= 2 * FLOAT32  # twice the steps
 
 
-def test_a_cap_stops_rising_after_three_failed_tries() -> None:
-    cap = Cap()
-    cap.lower(4096)
+def test_a_limit_stops_rising_after_three_failed_tries() -> None:
+    limit = Limit()
+    limit.lower(4096)
     waits = []
     for _ in range(MOST_FAILED_TRIES):
-        waits.append(next(step for step in range(1, 10**4) if cap.note_step(was_cut=True)))
-        cap.lower(3000)
+        waits.append(next(step for step in range(1, 10**4) if limit.note_step(was_split=True)))
+        limit.lower(3000)
     assert waits == [200, 400, 800]
-    assert cap.limit == 2048
-    assert not any(cap.note_step(was_cut=True) for _ in range(10**4))
+    assert limit.limit == 2048
+    assert not any(limit.note_step(was_split=True) for _ in range(10**4))
 
 
-def test_a_cap_rises_to_what_the_user_set_and_only_while_it_cuts() -> None:
-    cap = Cap(most=1000)
-    assert not any(cap.note_step(was_cut=True) for _ in range(1000))
-    cap.lower(800)
-    assert not any(cap.note_step(was_cut=False) for _ in range(1000))
-    limits = [cap.limit for _ in range(1000) if cap.note_step(was_cut=True)]
+def test_a_limit_rises_to_what_the_user_set_and_only_while_it_splits() -> None:
+    limit = Limit(maximum=1000)
+    assert not any(limit.note_step(was_split=True) for _ in range(1000))
+    limit.lower(800)
+    assert not any(limit.note_step(was_split=False) for _ in range(1000))
+    limits = [limit.limit for _ in range(1000) if limit.note_step(was_split=True)]
     assert limits == [600, 900, 1000]
 
 
@@ -386,24 +393,24 @@ def test_a_cap_rises_to_what_the_user_set_and_only_while_it_cuts() -> None:
     room=st.integers(1, 5000),
     tries=st.integers(0, 400),
 )
-def test_lowering_ends_with_pieces_that_fit_or_one_row(lengths: list[int], room: int, tries: int) -> None:
-    cap = Cap()
-    cap.wait_steps = 1
+def test_lowering_ends_with_micro_batches_that_fit_or_one_row(lengths: list[int], room: int, tries: int) -> None:
+    limit = Limit()
+    limit.wait_steps = 1
     for _ in range(tries):
-        cap.note_step(was_cut=True)
+        limit.note_step(was_split=True)
     for round_number in range(60):
-        groups = [list(range(len(lengths)))] if cap.limit is None else cut(lengths, max_tokens=cap.limit)
-        held = [(len(rows) * max(lengths[row] for row in rows), len(rows)) for rows in groups]
-        too_large = next(((tokens, rows) for tokens, rows in held if tokens > room), None)
+        groups = [list(range(len(lengths)))] if limit.limit is None else cut(lengths, max_tokens=limit.limit)
+        sizes = [(len(rows) * max(lengths[row] for row in rows), len(rows)) for rows in groups]
+        too_large = next(((tokens, rows) for tokens, rows in sizes if tokens > room), None)
         if too_large is None or too_large[1] == 1:
             break
-        before = cap.limit
-        cap.lower(too_large[0])
-        assert cap.limit is not None
-        assert cap.limit >= 1
-        assert before is None or cap.limit < before
+        before = limit.limit
+        limit.lower(too_large[0])
+        assert limit.limit is not None
+        assert limit.limit >= 1
+        assert before is None or limit.limit < before
         if round_number % 2:
-            cap.note_step(was_cut=True)
+            limit.note_step(was_split=True)
     else:
         pytest.fail("never ended")
 
@@ -411,30 +418,30 @@ def test_lowering_ends_with_pieces_that_fit_or_one_row(lengths: list[int], room:
 # ---- Resume --------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_starts_with_the_cap_and_equals_the_straight_run(tmp_path: Path) -> None:
+def test_a_resumed_run_starts_with_the_limit_and_equals_the_straight_run(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
     straight = run(CASES["bert"], tmp_path / "straight", MicrobatchCallback(), Scarcity(limit=40), **settings)
-    saved = read_caps(tmp_path / "straight/checkpoint-2")
+    saved = read_limits(tmp_path / "straight/checkpoint-2")
     assert saved["max_tokens"].limit == 36
-    assert sorted(path.name for path in (tmp_path / "straight/checkpoint-2").glob("memopt*")) == [CAPS_FILE]
+    assert sorted(path.name for path in (tmp_path / "straight/checkpoint-2").glob("memopt*")) == [LIMITS_FILE]
     callback, scarcity = MicrobatchCallback(), Scarcity(limit=40)
     resumed = make(CASES["bert"], tmp_path / "other", callback, scarcity, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight/checkpoint-2"))
     assert (scarcity.errors, callback.changes) == (0, [])
-    assert callback.caps["max_tokens"] == read_caps(tmp_path / "straight/checkpoint-3")["max_tokens"]
+    assert callback.limits["max_tokens"] == read_limits(tmp_path / "straight/checkpoint-3")["max_tokens"]
     assert tiny.largest_difference(straight.model, resumed.model) == 0.0
 
 
-def test_a_cap_set_anew_wins_over_the_checkpoint(tmp_path: Path) -> None:
+def test_a_limit_set_anew_wins_over_the_checkpoint(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     run(CASES["bert"], tmp_path, MicrobatchCallback(), Scarcity(limit=40), **settings)
     callback = MicrobatchCallback(max_tokens=60)
     trainer = make(CASES["bert"], tmp_path, callback, **settings)
     trainer.train(resume_from_checkpoint=True)
-    assert callback.caps["max_tokens"].limit == 60
+    assert callback.limits["max_tokens"].limit == 60
 
 
-# ---- The weight of a piece -----------------------------------------------------------------------------------------
+# ---- The weight of a micro-batch ------------------------------------------------------------------------------------
 
 
 def _rule(case: Case, folder: Path, **settings: Any) -> str | None:
@@ -469,7 +476,7 @@ def _counts_nothing(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         pytest.param(Case(lambda: tiny.bert(num_labels=1), mixed_rows), "labels", id="bert-regression"),
     ],
 )
-def test_the_loss_itself_tells_how_pieces_add_up(case: Case, rule: str, tmp_path: Path) -> None:
+def test_the_loss_itself_shows_how_micro_batches_add_up(case: Case, rule: str, tmp_path: Path) -> None:
     assert _rule(case, tmp_path) == rule
 
 
@@ -500,7 +507,7 @@ def test_sixteen_bits_do_not_tell_rules_apart_that_are_close(tmp_path: Path) -> 
         assert _asked(trainer, trainer.data_collator(rows)) == "labels", seed
 
 
-def test_a_loss_too_small_to_tell_adds_up_as_stock_assumes(tmp_path: Path) -> None:
+def test_a_loss_too_small_to_show_it_adds_up_as_stock_assumes(tmp_path: Path) -> None:
     def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
         return 1e-9 * nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum")
 
@@ -510,7 +517,7 @@ def test_a_loss_too_small_to_tell_adds_up_as_stock_assumes(tmp_path: Path) -> No
     assert tiny.largest_difference(whole.model, split.model) <= 2 * FLOAT32  # a large step
 
 
-def test_a_batch_that_cannot_tell_is_asked_again(tmp_path: Path) -> None:
+def test_a_batch_that_cannot_show_it_is_asked_again(tmp_path: Path) -> None:
     trainer = make(CASES["bert-tokens"], tmp_path)
     inputs = trainer.data_collator(trainer.train_dataset[:6])
     nothing = {**inputs, "labels": torch.full_like(inputs["labels"], -100)}
@@ -620,8 +627,8 @@ def test_a_step_whose_loss_cannot_be_weighted_is_refused(tmp_path: Path) -> None
     with pytest.raises(RuntimeError) as error:
         run(CASES["bert"], tmp_path, MicrobatchCallback(max_tokens=24), trainer_class=OwnLoss)
     assert str(error.value) == (
-        "training_step of OwnLoss did not call compute_loss, so the loss of a piece could not be weighted; expected "
-        "one call per forward pass. Write loss = self.compute_loss(model, inputs, "
+        "training_step of OwnLoss did not call compute_loss, so the loss of a micro-batch could not be weighted; "
+        "expected one call per forward pass. Write loss = self.compute_loss(model, inputs, "
         "num_items_in_batch=num_items_in_batch) in it."
     )
 
@@ -652,7 +659,7 @@ def test_batch_norm_is_refused_at_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         run(Case(Normed, mixed_rows), tmp_path, MicrobatchCallback())
     assert str(error.value) == (
-        "model=Normed cannot be trained in pieces of a batch: BatchNorm1d norm takes its statistics over the rows of a "
+        "model=Normed cannot be trained in micro-batches: BatchNorm1d norm takes its statistics over the rows of a "
         f"batch; {ADVICE}"
     )
 
@@ -662,10 +669,7 @@ def test_a_loss_over_the_whole_batch_is_refused_at_the_first_step(tmp_path: Path
         run(CASES["bert"], tmp_path, MicrobatchCallback(), loss=lambda model: _contrastive)
     message = str(error.value)
     start, figures = message.split(" is ", 1)
-    assert (
-        start
-        == "model=BertForSequenceClassification cannot be trained in pieces of a batch: the loss of 3 rows at once"
-    )
+    assert start == "model=BertForSequenceClassification cannot be trained in micro-batches: the loss of 3 rows at once"
     assert figures.partition(", ")[2] == (f"as with in-batch negatives; {ADVICE}")
     assert float(figures.split()[0]) > 0
 
@@ -687,7 +691,9 @@ def _short_rows_of_one_class(count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("loss", [_weighted_classes, _pairs])
 def test_losses_that_rows_have_only_together_are_refused(loss: Callable[..., torch.Tensor], tmp_path: Path) -> None:
     case = CASES["bert"]._replace(rows=_short_rows_of_one_class)
-    with pytest.raises(ValueError, match=r"^model=BertForSequenceClassification cannot be trained in pieces.* as "):
+    with pytest.raises(
+        ValueError, match=r"^model=BertForSequenceClassification cannot be trained in micro-batches.* as "
+    ):
         run(case, tmp_path, MicrobatchCallback(), loss=lambda model: loss)
 
 
@@ -699,7 +705,7 @@ def test_a_loss_that_needs_pairs_of_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         run(CASES["bert"], tmp_path, MicrobatchCallback(), loss=lambda model: loss)
     assert str(error.value) == (
-        "model=BertForSequenceClassification cannot be trained in pieces of a batch: its rows belong together, as "
+        "model=BertForSequenceClassification cannot be trained in micro-batches: its rows belong together, as "
         "pairs do: the loss of one row alone fails (ValueError: not enough values to unpack (expected 2, got 1)); "
         f"{ADVICE}"
     )
@@ -732,8 +738,8 @@ def test_a_packed_batch_is_refused_at_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         trainer.train()
     assert str(error.value) == (
-        "model=LlamaForCausalLM cannot be trained in pieces of a batch: its examples are packed into one row, as "
-        f"position_ids tells; {ADVICE}"
+        "model=LlamaForCausalLM cannot be trained in micro-batches: its examples are packed into one row, as "
+        f"position_ids shows; {ADVICE}"
     )
 
 
@@ -742,22 +748,21 @@ def test_a_packed_batch_is_refused_at_the_first_step(tmp_path: Path) -> None:
     [
         (
             {"max_tokens": value},
-            f"max_tokens={value!r} is no cap; expected 'auto' or a whole number of padded tokens "
-            "from 1 up. Write max_tokens=4096.",
+            f"max_tokens={value!r} is invalid; expected an integer of 1 or more, or 'auto', or None. "
+            "Pass max_tokens=4096",
         )
-        for value in (0, -1, 2.5, True, None, "4096")
+        for value in (0, -1, 2.5, True, "4096")
     ]
     + [
         (
             {"max_examples": value},
-            f"max_examples={value!r} is no cap; expected None or a whole number of rows from 1 up. "
-            "Write max_examples=8.",
+            f"max_examples={value!r} is invalid; expected an integer of 1 or more, or None. Pass max_examples=8",
         )
         for value in (0, -1, 2.5, True, "auto")
     ],
     ids=str,
 )
-def test_caps_are_validated_at_once(settings: dict[str, Any], message: str) -> None:
+def test_limits_are_validated_at_once(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         MicrobatchCallback(**settings)
     assert str(error.value) == message
@@ -775,6 +780,12 @@ def test_training_without_attach_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_no_limit_is_the_default_and_the_former_names_stay() -> None:
+    for callback in (MicrobatchCallback(), MicrobatchCallback(None), MicrobatchCallback("auto", None)):
+        assert callback.limits == {"max_tokens": Limit(), "max_examples": Limit()}
+        assert callback.caps is callback.limits
+
+
 # ---- The trainer ---------------------------------------------------------------------------------------------------
 
 
@@ -787,6 +798,43 @@ def test_the_handle_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
     assert callback.handle is not None
     callback.handle.remove()
     assert vars(trainer) == before
+
+
+def test_the_function_does_it_without_the_callback(tmp_path: Path) -> None:
+    whole, split, changes = run(CASES["bert"], tmp_path), make(CASES["bert"], tmp_path), []
+    scarcity = Scarcity(limit=30)
+    scarcity.watch(split.model)
+    before = dict(vars(split))
+    handle = run_in_microbatches(split, microbatch_limits(max_tokens=60), changes=changes)
+    with pytest.raises(ValueError, match=r"^trainer=<Trainer> runs in micro-batches already; expected"):
+        run_in_microbatches(split)
+    split.train()
+    assert [(change.old, change.new) for change in changes] == [(60, 18)]
+    assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
+    handle.remove()
+    handle.remove()
+    assert {name for name in vars(split) if name not in before} <= {"_created_lr_scheduler"} | vars(whole).keys()
+    assert not {"training_step", "compute_loss", "train", "prediction_step"} & vars(split).keys()
+
+
+def test_the_function_refuses_settings_that_became_incompatible(tmp_path: Path) -> None:
+    trainer = make(CASES["bert"], tmp_path)
+    run_in_microbatches(trainer)
+    trainer.args.neftune_noise_alpha = 5.0
+    with pytest.raises(ValueError, match=r"^micro-batching and NEFTune"):
+        trainer.train()
+
+
+def test_an_example_under_a_bucketed_view_is_named_by_the_dataset(tmp_path: Path) -> None:
+    trainer = make(CASES["bert"], tmp_path, max_steps=1)
+    view = bucketed(mixed_rows(12), batch_size=6)
+    trainer.train_dataset = view
+    attach(trainer, MicrobatchCallback())
+    Scarcity(limit=11).watch(trainer.model)
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"^example (0|6) of the dataset given to bucketed\(\) has 12 tokens "
+    ):
+        trainer.train()
 
 
 def test_a_callback_that_was_taken_off_moves_to_another_trainer(tmp_path: Path) -> None:
@@ -807,7 +855,7 @@ def test_two_trainers_do_not_disturb_each_other(tmp_path: Path) -> None:
     other = make(CASES["llama"], tmp_path, callbacks[1], Scarcity(limit=25))
     one.train()
     other.train()
-    assert [callback.caps["max_tokens"].limit for callback in callbacks] == [36, 18]
+    assert [callback.limits["max_tokens"].limit for callback in callbacks] == [36, 18]
     whole = run(CASES["llama"], tmp_path)
     assert tiny.largest_difference(whole.model, other.model) <= FLOAT32
 
@@ -828,7 +876,7 @@ def test_a_pickled_callback_is_an_unused_copy(tmp_path: Path) -> None:
     assert (copy.max_tokens, copy.max_examples, copy.handle, copy.changes) == (24, 4, None, [])
 
 
-def test_a_second_run_keeps_the_cap(tmp_path: Path) -> None:
+def test_a_second_run_keeps_the_limit(tmp_path: Path) -> None:
     callback, scarcity = MicrobatchCallback(), Scarcity(limit=40)
     trainer = run(CASES["bert"], tmp_path, callback, scarcity)
     trainer.train()

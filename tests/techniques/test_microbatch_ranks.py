@@ -28,7 +28,7 @@ def test_each_process_recovers_by_itself(name: str, way: str, ranks: list[dict[s
 def test_out_of_memory_while_gradients_are_shared_says_what_to_set(ranks: list[dict[str, Any]]) -> None:
     assert [found["shared"] for found in ranks] == [
         "memory ran out in the backward pass in which the processes share their gradients (CUDA out of memory. Tried "
-        "to allocate 2.00 GiB.); expected pieces that fit there. Start with smaller ones: "
+        "to allocate 2.00 GiB.); expected micro-batches that fit there. Start with smaller ones: "
         "MicrobatchCallback(max_tokens=36)"
     ] * 2
 

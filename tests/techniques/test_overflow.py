@@ -1,4 +1,4 @@
-"""Overflow triage in training: what it costs, what a dropped step leaves, when it stops, and that it can be undone."""
+"""Non-finite detection: what it costs, what a dropped step leaves, when it stops, and that it can be undone."""
 
 from __future__ import annotations
 
@@ -14,24 +14,20 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import nonfinite_models
 import pytest
 import torch
 import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-import poisons
 import tiny
 from hf_memopt.binding.attach import attach
 from hf_memopt.changes import Change
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
-from hf_memopt.techniques.nonfinite.overflow import (
-    BFLOAT16_FAMILY,
-    OverflowCallback,
-    StepReading,
-    is_poisoned,
-    read_step,
-)
+from hf_memopt.techniques.nonfinite.detection import NonfiniteRecord, detect_nonfinite
+from hf_memopt.techniques.nonfinite.overflow import BFLOAT16_FAMILY, OverflowCallback
+from hf_memopt.techniques.nonfinite.step_reading import StepReading, is_nonfinite, read_step
 from scarcity import Scarcity
 from two_ranks import run_pair
 
@@ -81,10 +77,15 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def run(tmp_path: Any, model: nn.Module, dataset: Any, *callbacks: Any, **settings: Any) -> Trainer:
     """Train with callbacks bound by ``attach``."""
-    trainer = poisons.make_trainer(model, dataset, tmp_path, **settings)
+    trainer = nonfinite_models.make_trainer(model, dataset, tmp_path, **settings)
     attach(trainer, *callbacks)
     trainer.train()
     return trainer
+
+
+def window_of(trainer: Trainer) -> list[Any]:
+    """Return the inputs that detection refers to."""
+    return next(one._window for one in trainer.callback_handler.callbacks if hasattr(one, "_window"))
 
 
 # ---- A dropped step -------------------------------------------------------------------------------------------------
@@ -94,27 +95,29 @@ def run(tmp_path: Any, model: nn.Module, dataset: Any, *callbacks: Any, **settin
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adafactor", "sgd"])
 def test_a_dropped_step_leaves_weights_and_state_bit_equal(tmp_path: Any, optim: str) -> None:
     recorder, callback = Recorder(), OverflowCallback()
-    model = poisons.poison(tiny.llama(), "gradient")
+    model = nonfinite_models.make_nonfinite(tiny.llama(), "gradient")
     settings = {"optim": optim, "weight_decay": 0.1, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
-    trainer = run(tmp_path, model, poisons.rows(24, bad=(9,)), recorder, callback, **settings)
+    trainer = run(tmp_path, model, nonfinite_models.rows(24, bad=(9,)), recorder, callback, **settings)
     assert recorder.moved() == [True, False, True]
     assert recorder.moved_states() == ([False] * 3 if optim == "sgd" else [True, False, True])
-    assert (callback.poisoned_steps, trainer.state.global_step, recorder.epochs) == (1, 3, [1, 2, 3])
+    assert (callback.nonfinite_steps, trainer.state.global_step, recorder.epochs) == (1, 3, [1, 2, 3])
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_without_it_the_same_step_destroys_the_weights(tmp_path: Any) -> None:
-    model = poisons.poison(tiny.llama(), "gradient")
-    poisons.make_trainer(model, poisons.rows(16, bad=(9,)), tmp_path).train()
+    model = nonfinite_models.make_nonfinite(tiny.llama(), "gradient")
+    nonfinite_models.make_trainer(model, nonfinite_models.rows(16, bad=(9,)), tmp_path).train()
     assert not all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_a_run_without_findings_is_bit_equal(tmp_path: Any) -> None:
     settings = {"gradient_accumulation_steps": 2, "logging_strategy": "steps", "logging_steps": 1, "max_grad_norm": 1.0}
-    plain = poisons.make_trainer(tiny.llama(attention_dropout=0.1), poisons.rows(), tmp_path, **settings)
+    plain = nonfinite_models.make_trainer(
+        tiny.llama(attention_dropout=0.1), nonfinite_models.rows(), tmp_path, **settings
+    )
     plain.train()
     callback = OverflowCallback()
-    watched = run(tmp_path, tiny.llama(attention_dropout=0.1), poisons.rows(), callback, **settings)
+    watched = run(tmp_path, tiny.llama(attention_dropout=0.1), nonfinite_models.rows(), callback, **settings)
     assert tiny.largest_difference(plain.model, watched.model) == 0.0
     keys = ("loss", "grad_norm", "learning_rate", "step")
     logs = [[{key: log.get(key) for key in keys} for log in one.state.log_history] for one in (plain, watched)]
@@ -126,10 +129,17 @@ def test_a_run_without_findings_is_bit_equal(tmp_path: Any) -> None:
 def test_resume_equals_the_straight_run(tmp_path: Any) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     straight = run(
-        tmp_path, poisons.poison(tiny.llama(), "forward"), poisons.rows(bad=(5,)), OverflowCallback(), **settings
+        tmp_path,
+        nonfinite_models.make_nonfinite(tiny.llama(), "forward"),
+        nonfinite_models.rows(bad=(5,)),
+        OverflowCallback(),
+        **settings,
     )
-    resumed = poisons.make_trainer(
-        poisons.poison(tiny.llama(seed=1), "forward"), poisons.rows(bad=(5,)), tmp_path, **settings
+    resumed = nonfinite_models.make_trainer(
+        nonfinite_models.make_nonfinite(tiny.llama(seed=1), "forward"),
+        nonfinite_models.rows(bad=(5,)),
+        tmp_path,
+        **settings,
     )
     attach(resumed, OverflowCallback())
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -163,14 +173,14 @@ def test_one_sync_per_optimizer_step_and_fewer_than_stock(tmp_path: Any, monkeyp
     settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "optim": "sgd"}
 
     def trainer(*callbacks: Any, **more: Any) -> Trainer:
-        one = poisons.make_trainer(tiny.llama(), poisons.rows(32), tmp_path, **settings, **more)
+        one = nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(32), tmp_path, **settings, **more)
         return attach(one, *callbacks)
 
     unfiltered = syncs_of_training(trainer(logging_nan_inf_filter=False), monkeypatch)
     stock = syncs_of_training(trainer(), monkeypatch)
     ours = syncs_of_training(trainer(OverflowCallback()), monkeypatch)
-    steps, micro_batches = 4, 8
-    assert stock - unfiltered == {"__bool__": 2 * micro_batches}
+    steps, accumulation_steps = 4, 8
+    assert stock - unfiltered == {"__bool__": 2 * accumulation_steps}
     assert ours - unfiltered == {"tolist": steps}
 
 
@@ -184,19 +194,25 @@ def logged_losses(trainer: Trainer) -> list[float]:
 def test_the_log_stays_finite_and_the_arguments_are_only_changed_within_a_step(tmp_path: Any) -> None:
     recorder, callback = Recorder(), OverflowCallback()
     settings = {"logging_strategy": "steps", "logging_steps": 1, "gradient_accumulation_steps": 2}
-    model = poisons.poison(tiny.llama(), "forward")
-    trainer = run(tmp_path, model, poisons.rows(24, bad=(13,)), recorder, callback, **settings)
+    model = nonfinite_models.make_nonfinite(tiny.llama(), "forward")
+    trainer = run(tmp_path, model, nonfinite_models.rows(24, bad=(13,)), recorder, callback, **settings)
     assert all(loss < 10 for loss in logged_losses(trainer))  # NaN is not
     assert recorder.filters == [True, True, True]
     assert trainer.args.logging_nan_inf_filter
-    reason = "it costs two host syncs per micro-batch; the same is done on the device"
+    reason = "it waits for the device twice per accumulation step; the same is done on the device"
     assert callback.changes == [Change("logging_nan_inf_filter", True, False, reason)]
 
 
 def test_who_does_not_filter_sees_the_loss_as_it_is(tmp_path: Any) -> None:
     settings = {"logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False}
     callback = OverflowCallback()
-    trainer = run(tmp_path, poisons.poison(tiny.llama(), "forward"), poisons.rows(8, bad=(5,)), callback, **settings)
+    trainer = run(
+        tmp_path,
+        nonfinite_models.make_nonfinite(tiny.llama(), "forward"),
+        nonfinite_models.rows(8, bad=(5,)),
+        callback,
+        **settings,
+    )
     first, second = logged_losses(trainer)
     assert not math.isnan(first)
     assert math.isnan(second)
@@ -207,9 +223,9 @@ def test_who_does_not_filter_sees_the_loss_as_it_is(tmp_path: Any) -> None:
 
 
 def test_it_stops_after_some_steps_in_a_row(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model = poisons.poison(tiny.llama(), "forward")
+    model = nonfinite_models.make_nonfinite(tiny.llama(), "forward")
     recorder, callback = Recorder(), OverflowCallback(max_in_a_row=2, report_dir=tmp_path / "reports")
-    trainer = poisons.make_trainer(model, poisons.rows(24, bad=(5, 13, 18)), tmp_path)
+    trainer = nonfinite_models.make_trainer(model, nonfinite_models.rows(24, bad=(5, 13, 18)), tmp_path)
     attach(trainer, recorder, callback)
     with caplog.at_level(logging.INFO, "hf_memopt"), pytest.raises(RuntimeError) as error:
         trainer.train()
@@ -224,22 +240,24 @@ def test_it_stops_after_some_steps_in_a_row(tmp_path: Any, caplog: pytest.LogCap
     assert json.loads(path.read_text()) == [json.loads(report.to_json()) for report in reports]
     assert path.with_suffix(".txt").read_text() == "".join(f"{report}\n" for report in reports)
     assert sorted(one.name for one in path.parent.iterdir()) == ["overflow_report.json", "overflow_report.txt"]
-    assert [(record.levelname, record.getMessage()) for record in caplog.records if "overflow" in record.name] == [
-        (level, f"OverflowCallback dropped {report}")
+    assert [(record.levelname, record.getMessage()) for record in caplog.records if "nonfinite" in record.name] == [
+        (level, f"non-finite detection dropped {report}")
         for level, report in zip(("WARNING", "INFO", "INFO"), reports, strict=True)
     ]
     assert trainer.args.logging_nan_inf_filter
-    assert callback._window == []
+    assert window_of(trainer) == []
 
 
 def test_it_stops_after_some_steps_in_all(tmp_path: Any) -> None:
     callback = OverflowCallback(2)
-    trainer = poisons.make_trainer(poisons.poison(tiny.llama(), "forward"), poisons.rows(bad=(5, 13)), tmp_path)
+    trainer = nonfinite_models.make_trainer(
+        nonfinite_models.make_nonfinite(tiny.llama(), "forward"), nonfinite_models.rows(bad=(5, 13)), tmp_path
+    )
     attach(trainer, callback)
     with pytest.raises(RuntimeError) as error:
         trainer.train()
     assert str(error.value) == (
-        "max_poisoned_steps=2 steps up to step 4 had losses or gradients that are not finite, and were dropped; "
+        "max_nonfinite_steps=2 steps up to step 4 had losses or gradients that are not finite, and were dropped; "
         f"expected finite ones. Last, {callback.reports[-1]}. Report: {tmp_path / 'overflow_report.json'}"
     )
 
@@ -251,8 +269,8 @@ def test_a_report_that_cannot_be_written_does_not_end_training(tmp_path: Any, mo
         raise OSError(28, "No space left on device")
 
     callback = OverflowCallback(3, report_dir=tmp_path / "reports")
-    rows = poisons.rows(24, bad=(5, 13, 21))
-    trainer = poisons.make_trainer(poisons.poison(tiny.llama(), "forward"), rows, tmp_path)
+    rows = nonfinite_models.rows(24, bad=(5, 13, 21))
+    trainer = nonfinite_models.make_trainer(nonfinite_models.make_nonfinite(tiny.llama(), "forward"), rows, tmp_path)
     attach(trainer, callback)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.warns(UserWarning, match="could not be written") as caught, pytest.raises(RuntimeError) as error:
@@ -265,16 +283,18 @@ def test_a_report_that_cannot_be_written_does_not_end_training(tmp_path: Any, mo
     assert str(error.value).endswith(f"expected finite ones. Last, {callback.reports[-1]}.")
     assert list(path.parent.iterdir()) == []
     monkeypatch.undo()
-    callback.max_poisoned_steps = 10
+    callback.max_nonfinite_steps = 10
     trainer.train()
     assert len(json.loads(path.read_text())) == 3
 
 
 def test_a_second_run_counts_anew(tmp_path: Any) -> None:
     callback = OverflowCallback(2)
-    trainer = run(tmp_path, poisons.poison(tiny.llama(), "forward"), poisons.rows(bad=(5,)), callback)
+    trainer = run(
+        tmp_path, nonfinite_models.make_nonfinite(tiny.llama(), "forward"), nonfinite_models.rows(bad=(5,)), callback
+    )
     trainer.train()
-    assert (callback.poisoned_steps, len(callback.reports)) == (1, 1)
+    assert (callback.nonfinite_steps, len(callback.reports)) == (1, 1)
 
 
 # ---- The loss scale of fp16 -----------------------------------------------------------------------------------------
@@ -301,7 +321,7 @@ def test_skips_in_search_of_a_scale_are_counted_and_the_schedule_waits(tmp_path:
     assert 0 < callback.skipped_steps < 6
     assert moved == [False] * callback.skipped_steps + [True] * (6 - callback.skipped_steps)
     assert recorder.epochs == [sum(moved[: step + 1]) for step in range(6)]
-    assert (callback.poisoned_steps, callback.reports) == (0, [])
+    assert (callback.nonfinite_steps, callback.reports) == (0, [])
     assert "step" not in vars(trainer.lr_scheduler)
 
 
@@ -315,7 +335,7 @@ def test_stock_lets_the_schedule_run_on_in_a_skipped_step_of_a_fused_optimizer(t
 def test_a_search_for_a_scale_without_end_is_a_finding(tmp_path: Any) -> None:
     callback = OverflowCallback(1)
     trainer = half_precision_trainer(tmp_path, 2.0**40, callback, optim="adamw_torch", max_steps=20)
-    with pytest.raises(RuntimeError, match=r"^max_poisoned_steps=1 steps up to step 10 "):
+    with pytest.raises(RuntimeError, match=r"^max_nonfinite_steps=1 steps up to step 10 "):
         trainer.train()
     (report,) = callback.reports
     assert (report.step, report.case, report.loss_scale, report.precision) == (10, "loss scale", 2.0**31, "fp16")
@@ -337,13 +357,13 @@ def test_a_search_for_a_scale_without_end_is_a_finding(tmp_path: Any) -> None:
         pytest.param(StepReading((False,), False, True, 0.5), 1, True, id="scale below one"),
     ],
 )
-def test_what_is_poisoned(reading: StepReading, skips: int, expected: bool) -> None:
-    assert is_poisoned(reading, skips) is expected
+def test_what_is_nonfinite(reading: StepReading, skips: int, expected: bool) -> None:
+    assert is_nonfinite(reading, skips) is expected
 
 
 @pytest.mark.parametrize("norm", [None, 1.5, torch.tensor(1.5)], ids=["none", "number", "tensor"])
 def test_a_reading_without_a_scaler(tmp_path: Any, norm: Any) -> None:
-    accelerator = poisons.make_trainer(tiny.llama(), poisons.rows(4), tmp_path).accelerator
+    accelerator = nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(4), tmp_path).accelerator
     flags = [torch.tensor(False), torch.tensor(True)]
     assert read_step(flags, norm, accelerator) == StepReading((False, True), True, False, None)
     assert read_step(flags[:1], float("inf"), accelerator) == StepReading((False,), False, True, None)
@@ -383,7 +403,7 @@ def test_fp16_weights_under_fp16_are_refused(tmp_path: Any) -> None:
 
 
 def test_unbound_it_refuses_to_train(tmp_path: Any) -> None:
-    trainer = poisons.make_trainer(tiny.llama(), poisons.rows(4), tmp_path, OverflowCallback())
+    trainer = nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(4), tmp_path, OverflowCallback())
     expected = (
         "OverflowCallback was passed in callbacks= but never bound to its trainer; expected a bound callback. "
         "Call attach(trainer) before trainer.train(), with: from hf_memopt import attach"
@@ -392,35 +412,36 @@ def test_unbound_it_refuses_to_train(tmp_path: Any) -> None:
         trainer.train()
     assert str(error.value) == expected
     attach(trainer).train()
-    other = poisons.make_trainer(tiny.llama(), poisons.rows(4), tmp_path, *trainer.callback_handler.callbacks[1:2])
+    other = nonfinite_models.make_trainer(
+        tiny.llama(), nonfinite_models.rows(4), tmp_path, *trainer.callback_handler.callbacks[1:2]
+    )
     with pytest.raises(RuntimeError) as error:
         other.train()
     assert str(error.value) == expected
 
 
 def test_settings_that_became_incompatible_are_refused(tmp_path: Any) -> None:
-    trainer = attach(poisons.make_trainer(tiny.llama(), poisons.rows(4), tmp_path), OverflowCallback())
+    trainer = attach(
+        nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(4), tmp_path), OverflowCallback()
+    )
     trainer.args.optim = "lomo"
     with pytest.raises(ValueError, match=r"^non-finite detection and layer-wise optimizer cannot work together: "):
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 
-@pytest.mark.parametrize("name", ["max_poisoned_steps", "max_in_a_row"])
+@pytest.mark.parametrize(("name", "default"), [("max_nonfinite_steps", 10), ("max_in_a_row", 3)])
 @pytest.mark.parametrize("value", [0, 2.0, True, "3"], ids=["zero", "float", "bool", "text"])
-def test_bad_limits(name: str, value: Any) -> None:
+def test_bad_limits(name: str, default: int, value: Any) -> None:
     with pytest.raises(ValueError) as error:
         OverflowCallback(**{name: value})
-    assert str(error.value) == (
-        f"{name}={value!r} is no limit; expected a whole number of 1 or more. "
-        f"Write, for example, OverflowCallback({name}=3)."
-    )
+    assert str(error.value) == (f"{name}={value!r} is invalid; expected an integer of 1 or more. Pass {name}={default}")
 
 
 # ---- Binding --------------------------------------------------------------------------------------------------------
 
 
 def test_the_handle_leaves_trainer_and_arguments_as_they_were(tmp_path: Any) -> None:
-    trainer = attach(poisons.make_trainer(tiny.llama(), poisons.rows(8), tmp_path))
+    trainer = attach(nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(8), tmp_path))
     callback = OverflowCallback()
     trainer.add_callback(callback)
     before = dict(vars(trainer)), dict(vars(trainer.accelerator)), trainer.args.to_json_string()
@@ -430,27 +451,32 @@ def test_the_handle_leaves_trainer_and_arguments_as_they_were(tmp_path: Any) -> 
     assert (dict(vars(trainer)), dict(vars(trainer.accelerator)), trainer.args.to_json_string()) == before
 
 
-def test_beside_micro_batching_it_sees_whole_micro_batches_once(tmp_path: Any) -> None:
+def test_beside_micro_batching_it_sees_whole_batches_once(tmp_path: Any) -> None:
     recorder, callback, shortage = Recorder(), OverflowCallback(), Scarcity(calls=(4,))
-    model = poisons.poison(tiny.llama(), "forward")
+    model = nonfinite_models.make_nonfinite(tiny.llama(), "forward")
     shortage.watch(model)
     settings = {"gradient_accumulation_steps": 2, "logging_strategy": "steps", "logging_steps": 1}
-    trainer = attach(poisons.make_trainer(model, poisons.rows(16, bad=(5,)), tmp_path, **settings), callback)
+    trainer = attach(
+        nonfinite_models.make_trainer(model, nonfinite_models.rows(16, bad=(5,)), tmp_path, **settings), callback
+    )
     cutting = MicrobatchCallback(max_tokens=16)
     attach(trainer, cutting, recorder)  # bound later, it is none the less within
     trainer.train()
-    assert (shortage.errors, cutting.caps["max_tokens"].limit) == (1, 8)  # at the second piece of micro-batch 1
+    assert (shortage.errors, cutting.limits["max_tokens"].limit) == (
+        1,
+        8,
+    )  # at the second micro-batch of accumulation step 1
     (report,) = callback.reports
-    assert (report.step, report.case, report.where) == (1, "forward", poisons.PLACE)
-    assert (report.micro_batch, report.rows, report.examples) == (1, (1,), (5,))
+    assert (report.step, report.case, report.where) == (1, "forward", nonfinite_models.PLACE)
+    assert (report.accumulation_step, report.rows, report.examples) == (1, (1,), (5,))
     assert recorder.moved() == [False, True]
-    assert all(4 < loss < 5 for loss in logged_losses(trainer))  # log(100) = 4.6: each micro-batch once
+    assert all(4 < loss < 5 for loss in logged_losses(trainer))  # log(100) = 4.6: each accumulation step once
 
 
 def test_a_run_may_have_an_accelerator_of_its_own(tmp_path: Any) -> None:
     callback = OverflowCallback()
-    model = poisons.poison(tiny.llama(), "gradient")
-    trainer = attach(poisons.make_trainer(model, poisons.rows(8, bad=(5,)), tmp_path), callback)
+    model = nonfinite_models.make_nonfinite(tiny.llama(), "gradient")
+    trainer = attach(nonfinite_models.make_trainer(model, nonfinite_models.rows(8, bad=(5,)), tmp_path), callback)
     trainer.create_accelerator_and_postprocess()  # as hyperparameter_search does before each trial
     trainer.train()
     assert [report.case for report in callback.reports] == ["gradient"]
@@ -459,7 +485,7 @@ def test_a_run_may_have_an_accelerator_of_its_own(tmp_path: Any) -> None:
 
 def test_taken_off_it_leaves_the_first_trainer_alone(tmp_path: Any) -> None:
     callback = OverflowCallback()
-    one, other = (poisons.make_trainer(tiny.llama(), poisons.rows(4), tmp_path) for _ in range(2))
+    one, other = (nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(4), tmp_path) for _ in range(2))
     attach(one, callback)
     callback.handle.remove()
     attach(other, callback)
@@ -470,20 +496,20 @@ def test_taken_off_it_leaves_the_first_trainer_alone(tmp_path: Any) -> None:
 
 def test_two_trainers_do_not_disturb_each_other(tmp_path: Any) -> None:
     callbacks = OverflowCallback(), OverflowCallback()
-    models = [poisons.poison(tiny.llama(), "forward") for _ in range(2)]
+    models = [nonfinite_models.make_nonfinite(tiny.llama(), "forward") for _ in range(2)]
     trainers = [
-        attach(poisons.make_trainer(model, poisons.rows(8, bad=bad), tmp_path / str(i)), callback)
+        attach(nonfinite_models.make_trainer(model, nonfinite_models.rows(8, bad=bad), tmp_path / str(i)), callback)
         for i, (model, bad, callback) in enumerate(zip(models, ((5,), ()), callbacks, strict=True))
     ]
     for trainer in trainers:
         trainer.train()
-    assert [callback.poisoned_steps for callback in callbacks] == [1, 0]
+    assert [callback.nonfinite_steps for callback in callbacks] == [1, 0]
 
 
 def test_it_keeps_no_batch_and_no_trainer_alive(tmp_path: Any) -> None:
     callback = OverflowCallback()
-    trainer = run(tmp_path, tiny.llama(), poisons.rows(4), callback)
-    assert callback._window == []
+    trainer = run(tmp_path, tiny.llama(), nonfinite_models.rows(4), callback)
+    assert window_of(trainer) == []
     reference = weakref.ref(trainer)
     callback.handle.remove()
     trainer.remove_callback(callback)
@@ -494,10 +520,28 @@ def test_it_keeps_no_batch_and_no_trainer_alive(tmp_path: Any) -> None:
 
 def test_pickled_it_is_unused_and_has_the_same_settings(tmp_path: Any) -> None:
     callback = OverflowCallback(5, max_in_a_row=2, report_dir=tmp_path)
-    attach(poisons.make_trainer(tiny.llama(), poisons.rows(4), tmp_path), callback)
+    attach(nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(4), tmp_path), callback)
     copied = pickle.loads(pickle.dumps(callback))
-    assert (copied.max_poisoned_steps, copied.max_in_a_row, copied.report_dir) == (5, 2, tmp_path)
+    assert (copied.max_nonfinite_steps, copied.max_in_a_row, copied.report_dir) == (5, 2, tmp_path)
     assert copied.handle is None
+
+
+def test_the_function_does_it_without_the_callback(tmp_path: Any) -> None:
+    model = nonfinite_models.make_nonfinite(tiny.llama(), "forward")
+    recorder, record = Recorder(), NonfiniteRecord()
+    trainer = nonfinite_models.make_trainer(model, nonfinite_models.rows(24, bad=(5,)), tmp_path, recorder)
+    before = list(trainer.callback_handler.callbacks)
+    handle = detect_nonfinite(trainer, record)
+    copied = pickle.loads(pickle.dumps(trainer.callback_handler.callbacks[-1]))
+    assert type(copied) is TrainerCallback  # a copy of a trainer is not watched
+    trainer.train()
+    assert recorder.moved() == [True, False, True, True, True, True]
+    assert (record.nonfinite_steps, [report.where for report in record.reports]) == (1, [nonfinite_models.PLACE])
+    handle.remove()
+    handle.remove()
+    assert trainer.callback_handler.callbacks == before
+    assert "training_step" not in vars(trainer)
+    assert "clip_grad_norm_" not in vars(trainer.accelerator)
 
 
 # ---- Several processes ----------------------------------------------------------------------------------------------
@@ -508,7 +552,7 @@ def test_all_processes_drop_what_one_finds(tmp_path: Path) -> None:
     for kind in ("forward", "gradient"):
         assert one[kind]["moved"] == other[kind]["moved"] == [True, False, True]
         assert one[kind]["weights"] == other[kind]["weights"]
-        assert one[kind]["poisoned"] == other[kind]["poisoned"] == 1
+        assert one[kind]["nonfinite"] == other[kind]["nonfinite"] == 1
         assert one[kind]["reports"] == []
         assert other[kind]["reports"] == [[2, kind, [1]]]
         assert [path.name for path in sorted((tmp_path / kind).iterdir())] == [
@@ -519,16 +563,16 @@ def test_all_processes_drop_what_one_finds(tmp_path: Path) -> None:
 
 def findings(output_dir: Path, kind: str) -> dict[str, Any]:
     """Train on two processes; only the second meets the bad example, in step 2."""
-    dataset = poisons.rows(24, bad=(13,))  # step 2: 8 to 11, and 12 to 15
-    model = poisons.poison(tiny.llama(), kind)
+    dataset = nonfinite_models.rows(24, bad=(13,))  # step 2: 8 to 11, and 12 to 15
+    model = nonfinite_models.make_nonfinite(tiny.llama(), kind)
     recorder, callback = Recorder(), OverflowCallback()
-    trainer = poisons.make_trainer(model, dataset, output_dir / kind, ddp_backend="gloo")
+    trainer = nonfinite_models.make_trainer(model, dataset, output_dir / kind, ddp_backend="gloo")
     attach(trainer, recorder, callback)
     trainer.train()
     return {
         "moved": recorder.moved(),
         "weights": float(sum(weight.double().sum() for weight in weights_of(model))),
-        "poisoned": callback.poisoned_steps,
+        "nonfinite": callback.nonfinite_steps,
         "reports": [[report.step, report.case, list(report.rows)] for report in callback.reports],
     }
 

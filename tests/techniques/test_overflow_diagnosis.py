@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import nonfinite_models
 import numpy as np
 import pytest
 import torch
@@ -15,21 +16,20 @@ import transformers
 from torch import nn
 from transformers import TrainerCallback
 
-import poisons
 import tiny
 from hf_memopt.binding.attach import attach
 from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport
 from hf_memopt.techniques.nonfinite.overflow import OverflowCallback
-from hf_memopt.techniques.nonfinite.replay import Extent, MicroBatch, replay
+from hf_memopt.techniques.nonfinite.replay import Extent, StepInputs, replay
 
 
 def found(model: nn.Module, dataset: Any, output_dir: Any, *callbacks: Any, **settings: Any) -> list[OverflowReport]:
     """Train with a callback that never stops and return its reports."""
     callback = OverflowCallback(100, max_in_a_row=100)
     loss, collator = settings.pop("compute_loss_func", None), settings.pop("data_collator", None)
-    trainer = poisons.make_trainer(model, dataset, output_dir, *callbacks, **settings)
+    trainer = nonfinite_models.make_trainer(model, dataset, output_dir, *callbacks, **settings)
     trainer.compute_loss_func = loss
     trainer.data_collator = collator or trainer.data_collator
     attach(trainer, callback)
@@ -38,34 +38,36 @@ def found(model: nn.Module, dataset: Any, output_dir: Any, *callbacks: Any, **se
 
 
 def of_llama(tmp_path: Any, kind: str, bad: tuple[int, ...] = (9, 11), **settings: Any) -> list[OverflowReport]:
-    """Train a poisoned Llama on 16 rows."""
-    return found(poisons.poison(tiny.llama(), kind), poisons.rows(bad=bad), tmp_path, **settings)
+    """Train a Llama that overflows on 16 rows."""
+    return found(
+        nonfinite_models.make_nonfinite(tiny.llama(), kind), nonfinite_models.rows(bad=bad), tmp_path, **settings
+    )
 
 
 def test_forward(tmp_path: Any) -> None:
     (report,) = of_llama(tmp_path, "forward", gradient_accumulation_steps=2)
-    assert (report.step, report.case, report.micro_batch, report.rows, report.examples) == (
+    assert (report.step, report.case, report.accumulation_step, report.rows, report.examples) == (
         2,
         "forward",
         0,
         (1, 3),
         (9, 11),
     )
-    assert (report.where, report.module_class, report.dtype) == (poisons.PLACE, "Poisoned", "float32")
+    assert (report.where, report.module_class, report.dtype) == (nonfinite_models.PLACE, "NonfiniteLinear", "float32")
     assert 0 < report.largest_input < 1
     assert report.precision == "fp32"
 
 
 def test_gradient(tmp_path: Any) -> None:
     (report,) = of_llama(tmp_path, "gradient", gradient_accumulation_steps=2)
-    assert (report.step, report.case, report.micro_batch, report.rows, report.examples) == (
+    assert (report.step, report.case, report.accumulation_step, report.rows, report.examples) == (
         2,
         "gradient",
         0,
         (1, 3),
         (9, 11),
     )
-    assert (report.where, report.module_class) == (poisons.PLACE, "Poisoned")
+    assert (report.where, report.module_class) == (nonfinite_models.PLACE, "NonfiniteLinear")
     assert report.parameters[0] == "model.embed_tokens.weight"
     assert report.largest_input > 0
 
@@ -73,40 +75,42 @@ def test_gradient(tmp_path: Any) -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_under_checkpointing(tmp_path: Any, use_reentrant: bool) -> None:
     (report,) = of_llama(tmp_path, "gradient", **checkpointing_arguments(use_reentrant=use_reentrant))
-    assert (report.case, report.rows, report.where) == ("gradient", (1, 3), poisons.PLACE)
+    assert (report.case, report.rows, report.where) == ("gradient", (1, 3), nonfinite_models.PLACE)
 
 
 def test_gradient_of_a_tied_weight_accuses_the_right_module(tmp_path: Any) -> None:
-    model = poisons.poison(tiny.llama(tie_word_embeddings=True), "gradient", "model.layers.0.self_attn.q_proj")
-    (report,) = found(model, poisons.rows(bad=(9,)), tmp_path)
+    model = nonfinite_models.make_nonfinite(
+        tiny.llama(tie_word_embeddings=True), "gradient", "model.layers.0.self_attn.q_proj"
+    )
+    (report,) = found(model, nonfinite_models.rows(bad=(9,)), tmp_path)
     assert (report.case, report.where) == ("gradient", "model.layers.0.self_attn.q_proj")
 
 
 def test_gradient_that_begins_in_the_loss(tmp_path: Any) -> None:
     def root_of_zero(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        spoiled = (labels == poisons.BAD).any().float()
+        spoiled = (labels == nonfinite_models.BAD).any().float()
         return outputs.logits.mean() + (outputs.logits.sum() * (1 - spoiled)).abs().sqrt() * spoiled
 
-    (report,) = found(tiny.llama(), poisons.rows(4, bad=(2,)), tmp_path, compute_loss_func=root_of_zero)
+    (report,) = found(tiny.llama(), nonfinite_models.rows(4, bad=(2,)), tmp_path, compute_loss_func=root_of_zero)
     assert str(report) == (
         "step 1: the loss is finite, a gradient is not, and no one module is to blame; first weights with such a "
         "gradient: model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, "
-        "model.layers.0.self_attn.k_proj.weight; micro-batch 0, rows 2, examples 2. Look for sqrt, log or a division "
-        "of zero in the loss, or the model's forward: add an eps inside; else lower learning_rate, lengthen "
+        "model.layers.0.self_attn.k_proj.weight; accumulation step 0, rows 2, examples 2. Look for sqrt, log or a "
+        "division of zero in the loss, or the model's forward: add an eps inside; else lower learning_rate, lengthen "
         "warmup_steps or set max_grad_norm=1.0"
     )
 
 
 def test_gradient_beside_frozen_layers_and_infinities_on_purpose(tmp_path: Any) -> None:
-    model = poisons.poison(tiny.llama(), "gradient")
+    model = nonfinite_models.make_nonfinite(tiny.llama(), "gradient")
     model.get_input_embeddings().requires_grad_(False)
     model.model.layers[0].requires_grad_(False)
     masking = nn.Module()
     masking.forward = lambda values: values.masked_fill(values > -1e9, -torch.inf)
     model.add_module("masking", masking)
     model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] + masking(args[0]).exp(),))
-    (report,) = found(model, poisons.rows(bad=(9, 11)), tmp_path)
-    assert (report.case, report.where, report.rows) == ("gradient", poisons.PLACE, (1, 3))
+    (report,) = found(model, nonfinite_models.rows(bad=(9, 11)), tmp_path)
+    assert (report.case, report.where, report.rows) == ("gradient", nonfinite_models.PLACE, (1, 3))
     assert report.parameters[0] == "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -118,7 +122,7 @@ def test_values_made_between_modules_accuse_the_module_around(tmp_path: Any) -> 
 
     model = tiny.llama()
     model.model.layers[0].mlp = Between(model.config)
-    (*_, report) = found(model, poisons.rows(4), tmp_path)
+    (*_, report) = found(model, nonfinite_models.rows(4), tmp_path)
     assert (report.case, report.where, report.module_class) == ("forward", "model.layers.0.mlp", "Between")
     assert report.rows == (0, 1, 2, 3)
 
@@ -126,29 +130,29 @@ def test_values_made_between_modules_accuse_the_module_around(tmp_path: Any) -> 
 def test_bfloat16(tmp_path: Any) -> None:
     (report,) = of_llama(tmp_path, "forward", bf16=True)
     assert (report.case, report.where, report.dtype, report.precision) == (
-        "forward", poisons.PLACE, "bfloat16", "bf16"
+        "forward", nonfinite_models.PLACE, "bfloat16", "bf16"
     )  # fmt: skip
 
 
 def test_loss_of_ignored_labels(tmp_path: Any) -> None:
-    examples = poisons.rows()
+    examples = nonfinite_models.rows()
     for index in range(8, 12):
         examples[index]["labels"] = [-100] * 8
     (report,) = found(tiny.llama(), examples, tmp_path)
     assert (report.case, report.step, report.rows, report.examples) == ("loss", 3, (0, 1, 2, 3), (8, 9, 10, 11))
     assert str(report) == (
         "step 3: the loss is not finite, what it is computed from is: every label there is -100, so none counts; "
-        "micro-batch 0, rows 0, 1, 2, 3, examples 8, 9, 10, 11. "
+        "accumulation step 0, rows 0, 1, 2, 3, examples 8, 9, 10, 11. "
         "Look at the collator, at truncation and at the labels of these examples"
     )
 
 
 def test_loss_outside_of_the_model(tmp_path: Any) -> None:
     def log_of_zero(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        spoiled = (labels[:, 0] == poisons.BAD).float()
+        spoiled = (labels[:, 0] == nonfinite_models.BAD).float()
         return outputs.logits.mean() + torch.log(1 - spoiled).sum()
 
-    (report,) = found(tiny.llama(), poisons.rows(bad=(5,)), tmp_path, compute_loss_func=log_of_zero)
+    (report,) = found(tiny.llama(), nonfinite_models.rows(bad=(5,)), tmp_path, compute_loss_func=log_of_zero)
     assert (report.case, report.step, report.rows, report.examples, report.detail) == ("loss", 2, (1,), (5,), "")
 
 
@@ -158,19 +162,23 @@ def mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
 
 
 def test_a_row_without_labels_is_not_accused_for_the_mean_that_it_has_not(tmp_path: Any) -> None:
-    examples = poisons.rows(4, bad=(2,))
+    examples = nonfinite_models.rows(4, bad=(2,))
     examples[0]["labels"] = [-100] * 8
-    (report,) = found(poisons.poison(tiny.llama(), "forward"), examples, tmp_path, compute_loss_func=mean_loss)
-    assert (report.case, report.where, report.rows, report.examples) == ("forward", poisons.PLACE, (2,), (2,))
+    (report,) = found(
+        nonfinite_models.make_nonfinite(tiny.llama(), "forward"), examples, tmp_path, compute_loss_func=mean_loss
+    )
+    assert (report.case, report.where, report.rows, report.examples) == ("forward", nonfinite_models.PLACE, (2,), (2,))
 
 
 def test_rows_that_another_cause_spoils_are_not_among_those_named(tmp_path: Any) -> None:
     def log_of_zero(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         return mean_loss(outputs, labels) + torch.log(1 - (labels[:, 1] == 5).float()).sum()
 
-    examples = poisons.rows(4, bad=(3,))
+    examples = nonfinite_models.rows(4, bad=(3,))
     examples[1]["labels"] = [5] * 8
-    (report,) = found(poisons.poison(tiny.llama(), "forward"), examples, tmp_path, compute_loss_func=log_of_zero)
+    (report,) = found(
+        nonfinite_models.make_nonfinite(tiny.llama(), "forward"), examples, tmp_path, compute_loss_func=log_of_zero
+    )
     assert (report.case, report.rows, report.examples) == ("loss", (1,), (1,))
 
 
@@ -183,10 +191,10 @@ def test_rows_that_are_no_examples(tmp_path: Any) -> None:
 
 
 def test_weights_that_cannot_be_looked_at_do_not_end_the_run(tmp_path: Any) -> None:
-    model = poisons.poison(tiny.llama(), "forward")
+    model = nonfinite_models.make_nonfinite(tiny.llama(), "forward")
     model.register_buffer("eighths", torch.zeros(2).to(torch.float8_e4m3fn))  # torch has no isfinite for them
-    (report,) = found(model, poisons.rows(8, bad=(5,)), tmp_path)
-    assert (report.case, report.where, report.rows) == ("forward", poisons.PLACE, (1,))
+    (report,) = found(model, nonfinite_models.rows(8, bad=(5,)), tmp_path)
+    assert (report.case, report.where, report.rows) == ("forward", nonfinite_models.PLACE, (1,))
 
 
 class Normed(nn.Module):
@@ -226,14 +234,14 @@ class SpoilWeight(TrainerCallback):
 
 def test_weights(tmp_path: Any) -> None:
     callback = OverflowCallback()
-    trainer = poisons.make_trainer(tiny.llama(), poisons.rows(), tmp_path, SpoilWeight())
+    trainer = nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(), tmp_path, SpoilWeight())
     attach(trainer, callback)
     with pytest.raises(RuntimeError, match=r"^max_in_a_row=3 steps in a row up to step 4 "):
         trainer.train()
     assert [(report.step, report.case, report.parameters) for report in callback.reports] == [
         (step, "weights", ("model.layers.1.self_attn.q_proj.weight",)) for step in (2, 3, 4)
     ]
-    assert callback.reports[0].micro_batch is None
+    assert callback.reports[0].accumulation_step is None
 
 
 def test_inputs(tmp_path: Any) -> None:
@@ -242,7 +250,7 @@ def test_inputs(tmp_path: Any) -> None:
     (report,) = found(tiny.bert(num_labels=1), examples, tmp_path)
     assert (report.case, report.where, report.step, report.rows, report.examples) == ("inputs", "labels", 2, (2,), (6,))
     assert str(report) == (
-        "step 2: the batch itself is not finite, in column labels; micro-batch 0, rows 2, examples 6. "
+        "step 2: the batch itself is not finite, in column labels; accumulation step 0, rows 2, examples 6. "
         "Mend labels in these examples or leave them out: dataset.select(...)"
     )
 
@@ -267,10 +275,10 @@ def joint_rows() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("has_norm", [False, True], ids=["plain", "batch norm"])
-def test_a_whole_micro_batch_where_no_row_alone_shows_it(tmp_path: Any, has_norm: bool) -> None:
+def test_a_whole_batch_where_no_row_alone_shows_it(tmp_path: Any, has_norm: bool) -> None:
     (report,) = found(Joint(has_norm), joint_rows(), tmp_path)
     assert (report.case, report.step, report.rows, report.examples) == ("loss", 1, (), (0, 1, 2, 3))
-    assert "; micro-batch 0, no row alone, examples 0, 1, 2, 3. " in str(report)
+    assert "; accumulation step 0, no row alone, examples 0, 1, 2, 3. " in str(report)
 
 
 def test_a_step_that_is_finite_when_repeated(tmp_path: Any) -> None:
@@ -280,9 +288,9 @@ def test_a_step_that_is_finite_when_repeated(tmp_path: Any) -> None:
         calls.append(1)
         return outputs.logits.mean() * (torch.nan if len(calls) == 1 else 1.0)
 
-    (report,) = found(tiny.llama(), poisons.rows(4), tmp_path, compute_loss_func=once)
+    (report,) = found(tiny.llama(), nonfinite_models.rows(4), tmp_path, compute_loss_func=once)
     assert len(calls) == 1 + 4 + 1  # the step, each row, the whole
-    assert (report.case, report.micro_batch) == ("unknown", None)
+    assert (report.case, report.accumulation_step) == ("unknown", None)
     assert report.parameters == ()
     assert str(report) == (
         "step 1: loss or gradients were not finite, but are when it is repeated. If it comes again, lower "
@@ -300,7 +308,7 @@ def test_a_replay_that_runs_out_of_memory_is_no_finding(tmp_path: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return outputs.logits.mean() * torch.nan
 
-    (report,) = found(tiny.llama(), poisons.rows(4), tmp_path, compute_loss_func=hungry)
+    (report,) = found(tiny.llama(), nonfinite_models.rows(4), tmp_path, compute_loss_func=hungry)
     assert (report.case, report.detail) == ("unknown", "OutOfMemoryError: CUDA out of memory.")
     assert "not finite, and repeating the step failed (OutOfMemoryError: CUDA out of memory.). If " in str(report)
 
@@ -308,21 +316,21 @@ def test_a_replay_that_runs_out_of_memory_is_no_finding(tmp_path: Any) -> None:
 @pytest.mark.parametrize("is_failing", [False, True], ids=["finds", "raises"])
 def test_a_replay_leaves_everything_as_it_was(tmp_path: Any, is_failing: bool) -> None:
     model = Joint(has_norm=True)
-    trainer = poisons.make_trainer(model, joint_rows(), tmp_path)
+    trainer = nonfinite_models.make_trainer(model, joint_rows(), tmp_path)
     if is_failing:
         model.dropout.register_forward_hook(lambda *_: 1 / 0)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = picture(model)
     x = torch.tensor([[1.0, 1.0], [3.0, 1.0]])
-    micro_batch = MicroBatch({"x": x, "labels": torch.zeros(2)}, None, RandomState.capture(torch.device("cpu")))
+    step_inputs = StepInputs({"x": x, "labels": torch.zeros(2)}, None, RandomState.capture(torch.device("cpu")))
     torch.rand(3), np.random.rand(3), random.random()
     numbers = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     if is_failing:
         with pytest.raises(ZeroDivisionError):
-            replay(trainer, micro_batch)
+            replay(trainer, step_inputs)
     else:
-        assert replay(trainer, micro_batch).is_loss_finite
+        assert replay(trainer, step_inputs).is_loss_finite
     assert picture(model) == before
     assert torch.equal(torch.get_rng_state(), numbers[0])
     assert np.random.get_state()[1].tolist() == numbers[1]
@@ -339,14 +347,14 @@ def picture(model: nn.Module) -> list[Any]:
 
 def test_the_replay_draws_the_same_random_numbers(tmp_path: Any) -> None:
     model = Joint(has_norm=False)
-    trainer = poisons.make_trainer(model, joint_rows(), tmp_path)
+    trainer = nonfinite_models.make_trainer(model, joint_rows(), tmp_path)
     inputs = {"x": torch.rand(4, 2), "labels": torch.zeros(4)}
     state = RandomState.capture(torch.device("cpu"))
     seen: list[Any] = []
     model.dropout.register_forward_hook(lambda module, args, output: seen.append(output.tolist()))
     model(**inputs)
     torch.rand(7)
-    replay(trainer, MicroBatch(inputs, None, state))
+    replay(trainer, StepInputs(inputs, None, state))
     assert seen[0] == seen[1]
 
 
@@ -385,22 +393,29 @@ def described(**fields: Any) -> str:
         pytest.param(
             lambda: described(
                 case="forward", where="a.b", module_class="Linear", dtype="float16", largest_value=6.5e4,
-                largest_input=812.0, micro_batch=1, rows=(2,), examples=(40,), precision="fp16",
+                largest_input=812.0, accumulation_step=1, rows=(2,), examples=(40,), precision="fp16",
             ),
             "step 7: the output of a.b (Linear) is not finite, its inputs are (largest input 812, largest finite "
-            "output 6.5e+04, float16); micro-batch 1, rows 2, examples 40. Set bf16=True instead of fp16=True, or "
-            "compute a.b in float32; else lower learning_rate, lengthen warmup_steps or set max_grad_norm=1.0",
+            "output 6.5e+04, float16); accumulation step 1, rows 2, examples 40. Set bf16=True instead of fp16=True, "
+            "or compute a.b in float32; else lower learning_rate, lengthen warmup_steps or set max_grad_norm=1.0",
             id="forward",
+        ),
+        pytest.param(
+            lambda: described(case="forward", where="a.b", module_class="Linear"),
+            "step 7: the output of a.b (Linear) is not finite, its inputs are. Look for sqrt, log or a division of "
+            'zero in a.b: add an eps inside (the values of the modules before it: debug="underflow_overflow"); else '
+            "lower learning_rate, lengthen warmup_steps or set max_grad_norm=1.0",
+            id="forward in float32",
         ),
         pytest.param(
             lambda: described(
                 case="gradient", where="a.b", module_class="Linear", dtype="float32", largest_value=2.0,
-                largest_input=1.0, micro_batch=0, rows=tuple(range(12)), parameters=("a.b.weight",),
+                largest_input=1.0, accumulation_step=0, rows=tuple(range(12)), parameters=("a.b.weight",),
             ),
             "step 7: the gradient stops being finite in the backward pass of a.b (Linear) (largest gradient of its "
             "output 1, largest finite gradient of its inputs 2, float32); first weights with such a gradient: "
-            "a.b.weight; micro-batch 0, rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more. Look for sqrt, log or a division "
-            "of zero in a.b: add an eps inside; else lower learning_rate, lengthen warmup_steps or set "
+            "a.b.weight; accumulation step 0, rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more. Look for sqrt, log or a "
+            "division of zero in a.b: add an eps inside; else lower learning_rate, lengthen warmup_steps or set "
             "max_grad_norm=1.0",
             id="gradient",
         ),
@@ -414,14 +429,14 @@ def described(**fields: Any) -> str:
         pytest.param(
             lambda: described(case="loss scale", loss_scale=64.0, precision="fp16"),
             "step 7: the gradients are finite, but not times the loss scale of 64. Set bf16=True instead of fp16=True, "
-            "which needs no loss scale; where the card lacks it, lower learning_rate, lengthen warmup_steps or set "
+            "which needs no loss scale; where the GPU lacks it, lower learning_rate, lengthen warmup_steps or set "
             "max_grad_norm=1.0",
             id="loss scale",
         ),
         pytest.param(
-            lambda: described(case="loss", micro_batch=0, rows=(1,)),
-            "step 7: the loss is not finite, what it is computed from is; micro-batch 0, rows 1. Look for log(0), a "
-            "division by zero or a masked class among the labels: add an eps, or leave them out",
+            lambda: described(case="loss", accumulation_step=0, rows=(1,)),
+            "step 7: the loss is not finite, what it is computed from is; accumulation step 0, rows 1. Look for "
+            "log(0), a division by zero or a masked class among the labels: add an eps, or leave them out",
             id="loss",
         ),
     ],

@@ -93,7 +93,7 @@ def trainer(model: nn.Module, folder: Path, *callbacks: Any, **settings: Any) ->
     return attach(built, *callbacks) if callbacks else built
 
 
-def lean() -> ShardedCheckpointCallback:
+def ours() -> ShardedCheckpointCallback:
     return ShardedCheckpointCallback(max_shard_bytes=SHARD_BYTES)
 
 
@@ -113,14 +113,14 @@ def peak(tracker: StorageTracker) -> int:
 def test_resume_equals_straight_run(tmp_path, case) -> None:
     build, settings = CASES[case]
     straight, resumed, by_stock, from_stock = (build() for _ in range(4))
-    trainer(straight, tmp_path / "lean", lean(), **settings).train()
-    written = sorted(path.name for path in (tmp_path / "lean/checkpoint-2").glob("*.safetensors*"))
+    trainer(straight, tmp_path / "ours", ours(), **settings).train()
+    written = sorted(path.name for path in (tmp_path / "ours/checkpoint-2").glob("*.safetensors*"))
     assert len(written) > 2 or build is lora, written
-    trainer(resumed, tmp_path / "lean", lean(), **settings).train(str(tmp_path / "lean/checkpoint-2"))
-    trainer(by_stock, tmp_path / "lean", **settings).train(str(tmp_path / "lean/checkpoint-2"))
+    trainer(resumed, tmp_path / "ours", ours(), **settings).train(str(tmp_path / "ours/checkpoint-2"))
+    trainer(by_stock, tmp_path / "ours", **settings).train(str(tmp_path / "ours/checkpoint-2"))
     stock = build()
     trainer(stock, tmp_path / "stock", **settings).train()
-    trainer(from_stock, tmp_path / "stock", lean(), **settings).train(str(tmp_path / "stock/checkpoint-2"))
+    trainer(from_stock, tmp_path / "stock", ours(), **settings).train(str(tmp_path / "stock/checkpoint-2"))
     for other in (resumed, by_stock, from_stock, stock):
         assert tiny.largest_difference(straight, other) == 0.0
 
@@ -129,15 +129,15 @@ def test_resume_equals_straight_run(tmp_path, case) -> None:
 def test_converted_weights_are_resumed(tmp_path, build) -> None:
     """Stock writes these under the names of the hub and reads them back under none: it resumes with fresh ones."""
     differences = {}
-    for name, callbacks in {"lean": [lean()], "stock": []}.items():
+    for name, callbacks in {"ours": [ours()], "stock": []}.items():
         straight, resumed = build(), build()
         trainer(straight, tmp_path / name, *callbacks).train()
         loaded = type(straight).from_pretrained(tmp_path / name / "checkpoint-4")
         assert tiny.largest_difference(straight, loaded) == 0.0
-        again = [lean() for _ in callbacks]
+        again = [ours() for _ in callbacks]
         trainer(resumed, tmp_path / name, *again).train(str(tmp_path / name / "checkpoint-2"))
         differences[name] = tiny.largest_difference(straight, resumed)
-    assert differences["lean"] == 0.0
+    assert differences["ours"] == 0.0
     assert differences["stock"] > 0.01  # transformers 5.8.1, 5.17.0, 5.23.0: issue 48805
 
 
@@ -153,7 +153,7 @@ def test_best_model_and_limit(tmp_path) -> None:
     }
     model = llama()
     args = tiny.arguments(tmp_path, **{**RUN, **settings})
-    built = attach(Trainer(model=model, args=args, train_dataset=ROWS, eval_dataset=ROWS), lean())
+    built = attach(Trainer(model=model, args=args, train_dataset=ROWS, eval_dataset=ROWS), ours())
     built.train()
     best = Path(built.state.best_model_checkpoint)
     assert {path.name for path in tmp_path.iterdir()} == {best.name, "checkpoint-6"}
@@ -165,7 +165,7 @@ def test_best_model_and_limit(tmp_path) -> None:
 def test_second_run_of_one_trainer_resumes(tmp_path) -> None:
     """As in a notebook: the state of the first run makes room before that of the checkpoint is loaded."""
     straight = llama()
-    built = trainer(straight, tmp_path, lean())
+    built = trainer(straight, tmp_path, ours())
     built.train()
     after = [parameter.detach().clone() for parameter in straight.parameters()]
     built.train(str(tmp_path / "checkpoint-2"))
@@ -202,8 +202,8 @@ def test_weights_of_an_earlier_run_do_not_shadow_new_ones(tmp_path) -> None:
     trainer(tiny.llama(seed=7, vocab_size=512), tmp_path).train()
     assert (tmp_path / "checkpoint-2/model.safetensors").is_file()
     straight, resumed = llama(), llama()
-    trainer(straight, tmp_path, lean()).train()
-    trainer(resumed, tmp_path, lean()).train(str(tmp_path / "checkpoint-2"))
+    trainer(straight, tmp_path, ours()).train()
+    trainer(resumed, tmp_path, ours()).train(str(tmp_path / "checkpoint-2"))
     assert tiny.largest_difference(straight, resumed) == 0.0
 
 
@@ -284,7 +284,7 @@ def test_weights_on_the_host_are_bounded_by_a_file(tmp_path) -> None:
     assert host_copies(llama(), tmp_path / "stock") == weights_bytes
     model = llama()
     with save_in_shards(model, max_shard_bytes=SHARD_BYTES + 10_000):
-        assert 0 < host_copies(model, tmp_path / "lean") <= SHARD_BYTES + 10_000 < weights_bytes // 2
+        assert 0 < host_copies(model, tmp_path / "ours") <= SHARD_BYTES + 10_000 < weights_bytes // 2
 
 
 def test_experts_are_not_copied_on_the_card(tmp_path) -> None:
@@ -346,7 +346,7 @@ def stock_load(optimizer: Any, state_dict: dict[str, Any]) -> None:
 
 
 def lean_load(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    load_optimizer_state(optimizer, state_dict, piece_bytes=1)
+    load_optimizer_state(optimizer, state_dict, part_bytes=1)
 
 
 PER_PARAMETER = 2 * 128 * 128 * 4
@@ -363,19 +363,19 @@ def test_state_of_torch_is_never_twice_on_the_card(read_to) -> None:
 
 
 @pytest.mark.parametrize(("read_to", "place"), [("cpu", "host"), ("meta", "card")], ids=["one", "several"])
-def test_state_of_bitsandbytes_is_copied_piece_by_piece(read_to, place) -> None:
+def test_state_of_bitsandbytes_is_copied_part_by_part(read_to, place) -> None:
     """Stock: twice on the host with one process, twice on the card with several."""
     stock = loading_peaks(bitsandbytes.optim.AdamW32bit, stock_load, read_to=read_to)
-    lean = loading_peaks(bitsandbytes.optim.AdamW32bit, lean_load, read_to=read_to)
+    ours = loading_peaks(bitsandbytes.optim.AdamW32bit, lean_load, read_to=read_to)
     assert 2 * STATE <= stock[place] <= 2 * STATE + SMALL
-    for found in (stock, lean):
+    for found in (stock, ours):
         assert found["card"] >= STATE
-    assert lean["host"] <= (STATE + PER_PARAMETER if read_to == "cpu" else 0) + SMALL
-    assert lean["card"] <= STATE + PER_PARAMETER + SMALL
+    assert ours["host"] <= (STATE + PER_PARAMETER if read_to == "cpu" else 0) + SMALL
+    assert ours["card"] <= STATE + PER_PARAMETER + SMALL
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW32bit", "Lion8bit", "AdEMAMix8bit", "SGD8bit"])
-def test_pieces_load_what_the_whole_loads(name) -> None:
+def test_parts_load_what_the_whole_loads(name) -> None:
     optimizer_class = getattr(bitsandbytes.optim, name)
     options = {"momentum": 0.9} if name == "SGD8bit" else {}
     _, source = stepped(optimizer_class, **options)
@@ -487,7 +487,7 @@ def test_files_are_mapped_only_while_state_is_loaded(tmp_path, monkeypatch) -> N
     from torch.utils.serialization import config
 
     straight, resumed = llama(), llama()
-    trainer(straight, tmp_path, lean()).train()
+    trainer(straight, tmp_path, ours()).train()
     monkeypatch.setattr(checkpoint_files, "_maps_state", lambda trainer: True)
     read, seen = torch.load, {}
 
@@ -496,7 +496,7 @@ def test_files_are_mapped_only_while_state_is_loaded(tmp_path, monkeypatch) -> N
         return read(path, *args, **kwargs)
 
     monkeypatch.setattr(torch, "load", load)
-    built = trainer(resumed, tmp_path, lean())
+    built = trainer(resumed, tmp_path, ours())
     built.train(str(tmp_path / "checkpoint-2"))
     assert seen["optimizer.pt"] is True
     assert {name for name, mapped in seen.items() if mapped} == {"optimizer.pt"}
@@ -510,10 +510,10 @@ def test_files_are_mapped_only_while_state_is_loaded(tmp_path, monkeypatch) -> N
 def test_setting_is_put_back_when_there_is_no_state(tmp_path, monkeypatch, damage) -> None:
     from torch.utils.serialization import config
 
-    trainer(llama(), tmp_path, lean()).train()
+    trainer(llama(), tmp_path, ours()).train()
     monkeypatch.setattr(checkpoint_files, "_maps_state", lambda trainer: True)
     path = tmp_path / "checkpoint-2/optimizer.pt"
-    built = trainer(llama(), tmp_path, lean())
+    built = trainer(llama(), tmp_path, ours())
     seen: list[bool] = []
     step = built.training_step
     built.training_step = lambda *args, **kwargs: (seen.append(config.load.mmap), step(*args, **kwargs))[1]
@@ -556,7 +556,7 @@ def test_unbound_callback_is_refused(tmp_path) -> None:
 
 
 def test_handle_gives_the_trainer_back(tmp_path) -> None:
-    callback = lean()
+    callback = ours()
     built = Trainer(model=llama(), args=tiny.arguments(tmp_path, **RUN), train_dataset=ROWS)
     before = set(vars(built))
     attach(built, callback)
@@ -569,7 +569,7 @@ def test_handle_gives_the_trainer_back(tmp_path) -> None:
 
 
 def test_moves_to_another_trainer_once_it_was_taken_off(tmp_path) -> None:
-    callback = lean()
+    callback = ours()
     first = trainer(llama(), tmp_path / "1", callback)
     callback.handle.remove()
     second = trainer(llama(), tmp_path / "2", callback)
@@ -599,8 +599,7 @@ def test_copy_is_unused_with_the_same_setting(tmp_path) -> None:
         (-1, "max_shard_bytes=-1 is negative; expected 0 bytes or more. Write, for example, '4GB'."),
         (
             0,
-            "max_shard_bytes=0 leaves a file no room; expected 1 byte or more. "
-            "Write, for example, max_shard_bytes='1GB'.",
+            "max_shard_bytes=0 is invalid; expected 1 byte or more. Write, for example, max_shard_bytes='1GB'.",
         ),
     ],
     ids=["text", "negative", "zero"],
@@ -629,8 +628,8 @@ def run_rank(folder: Path) -> None:
     gc.freeze()  # the Trainer collects garbage at the start of each run, 0.5 s with all that was imported
     straight, resumed = llama(), llama()
     settings = {"optim": "adamw_bnb_8bit", "ddp_find_unused_parameters": False}
-    trainer(straight, folder / "out", lean(), **settings).train()
-    built = trainer(resumed, folder / "out", lean(), **settings)
+    trainer(straight, folder / "out", ours(), **settings).train()
+    built = trainer(resumed, folder / "out", ours(), **settings)
     built.train(str(folder / "out/checkpoint-2"))
     found = {
         "difference": tiny.largest_difference(straight, resumed),

@@ -171,8 +171,7 @@ def test_a_callback_serves_one_trainer_at_a_time(name, tmp_path) -> None:
 
 
 def callback_of(trainer: Any, name: str) -> Any:
-    (callback,) = (one for one in trainer.callback_handler.callbacks if getattr(one, "technique", None) == name)
-    return callback
+    return next(one for one in trainer.callback_handler.callbacks if getattr(one, "technique", None) == name)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda trainer: pickle.loads(pickle.dumps(trainer))}
@@ -217,7 +216,7 @@ def test_techniques_keep_the_weights_together(group, setting, tmp_path) -> None:
     settings = SETTING_ARGUMENTS.get(setting, {})
     ours, stock = (run(names, tmp_path / str(use), use=use, **settings) for use in (True, False))
     tolerance = max(TABLE[name].tolerance for name in names)
-    if setting == "bf16":  # one rounding of bfloat16 per piece
+    if setting == "bf16":  # one rounding of bfloat16 per micro-batch
         tolerance *= 2**15
     assert difference(ours, stock) <= tolerance
     assert ours.trainer.state.global_step == STEPS

@@ -115,7 +115,7 @@ def test_gradients_of_what_is_frozen_are_dropped_and_the_handle_undoes_the_flags
         *(
             (
                 {step: "base"},
-                f"schedule={{{step!r}: 'base'}} has the key {step!r}, which is no step; expected an integer of 0 or "
+                f"schedule={{{step!r}: 'base'}} has the key {step!r}, which is not a step; expected an integer of 0 or "
                 f"more, or a fraction of the run below 1.0. Write {EXAMPLE}",
             )
             for step in (-1, 1.0, float("nan"), True, "0")

@@ -1,8 +1,8 @@
-"""torch.compile's own choice of what to keep: a share of the activations that a compiled step would save.
+"""Let torch.compile choose which activations to keep, within a fraction of those that a compiled step would save.
 
-The partitioner of a compiled graph solves for the least recomputation within the share (1.0 keeps what is worth it, 0.0
-about the inputs of the graph alone). It acts when a graph is compiled, the first time that it runs, and does nothing to
-a model that is not compiled.
+The partitioner of a compiled graph looks for the least recomputation within the fraction (1.0 is torch's default, 0.0
+keeps about the inputs of the graph alone). It acts when a graph is compiled, i.e. the first time that it runs, and has
+no effect on a model that is not compiled.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def activation_memory_budget(fraction: float) -> UndoHandle:
         fraction: 0.0 to 1.0; of what torch.compile saves by default.
 
     Returns:
-        A handle, and a context manager, that restores what torch's configuration said before.
+        A handle, and a context manager, that restores torch's configuration.
 
     Raises:
-        ValueError: ``fraction`` is no number from 0 to 1.
+        ValueError: ``fraction`` is not a number from 0 to 1.
 
     Example:
         >>> with activation_memory_budget(0.5):
@@ -32,7 +32,7 @@ def activation_memory_budget(fraction: float) -> UndoHandle:
     """
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
         raise ValueError(
-            f"fraction={fraction!r} is no share of the activations; expected a number from 0.0 to 1.0. "
+            f"fraction={fraction!r} is not a fraction of the activations; expected a number from 0.0 to 1.0. "
             "Call: activation_memory_budget(0.5)"
         )
     # private, pinned by a test, seen in torch 2.6 to 2.13: the name that torch's blog and issues give to users

@@ -1,12 +1,13 @@
-"""Recompute activations instead of keeping them, layer by layer, by a policy that is one word.
+"""Recompute activations instead of keeping them, in the layers that a one-word policy names.
 
 Gradients stay what they are, bit by bit: dropout draws the same numbers again. By
 ``python benchmarks/checkpointing.py``, of what BERT-large saves (32 texts of 128 tokens, bf16 autocast) ``"full"``
 leaves 9 % for 33 % more operations in the step, ``"every_2"`` 54 % for 17 %, and ``"selective"`` 46 % for 0.7 %.
 
 Stock ``TrainingArguments`` can ask for ``"full"`` and ``"every_2"``. ``"selective"`` needs a function, which would make
-them unserialisable; so a callback switches the policy on when training begins. Left out: reentrant checkpointing, and
-the choice of a policy for a budget.
+them unserialisable; so a callback switches the policy on when training begins.
+
+Limitations: no reentrant checkpointing, and no choice of a policy for a memory budget.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,12 +28,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_settings
 from hf_memopt.binding.handles import UndoHandle, override_method
+from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.binding.versions import can_offload_checkpoints, checkpointing_of, enable_checkpointing
 from hf_memopt.changes import Change, add_change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.techniques.checkpointing.compile_budget import activation_memory_budget
+from hf_memopt.techniques.checkpointing.input_gradients import drop_input_gradients, input_gradient_hooks
 from hf_memopt.techniques.checkpointing.selective import selective_contexts
-from hf_memopt.techniques.freezing.freezing import drop_input_gradients, input_gradient_hooks, layer_stacks
+from hf_memopt.techniques.layer_names import layer_stacks
+from hf_memopt.techniques.model_handles import ModelHandles
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["CheckpointingCallback", "checkpoint_layers"]
 
@@ -49,12 +57,12 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False
     A policy is one of:
 
     - ``"full"``: of every layer only the input is kept;
-    - ``"every_2"``: so in every second layer, counted as stock's ``every_n_layers`` through the whole model;
-    - ``"first_8"``: so in the first 8 layers of each stack (``layer_stacks``; encoder and decoder alike). The first
-      layers are those whose activations live longest;
+    - ``"every_2"``: the same in every second layer, counted as stock's ``every_n_layers`` through the whole model;
+    - ``"first_8"``: the same in the first 8 layers of each stack (``layer_stacks``; encoder and decoder alike). The
+      activations of the first layers live longest;
     - ``"selective"``: in every layer the results of linear layers and of fused attention are kept too, and the rest is
-      recomputed (``selective.py``). Attention that drops out is recomputed as well: only so does what
-      comes after it draw the same numbers again.
+      recomputed (``selective``). Attention with dropout is recomputed as well, so that the dropouts after it draw the
+      same numbers again.
 
     Whatever was switched on before is replaced. The hooks that stock puts on the embeddings for reentrant checkpointing
     are taken off (``drop_input_gradients``), so a frozen prefix keeps what it saves; of a model with PEFT adapters they
@@ -63,10 +71,10 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False
     Args:
         model: of transformers, or wrapped by PEFT.
         policy: as above.
-        offload: keep what is kept between the layers in the host's memory, as stock's ``offload``.
+        offload: keep the inputs of the layers in the host's memory, as stock's ``offload``.
 
     Returns:
-        A handle whose ``remove()`` puts the model back as it was; it keeps no model alive.
+        A handle whose ``remove()`` restores the model; it does not keep the model alive.
 
     Raises:
         ValueError: an unknown policy; the model cannot be checkpointed, or not by layer; the policy counts more layers
@@ -103,32 +111,34 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False
         _clear_flags_within(layer)
     has_new_hooks = len(input_gradient_hooks(model)) > hooks
     dropped = drop_input_gradients(model)
+    was_dropped = not dropped.is_removed
     reference = weakref.ref(model)
 
     def undo() -> None:
         restore()
-        if dropped is not None and hooks:
+        if was_dropped and hooks:
             dropped.remove()
-        elif dropped is None and has_new_hooks and (alive := reference()) is not None:
+        elif not was_dropped and has_new_hooks and (alive := reference()) is not None:
             alive.disable_input_require_grads()
 
     return UndoHandle(undo)
 
 
 class CheckpointingCallback(TrainerCallback):
-    """Call ``checkpoint_layers`` when training begins, whatever model the ``Trainer`` has by then.
+    """Call ``checkpoint_layers`` when training begins, for the model that the ``Trainer`` has by then.
 
     ``TrainingArguments(activation_checkpointing=...)`` stays False; if it is set, this policy replaces it. The model
-    keeps the policy after training, as it does with stock; ``handle.remove()`` takes it back.
+    keeps the policy after training, as it does with stock; ``handle.remove()`` undoes it. It logs no keys.
 
     Args:
-        policy: as ``checkpoint_layers`` takes it, or ``"budget_0.5"`` with the share that ``activation_memory_budget``
-            takes: for ``torch_compile=True``, and bound with ``attach``. That is set within each training step alone.
+        policy: as ``checkpoint_layers`` takes it, or ``"budget_0.5"`` with the fraction for
+            ``activation_memory_budget``, which needs ``torch_compile=True`` and ``attach`` and is set only within
+            training steps.
         offload: as ``checkpoint_layers`` takes it.
 
     Attributes:
         changes: what was replaced, one ``Change`` per kind.
-        handle: undoes what was done to the model (of a budget: to the trainer) seen last; None before the first.
+        handle: undoes the changes to the last model (for a budget: to the trainer); None before the first.
 
     Raises:
         ValueError: an unknown policy, at once; the rest as ``checkpoint_layers`` does, when training begins; a budget
@@ -146,14 +156,14 @@ class CheckpointingCallback(TrainerCallback):
         self.offload = offload
         self.changes: list[Change] = []
         self.handle: UndoHandle | None = None
-        self._model: Callable[[], Any] = lambda: None
+        self._handles = ModelHandles()
         self.binding = Binding()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a copy starts unused: handles belong to this process and its model
-        return _callback, (self.policy, self.offload)
+        return partial(type(self), self.policy, offload=self.offload), ()
 
-    def bind(self, trainer: Any) -> None:
+    def bind(self, trainer: Trainer) -> None:
         """Set a budget within this trainer's training steps; other policies need no binding."""
         if self._parsed.kind != "budget":
             return
@@ -171,23 +181,24 @@ class CheckpointingCallback(TrainerCallback):
 
         self.handle = self.binding.to(trainer, override_method(trainer, "training_step", within_budget))
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Switch the policy on in the model that is trained now."""
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Switch the policy on in the model that is trained."""
         check_settings(self.technique, args)
         if self._parsed.kind == "budget":
             _check_compiled(self.policy, args)
             self.binding.serving(self, state)
             return
-        if self.handle is not None and self._model() is model:
-            self.handle.remove()  # a second train(): undo is to reach back to before the first
-        self.handle = checkpoint_layers(model, self.policy, offload=self.offload)
-        self._model = weakref.ref(model)
+        if self._handles.model is model:
+            self._handles.remove()  # a second train() with the same model: one undo has to be enough
+        self.handle = self._handles.keep(model, checkpoint_layers(model, self.policy, offload=self.offload))
         self._record(args)
         layers = list(_checkpointing_layers(model))
         recomputed = sum(layer.gradient_checkpointing for layer in layers)
         logger.info(f"CheckpointingCallback: policy {self.policy!r}, {recomputed} of {len(layers)} layers recomputed")
 
-    def _record(self, args: Any) -> None:
+    def _record(self, args: TrainingArguments) -> None:
         is_asked, options = checkpointing_of(args)
         if not is_asked:
             return
@@ -195,16 +206,12 @@ class CheckpointingCallback(TrainerCallback):
         add_change(self.changes, Change("checkpointing", options or "full", self.policy, reason))
 
 
-def _callback(policy: str, offload: bool) -> CheckpointingCallback:
-    return CheckpointingCallback(policy, offload=offload)
-
-
 # ---- Policies -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """A policy as text and taken apart: "full", "every", "first", "selective" or "budget", with its number."""
+    """A policy as text and parsed: "full", "every", "first", "selective" or "budget", with its number."""
 
     text: str
     kind: str
@@ -213,7 +220,7 @@ class _Policy:
 
 
 def _parsed(policy: Any, *, budgets: bool = False) -> _Policy:
-    """Return a policy taken apart; ``budgets`` tells whether one of torch.compile will do."""
+    """Return a parsed policy; ``budgets``: whether a budget of torch.compile is accepted."""
     if isinstance(policy, str):
         if policy in ("full", "selective"):
             return _Policy(policy, policy)
@@ -242,8 +249,8 @@ def _checkpointing_layers(model: nn.Module) -> list[Any]:
 def _clear_flags_within(layer: nn.Module) -> None:
     """Take the flag off the parts of a layer: the layer recomputes them.
 
-    With it T5's attention asks for a gradient of a bias that has none to get, as reentrant checkpointing needs; that
-    takes memory and changes the kernel, and with it the last bits of the loss.
+    With the flag, T5's attention requires a gradient for a bias that needs none, as reentrant checkpointing wants it;
+    that takes memory and changes the kernel, and with it the last bits of the loss.
     """
     parts: list[Any] = list(layer.modules())
     for module in parts:
@@ -252,7 +259,7 @@ def _clear_flags_within(layer: nn.Module) -> None:
 
 
 def _chosen_layers(model: nn.Module, policy: _Policy) -> set[nn.Module] | None:
-    """Return the layers that a policy by layer recomputes; None for a policy that takes all."""
+    """Return the layers that a policy by layer recomputes; None for a policy that recomputes all."""
     if policy.kind not in ("every", "first"):
         return None
     layers = _checkpointing_layers(model)
@@ -282,9 +289,9 @@ def _chosen_layers(model: nn.Module, policy: _Policy) -> set[nn.Module] | None:
 def _check_model(model: Any, policy: _Policy) -> None:
     supported = getattr(model, "supports_gradient_checkpointing", False)
     if not supported or not any(hasattr(module, "gradient_checkpointing") for module in model.modules()):
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        name = type(unwrap_model(model)).__name__
         raise ValueError(
-            f"policy={policy.text!r} cannot be applied: {type(inner).__name__} does not support checkpointing; "
+            f"policy={policy.text!r} cannot be applied: {name} does not support checkpointing; "
             "expected a model of transformers with supports_gradient_checkpointing=True. Save memory otherwise, for "
             "example: freeze(model, 'embeddings'), or MicrobatchCallback(max_examples=1)"
         )
@@ -312,12 +319,12 @@ def _check_offload(model: nn.Module, policy: _Policy, offload: bool) -> None:
 
 def _offload_error(policy: str) -> ValueError:
     return ValueError(
-        f"policy={policy!r}, offload=True cannot work together: what the policy keeps within the layers stays on the "
-        "card; expected 'full', 'every_<n>' or 'first_<k>'. Pass offload=False"
+        f"policy={policy!r}, offload=True are incompatible: what the policy keeps within the layers stays on the GPU; "
+        "expected 'full', 'every_<n>' or 'first_<k>'. Pass offload=False"
     )
 
 
-def _check_compiled(policy: str, args: Any) -> None:
+def _check_compiled(policy: str, args: TrainingArguments) -> None:
     if not args.torch_compile:
         raise ValueError(
             f"policy={policy!r} is a choice that torch.compile makes, and torch_compile=False; expected a compiled "
@@ -329,7 +336,7 @@ def _check_compiled(policy: str, args: Any) -> None:
 
 
 def _restorer(model: nn.Module) -> Callable[[], None]:
-    """Return a function that gives the model's modules the checkpointing state back that they have now."""
+    """Return a function that restores the current checkpointing state of the model's modules."""
     before = [
         (weakref.ref(module), {name: vars(module)[name] for name in _STATE if name in vars(module)})
         for module in model.modules()

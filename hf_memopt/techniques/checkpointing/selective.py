@@ -1,12 +1,12 @@
-"""Which operations of a checkpointed layer keep their result: the costly ones whose result is small.
+"""Selective checkpointing: the operations of a checkpointed layer whose results are costly and small are kept.
 
 Linear layers and fused attention take nearly all of a layer's arithmetic; norms, activation functions and dropouts are
 recomputed from their results at the speed of memory. Products of two activations (``bmm``) are recomputed too: those of
 unfused attention are scores, as large as the square of the length.
 
-Left out: a choice among the linear layers of one layer; what a kernel outside of torch's dispatcher computes (it is
-recomputed); code that writes into the result of a linear layer (torch raises "Tensor cached during selective activation
-checkpoint has been mutated" in the backward pass).
+Limitations: no choice among the linear layers of one layer; the results of kernels outside of torch's dispatcher are
+always recomputed; code that writes into the result of a linear layer (torch raises "Tensor cached during selective
+activation checkpoint has been mutated" in the backward pass).
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def _policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **k
 
 
 def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether an attention draws a dropout mask.
+    """Return whether an attention draws a dropout mask.
 
-    Then it must run again: the dropouts after it would draw other random numbers than in the forward pass. ``_schema``
-    is private, pinned by a test, seen in torch 2.6 to 2.13.
+    Then it must run again, else the dropouts after it would draw other random numbers than in the forward pass.
+    ``_schema`` is private, pinned by a test, seen in torch 2.6 to 2.13.
     """
     if "dropout_p" in kwargs:
         return bool(kwargs["dropout_p"])

@@ -1,13 +1,13 @@
-"""Checkpoint folders that are complete or not resumed from.
+"""Make sure that a run resumes from complete checkpoints only.
 
 Stock writes ``trainer_state.json`` last (transformers 5.8.1 to 5.23.0; a test pins the order), but over whatever an
-earlier run left in a folder of the same name, and it resumes from the highest step without a look at what is in there.
-A run that dies while it saves leaves its weights beside the earlier run's optimizer and step. Here the training state
-of the earlier run is removed before the first new file is written, so ``trainer_state.json`` is there for one run only.
+earlier run left in a folder of the same name, and it resumes from the highest step without checking the folder. A run
+that is killed while it saves leaves its weights beside the earlier run's optimizer and step. Here the training state of
+the earlier run is removed before the first new file is written, so ``trainer_state.json`` belongs to one run only.
 
-Limitations: a mixture that a stock run left looks complete. Processes do not wait for each other while they save, so
-where all are killed within the moment in which the first of them starts or ends to save, the random state of another
-one may be an earlier run's.
+Limitations: a mixture that a stock run left looks complete. Processes do not wait for each other while they save: if
+all are killed in the moment in which the first of them starts or ends to save, the random state of another one may be
+an earlier run's.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_memopt.techniques.microbatching.limits import CAPS_FILE
+from hf_memopt.techniques.microbatching.limits import LIMITS_FILE
 
 __all__ = ["checkpoint_to_resume", "remove_training_state", "why_incomplete"]
 
 RESUMED_FILES = ("optimizer.pt", "scheduler.pt", "rng_state*.pth")
-"""What stock resumes from beside the weights and ``trainer_state.json``; nothing of it with ``save_only_model``."""
+"""What stock resumes from beside the weights and ``trainer_state.json``; ``save_only_model`` saves none of them."""
 
 
 def remove_training_state(folder: Path, processes: int = 1) -> None:
@@ -42,7 +42,7 @@ def remove_training_state(folder: Path, processes: int = 1) -> None:
         processes: of this run. Those after the first may have written their random state already.
     """
     written_by_others = {f"rng_state_{rank}.pth" for rank in range(1, processes)}
-    for pattern in (TRAINER_STATE_NAME, *RESUMED_FILES, "scaler.pt", CAPS_FILE):
+    for pattern in (TRAINER_STATE_NAME, *RESUMED_FILES, "scaler.pt", LIMITS_FILE):
         for path in folder.glob(pattern):
             if path.name not in written_by_others:
                 path.unlink()
@@ -79,8 +79,8 @@ def why_incomplete(folder: Path, *, check_files: bool = True) -> str | None:
 def checkpoint_to_resume(asked: Any, output_dir: str, *, check_files: bool = True) -> Any:
     """Return what ``Trainer.train`` is to resume from: what was asked for, but never an incomplete folder.
 
-    Where True is asked for, i.e. the last checkpoint, and that one is incomplete, the last complete one is returned,
-    with a warning. A folder that is named only has to be written to its end: files may be missing on purpose.
+    If True is asked for, i.e. the last checkpoint, and that one is incomplete, the last complete one is returned, with
+    a warning. A folder that is given by name only has to be written to its end: files may be missing on purpose.
 
     Args:
         asked: ``resume_from_checkpoint`` as ``Trainer.train`` takes it.

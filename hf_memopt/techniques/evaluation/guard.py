@@ -1,15 +1,15 @@
-"""Evaluation that cannot blow the card or the host, on stock's own means.
+"""Evaluation that cannot run out of memory on the GPU or the host, by stock's own means.
 
-Stock keeps the logits of every batch on the card until the evaluation ends, and then on the host: 160 rows of 128
+Stock keeps the logits of every batch on the GPU until the evaluation ends, and then on the host: 160 rows of 128
 tokens over 50,000 classes take 4.1 GB, at the moment of concatenation twice that. Here they are
 
-- reduced on the card as the user says (``preprocess_logits_for_metrics``): of 50,000 numbers per token one stays;
-- moved to the host (``eval_accumulation_steps``) before more than ``card_budget`` of them is on the card;
-- refused with an error before the host's memory is gone: by the first batch where its outputs times the number of
-  batches are too many, else by the batch that makes them so.
+- reduced on the GPU as the user says (``preprocess_logits_for_metrics``): of 50,000 numbers per token one stays;
+- moved to the host (``eval_accumulation_steps``) before more than ``card_budget`` of them is on the GPU;
+- refused with an error before the host's memory runs out: at the first batch if its outputs times the number of
+  batches are too many, else at the batch that makes them too many.
 
-A batch that does not fit is cut by rows and joined again (``recover_predictions``), which changes no result. The batch
-size stays the user's: ``eval_loss`` of token-level heads is a mean of batch means, which depends on how rows are
+A batch that does not fit is split by rows and joined again (``recover_predictions``), which changes no result. The
+batch size stays the user's: ``eval_loss`` of token-level heads is a mean of batch means, which depends on how rows are
 batched.
 """
 
@@ -31,7 +31,7 @@ from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.units import parse_bytes
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 __all__ = [
     "EvaluationGuardCallback",
@@ -42,21 +42,21 @@ __all__ = [
 
 
 class EvaluationGuardCallback(TrainerCallback):
-    """Bound the memory of ``trainer.evaluate`` and ``trainer.predict``; needs ``attach``.
+    """Bound the memory of ``trainer.evaluate`` and ``trainer.predict``; needs ``attach``. It logs no keys.
 
     Args:
-        reduce: what becomes of the logits on the card, before anything is kept. ``"argmax"``: the predicted class
+        reduce: how logits are reduced on the GPU, before anything is kept. ``"argmax"``: the predicted class
             (``class_predictions``). A callable: as stock's ``preprocess_logits_for_metrics``, takes logits and labels.
-            None: they stay as they are, since nobody can know what ``compute_metrics`` needs, or are reduced by the
+            None: they stay as they are, since ``compute_metrics`` may need any of them, or are reduced by the
             ``preprocess_logits_for_metrics`` that the Trainer was given.
-        card_budget: bytes of outputs on the card before they are moved to the host, unless ``eval_accumulation_steps``
-            is set. Each move waits for the card; while outputs are concatenated twice as much is held.
+        card_budget: bytes of outputs on the GPU before they are moved to the host, unless ``eval_accumulation_steps``
+            is set. Each move waits for the GPU; while outputs are concatenated twice as much is allocated.
 
     Attributes:
-        handle: takes back what was done to the trainer; None while unbound.
+        handle: takes everything off the trainer again; None before ``attach``.
 
     Raises:
-        ValueError: at once: a value that is none of these. When bound: ``reduce`` is given and so is
+        ValueError: an argument is invalid; when bound, ``reduce`` is given and so is
             ``preprocess_logits_for_metrics``.
         MemoryError: in an evaluation whose outputs need more than half of the host memory that is available (all of it
             with ``eval_do_concat_batches=False``, which concatenates nothing).
@@ -78,18 +78,22 @@ class EvaluationGuardCallback(TrainerCallback):
         if self.binding.trainer is not trainer:
             self.handle = self.binding.to(trainer, guard_evaluation(trainer, **self._arguments))
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse what cannot work before the first evaluation comes."""
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse incompatible settings before the first evaluation."""
         self._check_bound(state)
         if self.binding.trainer is not None:
             check_compatibility(self.binding.trainer)
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse to run unbound where nothing is trained."""
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse to run unbound, without training too."""
         self._check_bound(state)
 
-    def _check_bound(self, state: Any) -> None:
-        if self.handle is None or not self.handle.is_removed:  # taken off by hand it lets evaluations be
+    def _check_bound(self, state: TrainerState) -> None:
+        if self.handle is None or not self.handle.is_removed:  # a removed handle lets evaluations run without it
             self.binding.serving(self, state)
 
 
@@ -99,16 +103,18 @@ def guard_evaluation(
     """Bound the memory of one trainer's evaluations; for the arguments see ``EvaluationGuardCallback``.
 
     Returns:
-        A handle that takes it back. Outside an evaluation the trainer's arguments are the user's in any case.
+        A handle that takes it off again. The trainer's arguments are changed only during an evaluation.
 
     Raises:
         ValueError: as ``EvaluationGuardCallback`` does.
     """
     settings = _checked(reduce, card_budget)
     _refuse_two_reductions(trainer, settings.reduce)
-    recovery = recover_predictions(trainer)
-    wrapped = override_method(trainer, "evaluation_loop", partial(_wrap_evaluation_loop, trainer, settings))
-    return UndoHandle(partial(remove_all, [wrapped] if recovery is None else [recovery, wrapped]))
+    handles = [
+        recover_predictions(trainer),
+        override_method(trainer, "evaluation_loop", partial(_wrap_evaluation_loop, trainer, settings)),
+    ]
+    return UndoHandle(partial(remove_all, handles))
 
 
 def class_predictions(logits: Any, labels: Any) -> Any:
@@ -117,7 +123,7 @@ def class_predictions(logits: Any, labels: Any) -> Any:
     Of several outputs the first counts, or with several labels (start and end of a span) the first of each, in a tuple.
 
     Raises:
-        ValueError: the output holds no logits of several classes.
+        ValueError: the output is not logits of several classes.
 
     Example:
         >>> class_predictions((torch.tensor([[0.1, 0.9], [2.0, 1.0]]), "hidden states"), None)
@@ -135,7 +141,7 @@ def _largest(logits: Any) -> Any:
     if not torch.is_tensor(logits) or not logits.is_floating_point() or logits.dim() < 2 or logits.shape[-1] < 2:
         shown = f"{tuple(logits.shape)} and dtype {logits.dtype}" if torch.is_tensor(logits) else type(logits).__name__
         raise ValueError(
-            f"reduce='argmax' found an output of shape {shown}, which are no logits of several classes; expected a "
+            f"reduce='argmax' found an output of shape {shown}, which are not logits of several classes; expected a "
             "floating point output of shape (batch, ..., classes). Say what to keep: "
             "EvaluationGuardCallback(reduce=lambda logits, labels: ...)"
         )
@@ -154,7 +160,7 @@ def _wrap_evaluation_loop(trainer: Any, settings: OutputSettings, before: Callab
         outputs = KeptOutputs(trainer, settings, dataloader, description)
         args = trainer.args
         with _restored(trainer, "preprocess_logits_for_metrics"), _restored(args, "eval_accumulation_steps"):
-            trainer.preprocess_logits_for_metrics = outputs.receive
+            trainer.preprocess_logits_for_metrics = outputs.reduce_and_check
             return before(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     return evaluation_loop
@@ -163,8 +169,8 @@ def _wrap_evaluation_loop(trainer: Any, settings: OutputSettings, before: Callab
 def _checked(reduce: Any, card_budget: Any) -> OutputSettings:
     if reduce is not None and reduce != "argmax" and not callable(reduce):
         raise ValueError(
-            f"reduce={reduce!r} is no reduction of logits; expected None, 'argmax' or a callable that takes logits and "
-            "labels. Write: EvaluationGuardCallback(reduce='argmax')"
+            f"reduce={reduce!r} is not a reduction of logits; expected None, 'argmax' or a callable that takes logits "
+            "and labels. Write: EvaluationGuardCallback(reduce='argmax')"
         )
     return OutputSettings(class_predictions if reduce == "argmax" else reduce, parse_bytes(card_budget))
 
@@ -181,7 +187,7 @@ def _refuse_two_reductions(trainer: Any, reduce: Reduce | None) -> None:
 
 @contextmanager
 def _restored(owner: Any, name: str) -> Iterator[None]:
-    """Leave an attribute as it was."""
+    """Restore an attribute afterwards."""
     value = getattr(owner, name)
     try:
         yield

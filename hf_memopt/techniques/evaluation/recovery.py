@@ -1,13 +1,13 @@
-"""Recover from out of memory in evaluation and prediction: cut the batch by rows, and join what comes out.
+"""Recover from out of memory in evaluation and prediction: split the batch by rows, and join the outputs.
 
 Loss, logits and labels are those of the whole batch, so metrics stay what they were, for any ``compute_metrics``. The
-joined outputs are written piece by piece into one tensor, so joining needs the outputs of one batch and of one piece.
-A piece keeps the batch's columns, since logits would have another shape without.
+outputs of each micro-batch are written into one tensor for the batch, so joining needs the outputs of one batch and of
+one micro-batch. A micro-batch keeps the batch's columns, since logits would have another shape otherwise.
 
-The losses of the parts are added up as this trainer's own loss asks for, a sum or a weighted mean of its rows
-(``loss_rules`` finds out with a few rows, in an evaluation that is split).
+The losses of the micro-batches are combined as this trainer's own loss needs it, a sum or a weighted mean of its rows
+(``loss_rules`` finds that out with a few rows, in an evaluation that is split).
 
-Limitations: generation that samples, whose random numbers go to other rows then. What cannot be cut raises, and the
+Limitations: generation that samples, where other rows get the random numbers then. What cannot be split raises, and the
 error says why: a loss that compares rows with each other, an output that does not have one entry per row. Where only
 single rows fit, a loss that ignores the number of labels is taken for a mean over labels.
 """
@@ -23,13 +23,15 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all
+from hf_memopt.binding.handles import UndoHandle, is_overridden, nothing_to_undo, override_method, remove_all
 from hf_memopt.binding.model_traits import IGNORED_LABEL
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
-from hf_memopt.techniques.microbatching.loss_rules import LossWeights, NotSplittableError
+from hf_memopt.techniques.microbatching.loss_rules import LossWeights
+from hf_memopt.techniques.microbatching.probed_loss import Items, NotSplittableError
 from hf_memopt.techniques.microbatching.splitting import (
     row_count,
     row_lengths,
+    select_rows,
     splittable_batch_reason,
     splittable_reason,
 )
@@ -44,7 +46,7 @@ logger = logging.getLogger(__name__)
 RECOVERS = "recovery of predictions"  # the purpose of the override
 
 
-def recover_predictions(trainer: Trainer) -> UndoHandle | None:
+def recover_predictions(trainer: Trainer) -> UndoHandle:
     """Let ``trainer.evaluate`` and ``trainer.predict`` survive out of memory, with the results of the whole batch.
 
     Overrides ``prediction_step`` on this instance. A batch that does not fit is run by half as many rows, and so on;
@@ -53,26 +55,27 @@ def recover_predictions(trainer: Trainer) -> UndoHandle | None:
     the others within a batch.
 
     Returns:
-        A handle that takes it back, or None where the Trainer has it already.
+        A handle that takes it off again; if the Trainer recovers already, one that has nothing to undo.
 
-    Raises (in evaluation):
-        torch.OutOfMemoryError: a single row does not fit, or rows depend on each other; the message says what to try.
+    Raises:
+        torch.OutOfMemoryError: in evaluation, a single row does not fit, or rows depend on each other; the message says
+            what to try.
     """
     if is_overridden(trainer, "prediction_step", RECOVERS):
-        return None
+        return nothing_to_undo()
     recovery = _Recovery(trainer)
     handles = [
-        override_method(trainer, "prediction_step", recovery.recovering, purpose=RECOVERS),
-        override_method(trainer, "evaluation_loop", recovery.starting_afresh),
+        override_method(trainer, "prediction_step", recovery.wrap_prediction_step, purpose=RECOVERS),
+        override_method(trainer, "evaluation_loop", recovery.wrap_evaluation_loop),
     ]
     return UndoHandle(partial(remove_all, handles))
 
 
 class _Recovery:
-    """What one evaluation has learned: how many rows fit, and how the losses of pieces add up."""
+    """What one evaluation has learned: how many rows fit, and how the losses of micro-batches add up."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer: Any = trainer
         self._forget()
 
     def _forget(self) -> None:
@@ -80,8 +83,8 @@ class _Recovery:
         self.weights = LossWeights()
         self.batches = 0
 
-    def starting_afresh(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``evaluation_loop``: the next one may have more room."""
+    def wrap_evaluation_loop(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """Forget what fits: the next evaluation may have more memory."""
 
         def evaluation_loop(*args: Any, **kwargs: Any) -> Any:
             self._forget()
@@ -89,8 +92,8 @@ class _Recovery:
 
         return evaluation_loop
 
-    def recovering(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``prediction_step``."""
+    def wrap_prediction_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """Split a batch that does not fit, and join its outputs."""
 
         def prediction_step(
             model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -113,30 +116,30 @@ class _Recovery:
             if message is None:
                 return output
             free_failed_step()
-            self._shrink(model, inputs, 0, row_count(inputs), message)
+            self._shrink(inputs, 0, row_count(inputs), message)
         joined = _JoinedRows(row_count(inputs), _generation_padding(self.trainer.model))
         while joined.done < joined.rows:
             stop = min(joined.rows, joined.done + (self.rows_that_fit or joined.rows))
             _, message = _attempt(partial(_add, joined, predict, inputs, stop))
             if message is not None:
                 free_failed_step()
-                self._shrink(model, inputs, joined.done, stop, message)
+                self._shrink(inputs, joined.done, stop, message)
         loss = None if not joined.losses else joined.loss(self._weights_of(model, inputs, count.items))
         return loss, joined.logits, joined.labels
 
-    def _weights_of(self, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> list[float] | None:
-        """Return how much each row weighs in the loss of a batch; None if losses add up."""
+    def _weights_of(self, model: nn.Module, inputs: Mapping[str, Any], items: Items) -> list[float] | None:
+        """Return how much each row weighs in the loss of a batch, shape (rows,); None if losses add up."""
         try:
             return self.weights.of_rows(self.trainer, model, inputs, items, self.rows_that_fit or 1)
         except NotSplittableError as error:
-            raise _uncut_error(row_count(inputs), error.reason) from error.__cause__
+            raise _unsplit_error(row_count(inputs), error.reason) from error.__cause__
 
-    def _shrink(self, model: nn.Module, inputs: Mapping[str, Any], start: int, stop: int, message: str) -> None:
-        """Remember half of the rows that did not fit; raise where there is no half."""
-        reason = splittable_reason(model) or splittable_batch_reason(inputs)
+    def _shrink(self, inputs: Mapping[str, Any], start: int, stop: int, message: str) -> None:
+        """Remember half of the rows that did not fit; raise if there is no half."""
+        reason = splittable_reason(self.trainer.model) or splittable_batch_reason(inputs)
         rows = stop - start
         if reason is not None:
-            raise _uncut_error(rows, f"{reason} ({message})")
+            raise _unsplit_error(rows, f"{reason} ({message})")
         if rows == 1:
             lengths = row_lengths(inputs)
             length = "" if lengths is None else f", {lengths[start]} tokens long,"
@@ -153,18 +156,18 @@ class _Recovery:
 
 
 def _add(joined: _JoinedRows, predict: Callable[..., Any], inputs: Mapping[str, Any], stop: int) -> None:
-    joined.add(predict(_slice(inputs, joined.done, stop, joined.rows)), stop)
+    joined.add(predict(select_rows(inputs, slice(joined.done, stop), joined.rows)), stop)
 
 
-def _uncut_error(rows: int, reason: str) -> torch.OutOfMemoryError:
+def _unsplit_error(rows: int, reason: str) -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(
-        f"a batch of {rows} rows does not fit into memory and cannot be cut: {reason}; expected a batch that fits. "
+        f"a batch of {rows} rows does not fit into memory and cannot be split: {reason}; expected a batch that fits. "
         f"Lower it: TrainingArguments(..., per_device_eval_batch_size={max(1, rows // 2)})"
     )
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return what a call returns, or the first line of its out-of-memory error, of which nothing else stays."""
+    """Return the result of a call, or the first line of its out-of-memory error; nothing keeps the error alive."""
     try:
         return call(), None
     except Exception as error:
@@ -173,42 +176,31 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, str(error).partition("\n")[0]
 
 
-def _slice(value: Any, start: int, stop: int, rows: int) -> Any:
-    """Return rows ``start`` to ``stop`` of everything in a batch that has a row each, without copying them."""
-    if isinstance(value, Mapping):
-        return {name: _slice(inner, start, stop, rows) for name, inner in value.items()}
-    is_per_row = value.shape[:1] == (rows,) if torch.is_tensor(value) else _is_list_of(value, rows)
-    return value[start:stop] if is_per_row else value
-
-
-def _is_list_of(value: Any, rows: int) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == rows
-
-
 def _generation_padding(model: Any) -> int:
-    """Return what ``generate`` ends the shorter texts of a batch with."""
+    """Return the token with which ``generate`` fills up the shorter texts of a batch."""
     config = getattr(model, "generation_config", None)
     padding, end = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
-    if padding is None:  # generate takes the end then, the first of several
+    if padding is None:  # then generate uses the end token, the first of several
         padding = end[0] if isinstance(end, list) else end
     return IGNORED_LABEL if padding is None else int(padding)
 
 
 class _ItemCount:
-    """The number of labels that stock counts for one batch: once, and of the whole batch, whatever pieces are run.
+    """The number of labels that stock counts for one batch: once, and for the whole batch.
 
-    Several processes wait for each other to add theirs up, so one that counted again for a piece would wait for ever.
+    Several processes wait for each other to add up their counts, so a process that counted again for a micro-batch
+    would wait for ever.
     """
 
     def __init__(self, trainer: Any, inputs: Mapping[str, Any]) -> None:
         self._trainer, self._inputs = trainer, inputs
         self._is_counted = False
-        self.items: Any = None
+        self.items: Items = None
 
     def once_per_batch(self) -> UndoHandle:
-        """Return the context in which ``prediction_step`` is told the number for the whole batch."""
+        """Return the context in which ``prediction_step`` gets the count of the whole batch."""
 
-        def counting(before: Callable[..., Any]) -> Callable[..., Any]:
+        def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
             def count(batch_samples: Any, device: torch.device) -> Any:
                 if not self._is_counted:
                     self.items, self._is_counted = before([self._inputs], device), True
@@ -217,33 +209,33 @@ class _ItemCount:
             return count
 
         # private; prediction_step calls it so in transformers 5.8.1, 5.17.0 and 5.23.0, and no public name is between
-        return override_method(self._trainer, "_get_num_items_in_batch", counting)
+        return override_method(self._trainer, "_get_num_items_in_batch", wrap)
 
 
 class _JoinedRows:
-    """The outputs of a batch whose rows come in pieces, in one tensor each."""
+    """The outputs of a batch whose rows come in micro-batches, in one tensor each."""
 
     def __init__(self, rows: int, padding: int) -> None:
         self.rows = rows
         self.padding = padding
         self.done = 0
-        self.losses: list[tuple[int, torch.Tensor]] = []  # with the rows up to which each goes
+        self.losses: list[tuple[int, torch.Tensor]] = []  # each with the row at which its micro-batch ends
         self.logits: Any = None
         self.labels: Any = None
 
     def add(self, output: tuple[Any, Any, Any], stop: int) -> None:
         """Add loss, logits and labels of the rows up to ``stop``; on an error nothing was added."""
-        loss, logits, piece_labels = output
+        loss, logits, labels = output
         joined_logits = self._place(self.logits, logits, stop)
-        self.labels = self._place(self.labels, piece_labels, stop)
+        self.labels = self._place(self.labels, labels, stop)
         self.logits = joined_logits
         if loss is not None:
             self.losses.append((stop, loss))
         self.done = stop
 
     def loss(self, weights: list[float] | None) -> torch.Tensor:
-        """Return the loss of all rows: the sum over parts, or their mean by the weights of each one's rows."""
-        losses = torch.stack([loss for _, loss in self.losses])
+        """Return the loss of all rows: the sum over micro-batches, or their mean by ``weights``, shape (rows,)."""
+        losses = torch.stack([loss for _, loss in self.losses])  # (micro-batches,)
         kind = losses.dtype
         losses = losses.to(torch.promote_types(kind, torch.float32))  # in bfloat16 257 labels would weigh as 256
         if weights is None:
@@ -255,7 +247,7 @@ class _JoinedRows:
         return (losses[is_counted] @ shares[is_counted]).to(kind)
 
     def _place(self, whole: Any, part: Any, stop: int) -> Any:
-        """Write a piece's outputs into those of the batch, which its first piece allocates."""
+        """Write the outputs of a micro-batch into those of the batch, which the first micro-batch allocates."""
         if part is None:
             return None
         kind: Any = type(part)
@@ -268,9 +260,9 @@ class _JoinedRows:
         if not torch.is_tensor(part) or part.shape[:1] != (rows,):
             shown = f"shape {tuple(part.shape)}" if torch.is_tensor(part) else type(part).__name__
             raise ValueError(
-                f"an output of the model ({shown}) has not one row for each of {rows} in a piece, so the batch, which "
-                "does not fit into memory, cannot be cut; expected outputs of shape (batch, ...). Leave it out: "
-                'trainer.evaluate(ignore_keys=["name_of_output"])'
+                f"an output of the model ({shown}) does not have one entry for each of {rows} rows, so the batch, "
+                "which does not fit into memory, cannot be split; expected outputs of shape (batch, ...). Leave it "
+                'out: trainer.evaluate(ignore_keys=["name_of_output"])'
             )
         if whole is None:
             whole = part.new_full((self.rows, *part.shape[1:]), self.padding)

@@ -1,14 +1,14 @@
 """Unfreeze a model in stages, from the head downwards, on a schedule of optimizer steps.
 
 A parameter that is frozen for now has no gradient, and no optimizer state before its first step; a frozen prefix saves
-activations too (``freezing.py``). Memory therefore grows with each stage, and the last one decides what fits.
+activations too (``freezing``). Memory therefore grows with each stage, and the last one decides what fits.
 
 All parameters are in the optimizer's groups from the start, and what is trainable follows from the number of steps
 taken alone. So a checkpoint of any stage has the layout of the last one, and a resumed run equals a straight one to the
-bit. (To add groups on the way instead makes checkpoints that torch refuses to load.)
+bit. (Adding groups during training instead makes checkpoints that torch refuses to load.)
 
-Left out: several processes, since DDP settles which parameters have gradients when it wraps the model. Under
-``torch.compile`` each stage compiles anew.
+Limitations: one process only, since DDP decides which parameters have gradients when it wraps the model. Under
+``torch.compile`` each stage compiles again.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ import logging
 import math
 import weakref
 from collections.abc import Iterable, Mapping
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_settings
-from hf_memopt.binding.handles import UndoHandle, remove_all
+from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.changes import Change, add_change
-from hf_memopt.techniques.freezing.freezing import (
-    INPUT_GRADIENTS_DROPPED,
-    checked_patterns,
-    drop_input_gradients,
-    matching_parameters,
-    trainable_parameters,
-)
+from hf_memopt.techniques.checkpointing.input_gradients import INPUT_GRADIENTS_DROPPED, drop_input_gradients
+from hf_memopt.techniques.freezing.freezing import trainable_parameters
+from hf_memopt.techniques.layer_names import checked_patterns, matching_parameters
+from hf_memopt.techniques.model_handles import ModelHandles
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["GradualUnfreezeCallback", "Schedule", "unfreeze_by_schedule"]
 
@@ -50,7 +49,7 @@ def unfreeze_by_schedule(
 ) -> UndoHandle:
     """Make trainable what ``schedule`` names for ``step`` or before, and freeze what it names for later only.
 
-    What it does not name stays as it is. A parameter named more than once follows its earliest stage, so
+    Other parameters stay as they are. A parameter named more than once follows its earliest stage, so
     ``{0: "classifier", 100: "layers:10-11", 200: "base"}`` needs no exceptions; tied weights are one parameter.
 
     Args:
@@ -61,7 +60,7 @@ def unfreeze_by_schedule(
         total_steps: steps of the whole run; only fractions need it.
 
     Returns:
-        A handle whose ``remove()`` sets the flags back that this call changed; it keeps no model alive.
+        A handle whose ``remove()`` restores the flags that this call changed; it does not keep the model alive.
 
     Raises:
         ValueError: the schedule is malformed; a pattern matches nothing; nothing would be left to train. The model is
@@ -93,7 +92,7 @@ def unfreeze_by_schedule(
     for parameter in model.parameters():
         parameter.requires_grad_(flags[id(parameter)])
         if not parameter.requires_grad:
-            parameter.grad = None  # an optimizer would step once more with what is left there
+            parameter.grad = None  # else an optimizer would step once more with it
 
     def undo() -> None:
         for reference, name, former in changed:
@@ -107,15 +106,15 @@ class GradualUnfreezeCallback(TrainerCallback):
     """Call ``unfreeze_by_schedule`` when training begins and at each step that a stage of the schedule begins with.
 
     Nothing is frozen before the optimizer is built, so that it holds every parameter. Under checkpointing it also calls
-    ``drop_input_gradients``. When training ends the flags stay as the last step had them.
+    ``drop_input_gradients``. When training ends the flags stay as the last step had them. It logs no keys.
 
     Args:
         schedule: as ``unfreeze_by_schedule`` takes it; ``{0: "classifier", 0.25: "layers:6-11", 0.5: "base"}``.
             Fractions are of ``state.max_steps``: a resumed run must have as many as the first.
 
     Attributes:
-        changes: what was done, one ``Change`` per stage.
-        handle: undoes what was done to the model seen last; None before the first.
+        changes: what was changed, one ``Change`` per stage.
+        handle: undoes the changes to the last model; None before the first.
 
     Raises:
         ValueError: a malformed schedule, at once; a pattern that matches nothing, when ``Trainer`` is constructed;
@@ -130,42 +129,48 @@ class GradualUnfreezeCallback(TrainerCallback):
         self.changes: list[Change] = []
         self.handle: UndoHandle | None = None
         self.binding = Binding()
-        self._model: Any = lambda: None
-        self._undo: list[UndoHandle] = []
+        self._handles = ModelHandles()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.schedule,)  # a copy starts unused: handles belong to this process and its model
 
-    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         """Refuse patterns that match nothing; freeze nothing yet."""
         _first_steps(model, self.schedule)
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Check that the optimizer holds what is to be trained later, and begin with the stage of this step."""
         check_settings(self.technique, args)
         stages = _stages(self.schedule, state.max_steps)
         _check_groups(model, stages, optimizer)
-        if self._model() is not model:
-            self._model, self._undo = weakref.ref(model), []
         dropped = drop_input_gradients(model)
-        if dropped is not None:
-            self._undo.append(dropped)
+        if not dropped.is_removed:
+            self._handles.keep(model, dropped)
             add_change(self.changes, INPUT_GRADIENTS_DROPPED)
         self._begin_stage(model, stages, state)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Begin the next stage where it is due."""
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Begin the next stage if it is due."""
         stages = _stages(self.schedule, state.max_steps)
         if state.global_step in stages:
             self._begin_stage(model, stages, state)
 
-    def _begin_stage(self, model: nn.Module, stages: Mapping[int, tuple[str, ...]], state: Any) -> None:
+    def _begin_stage(self, model: nn.Module, stages: Mapping[int, tuple[str, ...]], state: TrainerState) -> None:
         step = state.global_step
         before = trainable_parameters(model)
-        self._undo.append(unfreeze_by_schedule(model, stages, step))
-        self.handle = UndoHandle(partial(remove_all, self._undo))
+        self.handle = self._handles.keep(model, unfreeze_by_schedule(model, stages, step))
         after = trainable_parameters(model)
         if after != before:
             begun = ", ".join(name for first, patterns in stages.items() if first <= step for name in patterns)
@@ -175,14 +180,14 @@ class GradualUnfreezeCallback(TrainerCallback):
 
 
 def checked_schedule(schedule: Any) -> dict[int | float, tuple[str, ...]]:
-    """Return the schedule with its patterns as tuples, or raise for what is none whatever the model."""
+    """Return the schedule with its patterns as tuples; raise ValueError for what is not a schedule for any model."""
     if not isinstance(schedule, Mapping) or not schedule:
         raise ValueError(f"schedule={schedule!r} names no stage; expected patterns by step. Write {EXAMPLE}")
     for step in schedule:
         is_number = isinstance(step, (int, float)) and not isinstance(step, bool)
         if not is_number or not step >= 0 or (isinstance(step, float) and step >= 1):
             raise ValueError(
-                f"schedule={dict(schedule)!r} has the key {step!r}, which is no step; expected an integer of 0 or "
+                f"schedule={dict(schedule)!r} has the key {step!r}, which is not a step; expected an integer of 0 or "
                 f"more, or a fraction of the run below 1.0. Write {EXAMPLE}"
             )
     return {step: checked_patterns(patterns) for step, patterns in schedule.items()}

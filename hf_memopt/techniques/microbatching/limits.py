@@ -1,4 +1,4 @@
-"""How large a piece of a batch may be: lowered when memory runs out, raised again with care. Numbers only."""
+"""How large a micro-batch may be: lowered when memory runs out, raised again with care. Numbers only."""
 
 from __future__ import annotations
 
@@ -6,112 +6,141 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
-from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
+from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object, parse_object, shown
 from hf_memopt.whole_files import write_whole
 
-__all__ = ["CAPS_FILE", "Cap", "read_caps", "write_caps"]
+__all__ = ["LIMITS_FILE", "Limit", "microbatch_limits", "read_limits", "write_limits"]
 
-CAPS_FILE = "memopt_microbatch.json"
-CAP_NAMES = ("max_tokens", "max_examples")
+LIMITS_FILE = "memopt_microbatch.json"
+LIMIT_NAMES = ("max_tokens", "max_examples")
 
 FIRST_WAIT_STEPS = 200
 MOST_FAILED_TRIES = 3
 
 
 @dataclass(slots=True)
-class Cap:
-    """The most that a piece may hold, in padded tokens or in examples.
+class Limit:
+    """The largest size of a micro-batch, in padded tokens or in examples.
 
-    - Out of memory halves what the failed piece held.
-    - After ``wait_steps`` steps that were cut and ran, half as much again is tried. While that try lasts (as many steps
-      again), out of memory goes back to what ran before and doubles the wait; three failed tries end the trying.
-    - It never exceeds ``most``.
+    - Out of memory sets the limit to half the size of the micro-batch that failed.
+    - After ``wait_steps`` steps that were split and ran, a limit half as large again is tried. If memory runs out
+      during such a try (it lasts ``wait_steps`` steps too), the limit returns to ``last_good`` and the wait doubles;
+      after three failed tries the limit is not raised any more.
+    - The limit never exceeds ``maximum``.
 
     Attributes:
-        most: what the user set; None for no bound.
-        limit: what is in force; None while nothing is cut.
-        proven: what ran before the try under way; None without one.
-        quiet_steps: the steps that were cut and ran, since the last change.
-        wait_steps: how many of them a try waits for.
+        maximum: what the user set; None for no maximum.
+        limit: the current limit; None while batches are not split.
+        last_good: the limit before the current try; None if there is no try.
+        steps_since_change: the steps that were split and ran since the limit last changed.
+        wait_steps: the number of such steps before a larger limit is tried.
         failed_tries: how many tries ran out of memory.
 
     Example:
-        >>> cap = Cap()
-        >>> cap.lower(4096); cap.limit
+        >>> limit = Limit()
+        >>> limit.lower(4096); limit.limit
         2048
-        >>> sum(cap.note_step(was_cut=True) for _ in range(200)), cap.limit
+        >>> sum(limit.note_step(was_split=True) for _ in range(200)), limit.limit
         (1, 3072)
-        >>> cap.lower(2900); cap.limit, cap.wait_steps
+        >>> limit.lower(2900); limit.limit, limit.wait_steps
         (2048, 400)
     """
 
-    most: Count | None = None
+    maximum: Count | None = None
     limit: Count | None = None
-    proven: Count | None = None
-    quiet_steps: CountOrZero = 0
+    last_good: Count | None = None
+    steps_since_change: CountOrZero = 0
     wait_steps: CountOrZero = FIRST_WAIT_STEPS
     failed_tries: CountOrZero = 0
 
     def __post_init__(self) -> None:
         if self.limit is None:
-            self.limit = self.most
+            self.limit = self.maximum
 
-    def lower(self, held: int) -> None:
-        """Take note that a piece which held this much, of two rows or more, ran out of memory.
+    def lower(self, size: int) -> None:
+        """Lower the limit after a micro-batch of this size, of two rows or more, ran out of memory.
 
-        The new limit is below ``held``, so that cutting again ends; half of it is still room for the longest row.
+        The new limit is always below ``size``, so repeated splitting ends. Half of the size is enough for the longest
+        row, since the micro-batch had at least two.
         """
-        if self.proven is not None and self.proven < held:
-            self.limit = self.proven
+        if self.last_good is not None and self.last_good < size:
+            self.limit = self.last_good
             self.wait_steps *= 2
             self.failed_tries += 1
         else:
-            self.limit = max(held // 2, 1)
-        self.proven = None
-        self.quiet_steps = 0
+            self.limit = max(size // 2, 1)
+        self.last_good = None
+        self.steps_since_change = 0
 
-    def note_step(self, *, was_cut: bool) -> bool:
-        """Take note of a step that ran; return whether the limit was raised for the next one."""
-        if self.limit is None or not was_cut or self.failed_tries >= MOST_FAILED_TRIES:
+    def note_step(self, *, was_split: bool) -> bool:
+        """Count a step that ran; return whether the limit was raised for the next one."""
+        if self.limit is None or not was_split or self.failed_tries >= MOST_FAILED_TRIES:
             return False
-        self.quiet_steps += 1
-        if self.quiet_steps < self.wait_steps:
+        self.steps_since_change += 1
+        if self.steps_since_change < self.wait_steps:
             return False
         raised = max(self.limit * 3 // 2, self.limit + 1)
-        if self.most is not None:
-            raised = min(raised, self.most)
-        self.proven = self.limit if raised > self.limit else None
-        self.limit, self.quiet_steps = raised, 0
-        return self.proven is not None
+        if self.maximum is not None:
+            raised = min(raised, self.maximum)
+        self.last_good = self.limit if raised > self.limit else None
+        self.limit, self.steps_since_change = raised, 0
+        return self.last_good is not None
 
 
-def write_caps(folder: Path, caps: Mapping[str, Cap]) -> None:
-    """Write caps into a checkpoint's folder, all of the file or nothing of it.
+def microbatch_limits(
+    max_tokens: int | Literal["auto"] | None = None, max_examples: int | None = None
+) -> dict[str, Limit]:
+    """Return new limits for ``run_in_microbatches``.
+
+    Args:
+        max_tokens: the most padded tokens of a micro-batch, i.e. its rows times its longest row. None (or ``"auto"``):
+            no limit until memory runs out.
+        max_examples: the most rows of a micro-batch. None: no limit until memory runs out.
+
+    Raises:
+        ValueError: a limit is not an integer of 1 or more.
+
+    Example:
+        >>> microbatch_limits(max_tokens=4096)["max_tokens"].limit
+        4096
+    """
+    check_value("max_tokens", max_tokens, Count | Literal["auto"] | None, 4096)
+    check_value("max_examples", max_examples, Count | None, 8)
+    return {
+        "max_tokens": Limit(None if isinstance(max_tokens, str) else max_tokens),
+        "max_examples": Limit(max_examples),
+    }
+
+
+def write_limits(folder: Path, limits: Mapping[str, Limit]) -> None:
+    """Write limits into a checkpoint's folder, all of the file or nothing.
 
     Raises:
         OSError: the file cannot be written.
     """
-    text = json.dumps({name: asdict(cap) for name, cap in caps.items()}, indent=2) + "\n"
-    write_whole(folder / CAPS_FILE, text)
+    text = json.dumps({name: asdict(limit) for name, limit in limits.items()}, indent=2) + "\n"
+    write_whole(folder / LIMITS_FILE, text)
 
 
-def read_caps(folder: Path) -> dict[str, Cap]:
-    """Return the caps that ``write_caps`` wrote.
+def read_limits(folder: Path) -> dict[str, Limit]:
+    """Return the limits that ``write_limits`` wrote.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it does not hold caps; the message starts with the name of what is wrong.
+        ValueError: it does not contain limits; the message starts with the name of what is wrong.
     """
-    caps = {}
-    for name, values in parse_object((folder / CAPS_FILE).read_bytes()).items():
-        if name not in CAP_NAMES or not isinstance(values, dict):
-            raise ValueError(f"{name}={shown(values)} is not a cap; expected an object under {' or '.join(CAP_NAMES)}")
+    limits = {}
+    for name, values in parse_object((folder / LIMITS_FILE).read_bytes()).items():
+        if name not in LIMIT_NAMES or not isinstance(values, dict):
+            names = " or ".join(LIMIT_NAMES)
+            raise ValueError(f"{name}={shown(values)} is not a limit; expected an object under {names}")
         try:
-            cap = caps[name] = from_object(Cap, values)
-            check_fields(cap)
+            limit = limits[name] = from_object(Limit, values)
+            check_fields(limit)
         except ValueError as error:
             raise ValueError(f"{name}.{error}") from None
-        if cap.most is not None and cap.limit is not None and cap.limit > cap.most:
-            raise ValueError(f"{name}.limit={cap.limit} is invalid; expected at most {name}.most={cap.most}")
-    return caps
+        if limit.maximum is not None and limit.limit is not None and limit.limit > limit.maximum:
+            raise ValueError(f"{name}.limit={limit.limit} is invalid; expected at most {name}.maximum={limit.maximum}")
+    return limits

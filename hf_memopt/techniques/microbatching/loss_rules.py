@@ -1,19 +1,18 @@
-"""How the losses of a batch's parts add up to the loss of the batch: found by asking the loss itself.
+"""Find out how the losses of a batch's micro-batches add up to the loss of the batch, by asking the loss itself.
 
-A loss is either a sum (over a count that was passed in, ``num_items_in_batch``), so that the losses of parts simply add
-up, or a mean: over rows, over labels, or weighted by another column of the batch, so that each part weighs as much as
-it holds of that. Which one it is follows from no attribute that could be trusted: BERT's heads accept the count and
-ignore it. A few rows of a real batch show it, at once and each alone, by their losses and their gradients (an untrained
-model has much the same loss for every row, so losses alone would show little).
+A loss is either a sum (divided by a count that was passed in, ``num_items_in_batch``), so that the losses of parts
+simply add up, or a mean: over rows, over labels, or weighted by another column of the batch, so that each part weighs
+as much as its share of that count. No attribute of a model says reliably which one it is: BERT's heads accept the count
+and ignore it. A few rows of a real batch show it, run together and each alone, by their losses and their gradients (an
+untrained model has much the same loss for every row, so losses alone would show little).
 
-One probe proves little: rows with as many boxes each look the same to a mean over rows and to one over boxes. So
-``LossWeights`` remembers by which inputs the loss does not weigh rows, and asks again before a batch is cut whose rows
-differ in any other. It also asks again as the weights move away from where they began (a policy that equals its
-reference, adapters of zeros), after 1, 3, 7, 15 ... optimizer steps.
+One probe proves little: if all rows have as many boxes, a mean over rows looks like one over boxes. So ``LossWeights``
+remembers which inputs are known not to be weights, and probes again before a batch is split whose rows differ in any
+other. It also probes again as the weights move away from where they began (a policy that equals its reference, adapters
+of zeros), after 1, 3, 7, 15 ... optimizer steps.
 
 Limitations: a weight that depends on no single input (a product of two columns, the classes of tokens) is seen only if
-the rows of a probe differ in it. Where two rows do not fit into memory, single ones show no more than whether losses
-add up.
+the rows of a probe differ in it. Where two rows do not fit into memory, single rows show only whether losses add up.
 """
 
 from __future__ import annotations
@@ -21,54 +20,37 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from torch import nn
 
-from hf_memopt.binding.model_traits import IGNORED_LABEL
-from hf_memopt.binding.probing import undisturbed
-from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm
+from hf_memopt.devices.out_of_memory import free_failed_step
+from hf_memopt.techniques.microbatching.probed_loss import Items, NotSplittableError, ProbedLoss, Reading
 from hf_memopt.techniques.microbatching.row_counts import Counts, row_counts, row_shares, spread
 from hf_memopt.techniques.microbatching.splitting import row_count, row_lengths, take_rows
 
-__all__ = ["LossWeights", "NotSplittableError"]
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = ["LossWeights"]
 
 logger = logging.getLogger(__name__)
 
 PROBE_ROWS = 3
-GRADIENT_ELEMENTS = 2**18  # those of the smallest weights, which are the biases and norms of all layers: 1 MiB
-LEAST_LOSS = 1e-6  # below, what float32 makes of a loss is noise
+LEAST_LOSS = 1e-6  # below it, rounding of float32 is as large as the loss
 
-# The largest relative error that counts as none: of a loss, of a gradient.
-FLOAT32 = (1e-4, 1e-3)  # sums in another order, of shorter rows
+# The largest relative error that is tolerated: of a loss, of a gradient.
+FLOAT32 = (1e-4, 1e-3)  # sums in another order, over shorter rows
 AUTOCAST = (3e-3, 5e-2)  # logits of 16 bits, losses of 32
 SIXTEEN_BITS = (3e-2, 1e-1)  # losses of bfloat16, which has 8 bits
 
 
-class NotSplittableError(ValueError):
-    """The batches of a model cannot be trained in parts, for this reason."""
-
-    def __init__(self, model: nn.Module, reason: str) -> None:
-        super().__init__(
-            f"model={type(model).__name__} cannot be trained in pieces of a batch: {reason}; expected rows that do not "
-            "depend on each other. Take MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
-        )
-        self.reason = reason
-
-
-class _Reading(NamedTuple):
-    """A loss and a part of its gradient, shape (elements,); no elements where there is no gradient."""
-
-    loss: torch.Tensor
-    gradient: torch.Tensor
-
-
 class LossWeights:
-    """Find and remember what the loss of one trainer weighs the rows of its batches by.
+    """Find and remember the count by which the loss of one trainer weighs the rows of its batches.
 
     Attributes:
         rule: ``"sum"`` or a name of ``row_counts``; None until a batch has shown it.
@@ -76,25 +58,25 @@ class LossWeights:
 
     def __init__(self) -> None:
         self.rule: str | None = None
-        self._excluded: set[str] = set()  # what the loss is known not to weigh rows by
-        self._too_long: float = math.inf  # of the shorter of two rows that did not fit into memory
+        self._excluded: set[str] = set()  # counts that are known not to be the weights
+        self._too_long: float = math.inf  # length of the shorter of two rows that did not fit into memory together
         self._assumed: str | None = None
         self._asked_at, self._ask_again_at = 0, 0  # optimizer steps
 
     def of_rows(
         self,
-        trainer: Any,
+        trainer: Trainer,
         model: nn.Module,
         inputs: Mapping[str, Any],
-        num_items_in_batch: Any,
+        num_items_in_batch: Items,
         most_rows: int = PROBE_ROWS,
     ) -> list[float] | None:
         """Return how much each row of a batch weighs in its mean, shape (rows,); None if the losses of rows add up.
 
-        The loss is asked as long as rows of this batch differ in something that it may yet weigh them by.
+        The loss is probed as long as the rows of this batch differ in a count that may still be the weight.
 
         Args:
-            trainer: the one whose ``compute_loss`` is asked; it, its model and all random numbers stay as they are.
+            trainer: its ``compute_loss`` is probed; the trainer, its model and all random numbers stay as they are.
             model: as ``training_step`` gets it.
             inputs: the batch.
             num_items_in_batch: as ``training_step`` gets it.
@@ -103,28 +85,28 @@ class LossWeights:
         Raises:
             NotSplittableError: no weights give the loss of a few rows from the losses of each.
         """
-        counts = row_counts(inputs)
+        counts, asked = row_counts(inputs), ProbedLoss(trainer, model, num_items_in_batch)
         step = trainer.state.global_step
         if self.rule is not None and step >= self._ask_again_at:
-            self._probe(trainer, model, inputs, num_items_in_batch, counts, most_rows)
+            self._probe(asked, inputs, counts, most_rows)
             self._asked_at, self._ask_again_at = step, step + 2 * max(step - self._asked_at, 1)
         before = -1
         while len(candidates := self._candidates(counts)) not in (0, before):
             before = len(candidates)
-            self._probe(trainer, model, inputs, num_items_in_batch, counts, most_rows)
-        rule = self.rule or self._assume(trainer, model, inputs, num_items_in_batch, most_rows)
+            self._probe(asked, inputs, counts, most_rows)
+        rule = self.rule or self._assume(asked, inputs, most_rows)
         return None if rule == "sum" else row_shares(rule, counts).tolist()
 
-    def ask(self, trainer: Any, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any) -> None:
-        """Ask once with rows of a batch that need not be cut, so that what cannot be cut is refused at once.
+    def ask(self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Items) -> None:
+        """Probe once with rows of a batch that need not be split, so that what cannot be split is refused at once.
 
         Raises:
             NotSplittableError: as ``of_rows``; with a ``__cause__`` if it was an error of the loss itself.
         """
-        self._probe(trainer, model, inputs, num_items_in_batch, row_counts(inputs), PROBE_ROWS)
+        self._probe(ProbedLoss(trainer, model, num_items_in_batch), inputs, row_counts(inputs), PROBE_ROWS)
 
     def _candidates(self, counts: Counts) -> set[str]:
-        """Return the counts that would give the rows of this batch other weights, and are not excluded."""
+        """Return the counts that are not excluded and would give the rows of this batch other weights."""
         if len(counts["rows"]) < 2:
             return set()
         if self.rule is None:
@@ -132,10 +114,8 @@ class LossWeights:
         weights = row_shares(self.rule, counts)
         return {name for name, values in counts.items() if name not in self._excluded and spread(values, weights).any()}
 
-    def _probe(
-        self, trainer: Any, model: nn.Module, inputs: Mapping[str, Any], items: Any, counts: Counts, most_rows: int
-    ) -> None:
-        """Ask with a few rows; with two if three do not fit into memory, and then without their gradients."""
+    def _probe(self, asked: ProbedLoss, inputs: Mapping[str, Any], counts: Counts, most_rows: int) -> None:
+        """Probe with a few rows; with two if three do not fit into memory, and then without their gradients."""
         lengths = row_lengths(inputs) or [1] * row_count(inputs)
         rows = self._probe_rows(counts, lengths, min(most_rows, PROBE_ROWS))
         if len(rows) < 2 or lengths[rows[-2]] >= self._too_long:
@@ -144,11 +124,11 @@ class LossWeights:
             probe = take_rows(inputs, chosen)
             if self.rule is None:
                 probe = _with_uneven_labels(probe)
-            readings = _read(trainer, model, probe, items, with_gradient=with_gradient)
+            readings = asked.at_once_and_alone(probe, with_gradient=with_gradient)
             if readings is not None:
-                self._learn(trainer, model, probe, items, readings)
+                self._learn(asked, probe, readings)
                 return
-            free_failed_step()  # the error is gone, and with it the frames that held its tensors
+            free_failed_step()  # the except block has ended, and with it the frames that referred to the tensors
         self._too_long = lengths[rows[-2]]
 
     def _probe_rows(self, counts: Counts, lengths: Sequence[int], most_rows: int) -> tuple[int, ...]:
@@ -168,45 +148,51 @@ class LossWeights:
             chosen = [*chosen, max((row for row in rows if row not in chosen), key=gain)]
         return tuple(sorted(chosen, key=lambda row: -lengths[row]))
 
-    def _learn(
-        self, trainer: Any, model: nn.Module, probe: Mapping[str, Any], items: Any, readings: list[_Reading]
-    ) -> None:
-        """Take the rule that gives the first reading, of all rows, from the others, of one row each."""
+    def _learn(self, asked: ProbedLoss, probe: Mapping[str, Any], readings: list[Reading]) -> None:
+        """Take the rule by which the readings of single rows give the reading of all rows.
+
+        Several rules may fit, e.g. if all rows have as many labels. The one known so far is kept if it fits, else the
+        likeliest is taken; every other count by which the reading would have come out differently is excluded, and
+        only counts that are not excluded make a later batch worth another probe.
+        """
         whole, *parts = readings
         is_nothing = abs(float(whole.loss)) < LEAST_LOSS and not whole.gradient.any()
         if is_nothing or not math.isfinite(float(whole.loss)):
             return
-        counts, tolerance = row_counts(probe), _tolerance(trainer, whole.loss)
-        rules = [rule for rule in _rules(trainer.model, counts) if rule not in self._excluded]
+        counts, tolerance = row_counts(probe), _tolerance(asked.trainer, whole.loss)
+        rules = [rule for rule in _rules(asked.trainer.model, counts) if rule not in self._excluded]
         errors = {rule: _error(whole, parts, row_shares(rule, counts), tolerance) for rule in rules}
         least = min(errors.values())
         if least > 1:
-            raise NotSplittableError(trainer.model, _reason(trainer, model, probe, items, readings))
+            raise NotSplittableError(asked.trainer.model, _reason(asked, probe, readings))
         noise = max(1e-6, 2 * torch.finfo(whole.loss.dtype).eps) / tolerance[0]
         fitting = [rule for rule, error in errors.items() if error <= 4 * least + noise]
         if self.rule is None:
-            step = trainer.state.global_step
+            step = asked.trainer.state.global_step
             self._asked_at, self._ask_again_at = step, step + 1
         if self.rule not in fitting:
             self.rule = fitting[0]
-        shares = row_shares(self.rule, counts)
-        for name, values in counts.items():  # would the loss have been another one, had it weighed rows by this?
-            other = np.maximum(shares, shares.mean() * (shares == 0)) * (1 + spread(values, shares))
+        shares = row_shares(self.rule, counts)  # (rows,)
+        for name, values in counts.items():
+            # Shares as they would be if this count had a part in them: larger by up to 2 where the count per share is
+            # larger, and above 0 where a row without a share has a count. Do the readings rule them out?
+            other = np.maximum(shares, shares.mean() * (shares == 0)) * (1 + spread(values, shares))  # (rows,)
             if self.rule != "sum":
                 other /= other.sum()
             if spread(values, shares).any() and _error(whole, parts, other, tolerance) > max(1, 4 * least):
                 self._excluded.add(name)
 
-    def _assume(self, trainer: Any, model: nn.Module, inputs: Mapping[str, Any], items: Any, most_rows: int) -> str:
-        """Return the rule that stock assumes, for a batch that does not show it: nothing in it has a loss, or only
-        single rows fit into memory, which show whether their loss is a sum.
+    def _assume(self, asked: ProbedLoss, inputs: Mapping[str, Any], most_rows: int) -> str:
+        """Return the rule that stock assumes, for a batch that does not show it: its loss is 0, or only single rows fit
+        into memory, which show no more than whether the loss is a sum.
         """
+        trainer = asked.trainer
         counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        is_sum = counts and items is not None
+        is_sum = counts and asked.items is not None
         if most_rows > 1 and self._too_long == math.inf:
             return "sum" if is_sum else "labels"
         if self._assumed is None:
-            self._assumed = "sum" if is_sum and _halves(trainer, model, inputs) else "labels"
+            self._assumed = "sum" if is_sum and asked.halves(inputs) else "labels"
             how = "a sum" if self._assumed == "sum" else "a mean over labels"
             logger.warning(
                 f"only single rows fit into memory, which do not show how the losses of {type(trainer.model).__name__} "
@@ -215,18 +201,17 @@ class LossWeights:
         return self._assumed
 
 
-def _rules(model: Any, counts: Counts) -> list[str]:
-    """Return the rules, the likelier first where two give the same: heads for causal language shift their labels."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    is_causal = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    likely = ["shifted labels", "labels", "rows"] if is_causal else ["labels", "rows", "shifted labels"]
-    return ["sum", *(name for name in dict.fromkeys([*likely, *counts]) if name in counts)]
+def _rules(model: nn.Module, counts: Counts) -> list[str]:
+    """Return the rules, the likelier first where two give the same: causal language models shift their labels."""
+    by_model = ["shifted labels", "labels", "rows"] if is_causal_lm(model) else ["labels", "rows", "shifted labels"]
+    return ["sum", *(name for name in dict.fromkeys([*by_model, *counts]) if name in counts)]
 
 
 def _with_uneven_labels(probe: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the later half of the first row's labels, where it has a sequence of them; two stay at least."""
+    """Ignore the later half of the first row's labels if it has a sequence of them; at least two stay.
+
+    Otherwise a batch whose rows all have as many labels could not show whether the loss is a mean over labels.
+    """
     labels = probe.get("labels")
     if not torch.is_tensor(labels) or labels.is_floating_point() or labels.dim() != 2 or "shift_labels" in probe:
         return probe
@@ -236,81 +221,16 @@ def _with_uneven_labels(probe: dict[str, Any]) -> dict[str, Any]:
     return {**probe, "labels": fewer}
 
 
-# ---- Asking ---------------------------------------------------------------------------------------------------------
-
-
-def _read(
-    trainer: Any, model: nn.Module, probe: Mapping[str, Any], items: Any, *, with_gradient: bool
-) -> list[_Reading] | None:
-    """Return the readings of all rows of a probe and of each alone; None if they do not fit into memory."""
-    rows = row_count(probe)
-    batches = [probe, *(take_rows(probe, [row]) for row in range(rows))]
-    readings: list[_Reading] = []
-    try:
-        with undisturbed(trainer, model), trainer.accelerator.no_sync(model):
-            for batch in batches:
-                readings.append(_reading(trainer, model, batch, items, with_gradient=with_gradient))
-    except Exception as error:
-        if is_out_of_memory(error):
-            return None
-        which = "one row alone" if readings else f"{rows} rows alone"
-        reason = f"its rows belong together, as pairs do: the loss of {which} fails ({type(error).__name__}: {error})"
-        raise NotSplittableError(trainer.model, reason) from error
-    return readings
-
-
-def _reading(trainer: Any, model: nn.Module, batch: Mapping[str, Any], items: Any, *, with_gradient: bool) -> _Reading:
-    on_device = send_to_device(dict(batch), trainer.args.device)
-    with torch.set_grad_enabled(with_gradient), trainer.compute_loss_context_manager():
-        loss: torch.Tensor = trainer.compute_loss(model, on_device, num_items_in_batch=items)
-    gradient = torch.empty(0, device=loss.device)
-    if loss.requires_grad:
-        weights = _small_weights(model)
-        try:
-            found = torch.autograd.grad(loss, weights, allow_unused=True)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            logger.debug("no gradient in evaluation mode: %s", error)  # cuDNN's recurrent layers have none
-        else:
-            pairs = zip(weights, found, strict=True)
-            flat = [(torch.zeros_like(weight) if part is None else part).flatten() for weight, part in pairs]
-            gradient = torch.cat([part[:GRADIENT_ELEMENTS].float() for part in flat]) if flat else gradient
-    return _Reading(loss.detach(), gradient)
-
-
-def _small_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the smallest trainable weights, of ``GRADIENT_ELEMENTS`` together, or the one that is the smallest."""
-    trainable = [weight for weight in model.parameters() if weight.requires_grad and weight.is_floating_point()]
-    trainable.sort(key=lambda weight: weight.numel())
-    sizes = np.cumsum([weight.numel() for weight in trainable])
-    return trainable[: max(1, int((sizes <= GRADIENT_ELEMENTS).sum()))]
-
-
-def _halves(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return whether the loss of the shortest row halves when twice as many labels are announced; as stock assumes,
-    True, where not even that fits into memory now.
-    """
-    lengths = row_lengths(inputs) or [1]
-    row = take_rows(inputs, [lengths.index(min(lengths))])
-    counts = [torch.tensor(items, device=trainer.args.device) for items in (8, 16)]
-    try:
-        with undisturbed(trainer, model):
-            losses = [float(_reading(trainer, model, row, count, with_gradient=False).loss) for count in counts]
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return True
-    return abs(losses[0]) > 1.5 * abs(losses[1])
-
-
 # ---- Comparing ------------------------------------------------------------------------------------------------------
 
 
 def _error(
-    whole: _Reading, parts: Sequence[_Reading], shares: NDArray[np.float64], tolerance: tuple[float, float]
+    whole: Reading, parts: Sequence[Reading], shares: NDArray[np.float64], tolerance: tuple[float, float]
 ) -> float:
-    """Return how far the weighted parts are from the whole, 1 being what is tolerated; infinite if they are NaN."""
+    """Return the error of the weighted parts against the whole, in units of the tolerance; infinite if it is NaN.
+
+    ``shares`` has shape (rows,), a gradient (elements,).
+    """
     weighted = [(float(share), part) for share, part in zip(shares, parts, strict=True) if share != 0]
     losses = [share * float(part.loss) for share, part in weighted]
     of_loss = abs(float(whole.loss) - sum(losses)) / max(abs(float(whole.loss)), *map(abs, losses), LEAST_LOSS)
@@ -329,13 +249,12 @@ def _tolerance(trainer: Any, loss: torch.Tensor) -> tuple[float, float]:
     return AUTOCAST if is_narrow else FLOAT32
 
 
-def _reason(trainer: Any, model: nn.Module, probe: Mapping[str, Any], items: Any, readings: list[_Reading]) -> str:
+def _reason(asked: ProbedLoss, probe: Mapping[str, Any], readings: list[Reading]) -> str:
     """Return why no rule gives the loss of the rows of a probe from those of each."""
     whole, *parts = readings
-    tolerance = _tolerance(trainer, whole.loss)
-    with undisturbed(trainer, model), trainer.accelerator.no_sync(model):
-        again = [_reading(trainer, model, probe, items, with_gradient=False) for _ in range(2)]
-    if _error(again[0], again[1:], np.ones(1), tolerance) > 1:
+    tolerance = _tolerance(asked.trainer, whole.loss)
+    again = asked.twice(probe)
+    if again is not None and _error(again[0], again[1:], np.ones(1), tolerance) > 1:
         return "its loss is random in evaluation mode too (masks or noise), so parts cannot be compared with the whole"
     if all(abs(float(part.loss)) < LEAST_LOSS for part in parts):
         at_once = f"the loss of {len(parts)} rows at once is {float(whole.loss):.4g}"

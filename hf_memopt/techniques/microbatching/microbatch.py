@@ -1,22 +1,26 @@
-"""Train each batch in pieces that fit, exactly, and recover from running out of memory within the step.
+"""Train each batch in micro-batches that fit, exactly, and recover from running out of memory within the step.
+
+Use it when the batch size that you want does not fit into memory, or fits only sometimes: ``MicrobatchCallback`` under
+the ``Trainer``, or ``run_in_microbatches`` by itself.
 
 The stock ``Trainer`` sees the true batch: its steps, learning rates, order of the data and logged losses are those of
-the unsplit run. Inside ``training_step`` the rows are sorted by length, cut by a cap, freed of the padding that a piece
-does not need, and run one piece after the other through the ``training_step`` below, each weighted so that the
-gradients add up to those of the batch. When memory runs out, the cap goes down and everything since the last optimizer
-step is repeated, with the same random numbers: nothing is skipped, nothing counts twice.
+the unsplit run. Inside ``training_step`` the rows are sorted by length, split into micro-batches below a limit, freed
+of the padding that a micro-batch does not need, and run one micro-batch after the other through the original
+``training_step``, each weighted so that the gradients add up to those of the batch. When memory runs out, the limit is
+lowered and everything since the last optimizer step is repeated with the same random numbers: nothing is skipped,
+nothing counts twice.
 
-The trade: nothing while whole batches fit; under a cap, a few waits for the device per micro-batch (lengths and labels
-are counted on the host) and smaller kernels, against less padding.
+The trade: nothing while whole batches fit; under a limit, a few waits for the device per accumulation step (lengths and
+labels are counted on the host) and smaller kernels, against less padding.
 
 Between processes (DDP with ``ddp_broadcast_buffers=False, ddp_find_unused_parameters=False``) each process recovers by
-itself while the others wait, since gradients are shared only in the backward pass of the last piece; out of memory in
-that one pass cannot be repeated and raises.
+itself while the others wait, since gradients are shared only in the backward pass of the last micro-batch; out of
+memory in that one pass cannot be repeated and raises.
 
 Limitations: out of memory in the optimizer's step or between steps raises. A loss that is neither a sum nor a mean of
-its rows, weighted by rows, labels or another column of the batch, is refused before a batch is cut (see
-``loss_weights``; one that is nearly such a mean, within 1e-4 of it, or 3e-3 under autocast, is taken for it). What a
-``training_step`` of a subclass adds to the loss of ``compute_loss`` would count once for each part.
+its rows, weighted by rows, labels or another column of the batch, is refused before a batch is split (see
+``loss_rules``; a loss that is within 1e-4 of such a mean, or 3e-3 under autocast, is taken for one). What a
+``training_step`` of a subclass adds to the loss of ``compute_loss`` would count once for each micro-batch.
 """
 
 from __future__ import annotations
@@ -24,140 +28,185 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from weakref import ref
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_memopt.binding.callback_binding import Binding
-from hf_memopt.binding.conflicts import check_compatibility
-from hf_memopt.binding.handles import UndoHandle, override_method
+from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all
 from hf_memopt.changes import Change
-from hf_memopt.techniques.microbatching.limits import CAPS_FILE, Cap, read_caps, write_caps
-from hf_memopt.techniques.microbatching.step import PiecewiseStep
+from hf_memopt.techniques.evaluation.recovery import recover_predictions
+from hf_memopt.techniques.microbatching.limits import (
+    LIMITS_FILE,
+    Limit,
+    microbatch_limits,
+    read_limits,
+    write_limits,
+)
+from hf_memopt.techniques.microbatching.step import MicrobatchedStep
 from hf_memopt.whole_files import warn_unwritten
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["MicrobatchCallback"]
+__all__ = ["MicrobatchCallback", "run_in_microbatches"]
 
 logger = logging.getLogger(__name__)
 
+SPLITS = "micro-batching"  # the purpose of the override of training_step
 
-class MicrobatchCallback(TrainerCallback):
-    """Run each batch in pieces that fit, and repeat a step that ran out of memory in smaller ones.
 
-    Bind it with ``attach(trainer)``. Evaluation and prediction recover from out of memory too. A checkpoint remembers
-    the caps in ``memopt_microbatch.json`` (several processes: those of the one that saves); a resumed run starts with
-    them unless ``max_tokens`` or ``max_examples`` differ from the saved run's.
+def run_in_microbatches(
+    trainer: Trainer, limits: Mapping[str, Limit] | None = None, *, changes: list[Change] | None = None
+) -> UndoHandle:
+    """Let a Trainer run each batch in micro-batches that fit, and repeat a step that ran out of memory in smaller ones.
+
+    Overrides ``training_step``, ``compute_loss`` and ``train`` of this one Trainer, and lets its evaluations recover
+    from out of memory too (``recover_predictions``). ``MicrobatchCallback`` calls it, and also saves the limits in
+    checkpoints.
 
     Args:
-        max_tokens: the most padded tokens of a piece, rows times longest row; a longer row is a piece by itself.
-            ``"auto"`` runs whole batches until memory runs out.
-        max_examples: the most rows of a piece, or None.
+        trainer: a Trainer, already built.
+        limits: as ``microbatch_limits`` returns them; lowered and raised in place. By default there is no limit until
+            memory runs out.
+        changes: a list to which each change of a limit is appended.
+
+    Returns:
+        A handle whose ``remove()`` gives the Trainer its own methods back.
+
+    Raises:
+        ValueError: the Trainer runs in micro-batches already; in training, at the first step, the model or its loss
+            cannot be split.
+        RuntimeError: in training, the ``training_step`` of a subclass does not call ``compute_loss``.
+        torch.OutOfMemoryError: in training, an example does not fit by itself, or memory ran out where several
+            processes share their gradients.
+
+    Example:
+        >>> from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+        >>> config = BertConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=1)
+        >>> model = BertForSequenceClassification(config)
+        >>> trainer = Trainer(model, TrainingArguments(report_to="none", use_cpu=True))
+        >>> handle = run_in_microbatches(trainer, microbatch_limits(max_tokens=4096))
+        >>> handle.remove()
+    """
+    if is_overridden(trainer, "training_step", SPLITS):
+        raise ValueError(
+            f"trainer=<{type(trainer).__name__}> runs in micro-batches already; expected a Trainer that does not. Keep "
+            "one MicrobatchCallback in callbacks=, or call handle.remove() first"
+        )
+    step = MicrobatchedStep(trainer, microbatch_limits() if limits is None else limits, changes)
+    handles = [
+        override_method(trainer, "compute_loss", step.wrap_compute_loss),
+        override_method(trainer, "training_step", step.wrap_training_step, purpose=SPLITS),
+        override_method(trainer, "train", step.wrap_train),
+        recover_predictions(trainer),
+    ]
+    return UndoHandle(partial(remove_all, handles))
+
+
+class MicrobatchCallback(TrainerCallback):
+    """Call ``run_in_microbatches``, save the limits in checkpoints and restore them in a resumed run.
+
+    Bind it with ``attach(trainer)``. A checkpoint has the limits in ``memopt_microbatch.json`` (with several processes,
+    those of the process that saves); a resumed run starts with them unless ``max_tokens`` or ``max_examples`` differ
+    from the saved run's. It logs no keys: each change of a limit is in ``changes`` and in the log of
+    ``hf_memopt.techniques.microbatching``.
+
+    Args:
+        max_tokens: the most padded tokens of a micro-batch, i.e. its rows times its longest row; a longer row is a
+            micro-batch by itself. None (or ``"auto"``): no limit until memory runs out.
+        max_examples: the most rows of a micro-batch. None: no limit until memory runs out.
 
     Attributes:
-        caps: the caps in force, ``max_tokens`` and ``max_examples``, each a ``Cap``, whose docstring has the rule by
-            which it rises again. Batches without a sequence of tokens have the second only.
-        changes: each change of a cap, the last one last.
+        limits: the current limits, ``max_tokens`` and ``max_examples``, each a ``Limit``, whose docstring has the rule
+            by which it rises again. Batches without a sequence of tokens use the second only.
+        changes: each change of a limit, the last one last.
         handle: takes everything off the trainer again; None before ``attach``.
 
     Raises:
-        ValueError: a cap is no whole number from 1 up; at the first step, the model or its loss cannot be split.
-        RuntimeError: training began without ``attach``; a ``training_step`` of its own does not call ``compute_loss``.
-        torch.OutOfMemoryError: an example does not fit by itself, or memory ran out where several processes share their
-            gradients.
+        ValueError: a limit is not an integer of 1 or more; otherwise as ``run_in_microbatches``.
+        RuntimeError: training began without ``attach``; otherwise as ``run_in_microbatches``.
+        torch.OutOfMemoryError: as ``run_in_microbatches``.
 
     Example:
-        >>> MicrobatchCallback(max_tokens=4096).caps["max_tokens"].limit
+        >>> MicrobatchCallback(max_tokens=4096).limits["max_tokens"].limit
         4096
     """
 
     technique = "micro-batching"
 
-    def __init__(self, max_tokens: int | str = "auto", max_examples: int | None = None) -> None:
-        if max_tokens != "auto" and not _is_count(max_tokens):
-            raise ValueError(
-                f"max_tokens={max_tokens!r} is no cap; expected 'auto' or a whole number of padded tokens from 1 up. "
-                "Write max_tokens=4096."
-            )
-        if max_examples is not None and not _is_count(max_examples):
-            raise ValueError(
-                f"max_examples={max_examples!r} is no cap; expected None or a whole number of rows from 1 up. "
-                "Write max_examples=8."
-            )
+    def __init__(self, max_tokens: int | Literal["auto"] | None = None, max_examples: int | None = None) -> None:
         self.max_tokens = max_tokens
         self.max_examples = max_examples
-        self.caps = self._initial_caps()
+        self.limits = microbatch_limits(max_tokens, max_examples)
         self.changes: list[Change] = []
-        self._unwritten: set[str] = set()  # why caps could not be written, as far as it was warned of
         self.handle: UndoHandle | None = None
         self.binding = Binding()
-        self._step: Callable[[], PiecewiseStep | None] = lambda: None  # the trainer has it, and is not kept alive
-        self._resume_from: str | bool | None = None  # what train was called with
+        self._unwritten: set[str] = set()  # the causes of failed writes that were already warned of
+        self._resume_from: str | bool | None = None  # the argument of train()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.max_tokens, self.max_examples)  # a copy starts unbound
 
+    @property
+    def caps(self) -> dict[str, Limit]:
+        """The same as ``limits``, under its former name."""
+        return self.limits
+
     def bind(self, trainer: Trainer) -> None:
-        """Stand over this trainer's ``training_step`` and ``compute_loss``; called by ``attach``."""
+        """Split this trainer's batches; called by ``attach``."""
         if self.binding.trainer is trainer:
             return
-        step = PiecewiseStep(trainer, self.caps, self.changes)
-        override = override_method(trainer, "train", self._around_train)
-        self.handle = self.binding.to(trainer, *step.install(), override)
-        self._step = ref(step)
+        self.handle = self.binding.to(
+            trainer,
+            run_in_microbatches(trainer, self.limits, changes=self.changes),
+            override_method(trainer, "train", self._wrap_train),
+        )
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check again what may have changed since ``attach``, and take over the caps of a run that is resumed."""
-        check_compatibility(self.binding.serving(self, state))
-        if (step := self._step()) is not None:
-            step.begin_training()
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse to run unbound; restore the limits of a run that is resumed."""
+        self.binding.serving(self, state)
         if self._resume_from and state.global_step > 0:
             last = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            self._resume(Path(last if self._resume_from is True else self._resume_from))
+            self._restore_limits(Path(last if self._resume_from is True else self._resume_from))
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the caps into the checkpoint."""
-        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the limits into the checkpoint."""
+        folder = Path(args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if args.should_save and os.path.isdir(folder):
             try:
-                write_caps(folder, self.caps)
+                write_limits(folder, self.limits)
             except OSError as error:
-                lost = "a run that resumes here begins with the caps of a new one"
-                warn_unwritten(folder / CAPS_FILE, error, lost, self._unwritten)
+                lost = "a run that resumes here begins with the limits of a new one"
+                warn_unwritten(folder / LIMITS_FILE, error, lost, self._unwritten)
 
-    def _around_train(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _wrap_train(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def train(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
             self._resume_from = resume_from_checkpoint
             return before(resume_from_checkpoint, *args, **kwargs)
 
         return train
 
-    def _initial_caps(self) -> dict[str, Cap]:
-        most = None if self.max_tokens == "auto" else int(self.max_tokens)
-        return {"max_tokens": Cap(most), "max_examples": Cap(self.max_examples)}
-
-    def _resume(self, folder: Path) -> None:
+    def _restore_limits(self, folder: Path) -> None:
         try:
-            found = read_caps(folder)
+            found = read_limits(folder)
         except FileNotFoundError:  # a checkpoint of a run without micro-batching
             return
         except (OSError, ValueError) as error:
             warnings.warn(
-                f"{folder / CAPS_FILE} could not be read ({type(error).__name__}: {error}), so the resumed run begins "
-                "with the caps of a new one. If a cap is known to fit, set it: MicrobatchCallback(max_tokens=4096)",
+                f"{folder / LIMITS_FILE} could not be read ({type(error).__name__}: {error}), so the resumed run "
+                "begins with the limits of a new one. If a limit is known to fit, set it: "
+                "MicrobatchCallback(max_tokens=4096)",
                 stacklevel=2,
             )
             return
-        if {name: cap.most for name, cap in found.items()} == {name: cap.most for name, cap in self.caps.items()}:
-            self.caps.update(found)
-            logger.info("MicrobatchCallback: resumed with %s", found)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
+        saved, current = ({name: limit.maximum for name, limit in each.items()} for each in (found, self.limits))
+        if saved == current:
+            self.limits.update(found)
+            logger.info("micro-batching: resumed with %s", found)

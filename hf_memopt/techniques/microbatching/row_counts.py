@@ -1,6 +1,6 @@
-"""What a loss may weigh the rows of a batch by: labels, masks, weights, boxes, classes.
+"""The counts by which a loss may weigh the rows of a batch: labels, masks, weights, boxes, classes.
 
-Pure functions on what a collator returns, for ``loss_weights``, which finds out what the loss does weigh them by.
+Pure functions on what a collator returns, for ``loss_rules``, which finds out which of them the loss uses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Counts = dict[str, NDArray[np.float64]]
 
 
 def row_counts(inputs: Mapping[str, Any]) -> Counts:
-    """Return all that a mean could weigh the rows of a batch by, each of shape (rows,); waits for the device once.
+    """Return every count by which a mean could weigh the rows, shape (rows,) each; waits for the device once.
 
     - ``rows``: 1 each.
     - ``labels`` and ``shifted labels``: integer labels other than -100; the second without the first of each row, which
@@ -64,7 +64,9 @@ def row_counts(inputs: Mapping[str, Any]) -> Counts:
 
 
 def _entries(inputs: Mapping[str, Any], rows: int, within: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what has one entry per row, by name: tensors, and of lists (object detection) the length of each entry."""
+    """Yield everything with one entry per row, by name: tensors, and the length of each entry of lists (object
+    detection).
+    """
     for key, value in inputs.items():
         name = f"{within}{key}"
         if torch.is_tensor(value):
@@ -87,7 +89,7 @@ def _length(entry: Any) -> int:
 
 
 def row_shares(rule: str, counts: Counts) -> NDArray[np.float64]:
-    """Return what the loss of each row is multiplied by, shape (rows,); NaN where the counts are no weights.
+    """Return the weight of each row's loss, shape (rows,); NaN where a count is negative, so it cannot be a weight.
 
     Args:
         rule: ``"sum"``, or a name among the counts.
@@ -102,9 +104,9 @@ def row_shares(rule: str, counts: Counts) -> NDArray[np.float64]:
 
 
 def spread(counts: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the counts per unit of weight, scaled to 0 ... 1; all 0 where a mean by the counts is one by the weights.
+    """Return the counts per unit of weight, scaled to 0 ... 1; all 0 where counts and weights give the same mean.
 
-    A row that has no weight and yet a count is 1; one that has neither is 0.
+    A row with a count but no weight is 1, a row with neither 0.
 
     Example:
         >>> spread(np.array([2.0, 4.0, 9.0]), np.array([1.0, 2.0, 3.0])).tolist()

@@ -1,14 +1,14 @@
-"""Cut a batch into pieces: which rows go together, and the tensors of a piece without the padding it does not need.
+"""Split a batch into micro-batches: which rows go together, and their tensors without the padding they do not need.
 
-Pure functions on what a collator returns. Rows are sorted by length, so that the longest row of a piece is little
+Pure functions on what a collator returns. Rows are sorted by length, so that the longest row of a micro-batch is little
 longer than its shortest, and the columns on the right that are padding in all of its rows are cut off. A column is cut
-only where that leaves the loss alone: in every row its attention mask is 0 and its label is -100. Columns on the left
-stay (without them GPT-2's positions would be others, and so would its loss), and all of them stay where no mask of
-shape (batch, seq) tells what is padding, where a tensor of a name unknown here has as many columns, or where the loss
-is over columns (``start_positions``: heads for question answering give padding a probability too).
+off only where that does not change the loss: in every row its attention mask is 0 and its label is -100. Columns on the
+left stay (without them GPT-2 would number its positions differently, and its loss would change). All columns stay where
+no mask of shape (batch, seq) marks the padding, where a tensor with an unknown name has as many columns, or where the
+loss is over columns (``start_positions``: heads for question answering give padding a probability too).
 
-Left out: models that mix neighbouring columns whatever the mask says, as ConvBERT's convolutions do. Their loss depends
-on how far a batch is padded, here as anywhere.
+Limitations: models that mix neighbouring columns whatever the mask is, as ConvBERT's convolutions do. Their loss
+depends on the padded length of a batch, with micro-batches or without.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from hf_memopt.binding.model_traits import IGNORED_LABEL
+from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_model
 
 __all__ = [
     "cut",
     "decoder_lengths",
     "row_count",
     "row_lengths",
+    "select_rows",
     "splittable_batch_reason",
     "splittable_reason",
     "take_rows",
 ]
 
 BATCH_NAMES = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "labels")
-"""Where the number of rows is read, the first that is there; else from the first tensor with a dimension."""
+"""The number of rows is read from the first of these that a batch has; else from its first tensor with a dimension."""
 
 TEXT_NAMES = (
     "input_ids",
@@ -50,12 +51,12 @@ TEXT_NAMES = (
     "bbox",
     "labels",
 )
-"""What may have one column per token: (batch, seq) or (batch, seq, ...)."""
+"""Tensors that may have one column per token: (batch, seq) or (batch, seq, ...)."""
 
 DECODER_NAMES = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "decoder_position_ids")
 """The same for the decoder of an encoder-decoder model, to which its labels belong."""
 
-MULTIPLE = 8  # the widths that tensor cores like
+MULTIPLE = 8  # widths at which tensor cores are fast
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -79,10 +80,10 @@ def row_count(inputs: Mapping[str, Any]) -> int:
 
 
 def row_lengths(inputs: Mapping[str, Any]) -> list[int] | None:
-    """Return the tokens that each row of a batch takes in a piece of its own, shape (rows,).
+    """Return the tokens that each row of a batch takes in a micro-batch of its own, shape (rows,).
 
-    That is up to its last column that is no padding, the decoder's sequence added to the encoder's, each rounded up to
-    a multiple of 8 where the batch's own length is one; all columns where nothing may be cut. Waits for the device
+    That is up to its last column that is not padding, the decoder's sequence added to the encoder's, each rounded up to
+    a multiple of 8 where the batch's own length is one; all columns where none may be cut off. Waits for the device
     once.
 
     Returns:
@@ -99,10 +100,9 @@ def decoder_lengths(inputs: Mapping[str, Any]) -> list[int] | None:
 
 
 def take_rows(inputs: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Return the piece of a batch that has the given rows, without the padding on the right that none of them needs.
+    """Return the given rows of a batch, without the padding on the right that none of them needs.
 
-    Tensors, lists and tuples with one entry per row are selected, in nested dicts too; what else there is, such as
-    scalars and ``position_ids`` of shape (1, seq), is kept for every piece.
+    Everything else, such as scalars and ``position_ids`` of shape (1, seq), is kept as it is.
 
     Example:
         >>> ids, mask = torch.tensor([[5, 6, 7], [8, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
@@ -115,19 +115,22 @@ def take_rows(inputs: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
         needed = max(columns[row] for row in rows)
         if needed < sequence.columns:
             trimmed.update({name: inputs[name][:, :needed].contiguous() for name in sequence.names})
-    count = row_count(inputs)
-    return {name: _select(value, rows, count) for name, value in trimmed.items()}
+    selected: dict[str, Any] = select_rows(trimmed, list(rows), row_count(inputs))
+    return selected
 
 
-def _select(value: Any, rows: Sequence[int], count: int) -> Any:
-    if torch.is_tensor(value):
-        return value[list(rows)] if value.dim() > 0 and value.shape[0] == count else value
+def select_rows(value: Any, rows: list[int] | slice, count: int) -> Any:
+    """Return these rows of everything that has one entry for each of ``count`` rows: tensors, lists and tuples, in
+    nested dicts too. A slice of a tensor is a view of it.
+    """
     if isinstance(value, Mapping):
-        return {key: _select(inner, rows, count) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)) and len(value) == count:
-        kept = [value[row] for row in rows]
-        return kept if isinstance(value, list) else tuple(kept)
-    return value
+        return {key: select_rows(inner, rows, count) for key, inner in value.items()}
+    if torch.is_tensor(value):
+        return value[rows] if value.shape[:1] == (count,) else value
+    if not isinstance(value, (list, tuple)) or len(value) != count:
+        return value
+    chosen = value[rows] if isinstance(rows, slice) else [value[row] for row in rows]
+    return list(chosen) if isinstance(value, list) else tuple(chosen)
 
 
 # ---- Sequences ------------------------------------------------------------------------------------------------------
@@ -137,12 +140,12 @@ def _select(value: Any, rows: Sequence[int], count: int) -> Any:
 class _Sequence:
     """The tensors of a batch that share one sequence of tokens.
 
-    ``names``: those with one column per token. ``counting``: those among them that tell which columns count, (batch,
-    seq) each; empty if none may be cut. ``columns``: tokens per row.
+    ``names``: those with one column per token. ``marking``: those among them that mark the columns which are not
+    padding, (batch, seq) each; empty if no column may be cut off. ``columns``: tokens per row.
     """
 
     names: tuple[str, ...]
-    counting: tuple[str, ...]
+    marking: tuple[str, ...]
     columns: int
     device: torch.device
 
@@ -170,16 +173,17 @@ def _sequence(
 ) -> _Sequence:
     """Return the sequence that has the columns of ``like``, (batch, seq) or (batch, seq, ...)."""
     rows = like.shape[0]
-    columns = like.shape[1] if like.is_floating_point() else like.shape[1:].numel()  # of all choices, if there are
+    # ids of multiple choice have shape (batch, choices, seq)
+    columns = like.shape[1] if like.is_floating_point() else like.shape[1:].numel()
     shared = tuple(name for name in names if _has_columns(inputs.get(name), columns))
-    telling = tuple(name for name in shared if name == "labels" or name.endswith("attention_mask"))
+    marking = tuple(name for name in shared if name == "labels" or name.endswith("attention_mask"))
     may_cut = (
-        all(inputs[name].shape == (rows, columns) and not inputs[name].is_floating_point() for name in telling)
-        and ("attention_mask" in telling if needs_mask else bool(telling))
+        all(inputs[name].shape == (rows, columns) and not inputs[name].is_floating_point() for name in marking)
+        and ("attention_mask" in marking if needs_mask else bool(marking))
         and "start_positions" not in inputs
         and not any(_may_need(name, value, columns) for name, value in _tensors(inputs))
     )
-    return _Sequence(shared, telling if may_cut else (), columns, like.device)
+    return _Sequence(shared, marking if may_cut else (), columns, like.device)
 
 
 def _has_columns(value: Any, columns: int) -> bool:
@@ -187,7 +191,7 @@ def _has_columns(value: Any, columns: int) -> bool:
 
 
 def _may_need(name: str, value: torch.Tensor, columns: int) -> bool:
-    """Tell whether a tensor that nobody would trim has as many columns, in whichever dimension."""
+    """Return whether a tensor that would not be trimmed has as many columns, in whichever dimension."""
     is_known = name in (*TEXT_NAMES, *DECODER_NAMES) and _has_columns(value, columns)
     return columns in value.shape[1:] and not is_known
 
@@ -202,18 +206,19 @@ def _tensors(inputs: Mapping[Any, Any], within: str = "") -> Iterator[tuple[str,
 
 
 def _columns_needed(inputs: Mapping[str, Any], sequences: Sequence[_Sequence]) -> list[list[int]]:
-    """Return up to which column each row is needed, 1 at least, for each sequence; shape (sequences, rows)."""
+    """Return how many columns of each row are needed, 1 at least, for each sequence; shape (sequences, rows)."""
     last = [_last_columns(inputs, sequence) for sequence in sequences]
     found: list[list[int]] = torch.stack(last).tolist() if last else []
     return found
 
 
 def _last_columns(inputs: Mapping[str, Any], sequence: _Sequence) -> torch.Tensor:
-    if not sequence.counting:
-        return torch.full((row_count(inputs),), sequence.columns, device=sequence.device)
-    counts = [inputs[name] != (IGNORED_LABEL if name == "labels" else 0) for name in sequence.counting]
+    if not sequence.marking:
+        return torch.full((row_count(inputs),), sequence.columns, device=sequence.device)  # (batch,)
+    # (batch, seq) each
+    counts = [inputs[name] != (IGNORED_LABEL if name == "labels" else 0) for name in sequence.marking]
     numbers = torch.arange(1, sequence.columns + 1, device=sequence.device)
-    needed = (torch.stack(counts).any(0) * numbers).amax(1).clamp(min=1)
+    needed = (torch.stack(counts).any(0) * numbers).amax(1).clamp(min=1)  # (batch,): the last column that counts
     if sequence.columns % MULTIPLE == 0:
         needed = (needed + MULTIPLE - 1) // MULTIPLE * MULTIPLE
     return needed
@@ -229,30 +234,24 @@ def cut(
     max_examples: int | None = None,
     decoder_lengths: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Cut the rows of a batch into as few pieces as the limits allow, and those with as little padding as possible.
+    """Split the rows of a batch into as few micro-batches as the limits allow, with as little padding as possible.
 
-    The rows are sorted by length, the longest first, and neighbours share a piece. Its padded tokens are its rows times
-    the longest of them, encoder and decoder apart.
+    The rows are sorted by length, the longest first, and neighbours share a micro-batch. Its padded tokens are its rows
+    times the longest of them, encoder and decoder apart.
 
     Args:
         lengths: tokens of each row, as ``row_lengths`` gives them; ``[1] * rows`` where it gives None.
-        max_tokens: most padded tokens of a piece; a longer row gets a piece of its own.
-        max_examples: most rows of a piece.
+        max_tokens: most padded tokens of a micro-batch; a longer row gets one of its own.
+        max_examples: most rows of a micro-batch.
         decoder_lengths: the decoder's part of the lengths, as ``decoder_lengths`` gives it.
 
     Returns:
-        The rows of each piece. Every row is in one of them; rows of one length stay in their order.
-
-    Raises:
-        ValueError: a limit below 1.
+        The rows of each micro-batch. Every row is in exactly one; rows of one length stay in their order.
 
     Example:
         >>> cut([3, 9, 2, 8, 3], max_tokens=18)
         [[1, 3], [0, 4, 2]]
     """
-    for name, limit in (("max_tokens", max_tokens), ("max_examples", max_examples)):
-        if limit is not None and limit < 1:
-            raise ValueError(f"{name}={limit!r} leaves no row in a piece; expected at least 1. Pass {name}=1.")
     total = np.asarray(lengths, dtype=np.int64)
     decoder = np.zeros_like(total) if decoder_lengths is None else np.asarray(decoder_lengths, dtype=np.int64)
     order = np.argsort(-total, kind="stable")
@@ -263,29 +262,36 @@ def cut(
 def _best_starts(
     encoder: NDArray[np.int64], decoder: NDArray[np.int64], max_tokens: int | None, max_examples: int
 ) -> list[int]:
-    """Return where each piece of the sorted rows begins; the best cut of each prefix follows from the shorter ones."""
+    """Return where each micro-batch of the sorted rows begins.
+
+    Dynamic programming over prefixes: the best split of rows 0 to ``end`` is the best split of rows 0 to ``start``, and
+    one micro-batch from there on, for the best ``start``. A micro-batch costs its padded tokens and a constant above
+    all padded tokens that any split can have, so that fewer micro-batches always win and padding decides among equals.
+    Rows are sorted, so the micro-batches to try at each ``end`` are those whose padded tokens, which fall with
+    ``start``, are within the limit; one row is always allowed.
+    """
     count = len(encoder)
-    a_piece = 2 * count * int((encoder + decoder).max(initial=0)) + 1  # above the padded tokens of any cut
-    cost = np.zeros(count + 1, dtype=np.int64)
-    began = np.zeros(count + 1, dtype=np.int64)
+    per_micro_batch = 2 * count * int((encoder + decoder).max(initial=0)) + 1
+    cost = np.zeros(count + 1, dtype=np.int64)  # of the best split of the first rows
+    start_of_last = np.zeros(count + 1, dtype=np.int64)
     for end in range(1, count + 1):
         first = max(0, end - max_examples)
-        rows = np.arange(end - first, 0, -1)
+        rows = np.arange(end - first, 0, -1)  # of the last micro-batch, if it begins at first, first + 1, ...
         padded = rows * (_longest_from(encoder[first:end]) + _longest_from(decoder[first:end]))
         if max_tokens is not None:
             padded = padded[-max(1, int((padded <= max_tokens).sum())) :]  # the fewer rows, the fewer tokens
-        candidates = cost[end - len(padded) : end] + padded + a_piece
+        candidates = cost[end - len(padded) : end] + padded + per_micro_batch
         chosen = int(candidates.argmin())
-        cost[end], began[end] = candidates[chosen], end - len(padded) + chosen
+        cost[end], start_of_last[end] = candidates[chosen], end - len(padded) + chosen
     starts = []
     while count > 0:
-        count = int(began[count])
+        count = int(start_of_last[count])
         starts.append(count)
     return starts[::-1]
 
 
 def _longest_from(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each position the longest of the rows from there on."""
+    """Return for each position the longest of the rows from there on, shape (rows,)."""
     return np.maximum.accumulate(lengths[::-1])[::-1]
 
 
@@ -293,42 +299,34 @@ def _longest_from(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def splittable_reason(model: nn.Module) -> str | None:
-    """Tell why the loss of a model is not a sum over rows, so that pieces would train something else; None if it is.
+    """Return why the loss of a model is not a sum over rows, so that micro-batches would train something else.
 
-    Found are batch norms that are in training mode now, contrastive models (CLIP), which compare the rows of a batch
-    with each other: those whose ``forward`` takes ``return_loss``, and BigBird's sparse attention.
+    None if nothing was found. Looked for are batch norms in training mode, contrastive models (CLIP), whose loss
+    compares the rows of a batch (their ``forward`` takes ``return_loss``), and BigBird's sparse attention.
     """
     for name, module in model.named_modules():
         if isinstance(module, _BATCH_NORMS) and module.training:
             return f"{type(module).__name__} {name} takes its statistics over the rows of a batch"
-    innermost = _innermost(model)
-    if "return_loss" in inspect.signature(innermost.forward).parameters:
-        return f"the loss of {type(innermost).__name__} compares the rows of a batch with each other"
-    if getattr(getattr(innermost, "config", None), "attention_type", None) == "block_sparse":
-        return f"the sparse attention of {type(innermost).__name__} becomes full, for good, once all rows are short"
+    inside = unwrap_model(model)
+    if "return_loss" in inspect.signature(inside.forward).parameters:
+        return f"the loss of {type(inside).__name__} compares the rows of a batch with each other"
+    if getattr(getattr(inside, "config", None), "attention_type", None) == "block_sparse":
+        return f"the sparse attention of {type(inside).__name__} becomes full, for good, once all rows are short"
     return None
 
 
-def _innermost(model: Any) -> Any:
-    """Return the model inside the wrappers of accelerate and PEFT."""
-    from accelerate.utils import extract_model_from_parallel
-
-    model = extract_model_from_parallel(model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def splittable_batch_reason(inputs: Mapping[str, Any]) -> str | None:
-    """Tell why a batch cannot be cut into rows; None if it can.
+    """Return why a batch cannot be split into rows; None if it can.
 
-    Found are sequences packed into one row, and tensors that do not have one entry per row, such as the image patches
-    of Qwen2-VL. Waits for the device where a batch of one row has ``position_ids``.
+    Looked for are sequences packed into one row, and tensors that do not have one entry per row, such as the image
+    patches of Qwen2-VL. Waits for the device where a batch of one row has ``position_ids``.
     """
     rows = row_count(inputs)
     packed = [name for name in inputs if name.startswith("cu_seq")]
     if rows == 1:
         packed += [name for name in ("seq_idx", "position_ids") if _restarts(inputs.get(name))]
     if packed:
-        return f"its examples are packed into one row, as {packed[0]} tells"
+        return f"its examples are packed into one row, as {packed[0]} shows"
     for name, value in _tensors(inputs):
         is_elsewhere = name == "position_ids" and value.dim() == 3  # (3, batch, seq), for text, height and width
         if is_elsewhere or (value.dim() > 0 and value.shape[0] not in (1, rows)):
@@ -337,7 +335,7 @@ def splittable_batch_reason(inputs: Mapping[str, Any]) -> str | None:
 
 
 def _restarts(numbers: Any) -> bool:
-    """Tell whether positions begin again within a row, or whether the number of the sequence changes."""
+    """Return whether positions begin again within a row, or the index of the sequence changes."""
     if not torch.is_tensor(numbers) or numbers.dim() == 0:
         return False
     steps = numbers.diff()

@@ -1,4 +1,4 @@
-"""Run a training step in pieces: cut, weigh, run, and repeat in smaller pieces what ran out of memory."""
+"""Run a training step in micro-batches: split, weigh, run, and repeat in smaller ones what ran out of memory."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_memopt.binding.handles import UndoHandle, override_method
+from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.changes import Change
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
-from hf_memopt.techniques.evaluation.recovery import recover_predictions
-from hf_memopt.techniques.microbatching.limits import Cap
-from hf_memopt.techniques.microbatching.loss_rules import LossWeights, NotSplittableError
+from hf_memopt.techniques.microbatching.limits import Limit
+from hf_memopt.techniques.microbatching.loss_rules import LossWeights
+from hf_memopt.techniques.microbatching.probed_loss import Items, NotSplittableError
 from hf_memopt.techniques.microbatching.splitting import (
     cut,
     decoder_lengths,
@@ -32,21 +32,27 @@ from hf_memopt.techniques.microbatching.splitting import (
 )
 from hf_memopt.techniques.nonfinite.example_indices import example_indices
 
-__all__ = ["PiecewiseStep"]
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback
+
+__all__ = ["MicrobatchedStep"]
 
 logger = logging.getLogger(__name__)
 
 
-class _MicroBatch(NamedTuple):
-    """What a step was called with, and what stock divided its loss by then."""
+class _AccumulationStep(NamedTuple):
+    """The arguments of one call of ``training_step``, and what stock divided its loss by at that time."""
 
     inputs: Mapping[str, Any]
-    num_items_in_batch: Any
+    num_items_in_batch: Items
     accumulation_steps: int
 
 
-class _Piece(NamedTuple):
-    """Rows that run together: of which micro-batch since the last optimizer step, and how much of its loss they are."""
+class _MicroBatch(NamedTuple):
+    """Rows that run together.
+
+    ``position``: of their accumulation step in the window; ``weight``: their part of its loss.
+    """
 
     position: int
     rows: list[int]
@@ -54,80 +60,80 @@ class _Piece(NamedTuple):
     inputs: Mapping[str, Any]
 
 
-class PiecewiseStep:
-    """What stands over one trainer's ``training_step`` and ``compute_loss``.
+class MicrobatchedStep:
+    """The overrides of one trainer's ``training_step``, ``compute_loss`` and ``train``.
+
+    The *window* is the list of accumulation steps since the last optimizer step. Their gradients are added up in
+    ``parameter.grad``, and a failed backward pass leaves there a part that cannot be separated again. So after out of
+    memory all gradients are dropped and the whole window is repeated, from the random numbers with which it began.
 
     Args:
         trainer: the trainer, which is not kept alive.
-        caps: ``max_tokens`` and ``max_examples``; lowered and raised in place.
-        changes: gets each change of a cap.
+        limits: ``max_tokens`` and ``max_examples``; lowered and raised in place.
+        changes: a list to which each change of a limit is appended.
     """
 
-    def __init__(self, trainer: Any, caps: dict[str, Cap], changes: list[Change]) -> None:
+    technique = "micro-batching"
+
+    def __init__(self, trainer: Trainer, limits: Mapping[str, Limit], changes: list[Change] | None) -> None:
         self._trainer: Callable[[], Any] = ref(trainer)
-        self._caps = caps
-        self._changes = changes
-        self._is_checked = False  # the model, since training began
+        self._limits = limits
+        self._changes = [] if changes is None else changes
+        self._is_checked = False  # whether the model was examined since training began
         self._weights = LossWeights()
-        self._window: list[_MicroBatch] = []  # micro-batches since the last optimizer step
-        self._random: RandomState | None = None  # where the window began
-        self._was_cut = False
-        self._weight = 1.0  # what compute_loss multiplies by
-        self._asked = False  # for the loss, by the piece that runs
-        self._share: Callable[[], None] | None = None
-        self._is_shared = False  # gradients of this attempt are with other processes
+        self._window: list[_AccumulationStep] = []
+        self._random: RandomState | None = None  # at the beginning of the window
+        self._was_split = False
+        self._weight = 1.0  # compute_loss multiplies by it
+        self._has_computed_loss = False  # in the current micro-batch
+        self._share_gradients: Callable[[], None] | None = None
+        self._is_shared = False  # whether gradients of this attempt were sent to other processes
 
-    @property
-    def trainer(self) -> Any:
-        """The trainer, None once it is gone."""
-        return self._trainer()
+    # ---- Overrides --------------------------------------------------------------------------------------------------
 
-    def install(self) -> list[UndoHandle]:
-        """Put it over the trainer's methods, which keep it alive from then on; return what takes it off."""
-        handles = [
-            override_method(self.trainer, "compute_loss", self._around_loss),
-            override_method(self.trainer, "training_step", self._around_step),
-        ]
-        of_predictions = recover_predictions(self.trainer)
-        if of_predictions is not None:  # None where predictions recover already
-            handles.append(of_predictions)
-        return handles
+    def wrap_train(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """Check the settings again, which may have changed, and examine the model again, which may be new."""
 
-    def begin_training(self) -> None:
-        """Forget what was found out about the model: it may be a new one."""
-        self._is_checked, self._weights = False, LossWeights()
-        self.begin_window()
+        def train(*args: Any, **kwargs: Any) -> Any:
+            check_compatibility(self._trainer(), cast("TrainerCallback", self))
+            self._is_checked, self._weights = False, LossWeights()
+            self._begin_window()
+            return before(*args, **kwargs)
 
-    def begin_window(self) -> None:
-        """Forget the micro-batches of the last optimizer step."""
-        self._window, self._random, self._was_cut = [], None, False
+        return train
 
-    def _around_loss(self, before: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_compute_loss(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """Multiply the loss by the weight of the current micro-batch."""
+
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = before(*args, **kwargs)
-            self._asked = True
-            if self._share is not None:
-                self._share()
+            self._has_computed_loss = True
+            if self._share_gradients is not None:
+                self._share_gradients()
             if self._weight == 1.0:
                 return loss
             return (loss[0] * self._weight, *loss[1:]) if isinstance(loss, tuple) else loss * self._weight
 
         return compute_loss
 
-    def _around_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def training_step(model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Any:
-            trainer = self.trainer
+    def wrap_training_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """Run an accumulation step in micro-batches, and repeat what ran out of memory."""
+
+        def training_step(
+            model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Items = None
+        ) -> torch.Tensor:
+            trainer = self._trainer()
             refusal = None
             if self._weights.rule is None:
                 refusal = self._examine(trainer, model, inputs, num_items_in_batch)
             if not self._window:
                 self._random = RandomState.capture(trainer.args.device)
             steps = getattr(trainer, "current_gradient_accumulation_steps", 1)  # a step outside of train has none
-            self._window.append(_MicroBatch(inputs, num_items_in_batch, steps))
+            self._window.append(_AccumulationStep(inputs, num_items_in_batch, steps))
             try:
-                loss = self._run_to_the_end(before, trainer, model)
+                loss = self._run_until_it_fits(before, trainer, model)
             except BaseException:
-                self.begin_window()
+                self._begin_window()
                 raise
             if trainer.accelerator.sync_gradients:
                 self._end_window(trainer)
@@ -137,37 +143,44 @@ class PiecewiseStep:
 
         return training_step
 
-    def _run_to_the_end(self, run: Callable[..., Any], trainer: Any, model: nn.Module) -> torch.Tensor:
-        """Run the newest micro-batch; after out of memory all of the window, in smaller pieces, until it fits."""
-        first = len(self._window) - 1  # those before have their gradients already
+    def _begin_window(self) -> None:
+        self._window, self._random, self._was_split = [], None, False
+
+    def _run_until_it_fits(self, run: Callable[..., Any], trainer: Trainer, model: nn.Module) -> torch.Tensor:
+        """Run the newest accumulation step; after out of memory the whole window, in smaller micro-batches."""
+        first = len(self._window) - 1  # the gradients of those before are there already
         while True:
             loss, failed, text = self._attempt(run, trainer, model, first)
             if loss is not None:
                 return loss
-            # The error is gone here, and with it the frames that held the failed step's tensors.
+            # The except block has ended, and with it the frames that referred to the failed step's tensors.
             model.zero_grad(set_to_none=True)
             free_failed_step()
             if self._random is not None:
                 self._random.restore()
-            self._lower_cap(trainer, *failed, text)
+            self._lower_limit(trainer, *failed, text)
             first = 0
 
     def _attempt(
-        self, run: Callable[..., Any], trainer: Any, model: nn.Module, first: int
+        self, run: Callable[..., Any], trainer: Trainer, model: nn.Module, first: int
     ) -> tuple[torch.Tensor | None, tuple[int, list[int]], str]:
-        """Run the window from one micro-batch on; return the last one's loss, or what ran and the error's text."""
+        """Run the window from one accumulation step on.
+
+        Returns:
+            The loss of the last accumulation step, or None with the position and rows that failed and the error's text.
+        """
         self._is_shared = False
         positions = range(first, len(self._window))
-        cuts = [self._pieces(trainer, model, position) for position in positions]
+        splits = [self._split(trainer, model, position) for position in positions]
         failed = (first, [0])
         try:
-            for position, pieces in zip(positions, cuts, strict=True):
+            for position, micro_batches in zip(positions, splits, strict=True):
                 syncs = position == positions[-1] and trainer.accelerator.sync_gradients
                 loss = None
-                for piece in pieces:
-                    failed = (position, piece.rows)
-                    with self._apart(trainer, model, shares=syncs and piece is pieces[-1]):
-                        part = self._run_piece(run, trainer, model, piece, is_alone=len(pieces) == 1)
+                for micro_batch in micro_batches:
+                    failed = (position, micro_batch.rows)
+                    with self._without_sync(trainer, model, shares=syncs and micro_batch is micro_batches[-1]):
+                        part = self._run(run, trainer, model, micro_batch, is_alone=len(micro_batches) == 1)
                     loss = part if loss is None else loss + part
         except Exception as error:
             if not is_out_of_memory(error):
@@ -177,32 +190,33 @@ class PiecewiseStep:
             return loss, failed, ""
         return None, failed, text
 
-    def _run_piece(
-        self, run: Callable[..., Any], trainer: Any, model: nn.Module, piece: _Piece, *, is_alone: bool
+    def _run(
+        self, run: Callable[..., Any], trainer: Any, model: nn.Module, micro_batch: _MicroBatch, *, is_alone: bool
     ) -> torch.Tensor:
-        micro_batch = self._window[piece.position]
-        self._weight, self._asked = piece.weight, False
-        # An epoch that ended early leaves micro-batches, and their gradients, to the next one's first step.
-        trainer.current_gradient_accumulation_steps = micro_batch.accumulation_steps
+        step = self._window[micro_batch.position]
+        self._weight, self._has_computed_loss = micro_batch.weight, False
+        # An epoch that ended early leaves accumulation steps, and their gradients, to the next epoch's first step.
+        trainer.current_gradient_accumulation_steps = step.accumulation_steps
         try:
-            loss: torch.Tensor = run(model, copy.copy(piece.inputs), micro_batch.num_items_in_batch)  # may pop of it
+            # a copy, since a subclass may pop columns from it
+            loss: torch.Tensor = run(model, copy.copy(micro_batch.inputs), step.num_items_in_batch)
         finally:
             self._weight = 1.0
-        if not self._asked and (not is_alone or trainer.args.world_size > 1):
+        if not self._has_computed_loss and (not is_alone or trainer.args.world_size > 1):
             raise RuntimeError(
-                f"training_step of {type(trainer).__name__} did not call compute_loss, so the loss of a piece could "
-                "not be weighted; expected one call per forward pass. Write loss = self.compute_loss(model, inputs, "
-                "num_items_in_batch=num_items_in_batch) in it."
+                f"training_step of {type(trainer).__name__} did not call compute_loss, so the loss of a micro-batch "
+                "could not be weighted; expected one call per forward pass. Write loss = self.compute_loss(model, "
+                "inputs, num_items_in_batch=num_items_in_batch) in it."
             )
         return loss
 
-    def _pieces(self, trainer: Any, model: nn.Module, position: int) -> list[_Piece]:
-        """Cut a micro-batch; all at once, since to count waits for the device."""
+    def _split(self, trainer: Any, model: nn.Module, position: int) -> list[_MicroBatch]:
+        """Split an accumulation step into micro-batches; all at once, since counting waits for the device."""
         inputs, num_items_in_batch, _ = self._window[position]
-        max_tokens, max_examples = self._caps["max_tokens"].limit, self._caps["max_examples"].limit
+        max_tokens, max_examples = self._limits["max_tokens"].limit, self._limits["max_examples"].limit
         every_row = list(range(row_count(inputs)))
         if max_tokens is None and max_examples is None:
-            return [_Piece(position, every_row, 1.0, inputs)]
+            return [_MicroBatch(position, every_row, 1.0, inputs)]
         lengths = row_lengths(inputs)
         if lengths is None:
             groups = cut([1] * len(every_row), max_examples=max_examples)
@@ -210,18 +224,25 @@ class PiecewiseStep:
             limits = {"max_tokens": max_tokens, "max_examples": max_examples}
             groups = cut(lengths, **limits, decoder_lengths=decoder_lengths(inputs))
         if len(groups) == 1:
-            return [_Piece(position, every_row, 1.0, take_rows(inputs, every_row))]
+            return [_MicroBatch(position, every_row, 1.0, take_rows(inputs, every_row))]
         _refuse(trainer.model, splittable_batch_reason(inputs))
-        self._was_cut = True
+        self._was_split = True
         weights = self._weights.of_rows(trainer, model, inputs, num_items_in_batch)
-        return [_Piece(position, rows, weight, take_rows(inputs, rows)) for rows, weight in _weighted(groups, weights)]
+        return [
+            _MicroBatch(position, rows, weight, take_rows(inputs, rows)) for rows, weight in _weighted(groups, weights)
+        ]
 
     @contextmanager
-    def _apart(self, trainer: Any, model: nn.Module, *, shares: bool) -> Iterator[None]:
-        """Keep the gradients of a piece in this process; one that shares does so once its forward pass is done."""
+    def _without_sync(self, trainer: Trainer, model: nn.Module, *, shares: bool) -> Iterator[None]:
+        """Keep the gradients of a micro-batch in this process, or share them where ``shares``.
+
+        DDP shares gradients within the backward pass, but decides on that in the forward pass. A process that runs out
+        of memory in between would leave the others waiting, so sharing is switched on only once the forward pass and
+        the loss are done: ``trigger_sync_in_backward``.
+        """
         if trainer.args.world_size == 1:
             yield
-        elif shares and not isinstance(model, DistributedDataParallel):  # compiled, around DDP
+        elif shares and not isinstance(model, DistributedDataParallel):  # torch.compile around DDP
             self._is_shared = True
             yield
         else:
@@ -231,58 +252,66 @@ class PiecewiseStep:
                     self._is_shared = True
                     stack.enter_context(trainer.accelerator.trigger_sync_in_backward(model))
 
-                self._share = share if shares else None
+                self._share_gradients = share if shares else None
                 try:
                     yield
                 finally:
-                    self._share = None
+                    self._share_gradients = None
 
-    # ---- Caps -------------------------------------------------------------------------------------------------------
+    # ---- Limits -----------------------------------------------------------------------------------------------------
 
-    def _lower_cap(self, trainer: Any, position: int, rows: list[int], text: str) -> None:
-        """Make room after these rows of a micro-batch ran out of memory, or raise if that cannot be done."""
+    def _lower_limit(self, trainer: Trainer, position: int, rows: list[int], text: str) -> None:
+        """Lower the limit after these rows of an accumulation step ran out of memory, or raise if that cannot help."""
         inputs = self._window[position].inputs
         tokens = _padded_tokens(inputs, rows)
-        name, held = ("max_examples", len(rows)) if tokens is None else ("max_tokens", tokens)
+        name, size = ("max_examples", len(rows)) if tokens is None else ("max_tokens", tokens)
         if self._is_shared:
             raise torch.OutOfMemoryError(
                 f"memory ran out in the backward pass in which the processes share their gradients ({text}); expected "
-                f"pieces that fit there. Start with smaller ones: MicrobatchCallback({name}={max(held // 2, 1)})"
+                "micro-batches that fit there. Start with smaller ones: "
+                f"MicrobatchCallback({name}={max(size // 2, 1)})"
             )
         if len(rows) == 1:
             raise torch.OutOfMemoryError(_too_large(trainer, position, rows[0], tokens, text))
-        cap = self._caps[name]
-        old = cap.limit
-        cap.lower(held)
+        limit = self._limits[name]
+        old = limit.limit
+        limit.lower(size)
         self._record(name, old, f"out of memory at step {trainer.state.global_step + 1}", logging.WARNING)
 
-    def _end_window(self, trainer: Any) -> None:
-        for name, cap in self._caps.items():
-            old = cap.limit
-            if cap.note_step(was_cut=self._was_cut):
-                reason = f"no out of memory in {cap.wait_steps} steps, at step {trainer.state.global_step + 1}"
+    def _end_window(self, trainer: Trainer) -> None:
+        for name, limit in self._limits.items():
+            old = limit.limit
+            if limit.note_step(was_split=self._was_split):
+                reason = f"no out of memory in {limit.wait_steps} steps, at step {trainer.state.global_step + 1}"
                 self._record(name, old, reason, logging.INFO)
-        self.begin_window()
+        self._begin_window()
 
     def _record(self, name: str, old: int | None, reason: str, level: int) -> None:
-        change = Change(name, "auto" if old is None else old, self._caps[name].limit, reason)
+        change = Change(name, old, self._limits[name].limit, reason)
         self._changes.append(change)
-        logger.log(level, "MicrobatchCallback: %s", change)
+        logger.log(level, "micro-batching: %s", change)
+
+    # ---- Refusals ---------------------------------------------------------------------------------------------------
 
     def _examine(
-        self, trainer: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any
+        self,
+        trainer: Any,
+        model: nn.Module,
+        inputs: Any,
+        num_items_in_batch: Items,
     ) -> NotSplittableError | None:
-        """Refuse what cannot be split, before anything ran out of memory.
+        """Refuse what cannot be split, before anything has run out of memory.
 
         Returns:
-            A refusal for an error of the loss: to be raised after the step, which fails by itself if it is a mistake.
+            A refusal because of an error of the loss. It is raised after the step, which fails with its own error if
+            the loss is wrong for whole batches too.
         """
         if not self._is_checked:
             if not isinstance(inputs, Mapping):
                 made_in = f"{type(trainer).__name__} makes its batches from a {type(inputs).__name__} within the step"
                 _refuse(trainer.model, f"{made_in}, so there are no rows to take")
             model.train()  # as the step is about to: a batch norm that a model keeps in evaluation mode does no harm
-            _refuse(trainer.model, splittable_reason(model) or splittable_batch_reason(inputs))
+            _refuse(trainer.model, splittable_reason(trainer.model) or splittable_batch_reason(inputs))
             self._is_checked = True
         if row_count(inputs) > 1:
             try:
@@ -300,7 +329,10 @@ def _refuse(model: nn.Module, reason: str | None) -> None:
 
 
 def _weighted(groups: list[list[int]], weights: list[float] | None) -> list[tuple[list[int], float]]:
-    """Return the rows and the weight of each piece, without rows that add nothing to a mean (it would be 0 / 0)."""
+    """Return the rows and the weight of each micro-batch, without rows that add nothing to a mean (it would be 0 / 0).
+
+    ``weights`` is that of each row, shape (rows,), or None if losses add up.
+    """
     if weights is None:
         return [(rows, 1.0) for rows in groups]
     kept = [[row for row in rows if weights[row]] for rows in groups]
@@ -308,7 +340,7 @@ def _weighted(groups: list[list[int]], weights: list[float] | None) -> list[tupl
 
 
 def _padded_tokens(inputs: Mapping[str, Any], rows: list[int]) -> int | None:
-    """Return what ``cut`` counts for a piece: rows times the longest, encoder and decoder apart."""
+    """Return what ``cut`` counts for a micro-batch: rows times the longest row, encoder and decoder apart."""
     lengths, of_decoder = row_lengths(inputs), decoder_lengths(inputs)
     if lengths is None:
         return None
@@ -316,9 +348,13 @@ def _padded_tokens(inputs: Mapping[str, Any], rows: list[int]) -> int | None:
     return len(rows) * (max(lengths[row] - decoder[row] for row in rows) + max(decoder[row] for row in rows))
 
 
-def _too_large(trainer: Any, position: int, row: int, tokens: int | None, text: str) -> str:
+def _too_large(trainer: Trainer, position: int, row: int, tokens: int | None, text: str) -> str:
     indices = example_indices(trainer, position) or ()
-    which = f"train_dataset[{indices[row]}]" if row < len(indices) else f"row {row} of the batch"
+    which = f"row {row} of the batch"
+    if row < len(indices):
+        is_view = hasattr(trainer.train_dataset, "indices_of")  # its indices are those of the dataset that it reads
+        index = indices[row]
+        which = f"example {index} of the dataset given to bucketed()" if is_view else f"train_dataset[{index}]"
     size = "" if tokens is None else f"has {tokens} tokens and "
     checkpointing = next(iter(checkpointing_arguments()))
     return (

@@ -1,8 +1,9 @@
-"""Find where a step stopped being finite, and tell it: which module, which examples, what to do about it.
+"""Find where a step stopped being finite, and report it: which module, which examples, what to do about it.
 
-The micro-batches of the step are repeated row by row: a row needs less memory than the step did, and tells which
-examples it is. Only where no row alone shows what was seen in training is the micro-batch repeated as a whole, with the
-random numbers of the step.
+The accumulation steps are repeated row by row: a row needs less memory than the step did, and identifies the examples.
+Only where no row alone shows what was seen in training is the accumulation step repeated as a whole, with the random
+numbers of the step. Cases are ruled out in the order of ``CASES``: each can only be blamed once those before it are
+known to be finite.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 from hf_memopt.binding.model_traits import IGNORED_LABEL
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.splitting import row_count, splittable_batch_reason, splittable_reason
-from hf_memopt.techniques.nonfinite.replay import Extent, MicroBatch, Place, Replay, bad_weights, replay
+from hf_memopt.techniques.nonfinite.replay import Extent, Place, Replay, StepInputs, bad_weights, replay
 from hf_memopt.whole_files import write_whole
 
 __all__ = ["CASES", "OverflowReport", "diagnose", "write_reports"]
@@ -37,7 +38,7 @@ CASES = {
     "loss scale": "gradients are finite, but not times the loss scale of fp16",
     "unknown": "the step was not finite, but is when it is repeated",
 }
-"""Where a step can stop being finite, in the order in which it is looked for."""
+"""Where a step can stop being finite, in the order in which they are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +49,19 @@ class OverflowReport:
         step: the optimizer step, counted from 1.
         case: one of ``CASES``.
         where: the module (``gradient``: the one in whose backward pass it begins), the weight or the column of the
-            batch; empty where it is the model itself, outside of it or not known.
-        module_class: the module's class; empty where it is no module.
+            batch; empty if it is the model itself, outside of it or not known.
+        module_class: the module's class; empty if it is not a module.
         dtype: of the values in question.
-        largest_value: the largest finite magnitude among them; None where there is none.
+        largest_value: the largest finite magnitude among them; None if there is none.
         largest_input: the same of the module's inputs, or for a gradient of the module's output.
-        micro_batch: the micro-batch of the step, counted from 0.
-        rows: the rows of that micro-batch; empty where it needs them all together.
-        examples: indices of those rows in the training data, of all of that micro-batch where a row is not an example;
-            None where they cannot be known.
+        accumulation_step: the accumulation step, counted from 0.
+        rows: the rows of its batch that show it; empty if only all of them together do.
+        examples: indices of those rows in the training data, or of all its rows if a row is not an example; None if
+            they cannot be known.
         parameters: the first weights of the model that are not finite, or whose gradients were not.
-        loss_scale: of fp16 training; None without.
-        precision: what the step computed in: ``fp32``, ``bf16`` or ``fp16``.
-        detail: a cause that could be read off the batch, or why the step could not be repeated.
+        loss_scale: of fp16 training; None otherwise.
+        precision: the floating-point format of the forward pass: ``fp32``, ``bf16`` or ``fp16``.
+        detail: a cause that is visible in the batch, or why the step could not be repeated.
     """
 
     step: int
@@ -70,7 +71,7 @@ class OverflowReport:
     dtype: str = ""
     largest_value: float | None = None
     largest_input: float | None = None
-    micro_batch: int | None = None
+    accumulation_step: int | None = None
     rows: tuple[int, ...] = ()
     examples: tuple[int, ...] | None = None
     parameters: tuple[str, ...] = ()
@@ -117,7 +118,8 @@ def _finding(report: OverflowReport) -> str:
     if report.case == "inputs":
         return f"the batch itself is not finite, in column {report.where}"
     if report.case == "forward":
-        return f"the output of {named} is not finite, its inputs are ({_values(report, 'input', 'finite output')})"
+        values = _values(report, "input", "finite output")
+        return f"the output of {named} is not finite, its inputs are{f' ({values})' if values else ''}"
     if report.case == "loss":
         cause = f": {report.detail}" if report.detail else ""
         return f"the loss is not finite, what it is computed from is{cause}"
@@ -145,11 +147,11 @@ def _of_parameters(report: OverflowReport) -> str:
 
 
 def _origin(report: OverflowReport) -> str:
-    if report.micro_batch is None:
+    if report.accumulation_step is None:
         return ""
     rows = f", rows {_listed(report.rows)}" if report.rows else ", no row alone"
     examples = "" if report.examples is None else f", examples {_listed(report.examples)}"
-    return f"; micro-batch {report.micro_batch}{rows}{examples}"
+    return f"; accumulation step {report.accumulation_step}{rows}{examples}"
 
 
 def _listed(numbers: Sequence[int], most: int = 10) -> str:
@@ -169,10 +171,13 @@ def _remedy(report: OverflowReport) -> str:
             return "Look at the collator, at truncation and at the labels of these examples"
         return "Look for log(0), a division by zero or a masked class among the labels: add an eps, or leave them out"
     if report.case == "loss scale":
-        return f"Set bf16=True instead of fp16=True, which needs no loss scale; where the card lacks it, {calmer}"
+        return f"Set bf16=True instead of fp16=True, which needs no loss scale; where the GPU lacks it, {calmer}"
     if report.precision == "fp16" and report.case in ("forward", "gradient"):
         return f"Set bf16=True instead of fp16=True, or compute {module} in float32; else {calmer}"
-    if report.case in ("forward", "gradient"):
+    if report.case == "forward":
+        values = 'the values of the modules before it: debug="underflow_overflow"'
+        return f"Look for sqrt, log or a division of zero in {module}: add an eps inside ({values}); else {calmer}"
+    if report.case == "gradient":
         return f"Look for sqrt, log or a division of zero in {module}: add an eps inside; else {calmer}"
     return f"If it comes again, {calmer}, or search with torch.autograd.set_detect_anomaly(True)"
 
@@ -181,15 +186,15 @@ def _remedy(report: OverflowReport) -> str:
 
 
 def diagnose(
-    trainer: Any, window: Sequence[MicroBatch], is_loss_bad: Sequence[bool], report: OverflowReport
+    trainer: Any, window: Sequence[StepInputs], is_loss_bad: Sequence[bool], report: OverflowReport
 ) -> OverflowReport:
-    """Return ``report`` with what was found out about a step that was not finite.
+    """Return ``report`` completed with what a repetition of the step shows.
 
     Args:
-        trainer: its model is repeated as it stands, in the modes that it is in.
-        window: the micro-batches of the step.
-        is_loss_bad: for each of them whether its loss was not finite; none is where only gradients were not.
-        report: step, precision and loss scale are given.
+        trainer: its model is run again in its current modes.
+        window: the accumulation steps.
+        is_loss_bad: for each of them, whether its loss was not finite; False for all if only gradients were not.
+        report: with step, precision and loss scale.
     """
     failures: list[str] = []
     weights = _attempted(lambda: bad_weights(trainer.model), failures)
@@ -197,13 +202,13 @@ def diagnose(
         return replace(report, case="weights", where=weights[0], parameters=weights[:MOST_NAMES])
     suspects = [position for position, is_bad in enumerate(is_loss_bad) if is_bad] or list(range(len(window)))
     for position in suspects:
-        here = replace(report, micro_batch=position)
+        here = replace(report, accumulation_step=position)
         found = _bad_column(window[position], here)
         found = found or _repeated(trainer, window[position], here, is_loss_bad[position], failures)
         if found is not None:
             return found
     for position in suspects if report.loss_scale is not None else ():
-        here = replace(report, micro_batch=position)
+        here = replace(report, accumulation_step=position)
         found = _repeated(trainer, window[position], here, is_loss_bad[position], failures, scale=report.loss_scale)
         if found is not None:
             return replace(found, case="loss scale")
@@ -212,36 +217,36 @@ def diagnose(
 
 def _repeated(
     trainer: Any,
-    micro_batch: MicroBatch,
+    step_inputs: StepInputs,
     report: OverflowReport,
     is_loss_bad: bool,
     failures: list[str],
     *,
     scale: float | None = None,
 ) -> OverflowReport | None:
-    """Repeat a micro-batch by rows, then as a whole; None where it does not show what was seen in training."""
+    """Repeat an accumulation step by rows, then as a whole; None if it does not show what was seen in training."""
 
     def attempt(rows: Sequence[int] | None) -> Replay | None:
-        found = _attempted(lambda: replay(trainer, micro_batch, rows, scale=scale), failures)
+        found = _attempted(lambda: replay(trainer, step_inputs, rows, scale=scale), failures)
         return found if found is not None and found.shows(is_loss_bad) else None
 
     shown: dict[int, OverflowReport] = {}
-    for row in _rows_alone(trainer.model, micro_batch.inputs):
+    for row in _rows_alone(trainer.model, step_inputs.inputs):
         if (found := attempt([row])) is not None:
-            shown[row] = _described(found, micro_batch, replace(report, rows=(row,)))
+            shown[row] = _described(found, step_inputs, replace(report, rows=(row,)))
     if not shown:
         found = attempt(None)
-        return None if found is None else _described(found, micro_batch, report)
+        return None if found is None else _described(found, step_inputs, report)
     first = next(iter(shown.values()))
     alike = tuple(row for row, one in shown.items() if (one.case, one.where) == (first.case, first.where))
     return replace(first, rows=alike)
 
 
 def _attempted(attempt: Callable[[], Found], failures: list[str]) -> Found | None:
-    """Return what a look at the model finds; None where it fails, for lack of memory say: no reason to end the run."""
+    """Return the result of an attempt; None if it fails, for lack of memory say, which must not end the run."""
     try:
         return attempt()
-    except Exception as error:  # whatever the user's model or compute_loss raise
+    except Exception as error:  # anything that the user's model or compute_loss raises
         failures.append(f"{type(error).__name__}: {error}")
         is_memory = is_out_of_memory(error)
     if is_memory:
@@ -252,7 +257,7 @@ def _attempted(attempt: Callable[[], Found], failures: list[str]) -> Found | Non
 def _rows_alone(model: nn.Module, inputs: Mapping[str, Any]) -> Sequence[int]:
     """Return the rows that can be repeated one by one.
 
-    A row none of whose labels counts is not among them where others are: alone its mean loss would be 0 / 0.
+    Rows without a label that counts are left out unless there are no others: alone their mean loss would be 0 / 0.
     """
     if not any(torch.is_tensor(value) and value.dim() > 0 for value in inputs.values()):
         return ()
@@ -264,7 +269,7 @@ def _rows_alone(model: nn.Module, inputs: Mapping[str, Any]) -> Sequence[int]:
 
 
 def _ignored_rows(inputs: Mapping[str, Any]) -> set[int]:
-    """Return the rows none of whose labels counts."""
+    """Return the rows without a label that counts."""
     labels = inputs.get("labels")
     if not torch.is_tensor(labels) or labels.is_floating_point() or labels.dim() == 0:
         return set()
@@ -272,13 +277,13 @@ def _ignored_rows(inputs: Mapping[str, Any]) -> set[int]:
     return {row for row, is_ignored in enumerate(flags) if is_ignored}
 
 
-def _described(found: Replay, micro_batch: MicroBatch, report: OverflowReport) -> OverflowReport:
+def _described(found: Replay, step_inputs: StepInputs, report: OverflowReport) -> OverflowReport:
     if not found.is_loss_finite:
         place = found.forward
         if place is not None and not (place.outputs is not None and place.outputs.only_scalars):
             return _placed(replace(report, case="forward"), place, place.inputs, place.outputs)
-        ignored = _ignored_rows(micro_batch.inputs)
-        is_cause = bool(ignored) and ignored.issuperset(report.rows or range(row_count(micro_batch.inputs)))
+        ignored = _ignored_rows(step_inputs.inputs)
+        is_cause = bool(ignored) and ignored.issuperset(report.rows or range(row_count(step_inputs.inputs)))
         detail = f"every label there is {IGNORED_LABEL}, so none counts" if is_cause else ""
         return replace(report, case="loss", detail=detail)
     report = replace(report, case="gradient", parameters=found.bad_gradients[:MOST_NAMES])
@@ -301,14 +306,14 @@ def _placed(report: OverflowReport, place: Place, given: Extent | None, made: Ex
     )
 
 
-def _bad_column(micro_batch: MicroBatch, report: OverflowReport) -> OverflowReport | None:
+def _bad_column(step_inputs: StepInputs, report: OverflowReport) -> OverflowReport | None:
     """Report the first column of a batch that is not finite."""
-    for column, value in micro_batch.inputs.items():
+    for column, value in step_inputs.inputs.items():
         extent = Extent.of(value, allow_masks=True)
         if extent is None or extent.is_finite:
             continue
         rows: tuple[int, ...] = ()
-        if torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == row_count(micro_batch.inputs):
+        if torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == row_count(step_inputs.inputs):
             rows = tuple(row for row, one in enumerate(value) if not _holds_only_numbers(one))
         return replace(report, case="inputs", where=column, rows=rows, dtype=extent.dtype, largest_value=extent.largest)
     return None

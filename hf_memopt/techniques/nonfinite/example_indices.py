@@ -1,4 +1,4 @@
-"""Tell which examples of the dataset are being trained on now, from public facts alone and without reading any.
+"""Find the examples of the dataset that are being trained on, from public facts alone and without reading any.
 
 The order of an epoch is a pure function of the sampler's seed and the epoch, so a copy of the sampler repeats it; the
 run's own sampler and its generators are not touched. It costs one shuffle of the dataset's indices: meant for a report,
@@ -22,11 +22,11 @@ __all__ = ["example_indices"]
 
 
 def example_indices(trainer: Trainer, window_position: int) -> tuple[int, ...] | None:
-    """Return the dataset indices of the rows in the micro-batch that this process trains on now, in their order.
+    """Return the dataset indices of the rows in an accumulation step of this process, in their order.
 
     Args:
         trainer: a Trainer within ``training_step``.
-        window_position: which micro-batch of the accumulation window it is, counted from 0.
+        window_position: the accumulation step since the last optimizer step, counted from 0.
 
     Returns:
         Indices into ``trainer.train_dataset``; of a bucketed view, into the dataset under it. None where they cannot be
@@ -72,6 +72,6 @@ def _copy_of(sampler: Any, epoch: int) -> Any:
 
 
 def _indices_of(dataset: Any, rows: Sequence[int]) -> tuple[int, ...]:
-    """Return what stands at positions of a dataset: of a view the indices that it shows there, else those positions."""
+    """Return the positions themselves, or for a view the indices of the dataset under it."""
     indices_of = getattr(dataset, "indices_of", None)
     return tuple(rows if indices_of is None else indices_of(rows))

@@ -1,9 +1,10 @@
 """Repeat a forward and backward pass and watch every module for the place where values stop being finite.
 
-Random numbers, gradients and buffers are afterwards what they were, and no hook stays. Left out: state that a module
-keeps in plain attributes; a module that gives infinities on purpose, which is taken for the culprit of a bad loss; and
-losses that call other processes (a contrastive loss that gathers, say): only the process at fault repeats a step, so
-they would wait.
+Random numbers, gradients and buffers are afterwards what they were, and no hook stays.
+
+Limitations: state that a module keeps in plain attributes; a module that returns infinities on purpose, which is taken
+for the cause of a bad loss; and losses that call other processes (a contrastive loss that gathers): only the process
+where the step was not finite repeats it, so it would wait for the others.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from torch import nn
 
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.techniques.microbatching.splitting import take_rows
+from hf_memopt.techniques.nested_tensors import tensors_in
 
-__all__ = ["Extent", "MicroBatch", "Place", "Replay", "bad_gradients", "bad_weights", "replay"]
+__all__ = ["Extent", "Place", "Replay", "StepInputs", "bad_gradients", "bad_weights", "replay"]
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """What a forward and backward pass was called with, and the random numbers that it drew from."""
+class StepInputs:
+    """The arguments of one ``training_step``, and the state of the random number generators before it."""
 
     inputs: Mapping[str, Any]
     num_items_in_batch: Any
@@ -37,8 +39,8 @@ class MicroBatch:
 class Extent:
     """The floating point tensors of one value: whether they are finite, and their largest finite magnitude.
 
-    ``only_scalars`` tells that none but 0-dimensional ones are not finite, as a model's loss among its outputs. In what
-    a module is given, minus infinity counts as finite where no gradient goes through: masks have it.
+    ``only_scalars``: those that are not finite are all 0-dimensional, as a model's loss among its outputs. Among the
+    inputs of a module (``allow_masks``), minus infinity counts as finite where no gradient goes through: masks have it.
     """
 
     is_finite: bool
@@ -48,8 +50,8 @@ class Extent:
 
     @classmethod
     def of(cls, value: Any, *, allow_masks: bool = False) -> Extent | None:
-        """Look at all tensors in a nest of mappings, lists and tuples; None where there are none."""
-        tensors = list(_tensors(value))
+        """Return the extent of all tensors in nested mappings, lists and tuples; None if there are none."""
+        tensors = _tensors(value)
         if not tensors:
             return None
         bad = [tensor for tensor in tensors if not _is_finite(tensor, allow_masks)]
@@ -60,7 +62,7 @@ class Extent:
 
 @dataclass(slots=True)
 class Place:
-    """One call of a module: what went in and came out, and the gradients that came back and went on."""
+    """One call of a module: its inputs and outputs, and the gradients of both."""
 
     name: str
     module: nn.Module
@@ -74,8 +76,8 @@ class Place:
 class Replay:
     """What a repeated forward and backward pass showed.
 
-    ``forward`` and ``backward`` are the innermost calls in which values or gradients stop being finite; None where all
-    are, or where that happens outside the model.
+    ``forward`` and ``backward`` are the innermost calls in which values or gradients stop being finite; None if all are
+    finite, or if that happens outside the model.
     """
 
     is_loss_finite: bool
@@ -84,12 +86,12 @@ class Replay:
     bad_gradients: tuple[str, ...]
 
     def shows(self, is_loss_bad: bool) -> bool:
-        """Tell whether this is what was seen in training: a bad loss, or a bad gradient under a finite loss."""
+        """Return whether this is what was seen in training: a bad loss, or a bad gradient under a finite loss."""
         return not self.is_loss_finite if is_loss_bad else self.is_loss_finite and bool(self.bad_gradients)
 
 
 def replay(
-    trainer: Any, micro_batch: MicroBatch, rows: Sequence[int] | None = None, *, scale: float | None = None
+    trainer: Any, step_inputs: StepInputs, rows: Sequence[int] | None = None, *, scale: float | None = None
 ) -> Replay:
     """Repeat a forward and backward pass, of some rows or of all, and watch every module.
 
@@ -97,14 +99,19 @@ def replay(
     gradients and buffers are put back, also where it raises.
     """
     model, device = trainer.model, trainer.args.device
-    inputs = send_to_device(dict(micro_batch.inputs), device)
+    # Eager mode, else each hook and each row would be compiled.
+    inputs = send_to_device(dict(step_inputs.inputs), device)
     if rows is not None:
         inputs = take_rows(inputs, rows)
-    eager = torch.compiler.set_stance  # else each hook and each row would be compiled
-    with eager("force_eager"), _unchanged(model, device), _watched(model) as calls, torch.enable_grad():
-        micro_batch.random_state.restore()
+    with (
+        torch.compiler.set_stance("force_eager"),
+        _unchanged(model, device),
+        _watched(model) as calls,
+        torch.enable_grad(),
+    ):
+        step_inputs.random_state.restore()
         with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(model, inputs, num_items_in_batch=micro_batch.num_items_in_batch).mean()
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=step_inputs.num_items_in_batch).mean()
         is_loss_finite = bool(torch.isfinite(loss))
         if is_loss_finite and loss.requires_grad:
             (loss if scale is None else loss * scale).backward()
@@ -133,19 +140,23 @@ def bad_weights(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[list[Place]]:
-    """Note every call of a module, in the order in which they end, with the extent of its values and gradients."""
+    """Record every call of a module, in the order in which they end, with the extent of its values and gradients.
+
+    A gradient hook sees the whole gradient of a tensor, added up over all modules that use it. To see the gradient that
+    comes through one module alone, the module is given views of its inputs: a view has only this module's gradient.
+    """
     calls: list[Place] = []
     running: list[Place] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         place = Place(names[module], module, inputs=Extent.of((args, kwargs), allow_masks=True))
         running.append(place)
-        views: dict[int, torch.Tensor] = {}  # one tensor given twice stays one
+        views: dict[int, torch.Tensor] = {}  # by the tensor's id: a tensor that is passed twice stays one
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad:
                 return tensor
-            if id(tensor) not in views:  # of this module alone: the tensor itself also gets its neighbours' gradients
+            if id(tensor) not in views:
                 views[id(tensor)] = tensor.view_as(tensor)
                 _on_gradient(views[id(tensor)], place.input_gradients)
             return views[id(tensor)]
@@ -153,7 +164,7 @@ def _watched(model: nn.Module) -> Iterator[list[Place]]:
         return recursively_apply(view, args), recursively_apply(view, kwargs)
 
     def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-        while running and running[-1].module is not module:  # a call that a checkpoint's recomputation broke off
+        while running and running[-1].module is not module:  # a call that recomputation under checkpointing broke off
             running.pop()
         if running:
             place = running.pop()
@@ -176,21 +187,21 @@ def _watched(model: nn.Module) -> Iterator[list[Place]]:
 
 
 def _on_gradient(tensor: Any, extents: list[Extent]) -> None:
-    """Note the extent of a tensor's gradient when it comes."""
+    """Record the extent of a tensor's gradient when it is computed."""
 
-    def note(gradient: torch.Tensor) -> None:
+    def record(gradient: torch.Tensor) -> None:
         extent = Extent.of(gradient)
         if extent is not None:
             extents.append(extent)
 
-    tensor.register_hook(note)
+    tensor.register_hook(record)
 
 
 def _forward_origin(calls: Sequence[Place]) -> Place | None:
-    """Return the first call to end with bad outputs among those that were given finite inputs.
+    """Return the first call to end with bad outputs among those with finite inputs.
 
-    Where a module's own code makes them between its children, the children after it are given bad inputs, so it is the
-    module.
+    Calls end from the inside outwards, so that is the innermost one. Where a module's own code makes bad values between
+    two of its children, the second child has bad inputs, so the module itself is returned.
     """
     for place in calls:
         if (
@@ -203,10 +214,15 @@ def _forward_origin(calls: Sequence[Place]) -> Place | None:
 
 
 def _backward_origin(calls: Sequence[Place], model: nn.Module) -> Place | None:
-    """Return the innermost call that was given finite gradients and passed on, or left in its weights, bad ones."""
+    """Return the innermost call whose output gradients are finite and whose input or weight gradients are not.
+
+    Every module around the origin is accused too, since its output gradients are finite and its weights' are not: of
+    this chain of modules inside each other the deepest is the origin. (The order in which calls end does not show it,
+    since a checkpointed layer ends a second time in the backward pass.)
+    """
     holders = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     names = set(bad_gradients(model))
-    # a tied weight gets gradients from several modules, so it accuses none
+    # a tied weight gets gradients from several modules, so it is no evidence against any of them
     bad = {id(one) for name, one in model.named_parameters() if name in names and holders[id(one)] == 1}
     accused = [
         place
@@ -217,7 +233,7 @@ def _backward_origin(calls: Sequence[Place], model: nn.Module) -> Place | None:
             not all(extent.is_finite for extent in place.input_gradients)
             or any(id(parameter) in bad for parameter in place.module.parameters())
         )
-    ]  # a chain of modules inside each other, in the order in which they end, but for checkpointed ones
+    ]
     return max(accused, key=lambda place: _depth(place.name), default=None)
 
 
@@ -227,7 +243,7 @@ def _depth(name: str) -> int:
 
 @contextmanager
 def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put gradients, buffers and random numbers back; inside there are no gradients."""
+    """Put gradients, buffers and random numbers back afterwards; inside, the parameters have no gradients."""
     random_state = RandomState.capture(device)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
@@ -250,17 +266,9 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         random_state.restore()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the floating point tensors in a nest of mappings (a ``ModelOutput`` too), lists and tuples."""
-    if torch.is_tensor(value):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _tensors(inner)
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the floating point tensors in nested mappings (a ``ModelOutput`` too), lists and tuples."""
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

@@ -6,20 +6,20 @@ the paper on 8-bit optimizers (https://arxiv.org/abs/2110.02861) treats embeddin
 
 Stock ``Trainer`` asks for it too, but only with its own ``optim`` names, and in a process-wide registry. It misses
 ``optimizers=(AdamW8bit(...), None)``, ``optimizer_cls_and_kwargs=(AdamW8bit, {...})`` and states resumed in 8 bits; it
-keeps the embeddings of every model alive for ever; and it hands their 32 bits to whatever parameter stands at the same
-place in a later model. Here each optimizer gets a registry of its own.
+keeps the embeddings of every model alive for ever; and it gives their 32 bits to whatever parameter has the same
+position in a later model. Here each optimizer gets a registry of its own.
 
-Left out: an untied output head (an ``nn.Linear``; register it with bitsandbytes' ``GlobalOptimManager``, and that moves
-along), and states smaller than bitsandbytes' ``min_8bit_size`` (4,096 elements), which are always in 32 bits.
+Limitations: an untied output head (an ``nn.Linear``) is not an embedding; register it with bitsandbytes'
+``GlobalOptimManager``, and it is taken over. States smaller than bitsandbytes' ``min_8bit_size`` (4,096 elements) are
+always in 32 bits.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import bitsandbytes
 import torch
@@ -30,14 +30,19 @@ from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.handles import UndoHandle
+from hf_memopt.binding.model_traits import unwrap_optimizer
+from hf_memopt.techniques.model_handles import ModelHandles
+from hf_memopt.techniques.optimizers.state_bytes import optimizer_state_bytes
 from hf_memopt.units import format_bytes
 
-__all__ = ["EmbeddingBitsCallback", "optimizer_state_bytes", "override_embedding_bits"]
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+__all__ = ["EmbeddingBitsCallback", "override_embedding_bits"]
 
 logger = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 256  # elements per absmax value in a quantised state, seen in bitsandbytes 0.50.0 and 0.50.2
-_QUANTISATION_TABLES = ("qmap1", "qmap2")
 
 
 def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, bits: int = 32) -> UndoHandle:
@@ -48,20 +53,21 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
     working, and nothing of this model stays in it.
 
     Args:
-        model: its embeddings may be tied, frozen or not in the optimizer; the latter two have no state to speak of.
+        model: its embeddings may be tied, frozen or not in the optimizer; the latter two have no state.
         optimizer: an 8-bit optimizer of bitsandbytes or a subclass, as it is or wrapped by accelerate.
         bits: 32; no other number is supported.
 
     Returns:
-        A handle whose ``remove()`` gives the optimizer its former registry back, and that one its registrations.
-        States that were dequantised stay in 32 bits. The handle keeps neither model nor optimizer alive.
+        A handle whose ``remove()`` gives the optimizer its former registry back, with its registrations. States that
+        were dequantised stay in 32 bits. The handle keeps neither model nor optimizer alive.
 
     Raises:
-        TypeError: ``optimizer`` is none of bitsandbytes' optimizers.
-        ValueError: it is one with 32-bit states; ``bits`` is not 32; ``model`` has no embeddings.
+        TypeError: ``optimizer`` is not an optimizer of bitsandbytes.
+        ValueError: it has 32-bit states; ``bits`` is not 32; ``model`` has no embeddings.
 
     Example:
         >>> from bitsandbytes.optim import AdamW8bit
+        >>> from hf_memopt.techniques.optimizers.state_bytes import optimizer_state_bytes
         >>> model = nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 64))
         >>> optimizer = AdamW8bit(model.parameters())
         >>> handle = override_embedding_bits(model, optimizer)
@@ -98,34 +104,11 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
     return UndoHandle(undo)
 
 
-def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the bytes of all tensors in an optimizer's state by dtype name.
-
-    Each storage counts once and as a whole; of a sharded tensor the local part counts. bitsandbytes' quantisation
-    tables (``qmap1`` and ``qmap2``, 1 KiB each, shared by all parameters) are left out.
-
-    Example:
-        >>> layer = nn.Linear(4, 4, bias=False)
-        >>> optimizer = torch.optim.Adam(layer.parameters())
-        >>> layer(torch.ones(4)).sum().backward(); optimizer.step()
-        >>> optimizer_state_bytes(optimizer)  # two moments of 16 elements, and the step count
-        {'float32': 132}
-    """
-    storages: dict[Any, tuple[str, int]] = {}
-    for tensor in _tensors(list(_unwrapped(optimizer).state.values())):
-        storage = tensor.untyped_storage()
-        key = (storage.device, storage.data_ptr()) if storage.data_ptr() else id(tensor)  # meta has no addresses
-        storages.setdefault(key, (_dtype_name(tensor), storage.nbytes()))
-    sizes: Counter[str] = Counter()
-    for dtype, size in storages.values():
-        sizes[dtype] += size
-    return dict(sorted(sizes.items()))
-
-
 class EmbeddingBitsCallback(TrainerCallback):
     """Call ``override_embedding_bits`` when training begins, and check the dtypes after the first optimizer step.
 
-    What was found is logged in one line, with the bytes of the whole optimizer state.
+    The result is logged in one line, with the bytes of the whole optimizer state. It adds no keys to the Trainer's
+    logs.
 
     Args:
         bits: 32; no other number is supported.
@@ -146,28 +129,39 @@ class EmbeddingBitsCallback(TrainerCallback):
         self.bits = bits
         self.handle: UndoHandle | None = None
         self.binding = Binding()
-        self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
+        self._handles = ModelHandles()  # of the optimizer
         self._is_checked = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # a copy starts unused: handles belong to this process and its optimizer
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
-        """Override the bits; checkpoints are loaded by now."""
-        inner = _unwrapped(optimizer)
-        if self.handle is not None and self._optimizer() is inner:
-            self.handle.remove()  # a second train() has the same optimizer: undo is to reach back to before the first
-        self.handle = override_embedding_bits(model, inner)
-        self._optimizer = weakref.ref(inner)
+        """Override the bits; checkpoints are loaded before this event."""
+        inner = unwrap_optimizer(optimizer)
+        if self._handles.model is inner:
+            self._handles.remove()  # a second train() with the same optimizer: one undo has to be enough
+        self.handle = self._handles.keep(inner, override_embedding_bits(model, inner))
         self._is_checked = False
 
     def on_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Check and log once, after the first step that was not skipped for an overflow."""
-        inner = _unwrapped(optimizer)
+        inner = unwrap_optimizer(optimizer)
         if not self._is_checked and inner.state:
             self._is_checked = True
             count = _check_dtypes(model, inner)
@@ -176,7 +170,7 @@ class EmbeddingBitsCallback(TrainerCallback):
 
 
 def _own_manager() -> Any:
-    """Return bitsandbytes' registry of overrides for one optimizer alone; the class constructs its singleton only."""
+    """Return a registry of overrides for one optimizer; bitsandbytes' class itself only constructs its singleton."""
     manager: Any = GlobalOptimManager.__new__(GlobalOptimManager)
     manager.initialize()
     return manager
@@ -190,16 +184,8 @@ def _check_bits(bits: Any) -> None:
         )
 
 
-def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside accelerate's ``AcceleratedOptimizer`` and its like."""
-    inner: torch.optim.Optimizer = optimizer
-    while isinstance(deeper := getattr(inner, "optimizer", None), torch.optim.Optimizer):
-        inner = deeper
-    return inner
-
-
 def _eight_bit_optimizer(optimizer: Any) -> Any:
-    inner: Any = _unwrapped(optimizer)
+    inner: Any = unwrap_optimizer(optimizer)
     name = f"{type(inner).__module__}.{type(inner).__qualname__}"
     fix = 'Set, for example, TrainingArguments(optim="adamw_8bit").'
     if not issubclass(type(inner), Optimizer8bit):
@@ -221,9 +207,15 @@ def _embedding_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _move_registrations(model: nn.Module, sources: Iterable[Any], target: Any) -> list[Callable[[], None]]:
-    """Move what managers hold about ``model`` to ``target``, one merged configuration per parameter.
+    """Move the registrations of ``model`` from ``sources`` to ``target``, one merged configuration per parameter.
 
-    Returns the functions that put it back; they refer to modules and parameters weakly.
+    A registry of bitsandbytes has the same override up to three times: by module and attribute
+    (``module_weight_config_triple``), by the parameter's id (``pid2config``), and, once an optimizer has read it, by
+    group and position (``index2config``), which names no parameter. Entries by position share the configuration object
+    of the parameter for which they were made, and are found by it.
+
+    Returns:
+        The functions that put everything back; they refer to modules and parameters weakly.
     """
     modules = {id(module) for module in model.modules()}
     parameters = {id(parameter): parameter for parameter in model.parameters()}
@@ -232,7 +224,6 @@ def _move_registrations(model: nn.Module, sources: Iterable[Any], target: Any) -
         triples = [triple for triple in source.module_weight_config_triple if id(triple[0]) in modules]
         by_id = {key: config for key, config in source.pid2config.items() if key in parameters}
         configs = [*(config for _, _, config in triples), *by_id.values()]
-        # entries by position name no parameter, but share the configuration of the one that they were made for
         by_index = {key: config for key, config in source.index2config.items() if any(config is own for own in configs)}
         put_back.append(_restorer(source, triples, {key: (parameters[key], by_id[key]) for key in by_id}, by_index))
         source.module_weight_config_triple = [
@@ -287,7 +278,9 @@ def _dequantise_states(optimizer: Any, targets: set[int]) -> None:
                 continue
             former = dict(state)
             state.clear()
-            optimizer.init_state(group, parameter, group_index, index)  # allocates as it does: paged, of any shape
+            optimizer.init_state(
+                group, parameter, group_index, index
+            )  # allocates as the optimizer does: paged, of any shape
             for key in state:
                 if key in ("state1", "state2"):
                     state[key].copy_(_dequantised(former, key[-1]))
@@ -298,7 +291,7 @@ def _dequantise_states(optimizer: Any, targets: set[int]) -> None:
 def _dequantised(state: dict[str, Any], number: str) -> torch.Tensor:
     """Return a state in float32: of the parameter's shape, or two such halves where AdEMAMix keeps two averages."""
     values, scales, table = (state[f"{key}{number}"] for key in ("state", "absmax", "qmap"))
-    if scales.dim() == 2:  # blocks are counted in each half anew
+    if scales.dim() == 2:  # AdEMAMix: (2, blocks), and the blocks of each half begin anew
         return torch.stack([_blocks(*half, table) for half in zip(values, scales, strict=True)])
     return _blocks(values, scales, table)
 
@@ -312,27 +305,10 @@ def _check_dtypes(model: nn.Module, optimizer: Any) -> int:
     """Raise for an embedding whose state is not in float32; return how many embeddings have a state."""
     names = {name: weight for name, weight in _embedding_weights(model).items() if optimizer.state.get(weight)}
     for name, weight in names.items():
-        dtype = _dtype_name(optimizer.state[weight]["state1"])
+        dtype = str(optimizer.state[weight]["state1"].dtype).removeprefix("torch.")
         if dtype != "float32":
             raise RuntimeError(
                 f"bits=32 was set for the state of {name!r}, which is in {dtype} after the first step; expected "
                 f"float32. Keep other code from setting optimizer.mng (bitsandbytes {bitsandbytes.__version__})."
             )
     return len(names)
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in a state: nested in containers, or inside tensor subclasses (sharded, quantised)."""
-    if hasattr(value, "__tensor_flatten__"):
-        yield from _tensors([getattr(value, name) for name in value.__tensor_flatten__()[0]])
-    elif isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors([inner for key, inner in value.items() if key not in _QUANTISATION_TABLES])
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _tensors(inner)

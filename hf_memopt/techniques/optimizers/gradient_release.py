@@ -1,14 +1,14 @@
 """Step each parameter within the backward pass, as soon as it has its gradient, and free that gradient at once.
 
-All gradients together are as large as the weights (4 bytes per parameter in float32); released, at most the largest
-one lives: 131,072 instead of 919,808 bytes in ``test_gradient_release.py``. Weights, optimizer state and
-checkpoints are bit for bit those of the plain optimizer. The price is the fixed Python cost of a ``step()``, paid for
-each parameter instead of once, and whatever needs all gradients together (``REFUSALS`` of ``binding/conflicts.py``):
-the norm of all gradients, loss scaling, accumulation, several processes.
+All gradients together are as large as the weights (4 bytes per parameter in float32); when they are released, only one
+exists at a time, at most the largest: 131,072 instead of 919,808 bytes in ``test_gradient_release.py``. Weights,
+optimizer state and checkpoints are bit for bit those of the plain optimizer. The price is the fixed Python cost of a
+``step()``, paid for each parameter instead of once, and whatever needs all gradients together (``REFUSALS`` of
+``binding/conflicts.py``): the norm of all gradients, loss scaling, accumulation, several processes.
 
-Left out: the global norm, which the stock ``Trainer`` then logs as ``grad_norm`` 0.0 (see ``last_grad_norm``), and
-optimizers whose parameters depend on each other within a step. An optimizer's step hooks run around ``step()``, where
-the gradients are gone already.
+Limitations: there is no global norm, so the stock ``Trainer`` logs ``grad_norm`` 0.0 (see ``last_grad_norm``);
+optimizers whose parameters depend on each other within a step are refused; an optimizer's step hooks run around
+``step()``, where the gradients are gone already.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TRUSTED_OF_TORCH = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
-"""Classes of ``torch.optim`` that ``test_gradient_release.py`` holds to be bit for bit the plain ones when released."""
+"""Classes of ``torch.optim`` that are bit for bit the plain ones when released, by ``test_gradient_release.py``."""
 
 
 def gradient_release(
@@ -44,11 +44,12 @@ def gradient_release(
 ) -> Any:
     """Return a subclass of an optimizer class that steps each parameter within the backward pass.
 
-    Its optimizers are built and used like the plain ones, ``step()`` after each backward pass included: that steps what
-    still has a gradient (a parameter unfrozen since), and ends the step. Their ``state_dict`` is the plain class's, so
-    checkpoints go both ways; learning-rate schedules, weight-decay groups and tied weights work as they do there. So
-    does the registration of 32-bit embeddings that stock ``Trainer`` makes for ``optim_bits=8``: it goes by the module
-    name of the class, which is the plain one's. A copy or an unpickled optimizer steps as the plain one does.
+    Its optimizers are built and used like the plain ones, ``step()`` after each backward pass included: it steps the
+    parameters that still have a gradient (unfrozen since the last step), and ends the step. Their ``state_dict`` is the
+    plain class's, so checkpoints go both ways; learning-rate schedules, weight-decay groups and tied weights work as
+    they do there. So does the registration of 32-bit embeddings that stock ``Trainer`` makes for ``optim_bits=8``: it
+    goes by the module name of the class, which is the plain one's. A copy or an unpickled optimizer steps as the plain
+    one does.
 
     An optimizer's ``handle.remove()`` takes its hooks off: from then on it is a plain optimizer.
     ``last_grad_norm()`` returns the norm of all gradients of the last step, before clipping, as a tensor on their
@@ -60,7 +61,7 @@ def gradient_release(
         max_tensor_norm: clip each parameter's gradient by itself to this L2 norm, as ``torch.nn.utils.clip_grad_norm_``
             does for one tensor; ``math.inf`` only measures. It is **not** ``max_grad_norm``, the norm of all gradients
             together: gradients change their proportions to each other, so it changes the training. None by default.
-        trust: take a class that is not known. Its ``step()`` then runs once per parameter, with ``param_groups`` that
+        trust: accept a class that is not known. Its ``step()`` then runs once per parameter, with ``param_groups`` that
             hold this parameter only; training is wrong, without an error, if it computes something over several
             parameters or counts its steps in ``param_groups``.
 
@@ -70,7 +71,7 @@ def gradient_release(
         cannot work.
 
     Raises:
-        TypeError: ``optimizer_class`` is no optimizer class.
+        TypeError: ``optimizer_class`` is not an optimizer class.
         ValueError: it needs a closure, releases gradients already, is a bitsandbytes class with a step of its own, or
             is not known and ``trust`` is False; ``max_tensor_norm`` is not above 0.
         RuntimeError: in the backward pass, where accelerate or ``torch.distributed`` run fp16, accumulation or several
@@ -87,13 +88,13 @@ def gradient_release(
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(
-            f"optimizer_class={optimizer_class!r} is no class of optimizers; expected a subclass of "
+            f"optimizer_class={optimizer_class!r} is not a class of optimizers; expected a subclass of "
             f"torch.optim.Optimizer. {FIX}"
         )
     is_number = isinstance(max_tensor_norm, (int, float)) and not isinstance(max_tensor_norm, bool)
     if max_tensor_norm is not None and not (is_number and max_tensor_norm > 0):
         raise ValueError(
-            f"max_tensor_norm={max_tensor_norm!r} is no bound; expected a norm above 0, or None not to clip. "
+            f"max_tensor_norm={max_tensor_norm!r} is invalid; expected a norm above 0, or None not to clip. "
             "Pass max_tensor_norm=1.0."
         )
     plain: Any = optimizer_class
@@ -108,7 +109,13 @@ def gradient_release(
 
 
 class _Released(torch.optim.Optimizer):
-    """What a released class has before its plain class in the order of methods."""
+    """The methods that a released class has before those of its plain class.
+
+    The hook of a parameter runs in the backward pass, once its gradient is complete. It lets the plain class's own
+    ``step()`` run with ``param_groups`` that contain this parameter only, so that each optimizer's arithmetic is its
+    own, then drops the gradient. ``step()`` itself finds no gradients left, but ends the step: it allows each parameter
+    to be stepped again.
+    """
 
     technique = TECHNIQUE
     max_tensor_norm: float | None
@@ -176,7 +183,7 @@ class _Released(torch.optim.Optimizer):
         return (parameter for group in self.param_groups for parameter in group["params"])
 
     def _install_hooks(self) -> None:
-        """Put a hook on every parameter that requires a gradient and has none yet."""
+        """Register a hook on every parameter that requires a gradient and has no hook yet."""
         for group_index, group in enumerate(self.param_groups):
             for index, parameter in enumerate(group["params"]):
                 if parameter.requires_grad and parameter not in self._places:
@@ -213,7 +220,7 @@ class _Released(torch.optim.Optimizer):
             self._norms.append(torch.nn.utils.clip_grad_norm_(parameter, self.max_tensor_norm))
 
     def _step_alone(self, parameter: torch.Tensor, group_index: int, index: int) -> None:
-        """Run the plain step so that it sees one parameter only, with its group's present options."""
+        """Run the plain step with one parameter only, and its group's current options."""
         groups = self.param_groups
         self.param_groups = [{**groups[group_index], "params": [parameter]}]
         try:
@@ -223,7 +230,10 @@ class _Released(torch.optim.Optimizer):
 
 
 class _ReleasedBitsandbytes(_Released):
-    """bitsandbytes looks overrides up by group and position, so those stay as they are; it steps one by one anyway."""
+    """bitsandbytes looks overrides up by group and position, so ``param_groups`` stay whole; it has a public method for
+    the
+    step of one parameter.
+    """
 
     def _step_alone(self, parameter: torch.Tensor, group_index: int, index: int) -> None:
         optimizer: Any = self
@@ -287,7 +297,7 @@ def _check_class(optimizer_class: Any) -> None:
 
 
 def plain_step(step: Any) -> Any:
-    """Return the step of an optimizer class without the wrapper by which torch runs step hooks.
+    """Return the step of an optimizer class without the wrapper in which torch runs step hooks.
 
     ``hooked``, its mark, is not a private name but undocumented: seen in torch 2.13.
     """
@@ -297,7 +307,7 @@ def plain_step(step: Any) -> Any:
 
 
 def _steps_alone(optimizer_class: Any) -> bool:
-    """Return whether the step of a class is one of those that are known to treat each parameter by itself."""
+    """Return whether the step of a class is known to treat each parameter by itself."""
     from transformers.optimization import Adafactor
 
     of_torch = (getattr(torch.optim, name) for name in _TRUSTED_OF_TORCH)
@@ -310,7 +320,7 @@ def _name(optimizer_class: type) -> str:
 
 
 def _check_surroundings() -> None:
-    """Raise RuntimeError where the state of accelerate or of torch.distributed tells that this cannot work."""
+    """Raise RuntimeError if the state of accelerate or of torch.distributed shows that this cannot work."""
     from accelerate.state import AcceleratorState, GradientState, is_initialized
 
     setting = None

@@ -15,7 +15,7 @@ BAD = 99
 PLACE = "model.layers.1.mlp.down_proj"
 
 
-class Poisoned(nn.Linear):
+class NonfiniteLinear(nn.Linear):
     """A linear layer that spoils the rows in ``rows``: its output, or only the gradient through it."""
 
     rows: torch.Tensor
@@ -30,11 +30,11 @@ class Poisoned(nn.Linear):
         return outputs.masked_scatter(self.rows.view(-1, 1, 1).expand_as(outputs), spoiled)
 
 
-def poison(model: nn.Module, kind: str, place: str = PLACE) -> Any:
-    """Put a ``Poisoned`` layer with the same weights into a Llama; return the model."""
+def make_nonfinite(model: nn.Module, kind: str, place: str = PLACE) -> Any:
+    """Put a ``NonfiniteLinear`` layer with the same weights into a Llama; return the model."""
     parent = model.get_submodule(place.rpartition(".")[0])
     linear = model.get_submodule(place)
-    spoiled = Poisoned(linear.in_features, linear.out_features, bias=False)
+    spoiled = NonfiniteLinear(linear.in_features, linear.out_features, bias=False)
     spoiled.kind, spoiled.weight = kind, linear.weight
     setattr(parent, place.rpartition(".")[2], spoiled)
 
