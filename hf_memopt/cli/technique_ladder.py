@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.devices.gpus import gpu_at_hand
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.output.estimate_text import as_dict
-from hf_memopt.memory.result import COMPONENTS
+from hf_memopt.memory.timeline import COMPONENTS
 from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.techniques.freezing.freezing import drop_input_gradients, freeze
 from hf_memopt.units import format_bytes, to_gib

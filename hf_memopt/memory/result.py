@@ -7,43 +7,15 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hf_memopt.memory.output.estimate_picture import draw
+from hf_memopt.memory.output.estimate_text import as_dict, estimate_table
 from hf_memopt.memory.settings import StepSettings
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.memory.timeline import Timeline
 
-__all__ = ["COMPONENTS", "Estimate", "Timeline"]
-
-COMPONENTS = (
-    "weights",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "logits and loss",
-    "temporaries",
-    "workspace",
-    "inputs",
-)
-"""What allocated bytes are for, in the order of tables and pictures."""
-
-
-@dataclass(frozen=True, eq=False)
-class Timeline:
-    """Bytes over the events of a run: loading, the first steps, evaluation.
-
-    Attributes:
-        components: (events, len(COMPONENTS)) int64, allocated bytes after each event.
-        reserved: (events,) int64, what the allocator holds after each event.
-        phases: (first event, name) of each phase in order: "load", "forward", "backward", "optimizer", "evaluation".
-        steps: (first event, step number from 1) of each optimizer step.
-    """
-
-    components: np.ndarray
-    reserved: np.ndarray
-    phases: tuple[tuple[int, str], ...]
-    steps: tuple[tuple[int, int], ...]
+__all__ = ["Estimate"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +72,6 @@ class Estimate:
 
     def table(self) -> str:
         """Return the estimate as lines for people, with the verdict."""
-        from hf_memopt.memory.output.estimate_text import estimate_table
-
         return estimate_table(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -111,14 +81,10 @@ class Estimate:
             ValueError: ``path`` is no PNG file that can be written.
             MissingExtraError: matplotlib is not installed.
         """
-        from hf_memopt.memory.output.estimate_picture import draw
-
         draw(self, os.fspath(path))
 
     def to_json(self) -> str:
         """Return everything but the timeline as JSON text."""
-        from hf_memopt.memory.output.estimate_text import as_dict
-
         return json.dumps(as_dict(self), indent=2)
 
     def __str__(self) -> str:

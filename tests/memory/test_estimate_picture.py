@@ -13,8 +13,9 @@ from hand_made import EVENTS, MIB, SMALL, hand_made
 from hf_memopt.devices.gpus import Gpu
 from hf_memopt.memory.output import estimate_picture
 from hf_memopt.memory.output.estimate_picture import draw, drawn_events
-from hf_memopt.memory.output.estimate_text import describe, phase_peaks, verdict
-from hf_memopt.memory.result import COMPONENTS, Estimate, Timeline
+from hf_memopt.memory.output.estimate_text import describe, verdict
+from hf_memopt.memory.result import Estimate
+from hf_memopt.memory.timeline import COMPONENTS, Timeline, phase_peaks
 
 LARGE = Gpu("Card 80GB", 81920 * MIB, 80000 * MIB, 400 * MIB, (9, 0), "made up for the tests")
 

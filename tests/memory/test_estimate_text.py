@@ -12,8 +12,9 @@ import pytest
 
 from hand_made import EVENTS, MIB, SMALL, hand_made
 from hf_memopt import __version__
-from hf_memopt.memory.output.estimate_text import as_dict, describe, estimate_table, phase_peaks, verdict
-from hf_memopt.memory.result import COMPONENTS, Estimate
+from hf_memopt.memory.output.estimate_text import as_dict, describe, estimate_table, verdict
+from hf_memopt.memory.result import Estimate
+from hf_memopt.memory.timeline import COMPONENTS, phase_peaks
 from hf_memopt.techniques.freezing.freezing import freeze
 
 # ---- Table

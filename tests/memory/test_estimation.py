@@ -32,8 +32,9 @@ from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.optimizers.optimizer_memory import optimizer_memory, parameter_facts
 from hf_memopt.memory.recording import trace_cache
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.result import COMPONENTS, Estimate
+from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.memory.timeline import COMPONENTS
 from hf_memopt.recipes.presets import recipe
 from hf_memopt.techniques.freezing.freezing import freeze
 

@@ -15,8 +15,8 @@ from hf_memopt.memory.allocator.caching_allocator import AllocationError, Cachin
 from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan, replay
 from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
 from hf_memopt.memory.recording.step import MicroBatch, StepTrace
-from hf_memopt.memory.result import COMPONENTS
 from hf_memopt.memory.storage_tracker import StorageTracker
+from hf_memopt.memory.timeline import COMPONENTS
 
 BLOCK = 512
 LETTERS = dict(zip("WGSALTCI", COMPONENTS, strict=True))  # C: cuBLAS, the workspace

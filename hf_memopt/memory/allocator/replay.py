@@ -16,7 +16,7 @@ import numpy as np
 from hf_memopt.memory.allocator.caching_allocator import CachingAllocator
 from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
 from hf_memopt.memory.recording.step import MicroBatch, StepTrace
-from hf_memopt.memory.result import COMPONENTS, Timeline
+from hf_memopt.memory.timeline import COMPONENTS, Timeline
 
 __all__ = ["ReplayPlan", "Replayed", "replay"]
 

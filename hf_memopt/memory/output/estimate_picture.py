@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt import plotting as pictures
-from hf_memopt.memory.output.estimate_text import describe, phase_spans, verdict
-from hf_memopt.memory.result import COMPONENTS
+from hf_memopt.memory.output.estimate_text import describe, verdict
+from hf_memopt.memory.timeline import COMPONENTS, phase_spans
 from hf_memopt.units import format_bytes, to_gib, to_mib
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hf_memopt.memory.result import Estimate, Timeline
+    from hf_memopt.memory.result import Estimate
+    from hf_memopt.memory.timeline import Timeline
 
 __all__ = ["check_picture", "draw", "drawn_events"]
 

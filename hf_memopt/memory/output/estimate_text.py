@@ -7,21 +7,20 @@ import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.versions import allocator_variable
-from hf_memopt.memory.result import COMPONENTS
+from hf_memopt.memory.timeline import COMPONENTS, phase_peaks
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.memory.result import Estimate, Timeline
+    from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.settings import StepSettings
 
-__all__ = ["as_dict", "describe", "estimate_table", "phase_peaks", "phase_spans", "print_estimate", "verdict"]
+__all__ = ["as_dict", "describe", "estimate_table", "print_estimate", "verdict"]
 
 COLUMNS = 80
 
@@ -250,23 +249,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(item) for item in value]
     return _function_text(value) if callable(value) else value
-
-
-def phase_peaks(timeline: Timeline) -> dict[str, dict[str, int]]:
-    """Return the peaks of allocated and reserved bytes by phase, each over all its spans."""
-    allocated = timeline.components.sum(axis=1)
-    peaks: dict[str, dict[str, int]] = {}
-    for first, end, name in phase_spans(timeline):
-        known = peaks.setdefault(name, {"allocated_bytes": 0, "reserved_bytes": 0})
-        for kind, values in (("allocated_bytes", allocated), ("reserved_bytes", timeline.reserved)):
-            known[kind] = max(known[kind], int(values[first:end].max()))
-    return peaks
-
-
-def phase_spans(timeline: Timeline) -> Iterator[tuple[int, int, str]]:
-    """Give first event, end and name of each phase that has events; neighbours of one name are one."""
-    starts = dict(timeline.phases)  # of several at one event, the last has events
-    changes = [first for first in starts if first < len(timeline.reserved)]
-    changes = [first for before, first in pairwise([-1, *changes]) if starts.get(before) != starts[first]]
-    for first, end in pairwise([*changes, len(timeline.reserved)]):
-        yield first, end, starts[first]
