@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.devices.gpus import gpu_at_hand
+from hf_memopt.devices.gpus import current_gpu
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.output.estimate_text import as_dict
 from hf_memopt.memory.timeline import COMPONENTS
@@ -152,7 +152,7 @@ def ladder(
     Raises:
         ValueError: no rung is estimable; the baseline's reason.
     """
-    gpu = gpu_at_hand() if gpu is None else gpu
+    gpu = current_gpu() if gpu is None else gpu
     rungs = ladder_rungs(batch_size * gradient_accumulation_steps, seq_len, bf16=gpu is None or gpu.bf16)
     rows = []
     for number, rung in enumerate(rungs, 1):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hf_memopt.binding import versions as compat
-from hf_memopt.devices.gpus import Gpu, find_gpu, gpu_at_hand
+from hf_memopt.devices.gpus import Gpu, current_gpu, find_gpu
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
 from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan, replay
 from hf_memopt.memory.cuda.chip import Chip
@@ -91,7 +91,7 @@ def estimate(
         >>> found.fits, found.phase
         (True, 'backward')
     """
-    card = gpu_at_hand() if gpu is None else find_gpu(gpu)
+    card = current_gpu() if gpu is None else find_gpu(gpu)
     settings = _settings(recipe, overrides)
     shape = Shape(batch_size, seq_len, labels_length)
     return _estimate(model, shape, settings, card, task=task, weights_dtype=overrides.get("weights_dtype"))
@@ -131,7 +131,7 @@ def estimate_from_arguments(
             )
         longest = int(values.max())
     of_model = {name: overrides.pop(name) for name in ("task", "labels_length") if name in overrides}
-    card = gpu_at_hand() if gpu is None else find_gpu(gpu)
+    card = current_gpu() if gpu is None else find_gpu(gpu)
     settings = settings_of_arguments(args).replace(**overrides)
     if settings.eval_batch_size is not None and "inputs" in args.include_for_metrics:
         raise NotEstimableError(

@@ -57,7 +57,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Simulation:
     stand_in = Simulation()
     monkeypatch.setattr(estimate_command, "estimate", stand_in)
     monkeypatch.setattr(estimate_ladder, "estimate", stand_in)
-    monkeypatch.setattr(estimate_ladder, "gpu_at_hand", lambda: None)
+    monkeypatch.setattr(estimate_ladder, "current_gpu", lambda: None)
     return stand_in
 
 

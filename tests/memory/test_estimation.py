@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.fx.experimental._config as fx_config
 import transformers
+from host_semantics import HostSemantics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
@@ -25,7 +26,6 @@ from hf_memopt.binding import versions as compat
 from hf_memopt.devices.gpus import find_gpu
 from hf_memopt.memory import estimation
 from hf_memopt.memory.allocator.replay import ReplayPlan, replay
-from hf_memopt.memory.cuda.semantics import CudaSemantics
 from hf_memopt.memory.estimation import estimate, estimate_from_arguments
 from hf_memopt.memory.models.example_batch import example_batch
 from hf_memopt.memory.models.loading import load_model
@@ -47,7 +47,7 @@ peft_reads_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpoint
 @pytest.fixture(autouse=True)
 def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimate without a card also where there is one."""
-    monkeypatch.setattr(estimation, "gpu_at_hand", lambda: None)
+    monkeypatch.setattr(estimation, "current_gpu", lambda: None)
 
 
 @pytest.fixture
@@ -490,7 +490,7 @@ def simulated_on_the_host(model: Any, *, batch_size: int, seq_len: int, optim: s
         compat.enable_checkpointing(loaded, {"use_reentrant": False})
     batch = example_batch(loaded, batch_size=batch_size, seq_len=seq_len)
     batch.pop("token_type_ids", None)
-    trace = record_step(loaded, batch, step, semantics=CudaSemantics(cuda=False))
+    trace = record_step(loaded, batch, step, semantics=HostSemantics())
     plan = ReplayPlan(
         optimizer=optimizer_memory(parameter_facts(loaded), optim, cuda=False),
         clipping=(),

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenClassification, DataCollatorWithPadding
 
 import tiny
+from hf_memopt.memory.models import config_files
 from hf_memopt.memory.models import loading as models
 from hf_memopt.memory.models.example_batch import check_sequence, cut_batch, example_batch
 from hf_memopt.memory.models.known import known_models
@@ -749,7 +750,7 @@ def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: False)
     monkeypatch.setattr(socket, "create_connection", refuse)
-    monkeypatch.setattr(models, "getproxies", dict)
+    monkeypatch.setattr(config_files, "getproxies", dict)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://hub.example")
     return asked
 
@@ -813,7 +814,7 @@ def test_hub_that_answers_or_stands_behind_a_proxy_is_asked(
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(socket, "create_connection", connect)
-    monkeypatch.setattr(models, "getproxies", lambda: proxies)
+    monkeypatch.setattr(config_files, "getproxies", lambda: proxies)
     load_model("someone/bert")
     assert (addresses, local) == (connected, [False])
 
