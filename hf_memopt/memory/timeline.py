@@ -32,7 +32,7 @@ class Timeline:
     Attributes:
         components: (events, len(COMPONENTS)) int64, allocated bytes after each event.
         reserved: (events,) int64, what the allocator holds after each event.
-        phases: (first event, name) of each phase in order: "load", "forward", "backward", "optimizer", "evaluation".
+        phases: (first event, name) of each phase, in order: "load", "forward", "backward", "optimizer", "evaluation".
         steps: (first event, step number from 1) of each optimizer step.
     """
 
@@ -54,7 +54,7 @@ def phase_peaks(timeline: Timeline) -> dict[str, dict[str, int]]:
 
 
 def phase_spans(timeline: Timeline) -> Iterator[tuple[int, int, str]]:
-    """Give first event, end and name of each phase that has events; neighbours of one name are one."""
+    """Yield first event, end and name of each phase that has events; adjacent phases of one name are merged."""
     starts = dict(timeline.phases)  # of several at one event, the last has events
     changes = [first for first in starts if first < len(timeline.reserved)]
     changes = [first for before, first in pairwise([-1, *changes]) if starts.get(before) != starts[first]]

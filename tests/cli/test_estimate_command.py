@@ -104,7 +104,7 @@ def test_without_a_card_nothing_can_not_fit() -> None:
     result = run()
     assert result.exit_code == 0
     assert lines(result.stdout).endswith(
-        "\nneeds 6.38 GiB and CUDA's context; name a card to know whether it fits, for\nexample gpu='RTX 3050 4GB'"
+        "\nneeds 6.38 GiB and CUDA's context; name a GPU to see whether it fits, for\nexample gpu='RTX 3050 4GB'"
     )
 
 

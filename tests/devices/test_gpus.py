@@ -1,4 +1,4 @@
-"""``gpus``: the table against its sources, names in every usual spelling, GPUs by size, and the GPU at hand."""
+"""``gpus``: the table against its sources, names in every usual spelling, GPUs by size, and the current one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NVIDIA_SAYS = {
     "12.0": ["RTX 5090"],
 }
 
-# Card, then of the process in the message that the row names: GiB in use, GiB allocated, MiB reserved but unallocated.
+# GPU, then of the process in the message that the row names: GiB in use, GiB allocated, MiB reserved but unallocated.
 MESSAGES = [
     ("V100 32GB", 31.34, 29.76, 637.51),
     ("T4", 4.11, 3.72, 264.21),
@@ -161,7 +161,7 @@ def test_contexts_without_a_message_are_the_median_of_their_compute_capability()
     assert GPUS["P100"].context_bytes is None  # no GPU of its compute capability was found
 
 
-def test_usable_memory_without_a_source_is_that_of_the_cards_nearest_in_size():
+def test_usable_memory_without_a_source_is_that_of_the_gpus_nearest_in_size():
     assert GPUS["RTX 3050 6GB"].usable_bytes == GPUS["RTX 3060 Laptop 6GB"].usable_bytes  # the middle of three
     assert GPUS["RTX 4070"].usable_bytes == GPUS["RTX 3060 12GB"].usable_bytes
     share = GPUS["H100"].usable_bytes / GPUS["H100"].memory_bytes
@@ -231,7 +231,7 @@ def test_a_gpu_is_returned_as_it_is():
         ("V100-SXM2", ["V100 16GB", "V100 32GB"]),
     ],
 )
-def test_a_name_of_several_cards_lists_them(name, variants):
+def test_a_name_of_several_gpus_lists_them(name, variants):
     with pytest.raises(ValueError) as error:
         find_gpu(name)
     assert str(error.value) == (
@@ -333,7 +333,7 @@ def test_what_is_no_compute_capability_is_refused(capability):
     )
 
 
-# ---- at hand
+# ---- of this machine
 
 MULTIPROCESSORS = 7  # no GPU of the table has so few
 
@@ -377,7 +377,7 @@ def install_gpu(monkeypatch, name, total_bytes, capability):
         ("NVIDIA GeForce RTX 4090", 24564 * MIB, "RTX 4090"),  # Windows
     ],
 )
-def test_a_known_gpu_at_hand_has_the_drivers_size_and_the_tables_rest(monkeypatch, driver_name, total_bytes, name):
+def test_a_known_current_gpu_has_the_drivers_size_and_the_tables_rest(monkeypatch, driver_name, total_bytes, name):
     row = GPUS[name]
     install_gpu(monkeypatch, driver_name, total_bytes, row.compute_capability)
     gpu = current_gpu()
@@ -402,7 +402,7 @@ def test_a_known_gpu_at_hand_has_the_drivers_size_and_the_tables_rest(monkeypatc
         ("NVIDIA B200", 182000 * MIB, (10, 0), None),
     ],
 )
-def test_an_unknown_gpu_at_hand_is_described_by_the_driver(
+def test_an_unknown_current_gpu_is_described_by_the_driver(
     monkeypatch, driver_name, total_bytes, capability, context_bytes
 ):
     install_gpu(monkeypatch, driver_name, total_bytes, capability)

@@ -649,7 +649,7 @@ def test_autocast_lowers_the_mask_of_attention() -> None:
 
 
 def test_learned_bias_is_not_for_cudnn() -> None:
-    """T5 without dropout on a Hopper card: cuDNN takes no mask that requires a gradient."""
+    """T5 without dropout on a Hopper GPU: cuDNN takes no mask that requires a gradient."""
     query = meta(2, 4, 16, 64, dtype=BF16, requires_grad=True)
     bias = meta(1, 4, 16, 16, dtype=BF16, requires_grad=True)
     for mask, kernel in ((bias.detach(), "cudnn"), (bias, "efficient")):
@@ -689,14 +689,14 @@ def test_offloaded_activations_are_on_the_host_and_come_back_in_the_backward_pas
         sum(1 for number, delta in part_events(step, "backward") if delta == hidden)
         for step in (steps[False], steps[True])
     ]
-    assert births[1] == births[0] + 2  # copied back to the card
+    assert births[1] == births[0] + 2  # copied back to the GPU
     for device_wide in steps.values():
         assert device_wide.tracker.ignored == set()  # nothing of the host is left
 
 
 def alive_at(tracker: StorageTracker, number: int, event: int) -> bool:
     died = [index for index, (other, delta) in enumerate(tracker.events) if other == number and delta < 0]
-    return tracker.births[number] < event <= (died[0] if died else len(tracker.events))
+    return tracker.allocated_at[number] < event <= (died[0] if died else len(tracker.events))
 
 
 def part_events(step: Any, phase: str) -> list[tuple[int, int]]:

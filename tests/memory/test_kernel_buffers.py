@@ -281,7 +281,7 @@ def test_autocast_on_the_cpu_follows_the_lists(
     assert not name or name in policies[dtype]
 
 
-# ---- on a card
+# ---- on a GPU
 
 
 def measured_blocks(run: Callable[[], object]) -> int:
@@ -299,7 +299,7 @@ def measured_blocks(run: Callable[[], object]) -> int:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ["bias", "mean", "embedding", "foreach_norm", "index_put"])
-def test_blocks_are_those_of_the_card(case: str) -> None:
+def test_blocks_are_those_of_the_gpu(case: str) -> None:
     device = torch.cuda.get_device_properties(0)
     indices = torch.randint(30522, (32, 128), device="cuda")
     source = torch.ones(4096, 4096, device="cuda")

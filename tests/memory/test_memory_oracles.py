@@ -366,7 +366,7 @@ def test_onednn_takes_little_for_itself(family: str, attention: str, checkpointi
 
 
 def test_random_state_that_checkpointing_keeps_is_the_hosts() -> None:
-    """The CPU's random state of every checkpoint: no operator makes it, and with a card it lies on the host as well."""
+    """The CPU's random state of every checkpoint: no operator makes it, and with a GPU it lies on the host as well."""
     kept, dropped = (
         allocator_peak("bert", StepSettings(precision="fp32", checkpointing={"preserve_rng_state": keep}), "sdpa")
         for keep in (True, False)

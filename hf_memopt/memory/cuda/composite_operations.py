@@ -25,19 +25,19 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Run ``cross_entropy_loss`` in the steps of its C++ code, each of which autocast then casts or not.
+    """Run ``cross_entropy_loss`` in the steps of its C++ code, each of which autocast may cast.
 
-    The log-softmax is told to stay in the type of the logits; ``nll_loss`` wants it, and saves it, in float32.
+    The log-softmax gets the dtype of the logits as an argument; ``nll_loss`` is cast to float32, which it saves.
 
     Source: torch 2.13, ``aten/src/ATen/native/LossNLL.cpp``.
 
     Args:
         logits: (batch, classes, ...) or (classes,).
-        target: classes, or probabilities in the shape of ``logits``.
+        target: (batch, ...) classes, or probabilities in the shape of ``logits``.
         weight: (classes,).
         reduction: 0 none, 1 mean, 2 sum.
-        ignore_index: of targets that do not count.
-        label_smoothing: share of the loss that is spread over all classes.
+        ignore_index: the class of targets that are ignored.
+        label_smoothing: the share of the loss that is spread over all classes.
     """
     dim = 1 if logits.dim() > 1 else 0
     classes = logits.shape[dim]
@@ -67,7 +67,7 @@ def cross_entropy(
 
 
 def grouped_product(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the handler of a grouped matrix product: CUDA takes more types than the meta device.
+    """Return the handler of a grouped matrix product: CUDA takes more dtypes than the meta device.
 
     Source: torch 2.13, ``aten/src/ATen/native/cuda/GroupedBlas.cpp``, ``_grouped_mm_cuda``.
     """
@@ -101,11 +101,11 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _opened() -> dict[Any, FunctionType]:
-    """Return a copy of each Python function of ``torch.nn.functional`` that takes itself for not overridden.
+    """Return a copy of each Python function of ``torch.nn.functional`` that does not call the mode for itself.
 
-    Each begins by asking ``has_torch_function`` and hands itself to the mode then. The copies find a "no" under these
-    names, in globals of their own; what they call asks as ever. The names are pinned by a test, seen in torch 2.6 to
-    2.13.
+    Each of them first calls ``has_torch_function`` and, under a mode, passes itself to the mode. The copies have
+    globals in which that function returns False; the functions that they call are unchanged and reach the mode. The
+    names are pinned by a test, seen in torch 2.6 to 2.13.
     """
     asking = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     found = {**vars(F), **dict.fromkeys(asking, lambda *_: False)}
@@ -123,4 +123,4 @@ def _opened() -> dict[Any, FunctionType]:
 
 
 OPENED = _opened()
-"""By the function itself, the copy of it that a mode can look into."""
+"""The copy by the function, such as ``F.normalize`` and ``F.multi_head_attention_forward``."""

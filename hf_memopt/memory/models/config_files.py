@@ -25,20 +25,20 @@ __all__ = ["one_error", "read_config"]
 
 _PATIENCE_SECONDS = 3.0
 _MOST = {"layer": 10_000, "depth": 10_000, "expert": 10_000, "num_labels": 1_000_000}
-"""What transformers counts to when it reads a configuration or builds of it, by a part of the entry's name."""
+"""The largest accepted value of entries by which transformers loops, by a part of the entry's name."""
 
 
 def read_config(text: str, task: str | None) -> tuple[str, PretrainedConfig, str | None]:
-    """Return a name for people, the configuration, and the task if the facts or the caller tell it.
+    """Return a display name, the configuration, and the task where the caller or the known models give it.
 
-    A folder goes before a well-known name of the same spelling, as in transformers.
+    A folder has priority over a well-known name of the same spelling, as in transformers.
     """
     folder = Path(text)
     try:
         has_config, is_folder = (folder / "config.json").is_file(), folder.is_dir()
     except OSError as error:  # no permission, a name that is too long
         raise ValueError(
-            f"model={text!r} cannot be looked up ({error.strerror}); expected a name, or a folder that may be read. "
+            f"model={text!r} cannot be looked up ({error.strerror}); expected a name, or a readable folder. "
             "Pass model='bert-base-uncased'"
         ) from error
     if has_config:
@@ -64,7 +64,7 @@ def _parse_config(folder: Path, text: str) -> PretrainedConfig:
 
 
 def _check_counts(entries: dict[str, Any]) -> None:
-    """Refuse counts that keep transformers busy for hours, or that it takes for none; json hands over every object."""
+    """Refuse counts that would keep transformers busy for hours, and negative ones; json calls this for each object."""
     for name, value in entries.items():
         most = next((most for part, most in _MOST.items() if part in name), None)
         counts = [count for count in (value if isinstance(value, list) else [value]) if isinstance(count, int)]
@@ -76,7 +76,7 @@ def _check_counts(entries: dict[str, Any]) -> None:
 
 @contextmanager
 def one_error(what: str) -> Iterator[None]:
-    """Turn whatever transformers raises on a configuration that somebody else has written into one ``ValueError``."""
+    """Turn any error that transformers raises for an unsuitable configuration into one ``ValueError``."""
     try:
         yield
     except NotEstimableError:
@@ -108,7 +108,7 @@ def _download_config(text: str) -> Path:
     except errors.GatedRepoError as error:
         cause, reason = error, "and on the hub it is gated: accept its licence there and log in with hf auth login"
     except errors.RepositoryNotFoundError as error:
-        cause, reason = error, "and the hub has no such repository, or not for you"
+        cause, reason = error, "and the hub has no such repository, or you have no access to it"
     except errors.EntryNotFoundError as error:
         cause, reason = error, "and its repository on the hub has no config.json"
     except errors.HfHubHTTPError as error:
@@ -123,9 +123,9 @@ def _download_config(text: str) -> Path:
 
 
 def _hub_answers() -> bool:
-    """Tell whether anything listens where the hub is; its client would try for half a minute and log every attempt.
+    """Return whether the hub accepts connections; its client would retry for half a minute and log every attempt.
 
-    Behind a proxy nobody can tell but the client.
+    Behind a proxy only the client can find out, so the answer is True.
     """
     from huggingface_hub import constants, is_offline_mode
 

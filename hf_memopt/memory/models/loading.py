@@ -1,13 +1,12 @@
-"""Turn whatever names a model into a private copy of it on the meta device, where tensors have sizes and no bytes.
+"""Load a model on the meta device, where tensors have shapes but no memory, from a module, a configuration or a name.
 
 A module is copied without its weights; a configuration, a folder, an id on the hub or a well-known name is built from
-its configuration alone. Either way no weight is initialised, and an 8B model takes well under a second and no host
-memory (``tests/memory/test_models.py`` holds both). The well-known names ship as facts in ``known_models.json`` and
-never touch the network: what changes bytes (sizes, dropout, tied weights), and where each comes from. Rotary
-frequencies are left out.
+the configuration alone. Either way no weight is initialised, and an 8B model takes well under a second and no host
+memory (``tests/memory/test_models.py`` checks both). The well-known names are in ``known_models.json`` and never use
+the network: it has what affects memory (sizes, dropout, tied weights) with the source of each figure.
 
-Limitations: code that a repository brings along is never run (``trust_remote_code=False``), and quantised weights that
-only a configuration announces have no sizes: load such a model and pass the module.
+Limitations: Python code from a repository is never run (``trust_remote_code=False``); of quantised weights that only a
+configuration announces, those of bitsandbytes can be built.
 """
 
 from __future__ import annotations
@@ -54,18 +53,18 @@ _HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
         modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     ),
 }
-# The first that fits is the head of a class that several of them list: BartForConditionalGeneration is no masked LM.
+# Of the tasks that list a class, the first is taken: BartForConditionalGeneration is not a masked LM.
 
 TASKS = tuple(_HEADS)
-"""What a head is for, as ``task`` names it."""
+"""The tasks that a head may be for, as ``task`` names them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model on the meta device, nobody else's.
+    """A model on the meta device that nothing else refers to.
 
     Attributes:
-        name: for people: the well-known name, the folder's, or the class's.
+        name: to display: the well-known name, the folder's, or the class's.
         model: in training mode, without key-value cache, as ``Trainer`` has it; every parameter and buffer on meta.
         key: equal keys mean equal models; None for a module, which may change between two calls.
     """
@@ -82,7 +81,7 @@ def load_model(
     weights_dtype: str = "float32",
     task: str | None = None,
 ) -> LoadedModel:
-    """Return a copy of ``model`` on the meta device; the model given is not changed, and no weight is read.
+    """Return a copy of ``model`` on the meta device; the given model is not changed, and no weight is read.
 
     Args:
         model: a module (real or meta; PEFT's wrappers too), a configuration, a folder with ``config.json``, a
@@ -90,13 +89,13 @@ def load_model(
         attn_implementation: None for the model's own. ``"sdpa"`` becomes ``"eager"`` where a class has no sdpa.
         weights_dtype: of what is built from a configuration; a module keeps its own.
         task: the head to build, one of ``TASKS``. By default the first of the configuration's ``architectures``, else
-            the usual one: causal LM for decoders, sequence classification for encoders. No meaning for a module.
+            the usual one: causal LM for decoders, sequence classification for encoders. Ignored for a module.
 
-    Of a module the hooks come along, its gradients do not.
+    A module's hooks are copied, its gradients are not.
 
     Raises:
-        ValueError: nothing has that name (the message says whether the hub could be asked); a folder without
-            ``config.json``; a head without a loss or without a batch known here; an unknown task or attention.
+        ValueError: the name is unknown (the message says whether the hub was reached); a folder without
+            ``config.json``; a head without a loss or with an unknown batch; an unknown task or attention.
         NotEstimableError: weights or kernels that have no form on the meta device; a compiled module.
         TypeError: ``model`` is none of the above.
 
@@ -125,7 +124,7 @@ def load_model(
         name, config, task = read_config(os.fspath(model), task)
     else:
         raise TypeError(
-            f"model=<{type(model).__name__}> is nothing to build from; expected an nn.Module, a PretrainedConfig, or "
+            f"model=<{type(model).__name__}> cannot be loaded; expected an nn.Module, a PretrainedConfig, or "
             "the name of a model or a folder. Pass model='bert-base-uncased'"
         )
     task = task or _own_task(config)
@@ -142,7 +141,7 @@ def load_model(
 
 
 def task_of(model: nn.Module) -> str | None:
-    """Return what the head of a model is for, or None if its class is none of transformers' heads known here."""
+    """Return the task of a model's head, or None if its class is not one of the known heads of transformers."""
     tasks = _task_of_class()
     return next((tasks[kind.__name__] for kind in type(unwrap_model(model)).__mro__ if kind.__name__ in tasks), None)
 
@@ -165,9 +164,9 @@ def _tasks_of_type(model_type: str) -> list[str]:
 
 
 def _usual_task(config: PretrainedConfig) -> str | None:
-    """Return the head that a configuration alone is most often trained with.
+    """Return the head that a model of this configuration is most often trained with.
 
-    Encoders are told by having a masked LM; most of them list a causal LM as well.
+    An encoder is recognised by its masked LM; most encoders list a causal LM as well.
     """
     tasks = _tasks_of_type(config.model_type)
     if config.is_encoder_decoder:
@@ -191,11 +190,11 @@ def _own_task(config: PretrainedConfig) -> str:
         tasks = _tasks_of_type(config.model_type)
         if not tasks:
             raise ValueError(
-                f"{what} has no head whose batch is known here; expected a model type with one of "
+                f"{what} has no head whose batch is known; expected a model type with one of "
                 f"{', '.join(map(repr, TASKS))}. Pass a configuration of such a type"
             )
         raise ValueError(
-            f"{what} is no head with a loss and a batch known here; expected one for {', '.join(map(repr, tasks))}. "
+            f"{what} is not a head with a known loss and batch; expected one for {', '.join(map(repr, tasks))}. "
             f"Pass task={(usual or tasks[0])!r}"
         )
     return task
@@ -205,7 +204,7 @@ def _check_head(config: PretrainedConfig, task: str) -> None:
     if config.model_type not in _HEADS[task][1]:
         raise ValueError(
             f"task={task!r} has no head for model_type={config.model_type!r}; expected one of "
-            f"{', '.join(map(repr, _tasks_of_type(config.model_type)))}. Leave task out for the usual one"
+            f"{', '.join(map(repr, _tasks_of_type(config.model_type)))}. Remove task for the usual one"
         )
 
 
@@ -213,7 +212,7 @@ def _build(config: PretrainedConfig, task: str, attn_implementation: str | None,
     """Return the head for ``task`` on the meta device."""
     quantization = _take_quantization(config)
     if task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
-        config.pad_token_id = 0  # decoders refuse to classify several rows without one; costs no bytes
+        config.pad_token_id = 0  # decoders refuse to classify several rows without one; it needs no memory
     from_config = partial(getattr(transformers, _HEADS[task][0]).from_config, trust_remote_code=False)
     dtype = getattr(torch, weights_dtype)
     wanted = None if attn_implementation == "flash_attention_2" else attn_implementation
@@ -238,7 +237,7 @@ def _build(config: PretrainedConfig, task: str, attn_implementation: str | None,
 
 
 def _take_quantization(config: Any) -> dict[str, Any] | None:
-    """Take the quantisation by bitsandbytes out of a configuration and return it, or None without one."""
+    """Remove the quantisation by bitsandbytes from a configuration and return it, or None without one."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return None
@@ -254,10 +253,10 @@ def _take_quantization(config: Any) -> dict[str, Any] | None:
 
 
 def _untie_head(model: Any) -> None:
-    """Give T5 1.1 and Flan-T5 the head that their checkpoints hold.
+    """Give T5 1.1 and Flan-T5 the untied head that their checkpoints have.
 
-    transformers ties the head of every T5 that is built from a configuration, and keeps the two apart that it finds in
-    a checkpoint; seen in 5.8.1 to 5.23.0. ``scale_decoder_outputs`` is what it makes of ``tie_word_embeddings=False``.
+    transformers ties the head of every T5 that is built from a configuration, but not where a checkpoint has both
+    weights; seen in 5.8.1 to 5.23.0. It turns ``tie_word_embeddings=False`` into ``scale_decoder_outputs=False``.
     """
     head = model.get_output_embeddings()
     if head is not None and getattr(model.config, "scale_decoder_outputs", True) is False:
@@ -287,7 +286,7 @@ def _set_attention(model: nn.Module, attn_implementation: str) -> None:
 
 
 def _check_attention(name: str) -> None:
-    """Refuse a name that transformers knows no attention by; ``owner/repository`` are kernels of the hub."""
+    """Refuse an attention that transformers does not have; ``owner/repository`` names kernels of the hub."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if name == "eager" or "/" in name or name in ALL_ATTENTION_FUNCTIONS:
