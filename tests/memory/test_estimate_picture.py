@@ -17,7 +17,7 @@ from hf_memopt.memory.output.estimate_text import describe, verdict
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.timeline import COMPONENTS, Timeline, phase_peaks
 
-LARGE = Gpu("GPU 80GB", 81920 * MIB, 80000 * MIB, 400 * MIB, (9, 0), "made up for the tests")
+LARGE = Gpu("Card 80GB", 81920 * MIB, 80000 * MIB, 400 * MIB, (9, 0), "made up for the tests")
 
 
 def long_timeline(events: int, seed: int) -> Timeline:
@@ -101,7 +101,7 @@ def test_the_picture_names_peak_phases_steps_and_limits(monkeypatch, tmp_path) -
     for text in (
         f"{describe(hand_made())}\n{verdict(hand_made())}",
         "peak 1.59 GiB, backward\nbert.encoder.layer.23",
-        "usable on GPU 4GB, without the context:\n3.41 GiB (above the picture)",
+        "usable on Card 4GB, without the context:\n3.41 GiB (above the picture)",
         "reserved, peak 1.59 GiB",
         "allocated at the peak 1.59 GiB:",
         "memory in GiB",
@@ -132,8 +132,8 @@ def test_what_never_holds_a_byte_is_not_explained(monkeypatch, tmp_path) -> None
 @pytest.mark.parametrize(
     ("gpu", "label", "inside"),
     [
-        (replace(SMALL, usable_bytes=2400 * MIB), "usable on GPU 4GB, without the context:\n1.95 GiB", True),
-        (LARGE, "usable on GPU 80GB, without the context:\n77.73 GiB (above the picture)", False),
+        (replace(SMALL, usable_bytes=2400 * MIB), "usable on Card 4GB, without the context:\n1.95 GiB", True),
+        (LARGE, "usable on Card 80GB, without the context:\n77.73 GiB (above the picture)", False),
     ],
 )
 def test_the_gpu_is_a_dashed_line_where_it_is_near(monkeypatch, tmp_path, gpu, label, inside) -> None:

@@ -1105,7 +1105,7 @@ def test_head_of_ones_own_is_refused() -> None:
 
 
 def test_base_model_without_a_head_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^model=<BertModel> has no head whose batch is known here; "):
+    with pytest.raises(ValueError, match=r"^model=<BertModel> has no head whose batch is known; "):
         example_batch(load_model(transformers.BertModel(tiny.bert_config())).model, batch_size=2, seq_len=8)
 
 
