@@ -4,7 +4,7 @@ A step of the stock ``Trainer`` is recorded (``recording``) with the allocations
 torch's allocator (``allocator``) together with the bytes of the optimizer (``optimizers``). It needs no formula per
 architecture, no weights and no GPU.
 
-Limitations: what only a GPU can tell is missing (workspaces of cuDNN's convolutions, memory of NCCL, other processes).
+Limitations: without what only a GPU shows (workspaces of cuDNN's convolutions, memory of NCCL, other processes).
 What cannot be simulated raises ``NotEstimableError``; ``estimate`` lists it.
 """
 

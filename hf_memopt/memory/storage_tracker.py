@@ -171,7 +171,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.after_recomputation.clear()
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Return the number of a live storage; -1 if it was never counted."""
+        """Return the number of a storage that is still allocated; -1 if it was never counted."""
         known = self._live.get(tensor.untyped_storage()._cdata)
         return -1 if known is None else known[0]
 

@@ -98,7 +98,7 @@ class CudaSemantics(TorchFunctionMode):
 
     @contextmanager
     def autocast_region(self) -> Iterator[None]:
-        """Autocast inside, as accelerate does around the model's forward; the weight copies live until the end."""
+        """Autocast inside, as accelerate does around the model's forward; the weight copies are kept until the end."""
         self._region = self._dtype is not None
         self._autocasting()
         try:
