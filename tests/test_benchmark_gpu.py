@@ -734,7 +734,7 @@ def test_what_cannot_run_here_is_skipped_with_the_reason(gpu_case, setups, monke
 
 
 def test_the_prediction_is_read_from_the_timeline(gpu_case, small_case, monkeypatch) -> None:
-    from hf_memopt.memory.result import COMPONENTS, Timeline
+    from hf_memopt.memory.timeline import COMPONENTS, Timeline
 
     events = np.zeros((9, len(COMPONENTS)), dtype=np.int64)
     events[:, 0] = 100  # weights

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.devices.gpus import gpu_at_hand
+from hf_memopt.devices.gpus import current_gpu
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.output.estimate_text import as_dict
-from hf_memopt.memory.result import COMPONENTS
+from hf_memopt.memory.timeline import COMPONENTS
 from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.techniques.checkpointing.input_gradients import drop_input_gradients
 from hf_memopt.techniques.freezing.freezing import freeze
@@ -155,7 +155,7 @@ def ladder(
     Raises:
         ValueError: no rung is estimable; the message is the baseline's reason.
     """
-    gpu = gpu_at_hand() if gpu is None else gpu
+    gpu = current_gpu() if gpu is None else gpu
     rungs = ladder_rungs(batch_size * gradient_accumulation_steps, seq_len, bf16=gpu is None or gpu.bf16)
     rows = []
     for number, rung in enumerate(rungs, 1):

@@ -1,11 +1,11 @@
-"""Read memory: of an accelerator, of this process, of the host. The only file that asks torch, NVML or psutil for it.
+"""Read the memory of an accelerator, of this process and of the host. Only this file asks torch, NVML or psutil.
 
-``read_memory`` is for people and logs; ``PeakMeter`` is for every step, and ``benchmarks/memory_report.py`` prints what
-it costs there. On Linux the peak of the process is ``VmHWM`` and not ``ru_maxrss``, although that is faster:
+``read_memory`` is for display and logs; ``PeakMeter`` is cheap enough for every step (``benchmarks/memory_report.py``
+prints its cost). On Linux the peak of the process is ``VmHWM`` and not ``ru_maxrss``, although that is faster:
 ``ru_maxrss`` survives ``exec``, so a small child of a process that once held 10 GiB would report 10 GiB.
 
-Left out: memory by component (that is an estimate, not a reading), accelerators other than CUDA, ROCm, XPU and MPS
-(there the host is read), and the limit of a container: the host's total is what psutil tells.
+Limitations: memory by component (that is an estimate, not a reading), accelerators other than CUDA, ROCm, XPU and MPS
+(there the host is read), and the limit of a container: the host's total is psutil's.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _STATUS = re.compile(rb"^Vm(?:HWM|RSS):\s*(\d+) kB$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """What ``read_memory`` found. Bytes everywhere; None where the backend does not tell.
+    """The result of ``read_memory``. Bytes everywhere; None where the backend has no figure.
 
-    ``allocated`` and ``reserved`` are torch's words for this process: what tensors hold, and what its allocator holds
-    (on MPS: what the Metal driver holds for the process). ``device_used_bytes`` is the whole card: every process,
+    ``allocated`` and ``reserved`` are torch's terms for this process: what tensors hold, and what its allocator holds
+    (on MPS: what the Metal driver holds for the process). ``device_used_bytes`` is the whole device: all processes,
     contexts included. RSS is the memory of this process that is resident on the host.
     """
 
@@ -66,7 +66,7 @@ class MemoryReading:
         return self.device != "cpu"
 
     def table(self) -> str:
-        """Return the reading as lines for people."""
+        """Return the reading as a table."""
         rows = []
         if self.has_accelerator:
             rows.append(("allocated by tensors", _with_peak(self.allocated_bytes, self.peak_allocated_bytes)))
@@ -84,12 +84,12 @@ class MemoryReading:
 
 
 def _with_peak(size_bytes: int | None, peak_bytes: int | None) -> str:
-    text = "not told" if size_bytes is None else format_bytes(size_bytes)
+    text = "unavailable" if size_bytes is None else format_bytes(size_bytes)
     return text if peak_bytes is None else f"{text} (peak {format_bytes(peak_bytes)})"
 
 
 def _of_total(size_bytes: int | None, total_bytes: int | None) -> str:
-    text = "not told" if size_bytes is None else format_bytes(size_bytes)
+    text = "unavailable" if size_bytes is None else format_bytes(size_bytes)
     return text if total_bytes is None else f"{text} of {format_bytes(total_bytes)}"
 
 
@@ -97,15 +97,15 @@ def read_memory(device: torch.device | str | int | None = None) -> MemoryReading
     """Read the memory of a device, of this process and of the host now.
 
     ``read_memory("cpu")`` never touches an accelerator. For a CUDA device torch's runtime is initialised, since only it
-    knows the card's UUID, but no context is made: where this process holds no memory on the card and NVML is missing,
+    knows the GPU's UUID, but no context is created: where this process holds no memory on the GPU and NVML is missing,
     ``device_used_bytes`` stays None.
 
     Args:
-        device: None for the accelerator at hand (its current device), or the host if there is none; an index for
-            a device of that accelerator; otherwise as torch spells it.
+        device: None for the accelerator's current device, or the host if there is none; an index for a device of that
+            accelerator; otherwise as torch spells it.
 
     Raises:
-        ValueError: no such device here, or one whose memory torch does not tell.
+        ValueError: the device does not exist here, or torch cannot read its memory.
 
     Example:
         >>> reading = read_memory("cpu")
@@ -126,7 +126,7 @@ def read_memory(device: torch.device | str | int | None = None) -> MemoryReading
 
 
 def measured_device(device: torch.device) -> torch.device:
-    """Return the device whose memory is read for a run on ``device``: itself, or the host where torch tells nothing."""
+    """Return the device whose memory is read for a run on ``device``: itself, or the host."""
     return _find_device(device) if device.type in _ACCELERATORS else torch.device("cpu")
 
 
@@ -134,7 +134,7 @@ def measured_device(device: torch.device) -> torch.device:
 
 
 def read_process() -> tuple[int, int | None]:
-    """Return the resident bytes of this process and their peak so far (None where the system does not tell)."""
+    """Return the resident bytes of this process and their peak so far (None where the system has no figure)."""
     if sys.platform == "linux":
         with open("/proc/self/status", "rb", buffering=0) as status:
             figures = _STATUS.findall(status.read(8192))
@@ -159,9 +159,9 @@ def _read_maxrss(system: str) -> int | None:
 
 
 def _find_device(device: torch.device | str | int | None) -> torch.device:
-    """Return the device meant, with its index; see ``read_memory``."""
+    """Return the device with its index; see ``read_memory``."""
     if device is None:
-        kind = _accelerator_at_hand()
+        kind = _available_accelerator()
         return torch.device(kind, _current_index(kind)) if kind else torch.device("cpu")
     kind, index = _parse_device(device)
     if kind == "cpu":
@@ -173,14 +173,14 @@ def _find_device(device: torch.device | str | int | None) -> torch.device:
     known = ["cpu", *(f"{kind}:{index}" for kind in _ACCELERATORS for index in range(_device_count(kind)))]
     raise ValueError(
         f"device={device!r} is not a device whose memory can be read here; expected None, the index of an accelerator "
-        f"or one of: {', '.join(known)}. Call read_memory() for the accelerator at hand, else the host."
+        f"or one of: {', '.join(known)}. Call read_memory() for the current accelerator, else the host."
     )
 
 
 def _parse_device(device: Any) -> tuple[str, int | None]:
     """Return type and index of a device as torch would understand it; an empty type if it would not."""
     if isinstance(device, int) and not isinstance(device, bool):
-        return _accelerator_at_hand(), device
+        return _available_accelerator(), device
     if not isinstance(device, str | torch.device):
         return "", None
     try:
@@ -190,7 +190,7 @@ def _parse_device(device: Any) -> tuple[str, int | None]:
     return parsed.type, parsed.index
 
 
-def _accelerator_at_hand() -> str:
+def _available_accelerator() -> str:
     return next((kind for kind in _ACCELERATORS if _device_count(kind)), "")
 
 
@@ -242,9 +242,9 @@ def _allocator_stats(device: torch.device) -> dict[str, dict[str, int]]:
 
 
 def read_device_used(device: torch.device) -> int | None:
-    """Return the bytes in use on the whole card, by every process and contexts included, or None where nobody tells.
+    """Return the bytes in use on the whole GPU, by all processes and contexts included, or None where unavailable.
 
-    NVML is asked first, for it needs no context; then the driver, if this process holds memory on the card and so
+    NVML is asked first, since it needs no context; then the driver, if this process holds memory on the GPU and so
     already has its context there. On MPS and on the host there is no such figure.
     """
     if device.type not in _COUNTED:
@@ -263,14 +263,14 @@ def read_device_used(device: torch.device) -> int | None:
 
 
 def read_context(device: torch.device) -> int | None:
-    """Return what this process holds on a CUDA card beside torch's allocator, or None where nobody tells.
+    """Return what this process holds on a CUDA device besides torch's allocator, or None where unavailable.
 
-    That is the CUDA context, the kernels loaded so far, the handles of the libraries and whatever else allocates past
-    torch (NCCL, paged optimizers). CUDA loads kernels when they first run, so the figure of a process that has not
-    trained yet is a lower bound. No context is made.
+    That is the CUDA context, the kernels loaded so far, the handles of the libraries and what else is
+    allocated outside torch (NCCL, paged optimizers). CUDA loads kernels when they first run, so the figure of a process
+    that has not trained yet is a lower bound. No context is created.
 
-    NVML tells it of a process by its number. It does not for a process that has no context yet, in a container with
-    process numbers of its own, or on Windows.
+    NVML reports it by process id. It does not for a process that has no context yet, in a container with its own
+    process ids, or on Windows.
     """
     if device.type != "cuda" or torch.version.hip is not None or not getattr(torch, device.type).is_initialized():
         return None
@@ -283,9 +283,9 @@ def read_context(device: torch.device) -> int | None:
 
         own = [entry for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if entry.pid == os.getpid()]
         held_bytes = sum(entry.usedGpuMemory for entry in own)
-    except Exception:  # the memory of processes is not told here, or the driver fails
+    except Exception:  # NVML has no figures by process here, or the driver fails
         return None
-    # less than torch holds: the number is that of another process, in the namespace of the host
+    # less than torch holds: the id is that of another process, in the namespace of the host
     return int(held_bytes - reserved_bytes) if held_bytes > reserved_bytes else None
 
 
@@ -312,10 +312,10 @@ def _handle_of(device: torch.device) -> Any:
 
 @cache
 def _nvml_handle(uuid: str, bus_id: str | None) -> Any:
-    """Return NVML's handle of a card, or None.
+    """Return NVML's handle of a GPU, or None.
 
     By UUID, never by index: ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER`` renumber torch's devices, not NVML's.
-    A card that is split (MIG) is no answer for one of its slices.
+    A GPU that is split (MIG) has no figures for one of its slices.
     """
     try:
         import pynvml
@@ -339,7 +339,7 @@ def _nvml_handle(uuid: str, bus_id: str | None) -> Any:
 def _is_split(pynvml: Any, handle: Any) -> bool:
     try:
         return bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
-    except pynvml.NVMLError:  # cards that cannot be split
+    except pynvml.NVMLError:  # GPUs that cannot be split
         return False
 
 
@@ -347,14 +347,14 @@ def _is_split(pynvml: Any, handle: Any) -> bool:
 
 
 class PeakMeter:
-    """The peaks of one device, span by span: ``read`` ends a span, gives its peaks and begins the next.
+    """The peaks of one device, span by span: ``read`` ends a span, returns its peaks and begins the next.
 
     On CUDA, ROCm and XPU these are the allocator's own peaks, host-side counters that need no synchronisation; reading
-    them **resets torch's peak counters**. MPS has no peaks: what is read is a sample of the moment. On the host the
+    them **resets torch's peak counters**. MPS has no peaks: what is read is a sample. On the host the
     peak of the process cannot be reset: a span in which it rose has exactly that peak; for any other span the
     resident bytes at its end are given, a lower bound.
 
-    The first span began with the process (or with the last reset by anyone).
+    The first span began with the process (or with the last reset of the counters).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -363,7 +363,7 @@ class PeakMeter:
 
     @property
     def only_samples(self) -> bool:
-        """Whether a reading is a sample of the moment, so that more readings see more."""
+        """Whether a reading is only a sample, so that more readings see more."""
         return self.device.type == "mps"
 
     def read(self) -> dict[str, int]:

@@ -1,12 +1,12 @@
 """Recognise an out-of-memory error, and free what the failed step holds.
 
 Only allocators of torch raise ``torch.OutOfMemoryError``. A driver, a math library or torch's allocator on the host
-raises a plain ``RuntimeError`` that is known by how its text begins; ``OUT_OF_MEMORY_TEXTS`` lists those texts. One
-that merely quotes such a text further on (a log, the report of another process) is another error.
+raises a plain ``RuntimeError`` that is recognised by the beginning of its text, listed in ``OUT_OF_MEMORY_TEXTS``. An
+error that quotes such a text later (a log, the report of another process) is another error.
 
-Not recognised, since a smaller batch is no remedy or the process is past saving: Python's ``MemoryError``,
+Not recognised, since a smaller batch does not help or the process cannot continue: Python's ``MemoryError``,
 ``CUDNN_STATUS_NOT_SUPPORTED`` (a layout or a size that cuDNN has no kernel for), shared memory that a Triton kernel
-lacks, NCCL's "Cuda failure 'out of memory'" (the other ranks wait for ever), and bitsandbytes' own kernels, which print
+lacks, NCCL's "Cuda failure 'out of memory'" (the other ranks wait forever), and bitsandbytes' own kernels, which print
 and exit.
 """
 
@@ -29,10 +29,10 @@ OUT_OF_MEMORY_TEXTS: Mapping[str, str] = {
     "CUDA driver error: out of memory": "expandable segments (c10/cuda/driver_api.h)",
     "CUBLAS_STATUS_ALLOC_FAILED": "cuBLAS' workspace (aten/src/ATen/cuda/Exceptions.cpp)",
     "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate": (
-        "cuBLAS' handle on a full card (https://discuss.pytorch.org/t/125450). After a failed assertion on the device "
+        "cuBLAS' handle on a full GPU (https://discuss.pytorch.org/t/125450). After a failed assertion on the device "
         "cuBLAS says the same, but then whatever is run next fails with that assertion"
     ),
-    "CUDNN_STATUS_NOT_INITIALIZED": "cuDNN's handle on a full card (https://github.com/haotian-liu/LLaVA/issues/392)",
+    "CUDNN_STATUS_NOT_INITIALIZED": "cuDNN's handle on a full GPU (https://github.com/haotian-liu/LLaVA/issues/392)",
     "CUDNN_STATUS_ALLOC_FAILED": "cuDNN 8 (docs.nvidia.com/deeplearning/cudnn, cudnnStatus_t)",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED": "cuDNN 9 (the same page)",
     "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED": "cuDNN 9 (the same page)",
@@ -49,7 +49,7 @@ OUT_OF_MEMORY_TEXTS: Mapping[str, str] = {
     "DefaultCPUAllocator: can't allocate memory": "the host on Linux and macOS (c10/core/impl/alloc_cpu.cpp)",
     "DefaultCPUAllocator: not enough memory": "the host on Windows (the same file)",
 }
-"""Texts of a ``RuntimeError`` that mean out of memory, each with who says so and where that was seen."""
+"""Texts of a ``RuntimeError`` that mean out of memory, each with its origin and where it was seen."""
 
 _BEGINNING = re.compile(
     r"(?:(?:CUDA|cuDNN|cusolver|HIP) error: |\[enforce fail at [^]]*\] .*?|(?:level_zero|UR) backend .*?\d+ \()?"
@@ -58,10 +58,9 @@ _BEGINNING = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out: on the accelerator, in the workspace of a math library, or in torch's allocator
-    on the host.
+    """Return whether memory ran out: on the accelerator, in a math library, or in torch's allocator on the host.
 
-    An error that was raised ``from`` such a one is one too; an error that came up while another was handled is not.
+    True also for an error raised ``from`` such an error, but not for one raised while such an error was handled.
 
     Example:
         >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
@@ -82,16 +81,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_failed_step() -> None:
-    """Free what a failed step holds; call it once the ``except`` block that caught the error was left.
+    """Free what a failed step holds; call it after the ``except`` block that caught the error.
 
-    An exception keeps the frames it passed through, and they keep their tensors. The caught one dies with its
-    ``except`` block; one that ended a notebook's cell or a line of the interpreter lives on in ``sys``, and one that
-    somebody further up is handling now lives until he is done. Of those the variables of finished frames are dropped,
-    whatever the errors were: their type, text and lines remain, but a debugger finds no variables any more. Then
-    reference cycles are collected and the caches of the accelerators' allocators given back.
+    An exception keeps the frames it passed through, and they keep their tensors. The caught exception is freed with its
+    ``except`` block; one that ended a notebook's cell or a line of the interpreter is kept in ``sys``, and one that a
+    caller is handling is kept until the caller's block ends. The local variables of their finished frames are dropped,
+    whatever the errors were: type, text and lines remain, but a debugger finds no variables any more. Then reference
+    cycles are collected and the caches of the accelerators' allocators emptied.
     """
     for kept in _kept_tracebacks():
-        traceback.clear_frames(kept)  # leaves frames alone that still run
+        traceback.clear_frames(kept)  # skips frames that still run
     gc.collect()
     for module in (torch.cuda, torch.xpu):
         if module.is_initialized():
@@ -101,7 +100,7 @@ def free_failed_step() -> None:
 
 
 def _kept_tracebacks() -> Iterator[TracebackType]:
-    """Yield the tracebacks of the last errors that nobody caught and of the one being handled, with their causes."""
+    """Yield the tracebacks of the last uncaught errors and of the one being handled, with their causes."""
     last = getattr(sys, "last_traceback", None)
     if last is not None:
         yield last

@@ -1,4 +1,4 @@
-"""The random number generators that a training step draws from: read, and set back to repeat the step."""
+"""Save the random number generators that a training step draws from, and restore them to repeat the step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["RandomState"]
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """What the random number generators were that a training step can draw from.
+    """The state of the random number generators that a training step can draw from.
 
-    torch's for the host and for one device (dropout), numpy's (the masks of Wav2Vec2, BigBird's attention) and Python's
-    (a user's own loss). The generators of other devices are left alone, since to read one starts CUDA there.
+    These are torch's for the host and for one device (dropout), numpy's (the masks of Wav2Vec2, BigBird's attention)
+    and Python's (a user's own loss). Other devices are not read, since that would initialise CUDA on them.
     """
 
     device: torch.device
@@ -36,7 +36,7 @@ class RandomState:
         return cls(device, torch.get_rng_state(), accelerator, np.random.get_state(legacy=False), random.getstate())
 
     def restore(self) -> None:
-        """Set the generators to what they were, as often as needed."""
+        """Set the generators to the saved state, as often as needed."""
         torch.set_rng_state(self.host)
         if self.accelerator is not None:
             module = torch.get_device_module(self.device)
@@ -46,4 +46,4 @@ class RandomState:
 
 
 def _arguments(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # there is one only
+    return () if device.type == "mps" else (device,)  # MPS has one device and takes no argument

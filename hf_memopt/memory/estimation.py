@@ -1,15 +1,16 @@
-"""Estimate the memory of a training step before it runs: the real model code, on the meta device, without a card.
+"""Estimate the GPU memory of a training step before it runs, from the real model code on the meta device.
 
-A step of the stock ``Trainer`` is recorded (``step``) with the allocations of CUDA (``cuda``, ``kernels``) and replayed
-through torch's allocator (``replay``, ``allocator``) with the bytes of the optimizer (``optimizer_state``). No formula
-per architecture, no weights, no card.
+A step of the stock ``Trainer`` is recorded (``recording``) with the allocations of CUDA (``cuda``) and replayed through
+torch's allocator (``allocator``) together with the bytes of the optimizer (``optimizers``). It needs no formula per
+architecture, no weights and no GPU.
 
-Left out, since no CPU can know it: workspaces of cuDNN's convolutions, what NCCL takes, other processes on the card.
+Limitations: without what only a GPU shows (workspaces of cuDNN's convolutions, memory of NCCL, other processes).
 What cannot be simulated raises ``NotEstimableError``; ``estimate`` lists it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from hf_memopt.binding import versions as compat
-from hf_memopt.devices.gpus import Gpu, find_gpu, gpu_at_hand
+from hf_memopt.devices.gpus import Gpu, current_gpu, find_gpu
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
 from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan, replay
 from hf_memopt.memory.cuda.chip import Chip
@@ -32,7 +33,7 @@ from hf_memopt.memory.optimizers.optimizer_memory import (
     optimizer_memory,
 )
 from hf_memopt.memory.recording.step import StepTrace
-from hf_memopt.memory.recording.trace_cache import Recorded, Shape, recorded
+from hf_memopt.memory.recording.trace_cache import RecordedStep, Shape, record_or_reuse
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.training_arguments import notes_of_arguments, refuse_arguments, settings_of_arguments
@@ -59,42 +60,42 @@ def estimate(
     labels_length: int | None = None,
     **overrides: Any,
 ) -> Estimate:
-    """Return the memory of a training step of the stock ``Trainer`` on a card, without the card.
+    """Return the memory that a training step of the stock ``Trainer`` needs on a GPU, without the GPU.
 
     Args:
         model: a module (real or meta), a configuration, a folder or hub id with ``config.json``, or a well-known name
-            such as ``"bert-large-uncased"``. It is not changed, and none of its weights is read.
+            such as ``"bert-large-uncased"``. It is not changed, and its weights are not read.
         batch_size: examples of one forward and backward pass (``per_device_train_batch_size``).
         seq_len: tokens of the longest row, padding included; None for models of images.
         recipe: anything with ``step_settings()``, such as ``hf_memopt.recipe("4gb-gpu")``.
-        gpu: a name such as ``"RTX 3050 4GB"`` or a ``Gpu``; None for the card at hand. Without any card kernels are
-            those of compute capability 8.0, precision is fp32 unless told, and the context is unknown.
-        task: the head to build where ``model`` is no module; the configuration's own, or the usual one, unless given.
+        gpu: a name such as ``"RTX 3050 4GB"`` or a ``Gpu``; None for the current CUDA device. Without one the kernels
+            are those of compute capability 8.0, precision "auto" is fp32, and the context is unknown.
+        task: the head to build where ``model`` is not a module; by default the configuration's own, or the usual one.
         labels_length: tokens of the targets of an encoder-decoder; ``seq_len`` unless given.
-        overrides: fields of ``StepSettings``, over those of the recipe.
+        overrides: fields of ``StepSettings``; they replace those of the recipe.
 
-    Repeated calls with the same model reuse what was recorded as far as it is the same: another optimizer, another
-    accumulation cost a replay only. A module, and a step with ``prepare``, are recorded at every call.
+    Repeated calls with the same model reuse the recorded step where it is the same: for another optimizer or another
+    accumulation only the replay runs again. A module, and a step with ``prepare``, are recorded at every call.
 
-    Not estimable: compiled models, Triton kernels (Liger), FlashAttention-3 and other kernels that are not installed,
-    recurrent layers, models whose code reads values off the card (the outcome of a router, an early exit), weights
-    quantised by anything but bitsandbytes, sharding over processes, and optimizers whose state is not known.
+    Limitations: compiled models, Triton kernels (Liger), FlashAttention-3 and other kernels that are not installed,
+    recurrent layers, models whose code reads values from the GPU (the outcome of a router, an early exit), weights
+    quantised by anything but bitsandbytes, sharding over processes, and optimizers whose state is unknown.
 
     Raises:
-        ValueError: an unknown model, card or setting; a batch or length below 1 or beyond the model's positions;
-            settings that contradict each other or the module given, or that stop a real run at its first steps.
+        ValueError: an unknown model, GPU or setting; a batch or length below 1 or beyond the model's positions;
+            settings that contradict each other or the given module, or that stop a real run at its first steps.
         NotEstimableError: this set-up cannot be simulated; the message says why.
-        TypeError: an override that is no field of ``StepSettings``; ``recipe`` is not a recipe.
+        TypeError: an override is not a field of ``StepSettings``; ``recipe`` is not a recipe.
 
     Example:
         >>> found = estimate("bert-base-uncased", batch_size=8, seq_len=128, gpu="RTX 3060 12GB", precision="fp32")
         >>> found.fits, found.phase
         (True, 'backward')
     """
-    card = gpu_at_hand() if gpu is None else find_gpu(gpu)
+    found_gpu = current_gpu() if gpu is None else find_gpu(gpu)
     settings = _settings(recipe, overrides)
     shape = Shape(batch_size, seq_len, labels_length)
-    return _estimate(model, shape, settings, card, task=task, weights_dtype=overrides.get("weights_dtype"))
+    return _estimate(model, shape, settings, found_gpu, task=task, weights_dtype=overrides.get("weights_dtype"))
 
 
 def estimate_from_arguments(
@@ -105,19 +106,19 @@ def estimate_from_arguments(
     gpu: str | Gpu | None = None,
     **overrides: Any,
 ) -> Estimate:
-    """Return the memory of a training step as existing ``TrainingArguments`` describe it.
+    """Return the memory of a training step that existing ``TrainingArguments`` describe.
 
     Args:
         model: as for ``estimate``.
-        args: read, not changed. Evaluation counts where ``eval_strategy`` is not ``"no"`` or ``eval_on_start`` is set,
-            with one batch unless ``eval_batches=`` says how many there are.
+        args: not changed. Evaluation is included where ``eval_strategy`` is not ``"no"`` or ``eval_on_start`` is set,
+            with one batch unless ``eval_batches=`` gives their number.
         lengths: tokens of the examples, such as ``token_lengths(dataset)``, or of the longest; None for images.
         gpu: as for ``estimate``.
-        overrides: fields of ``StepSettings`` that the arguments do not tell; ``task`` and ``labels_length``.
+        overrides: fields of ``StepSettings`` that the arguments do not have; ``task`` and ``labels_length``.
 
     Raises:
-        NotEstimableError: the arguments ask for what is not simulated: compilation, Liger kernels, sharding, NEFTune,
-            a key-value cache in training, inputs among what metrics are given.
+        NotEstimableError: the arguments ask for something that is not simulated: compilation, Liger kernels, sharding,
+            NEFTune, a key-value cache in training, metrics that get the inputs.
         ValueError, TypeError: as ``estimate`` does; ``lengths`` is empty.
     """
     refuse_arguments(args)
@@ -131,15 +132,15 @@ def estimate_from_arguments(
             )
         longest = int(values.max())
     of_model = {name: overrides.pop(name) for name in ("task", "labels_length") if name in overrides}
-    card = gpu_at_hand() if gpu is None else find_gpu(gpu)
+    found_gpu = current_gpu() if gpu is None else find_gpu(gpu)
     settings = settings_of_arguments(args).replace(**overrides)
     if settings.eval_batch_size is not None and "inputs" in args.include_for_metrics:
         raise NotEstimableError(
-            f"not estimable: include_for_metrics={args.include_for_metrics!r}: inputs that gather on the card beside "
-            "the logits are not simulated"
+            f"not estimable: include_for_metrics={args.include_for_metrics!r}: inputs that are gathered on the GPU "
+            "besides the logits are not simulated"
         )
     shape = Shape(args.per_device_train_batch_size, longest, of_model.pop("labels_length", None))
-    found = _estimate(model, shape, settings, card, **of_model, weights_dtype=overrides.get("weights_dtype"))
+    found = _estimate(model, shape, settings, found_gpu, **of_model, weights_dtype=overrides.get("weights_dtype"))
     return replace(found, notes=(*found.notes, *notes_of_arguments(args)))
 
 
@@ -147,42 +148,42 @@ def _estimate(
     model: nn.Module | PretrainedConfig | str | os.PathLike[str],
     shape: Shape,
     settings: StepSettings,
-    card: Gpu | None,
+    gpu: Gpu | None,
     *,
     task: str | None = None,
     weights_dtype: str | None = None,
 ) -> Estimate:
-    """Return the estimate; ``weights_dtype`` is what the caller has asked for, None where it is a default."""
-    settings = _with_precision(settings, card)
-    chip = Chip.of(_ASSUMED_CAPABILITY) if card is None else Chip.of(card.compute_capability, card.multiprocessors)
-    with torch.inference_mode(False):  # a weight that is made under the caller's could not be trained
+    """Return the estimate; ``weights_dtype`` is the caller's, None where the settings have the default."""
+    settings = _with_precision(settings, gpu)
+    chip = Chip.of(_ASSUMED_CAPABILITY) if gpu is None else Chip.of(gpu.compute_capability, gpu.multiprocessors)
+    with torch.inference_mode(False):  # weights created in the caller's inference mode could not be trained
         loaded = load_model(
             model, attn_implementation=settings.attn_implementation, weights_dtype=settings.weights_dtype, task=task
         )
         if loaded.key is None:
             settings = settings.replace(weights_dtype=_own_dtype(loaded.model, weights_dtype))
-        step = recorded(loaded, settings, shape, chip)
+        step = record_or_reuse(loaded, settings, shape, chip)
     optimizer = _optimizer(step.trainable, settings)
     plan = _replay_plan(step, settings, optimizer, shape.batch_size, chip)
-    replayed = _replayed(step.trace, plan, settings, card)
+    replayed = _replayed(step.trace, plan, settings, gpu)
     return Estimate(
         model=loaded.name,
         batch_size=shape.batch_size,
         seq_len=shape.seq_len,
         settings=settings,
-        gpu=card,
+        gpu=gpu,
         peak_allocated_bytes=replayed.peak_allocated,
         peak_reserved_bytes=replayed.peak_reserved,
-        context_bytes=None if card is None else card.context_bytes,
+        context_bytes=None if gpu is None else gpu.context_bytes,
         components=replayed.components,
         phase=replayed.phase,
         module=replayed.module,
         host_bytes=step.trace.host_bytes + optimizer.host_state_bytes,
         parameters=step.parameters,
         trainable_parameters=sum(fact.elements for fact in step.trainable),
-        flops=step.trace.flops[0] * plan.batches * plan.pieces,
+        flops=step.trace.flops[0] * plan.batches * plan.micro_batches,
         timeline=replayed.timeline,
-        notes=(*_notes(card, settings, replayed), *step.notes, *optimizer.notes),
+        notes=(*_notes(gpu, settings, replayed), *step.notes, *optimizer.notes),
     )
 
 
@@ -211,10 +212,10 @@ def _with_precision(settings: StepSettings, gpu: Gpu | None) -> StepSettings:
 
 
 def _own_dtype(model: nn.Module, asked: str | None) -> str:
-    """Return the dtype of a module's weights; of mixed ones that which most bytes have.
+    """Return the dtype of a module's weights, of mixed ones the dtype that most bytes have.
 
     Raises:
-        ValueError: the caller has asked for another one.
+        ValueError: the caller asked for another one.
     """
     sizes: dict[str, int] = {}
     for parameter in model.parameters():
@@ -224,7 +225,7 @@ def _own_dtype(model: nn.Module, asked: str | None) -> str:
     own = max(sizes, key=lambda name: sizes[name], default="float32")
     if asked is not None and asked != own:
         raise ValueError(
-            f"weights_dtype={asked!r} is not that of the module given, whose weights are {own}; expected {own!r}. "
+            f"weights_dtype={asked!r} is not that of the given module, whose weights are {own}; expected {own!r}. "
             f"Call: model.to(torch.{asked})"
         )
     return own
@@ -233,7 +234,7 @@ def _own_dtype(model: nn.Module, asked: str | None) -> str:
 def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple[str, ...]:
     notes = []
     if gpu is None:
-        notes.append("no card named: kernels of compute capability 8.0, and the context is not in the total")
+        notes.append("no GPU given: kernels of compute capability 8.0, and the context is not in the total")
     elif gpu.context_bytes is None:
         notes.append(f"the size of the CUDA context on {gpu.name} is unknown and not in the total")
     places = zip(replayed.retries, ("three steps", "the evaluation"), strict=True)
@@ -243,7 +244,7 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
         avoid = "" if settings.expandable_segments else variable
         fits = gpu is not None and replayed.peak_reserved + (gpu.context_bytes or 0) <= gpu.usable_bytes
         notes.append(
-            f"{'it fits' if fits else 'this total is enough'} because the allocator gives unused blocks back to the "
+            f"{'it fits' if fits else 'this total is enough'} because the allocator returns unused blocks to the "
             f"driver {' and '.join(retries)}, which costs time{avoid}"
         )
     if settings.eval_batch_size is None:
@@ -255,11 +256,11 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
 
 
 def _replayed(trace: StepTrace, plan: ReplayPlan, settings: StepSettings, gpu: Gpu | None) -> Replayed:
-    """Return the replay on a card of this size: at its limit the allocator empties its cache.
+    """Return the replay on a GPU of this size: at its limit the allocator empties its cache.
 
-    Where even that does not help, the run would end in an out-of-memory error. Then the card grows until the replay
+    Where even that does not help, the run would end in an out-of-memory error. Then the limit grows until the replay
     ends, from what the tensors hold at their peak in steps of 5 %. Without a limit the allocator would keep every block
-    that it ever had, and the need that is told would be a multiple of the real one.
+    that it ever had, and the estimate would be a multiple of what the run needs.
     """
     limit_bytes = None if gpu is None else max(gpu.usable_bytes - (gpu.context_bytes or 0), 0)
     found = _replayed_within(limit_bytes, trace, plan, settings)
@@ -303,7 +304,7 @@ def _optimizer_options(settings: StepSettings) -> dict[str, Any]:
 
 
 def _replay_plan(
-    step: Recorded, settings: StepSettings, optimizer: OptimizerMemory, batch_size: int, chip: Chip
+    step: RecordedStep, settings: StepSettings, optimizer: OptimizerMemory, batch_size: int, chip: Chip
 ) -> ReplayPlan:
     releases = optimizer.releases_gradients
     alone = None
@@ -319,7 +320,7 @@ def _replay_plan(
         optimizer=optimizer if alone is None else alone,
         clipping=clipping_temporaries(step.trainable) if clips else (),
         batches=settings.gradient_accumulation_steps,
-        pieces=-(-batch_size // (settings.micro_batch_size or batch_size)),
+        micro_batches=math.ceil(batch_size / (settings.micro_batch_size or batch_size)),
         workspaces=workspace_bytes(chip.capability),
         eval_batches=gathered,
         eval_concat=settings.eval_do_concat_batches,

@@ -1,8 +1,8 @@
-"""Report measured memory: by phase in the Trainer's own log, and in one line for people.
+"""Report measured memory: the peaks of each phase in the Trainer's own log, or the current use in one line.
 
-``MemoryReportCallback`` reads the allocator's counters at the events that bound a phase; they live on the host, so
-nothing is synchronised. ``benchmarks/memory_report.py`` prints what that costs per step. Left out: memory by module or
-tensor, and the peaks of what lies between phases (data loading, logging, saving).
+``MemoryReportCallback`` reads the allocator's counters at the events that bound a phase; they are on the host, so
+nothing is synchronised. ``benchmarks/memory_report.py`` prints what that costs per step. Limitations: memory by module
+or tensor, and the peaks between phases (data loading, logging, saving).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PHASES = ("load", "forward_backward", "optimizer", "evaluation")
 
 
 class PhasePeaks:
-    """The peaks of a device by phase: over the run in ``summary``, and what is new since it was last taken.
+    """The peaks of a device by phase: over the run in ``summary``, and since the last log by ``take``.
 
     Both map a phase to its peaks in bytes by kind, as ``PeakMeter.read`` names them.
     """
@@ -44,44 +44,47 @@ class PhasePeaks:
         self._new: dict[str, dict[str, int]] = {}
 
     def close(self, phase: str) -> None:
-        """End the running span, which belonged to ``phase``."""
+        """End the current span, which belonged to ``phase``."""
         for kind, peak_bytes in self.meter.read().items():
             for phases in (self.summary, self._new):
                 known = phases.setdefault(phase, {})
                 known[kind] = max(peak_bytes, known.get(kind, 0))
 
     def take(self, *phases: str) -> dict[str, dict[str, int]]:
-        """Return what was closed of ``phases`` since it was last taken."""
+        """Return the peaks of ``phases`` since they were last taken."""
         return {phase: self._new.pop(phase) for phase in phases if phase in self._new}
 
     def restart(self) -> None:
-        """Forget every phase."""
+        """Drop all phases."""
         self.summary, self._new = {}, {}
 
 
 class MemoryReportCallback(TrainerCallback):
     """Write the memory peaks of each phase to the Trainer's log, so that every ``report_to`` sink sees them.
 
-    Phases: ``load`` (all before the first step: model, optimizer, checkpoint), ``forward_backward`` (all micro-batches
-    of a step), ``optimizer`` (its step), ``evaluation`` (with the gathering of predictions and the metrics; ``predict``
-    too). A log holds the phases that ran since the one before, in GiB as floats:
+    Phases: ``load`` (everything before the first step: model, optimizer, checkpoint), ``forward_backward`` (all
+    forward and backward passes of a step), ``optimizer`` (its step), ``evaluation`` (including the gathering of
+    predictions and the metrics; ``predict`` too). Logged keys, in GiB as floats, for the phases since the last log:
 
-    - ``memory_<phase>_peak_allocated_gib``, ``memory_<phase>_peak_reserved_gib``: the peaks of torch's allocator (CUDA,
-      ROCm, XPU); MPS keeps no peaks, so there ``..._allocated_gib`` and ``..._reserved_gib`` are the largest samples;
-      without an accelerator ``..._rss_gib``, the resident memory of the process (see ``PeakMeter``);
-    - ``memory_device_used_gib``: the whole card by NVML or the driver at the time of the log, if it tells;
-    - ``memory_process_rss_gib``: this process on the host at the time of the log.
+    | key | log | value |
+    |---|---|---|
+    | ``memory_<phase>_peak_allocated_gib`` | training | peak of torch's allocated bytes (CUDA, ROCm, XPU) |
+    | ``memory_<phase>_peak_reserved_gib`` | training | peak of its reserved bytes |
+    | ``memory_device_used_gib`` | training | all processes on the device now, by NVML or the driver, if available |
+    | ``memory_process_rss_gib`` | training | resident memory of this process now |
+    | ``<prefix>_memory_peak_..._gib`` | evaluation, ``predict`` | the phase under its metrics' prefix, as ``eval`` |
+    | ``train_memory_<phase>_peak_..._gib`` | closing log | peaks of the whole run; in ``train().metrics`` too |
+    | ``train_memory_device_used_gib`` | closing log | as above |
+    | ``train_memory_process_peak_rss_gib`` | closing log | peak of this process's resident memory |
 
-    The evaluation's own log has its phase under the prefix of its metrics (``eval_memory_peak_allocated_gib``), and so
-    have the metrics of ``predict``. The closing log, and with it ``trainer.train().metrics``, has the peaks of the
-    whole run as ``train_memory_<phase>_..._gib``, with ``train_memory_device_used_gib`` and
-    ``train_memory_process_peak_rss_gib``. The metrics that a hyperparameter search gets are without memory: its default
-    objective is the sum of all metrics.
+    MPS has no peaks, so there the keys are ``..._allocated_gib`` and ``..._reserved_gib``, the largest samples; without
+    an accelerator ``..._rss_gib``, the resident memory of the process (see ``PeakMeter``). The metrics that a
+    hyperparameter search gets are without memory: its default objective is the sum of all metrics.
 
-    The sinks stand before all other callbacks, so the callback must be moved to the front: that is what
+    The sinks of ``report_to`` come before all other callbacks, so the callback must be moved to the front, which
     ``attach(trainer)`` does. Without a sink (``report_to="none"``) it also works unbound.
 
-    A phase is measured by **resetting torch's peak counters** at its begin: ``torch.cuda.max_memory_allocated()``
+    A phase is measured by **resetting torch's peak counters** when it begins: ``torch.cuda.max_memory_allocated()``
     then covers the last phase only. Read ``summary`` instead. One device is read, ``args.device`` of this process.
 
     Example:
@@ -107,7 +110,7 @@ class MemoryReportCallback(TrainerCallback):
     def summary(self) -> dict[str, dict[str, int]]:
         """The peaks in bytes by phase and kind, of the last ``train()`` and what followed it.
 
-        The first ``train()`` keeps what was measured since the Trainer was made; every further one starts afresh.
+        The first ``train()`` keeps what was measured since the Trainer was created; every further one starts anew.
 
         Kinds are ``peak_allocated_bytes`` and ``peak_reserved_bytes``; on MPS ``allocated_bytes`` and
         ``reserved_bytes``; without an accelerator ``rss_bytes``.
@@ -116,7 +119,7 @@ class MemoryReportCallback(TrainerCallback):
         return {phase: dict(peaks[phase]) for phase in PHASES if phase in peaks}
 
     def table(self) -> str:
-        """Return ``summary`` as lines for people."""
+        """Return ``summary`` as a table."""
         summary = self.summary
         if not summary:
             return "no phase measured yet"
@@ -132,10 +135,10 @@ class MemoryReportCallback(TrainerCallback):
         handler.callbacks[:] = [self, *(callback for callback in handler.callbacks if callback is not self)]
         if self.binding.trainer is not trainer:
             self.binding.to(trainer)
-        self._begin(trainer.args).meter.skip()  # a probe of the loss, say, is no loading
+        self._begin(trainer.args).meter.skip()  # what attach itself runs is not loading
 
     def _begin(self, args: TrainingArguments) -> PhasePeaks:
-        """Return the peaks; the first call ends the span in which the process came up and the Trainer was made."""
+        """Return the peaks; the first call ends the span before the Trainer was created."""
         if self._peaks is None:
             self._peaks = PhasePeaks(measured_device(args.device))
             self._peaks.close("load")
@@ -153,7 +156,7 @@ class MemoryReportCallback(TrainerCallback):
         peaks = self._begin(args)
         if self._trained:
             peaks.restart()
-        if self._training:  # the run before broke off, or starts again with a smaller batch: its peak is no loading
+        if self._training:  # an interrupted run, or a restart with a smaller batch: its peak is not loading
             peaks.meter.skip()
         peaks.close("load")
         self._trained = self._training = True
@@ -245,7 +248,7 @@ def _named(prefix: str, peaks: dict[str, int]) -> dict[str, float]:
 
 
 def _step_figures(peaks: PhasePeaks) -> dict[str, float]:
-    """Return what a log during training says: the phases since the last one, and the moment."""
+    """Return the figures of a log during training: the phases since the last one, and the current memory."""
     figures: dict[str, float] = {}
     for phase, phase_peaks in peaks.take(*PHASES).items():
         figures |= _named(f"memory_{phase}", phase_peaks)
@@ -253,7 +256,7 @@ def _step_figures(peaks: PhasePeaks) -> dict[str, float]:
 
 
 def _run_figures(peaks: PhasePeaks) -> dict[str, float]:
-    """Return what the closing log says: the phases of the whole run, and the peak of the process."""
+    """Return the figures of the closing log: the phases of the whole run, and the peak of the process."""
     figures: dict[str, float] = {}
     for phase, phase_peaks in peaks.summary.items():
         figures |= _named(f"train_memory_{phase}", phase_peaks)
@@ -268,12 +271,12 @@ def _device_used(peaks: PhasePeaks) -> dict[str, int]:
 
 
 def print_gpu_utilization(device: torch.device | str | int | None = None) -> None:
-    """Print in one line how much memory is in use now, on the whole card and by this process.
+    """Print in one line how much memory is in use now, on the whole GPU and by this process.
 
-    Without an accelerator it prints the host's memory and says so. ``device`` is that of ``read_memory``.
+    Without an accelerator it prints the host's memory and says so. ``device`` is as in ``read_memory``.
 
     Raises:
-        ValueError: there is no such ``device``.
+        ValueError: ``device`` does not exist.
     """
     print(_utilization(read_memory(device)))
 
@@ -284,7 +287,7 @@ def print_summary(result: TrainOutput, device: torch.device | str | int | None =
     With a ``MemoryReportCallback`` the peaks of each phase are printed too, then the memory in use now.
 
     Raises:
-        ValueError: ``result`` is not the result of a training run, or there is no such ``device``.
+        ValueError: ``result`` is not the result of a training run, or ``device`` does not exist.
     """
     metrics = getattr(result, "metrics", None)
     if not isinstance(metrics, dict) or "train_runtime" not in metrics:
@@ -310,7 +313,7 @@ def _utilization(reading: MemoryReading) -> str:
             f"{format_bytes(reading.host_available_bytes)} of {format_bytes(reading.host_total_bytes)} available"
         )
     if reading.device_used_bytes is None:
-        used = "use by all processes not told"
+        used = "use by all processes unavailable"
     else:
         used = f"{format_bytes(reading.device_used_bytes)} in use by all processes"
     total = "" if reading.device_total_bytes is None else f" of {format_bytes(reading.device_total_bytes)}"

@@ -1,4 +1,4 @@
-"""Estimate: what a training step needs, by component, with where and when; as a table, a picture, JSON."""
+"""``Estimate``: the memory that a training step needs, by component and phase, as a table, a picture or JSON."""
 
 from __future__ import annotations
 
@@ -7,43 +7,15 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hf_memopt.memory.output.estimate_picture import draw
+from hf_memopt.memory.output.estimate_text import as_dict, estimate_table
 from hf_memopt.memory.settings import StepSettings
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.memory.timeline import Timeline
 
-__all__ = ["COMPONENTS", "Estimate", "Timeline"]
-
-COMPONENTS = (
-    "weights",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "logits and loss",
-    "temporaries",
-    "workspace",
-    "inputs",
-)
-"""What allocated bytes are for, in the order of tables and pictures."""
-
-
-@dataclass(frozen=True, eq=False)
-class Timeline:
-    """Bytes over the events of a run: loading, the first steps, evaluation.
-
-    Attributes:
-        components: (events, len(COMPONENTS)) int64, allocated bytes after each event.
-        reserved: (events,) int64, what the allocator holds after each event.
-        phases: (first event, name) of each phase in order: "load", "forward", "backward", "optimizer", "evaluation".
-        steps: (first event, step number from 1) of each optimizer step.
-    """
-
-    components: np.ndarray
-    reserved: np.ndarray
-    phases: tuple[tuple[int, str], ...]
-    steps: tuple[tuple[int, int], ...]
+__all__ = ["Estimate"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,18 +23,18 @@ class Estimate:
     """The memory of a training step of the stock ``Trainer``, simulated. Bytes everywhere.
 
     Attributes:
-        model: its name for people.
-        batch_size: examples of one forward and backward pass on the card.
+        model: its display name.
+        batch_size: examples of one forward and backward pass on the GPU.
         seq_len: tokens of a row, padding included; None for a model without text.
-        settings: what was simulated, nothing "auto" any more.
-        gpu: the card; None if none was named and none is at hand.
-        peak_allocated_bytes: the most that tensors hold.
-        peak_reserved_bytes: the most that torch's allocator holds.
-        context_bytes: of CUDA's context on the card; None where it is unknown.
+        settings: what was simulated, with "auto" resolved.
+        gpu: the GPU; None if none was given and this machine has none.
+        peak_allocated_bytes: the peak of what tensors hold.
+        peak_reserved_bytes: the peak of what torch's allocator holds.
+        context_bytes: of CUDA's context on the GPU; None where it is unknown.
         components: what the bytes of the allocated peak are for, by the names in ``COMPONENTS``.
-        phase: when the allocated peak stands: "load", "forward", "backward", "optimizer" or "evaluation".
-        module: the module whose operation reached it; "" between modules.
-        host_bytes: what the set-up moves to the host: paged optimizer state, offloaded activations.
+        phase: when the allocated peak is reached: "load", "forward", "backward", "optimizer" or "evaluation".
+        module: the module whose operation reaches it; "" between modules.
+        host_bytes: what is moved to the host: paged optimizer state, offloaded activations.
         parameters: elements of all parameters.
         trainable_parameters: elements of those that require a gradient.
         flops: floating-point operations of an optimizer step, all its micro-batches, recomputation included.
@@ -90,35 +62,29 @@ class Estimate:
 
     @property
     def total_bytes(self) -> int:
-        """Reserved bytes and the context, as far as it is known: what the card must hold."""
+        """Reserved bytes and the context, if it is known: what the GPU must hold."""
         return self.peak_reserved_bytes + (self.context_bytes or 0)
 
     @property
     def fits(self) -> bool | None:
-        """Whether the card holds it; None without a card."""
+        """Whether the GPU holds it; None without a GPU."""
         return None if self.gpu is None else self.total_bytes <= self.gpu.usable_bytes
 
     def table(self) -> str:
-        """Return the estimate as lines for people, with the verdict."""
-        from hf_memopt.memory.output.estimate_text import estimate_table
-
+        """Return the estimate as text, with the verdict at the end."""
         return estimate_table(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the timeline, stacked by component, to a PNG file.
 
         Raises:
-            ValueError: ``path`` is no PNG file that can be written.
+            ValueError: ``path`` is not a PNG file that can be written.
             MissingExtraError: matplotlib is not installed.
         """
-        from hf_memopt.memory.output.estimate_picture import draw
-
         draw(self, os.fspath(path))
 
     def to_json(self) -> str:
         """Return everything but the timeline as JSON text."""
-        from hf_memopt.memory.output.estimate_text import as_dict
-
         return json.dumps(as_dict(self), indent=2)
 
     def __str__(self) -> str:

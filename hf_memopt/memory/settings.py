@@ -1,4 +1,4 @@
-"""StepSettings: what of a set-up changes the bytes of a training step, under the names of ``TrainingArguments``."""
+"""``StepSettings``: the settings that affect the memory of a training step, named as in ``TrainingArguments``."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
 from hf_memopt.binding.conflicts import refusal_of, steps_in_backward
 from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import Count, check_value
 
 __all__ = ["NotEstimableError", "StepSettings"]
 
-_CHOICES = {
-    "precision": ("auto", "fp32", "tf32", "bf16", "fp16"),
-    "weights_dtype": ("float32", "bfloat16", "float16"),
+_KINDS: Mapping[str, Any] = {
+    "precision": Literal["auto", "fp32", "tf32", "bf16", "fp16"],
+    "weights_dtype": Literal["float32", "bfloat16", "float16"],
+    "embedding_bits": Literal[8, 32],
+    "gradient_accumulation_steps": Count,
+    "eval_batches": Count,
+    "micro_batch_size": Count | None,
+    "eval_batch_size": Count | None,
+    "eval_accumulation_steps": Count | None,
+    "torch_empty_cache_steps": Count | None,
 }
-_COUNTS = ("gradient_accumulation_steps", "eval_batches")
-_COUNTS_OR_NONE = ("micro_batch_size", "eval_batch_size", "eval_accumulation_steps", "torch_empty_cache_steps")
+"""What the fields may hold whose values are checked one by one."""
 
 
 class NotEstimableError(ValueError):
@@ -27,36 +34,36 @@ class NotEstimableError(ValueError):
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What of a set-up changes bytes. Names and meanings are those of ``TrainingArguments`` where it has them.
+    """The settings that affect memory. Names and meanings are those of ``TrainingArguments`` where it has them.
 
     Attributes:
-        precision: of the autocast region; ``"auto"`` follows the card, ``"tf32"`` has the bytes of fp32.
-        weights_dtype: of the weights as loaded; 16 bits without autocast is "pure" 16-bit training. A module has its
-            own, and in an ``Estimate`` of one this is it: of mixed weights the dtype that most bytes have.
+        precision: of the autocast region; ``"auto"`` follows the GPU, ``"tf32"`` needs as much memory as fp32.
+        weights_dtype: of the weights as loaded; 16 bits without autocast is "pure" 16-bit training. A module keeps its
+            own, which an ``Estimate`` of it shows here (of mixed weights, the dtype that most bytes have).
         autocast_cache: whether autocast keeps the 16-bit copy of each trainable weight through a forward pass.
-        optim: a name that ``TrainingArguments(optim=...)`` knows.
-        optim_args: its text of extra arguments, as ``TrainingArguments(optim_args=...)``.
+        optim: a name that ``TrainingArguments(optim=...)`` accepts.
+        optim_args: extra arguments as text, as in ``TrainingArguments(optim_args=...)``.
         optim_target_modules: modules of a low-rank optimizer (GaLore, APOLLO).
-        weight_decay: as there; some optimizers copy gradients for it.
+        weight_decay: some optimizers copy the gradients for it.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
         gradient_release: whether each parameter steps, and frees its gradient, as soon as it has one.
         max_grad_norm: 0 (or less, as in the Trainer) for no clipping.
-        gradient_accumulation_steps: micro-batches of ``batch_size`` examples per optimizer step.
-        micro_batch_size: examples of a piece, where a batch is cut within the step; None for the whole batch.
+        gradient_accumulation_steps: batches of ``batch_size`` examples per optimizer step.
+        micro_batch_size: examples of one forward pass, where a batch is cut within the step; None for the whole batch.
         checkpointing: whether activations are recomputed; a mapping for the options of
             ``activation_checkpointing_kwargs`` (``every_n_layers``, ``offload``, ``use_reentrant``, ``context_fn``).
         label_smoothing_factor: 0 for the model's own loss, below 1.
         attn_implementation: None for the model's own.
-        padding: whether batches hold padding, so that attention needs a mask.
+        padding: whether batches contain padding, so that attention needs a mask.
         eval_batch_size: examples of an evaluation batch; None for no evaluation.
-        eval_batches: how many evaluation batches.
+        eval_batches: the number of evaluation batches.
         prediction_loss_only: whether evaluation drops the logits (stock does without ``compute_metrics``).
-        eval_accumulation_steps: evaluation batches whose logits gather on the card; None for all of them.
+        eval_accumulation_steps: evaluation batches whose logits are gathered on the GPU; None for all of them.
         eval_do_concat_batches: whether gathered logits are concatenated, a copy at every batch, or stay a list.
-        batch_eval_metrics: whether metrics are computed batch by batch, so that no logits gather.
-        torch_empty_cache_steps: steps between two returns of unused blocks to the driver.
-        expandable_segments: ``expandable_segments:True`` in ``compat.allocator_variable()``.
-        prepare: functions that change the model, the very ones of the real run: freeze, LoRA, checkpoint policies.
+        batch_eval_metrics: whether metrics are computed batch by batch, so that no logits are gathered.
+        torch_empty_cache_steps: steps between two calls of ``torch.cuda.empty_cache()``.
+        expandable_segments: whether the allocator runs with ``expandable_segments:True``.
+        prepare: functions that change the model, the same as in the real run: freeze, LoRA, checkpoint policies.
     """
 
     precision: str = "auto"
@@ -86,49 +93,25 @@ class StepSettings:
     prepare: tuple[Callable[[Any], Any], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(
-                    f"{name}={value!r} is unknown; expected one of {', '.join(map(repr, choices))}."
-                    f"{did_you_mean(str(value), choices)} Pass {name}={choices[0]!r}"
-                )
-        for name in (*_COUNTS, *_COUNTS_OR_NONE):
-            value = getattr(self, name)
-            if value is None and name in _COUNTS_OR_NONE:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass {name}=1")
-        if self.embedding_bits not in (8, 32):
-            raise ValueError(
-                f"embedding_bits={self.embedding_bits!r} is no width of an optimizer's state; expected 8 or 32. "
-                "Pass embedding_bits=32"
-            )
-        self._check_numbers()
-        self._check_together()
-
-    def _check_numbers(self) -> None:
+        defaults = {item.name: item.default for item in fields(self)}
+        for name, kind in _KINDS.items():
+            check_value(name, getattr(self, name), kind, defaults[name])
         if not _is_number(self.max_grad_norm):
             raise ValueError(
-                f"max_grad_norm={self.max_grad_norm!r} is no number, and the Trainer compares it with 0; expected a "
-                "number, 0 for no clipping. Pass max_grad_norm=0"
+                f"max_grad_norm={self.max_grad_norm!r} is not a number; expected one, 0 for no clipping. "
+                "Pass max_grad_norm=0"
             )
         if not _is_number(self.label_smoothing_factor) or not 0 <= self.label_smoothing_factor < 1:
             raise ValueError(
-                f"label_smoothing_factor={self.label_smoothing_factor!r} is no share of a target; expected a number "
-                "from 0 to below 1. Pass label_smoothing_factor=0.1"
+                f"label_smoothing_factor={self.label_smoothing_factor!r} is invalid; expected a number from 0 to below "
+                "1. Pass label_smoothing_factor=0.1"
             )
+        self._check_conflicts()
+        self._check_stock()
 
-    def _check_together(self) -> None:
-        """Refuse what stock refuses, and what the table of conflicts does, so that ``attach`` would in a real run."""
-        self._check_scaler()
-        if self.optim.endswith("_layerwise") and self.gradient_accumulation_steps > 1:
-            raise ValueError(
-                f"optim={self.optim!r}, gradient_accumulation_steps={self.gradient_accumulation_steps!r} cannot work "
-                "together: each layer steps within the backward pass, and stock Trainer refuses it; expected "
-                "gradient_accumulation_steps=1. Pass gradient_accumulation_steps=1"
-            )
-        settings = {  # by the table's name: the field, whether it asks for that, a value that does not
+    def _check_conflicts(self) -> None:
+        """Refuse what the table of conflicts does, so that ``attach`` would in a real run."""
+        settings = {  # by the table's name: the field, whether it is in use, a value that switches it off
             "gradient release": ("gradient_release", self.gradient_release, False),
             "norm clipping": ("max_grad_norm", self.max_grad_norm > 0, 0),
             "accumulation": ("gradient_accumulation_steps", self.gradient_accumulation_steps > 1, 1),
@@ -141,32 +124,35 @@ class StepSettings:
             if refusal is not None:
                 (name, _, off), (second, _, second_off) = settings[one], settings[other]
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r}, {second}={getattr(self, second)!r} cannot work together: "
-                    f"{refusal.reason}; expected one of the two. Pass {second}={second_off!r}, or {name}={off!r}"
+                    f"{name}={getattr(self, name)!r}, {second}={getattr(self, second)!r} are incompatible: "
+                    f"{refusal.reason}; expected only one of them. Pass {second}={second_off!r}, or {name}={off!r}"
                 )
 
-    def _check_scaler(self) -> None:
-        """Refuse optimizers that step within the backward pass where torch's gradient scaler stops the run.
-
-        By layer: the stand-in that the Trainer hands the scaler has no gradients ("No inf checks were recorded for this
-        optimizer", first step). LOMO: accelerate never updates the scaler, and clipping unscales again ("unscale_() has
-        already been called", second step); without clipping it runs.
-        """
-        if self.precision != "fp16":
-            return
-        lomo = self.optim in ("lomo", "adalomo") and self.max_grad_norm > 0
-        if lomo or self.optim.endswith("_layerwise"):
+    def _check_stock(self) -> None:
+        """Refuse optimizers that step within the backward pass where stock's own run would stop."""
+        by_layer = self.optim.endswith("_layerwise")
+        if by_layer and self.gradient_accumulation_steps > 1:
             raise ValueError(
-                f"optim={self.optim!r}, precision='fp16' cannot work together: each parameter steps within the "
-                "backward pass, and the gradient scaler then stops the run; expected bf16 or fp32. Pass "
-                "precision='bf16', or another optimizer"
+                f"optim={self.optim!r}, gradient_accumulation_steps={self.gradient_accumulation_steps!r} are "
+                "incompatible: each layer steps within the backward pass, and stock Trainer refuses it; expected "
+                "gradient_accumulation_steps=1. Pass gradient_accumulation_steps=1"
+            )
+        # By layer, the scaler gets a stand-in without gradients ("No inf checks were recorded for this optimizer",
+        # first step). With LOMO accelerate never updates the scaler, so clipping unscales again ("unscale_() has
+        # already been called", second step); without clipping it runs.
+        clipped_lomo = self.optim in ("lomo", "adalomo") and self.max_grad_norm > 0
+        if self.precision == "fp16" and (by_layer or clipped_lomo):
+            raise ValueError(
+                f"optim={self.optim!r}, precision='fp16' are incompatible: each parameter steps within the backward "
+                "pass, and the gradient scaler then stops the run; expected bf16 or fp32. Pass precision='bf16', or "
+                "another optimizer"
             )
 
     def replace(self, **changed: Any) -> StepSettings:
         """Return the settings with other values.
 
         Raises:
-            TypeError: no such setting; the message names the nearest.
+            TypeError: a name is not a setting; the message suggests the closest one.
         """
         known = [item.name for item in fields(self)]
         for name in changed:

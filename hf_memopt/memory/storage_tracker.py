@@ -1,11 +1,11 @@
-"""Record which storages a piece of code allocates and frees, in order, without an accelerator.
+"""Record which storages some code allocates and frees, in order, without an accelerator.
 
-``StorageTracker`` sees every operation below autograd. The weak reference to a storage tells its death, so nothing has
-to be known about the code that runs: what autograd saves, what checkpointing drops and recomputes, what a technique
-frees early all shows in one list. On the meta device the list is that of a real run without its arithmetic.
+``StorageTracker`` sees every operation below autograd, and a weak reference to each storage sees when it is freed. So
+nothing has to be known about the code that runs: what autograd saves, what checkpointing drops and recomputes and what
+a technique frees early all appear in one list. On the meta device it is the list of a real run without its arithmetic.
 
-Left out: what a CUDA kernel allocates inside itself (``hidden`` tells that per operation), and everything that differs
-above autograd on CUDA (``CudaSemantics``).
+Limitations: memory that a CUDA kernel allocates inside itself (the ``hidden`` argument gives it by operation), and what
+differs above autograd on CUDA (``CudaSemantics``).
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ _NO_SEQUENCE = 2**64 - 1  # torch's number of nodes that accumulate a gradient
 Hidden = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
 
 RECORDING_LOCK = threading.RLock()
-"""Held by ``recording``: the collector, warnings, random numbers and torch's configuration are the whole process's."""
+"""Held by ``recording``, which changes process-wide state: garbage collector, warnings, random state, torch's flags."""
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
-    """Every birth and death of a storage while the mode is on, in order.
+    """Every allocation and free of a storage while the mode is on, in order.
 
     Args:
         device_type: count storages of this device only; None for all.
-        padding: what transformers' code for masks is answered when it asks a meta tensor: a mask is not all ones.
-        hidden: bytes that an operation's kernel takes and gives back inside itself, by ``(func, args, kwargs, out)``.
+        padding: the answer when transformers' code for masks reads from a meta tensor whether a mask is all ones: with
+            padding it is not.
+        hidden: bytes that an operation's kernel allocates and frees inside itself, by ``(func, args, kwargs, out)``.
         flops: whether to sum floating-point operations.
 
     Attributes:
-        events: (storage number, +bytes) at a birth, (storage number, -bytes) at a death.
+        events: (storage number, +bytes) for an allocation, (storage number, -bytes) for a free.
         sizes: bytes by storage number.
-        births: the event of its birth by storage number.
-        sequences: autograd's sequence number at the birth of a storage: of the operation in a forward pass, of the
+        allocated_at: the event of its allocation, by storage number.
+        sequences: autograd's sequence number at the allocation of a storage: of the operation in a forward pass, of the
             node whose backward runs in a backward pass; -1 where it belongs to none.
-        places: index in ``modules`` at the birth of a storage in a forward pass; -1 in a backward pass.
+        places: index in ``modules`` at the allocation of a storage in a forward pass; -1 in a backward pass.
         recomputed: (first event, last event) of every stretch of recomputation inside a backward pass.
         after_recomputation: called at the end of each such stretch.
-        modules: names of the modules that were watched; ``module_of`` tells the one of a storage.
+        modules: names of the watched modules; ``module_of`` returns that of a storage.
         flops: floating-point operations so far.
     """
 
@@ -73,7 +74,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int]] = []
         self.sizes: list[int] = []
-        self.births: list[int] = []
+        self.allocated_at: list[int] = []
         self.sequences: list[int] = []
         self.places: list[int] = []
         self.recomputed: list[tuple[int, int]] = []
@@ -98,7 +99,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if func in _QUESTIONS and args[0].is_meta:
             return self._answer(func, args[0].dtype)
         if self._backward and (self._recomputing >= 0) != torch.is_grad_enabled() and func is not _aten.detach.default:
-            self._toggle_recomputation()  # gradients are off in a backward pass, but not in what is recomputed there
+            self._toggle_recomputation()  # gradients are off in a backward pass, except in what is recomputed there
         out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):
             self.add(out)
@@ -115,24 +116,24 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return out
 
     def _answer(self, func: Any, dtype: torch.dtype) -> bool:
-        """Answer transformers' code for masks whether a mask is all ones: with padding none is. Refuse all else."""
+        """Answer transformers' code whether a mask is all ones; refuse every other read of values."""
         module, line = _asker()
         number = func is not _aten.equal.default and dtype != torch.bool
         if module in _MASK_CODE and not number:
             return not self._padding
         if number:
             raise NotEstimableError(
-                f"not estimable: the model's code reads a number ({dtype}) off the card, in {self.here()}, and only "
+                f"not estimable: the model's code reads a number ({dtype}) from the GPU, in {self.here()}, and only "
                 "real data has it"
             )
         raise NotEstimableError(
-            f"not estimable: {module}, line {line}, lets values on the card decide what runs, in {self.here()}, and "
-            "only real data has them; expected a pass that shapes and settings decide. Estimate the model without "
-            "that branch"
+            f"not estimable: {module}, line {line}, lets values on the GPU decide what runs, in {self.here()}, and "
+            "only real data has them; expected a pass that depends on shapes and settings alone. Estimate the model "
+            "without that branch"
         )
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Return the number of the tensor's storage, a new one at its first sight; -1 where it is not counted."""
+        """Return the number of the tensor's storage, a new one if it is new; -1 where it is not counted."""
         storage = tensor.untyped_storage()
         key = storage._cdata  # private: pinned by a test, seen in torch 2.6 to 2.13
         known = self._live.get(key)
@@ -142,48 +143,48 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return -1
         if key in self.ignored:
             return -1
-        number = self._birth(storage.nbytes())
+        number = self._allocate(storage.nbytes())
         size_bytes = self.sizes[number]
         live, events = self._live, self.events
 
-        def death(_: Any) -> None:
+        def freed(_: Any) -> None:
             live.pop(key, None)
             events.append((number, -size_bytes))
 
-        live[key] = (number, weakref.ref(storage, death))
+        live[key] = (number, weakref.ref(storage, freed))
         return number
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Count the tensor's storage nowhere, its birth just now included: it stands for memory of the host."""
+        """Do not count the tensor's storage, which represents host memory; remove its allocation if it was last."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         number, _ = self._live.pop(key, (-1, None))
         if number == len(self.sizes) - 1 >= 0:
-            for column in (self.events, self.sizes, self.births, self.sequences, self.places):
+            for column in (self.events, self.sizes, self.allocated_at, self.sequences, self.places):
                 column.pop()
         self.ignored.add(key)
         weakref.finalize(storage, self.ignored.discard, key)
 
     def close(self) -> None:
-        """End the list: what still lives has no death in it, whenever it dies."""
-        self._live.clear()  # with the weak references, so that none is called
+        """End the list: what is still allocated has no free in it, whenever it is freed."""
+        self._live.clear()  # the weak references too, so that none is called
         self.after_recomputation.clear()
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Return the number of a live storage; -1 if it was never counted."""
+        """Return the number of a storage that is still allocated; -1 if it was never counted."""
         known = self._live.get(tensor.untyped_storage()._cdata)
         return -1 if known is None else known[0]
 
-    def _birth(self, size_bytes: int) -> int:
+    def _allocate(self, size_bytes: int) -> int:
         number = len(self.sizes)
         self.sizes.append(size_bytes)
-        self.births.append(len(self.events))
+        self.allocated_at.append(len(self.events))
         self._note_origin()
         self.events.append((number, size_bytes))
         return number
 
     def _add_hidden(self, sizes: tuple[int, ...]) -> None:
-        numbers = [self._birth(size_bytes) for size_bytes in sizes]
+        numbers = [self._allocate(size_bytes) for size_bytes in sizes]
         for number in numbers:
             self.events.append((number, -self.sizes[number]))
 
@@ -193,9 +194,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return int(torch._C._autograd._get_sequence_nr())
 
     def _note_origin(self) -> None:
-        """Note what runs now, for the storage that was just born.
+        """Note what runs now, for the storage that was just allocated.
 
-        The node whose backward runs is a private name, pinned by a test, seen in torch 2.6 to 2.13.
+        ``_current_autograd_node`` and ``_sequence_nr`` are private, pinned by a test, seen in torch 2.6 to 2.13.
         """
         place = self._stack[-1]
         if not self._backward or (self._recomputing >= 0 and place):
@@ -211,7 +212,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Take what runs inside for a backward pass."""
+        """Treat what runs inside as a backward pass."""
         self._backward = True
         try:
             yield
@@ -231,7 +232,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Note which module of ``model`` runs, by hooks that are taken off at the end."""
+        """Note which module of ``model`` runs, by hooks that are removed at the end."""
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 number = len(self.modules)
@@ -262,7 +263,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return self.modules[self._stack[-1]] or "the model"
 
     def module_of(self, number: int) -> str:
-        """Return the name of the module for which a storage was born; "" for none."""
+        """Return the name of the module that ran when a storage was allocated; "" for none."""
         place = self.places[number]
         if place < 0:
             sequences, places = self._entered
@@ -276,22 +277,22 @@ _MASK_CODE = {"transformers.masking_utils", "transformers.modeling_attn_mask_uti
 
 
 def _asker() -> tuple[str, int]:
-    """Return module and line of the code, neither torch's nor ours, that asks for a value."""
+    """Return module and line of the code outside torch and this package that reads a value."""
     frame = inspect.currentframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if module.partition(".")[0] != "torch" and not module.startswith("hf_memopt.memory."):
             return module, frame.f_lineno
         frame = frame.f_back
-    return "torch", 0  # nobody but torch
+    return "torch", 0
 
 
 @contextmanager
 def recording(*modes: Any) -> Iterator[None]:
-    """Enter the modes; outside things that would disturb a recording are kept still and put back afterwards.
+    """Enter the modes, and keep out what would disturb a recording; everything is restored afterwards.
 
     The garbage collector is paused: it would free storages at random moments and costs more than the recording. Random
-    numbers come from one seed, and the caller's generators go on where they were. transformers logs errors only. One
+    numbers come from one seed, and the caller's generators continue where they were. transformers logs errors only. One
     thread records at a time.
     """
     import torch.fx.experimental._config as fx_config
@@ -302,7 +303,7 @@ def recording(*modes: Any) -> Iterator[None]:
         stack.enter_context(_one_seed())
         stack.enter_context(_only_errors())
         stack.enter_context(warnings.catch_warnings())
-        # torch's checkpoint enters it again where it recomputes; a build without CUDA says so each time
+        # torch's checkpoint enters CUDA's autocast where it recomputes; a build without CUDA warns each time
         warnings.filterwarnings("ignore", "User provided device_type of 'cuda', but CUDA is not available")
         # private, pinned by a test, seen in torch 2.6 to 2.13: how many elements are nonzero cannot be known
         stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
@@ -313,7 +314,7 @@ def recording(*modes: Any) -> Iterator[None]:
 
 @contextmanager
 def _one_seed() -> Iterator[None]:
-    """Draw random numbers of the host from one seed inside: models toss coins with torch, Python or numpy."""
+    """Draw the host's random numbers from one seed inside: models use torch's, Python's or numpy's."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -328,8 +329,8 @@ def _one_seed() -> Iterator[None]:
 
 @contextmanager
 def _only_errors() -> Iterator[None]:
-    """Keep transformers' advice for the real run."""
-    from transformers.utils import logging  # of transformers' own, with the levels of Python's
+    """Suppress transformers' advice, which belongs to the real run."""
+    from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity(max(verbosity, ERROR))

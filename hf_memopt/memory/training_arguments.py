@@ -1,4 +1,4 @@
-"""Existing ``TrainingArguments`` as the settings of a step: what they change of its bytes, what is not simulated."""
+"""Read ``StepSettings`` from existing ``TrainingArguments``, and refuse arguments that are not simulated."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["notes_of_arguments", "refuse_arguments", "settings_of_arguments"]
 
 _REFUSED = {
-    "torch_compile": "what the compiler fuses and saves is decided on the card",
-    "use_liger_kernel": "its Triton kernels do not run without a card",
+    "torch_compile": "what the compiler fuses and saves is decided on the GPU",
+    "use_liger_kernel": "its Triton kernels do not run without a GPU",
     "deepspeed": "sharding over processes is not simulated",
     "fsdp": "sharding over processes is not simulated",
     "neftune_noise_alpha": "its noise on the embeddings is not simulated",
@@ -23,7 +23,7 @@ _REFUSED = {
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
-    """Raise ``NotEstimableError`` for the first argument that asks for what is not simulated."""
+    """Raise ``NotEstimableError`` for the first argument that asks for something that is not simulated."""
     for name, reason in _REFUSED.items():
         value = getattr(args, name, None)
         if value:
@@ -31,7 +31,7 @@ def refuse_arguments(args: TrainingArguments) -> None:
 
 
 def settings_of_arguments(args: TrainingArguments) -> StepSettings:
-    """Return what of the arguments changes the bytes of a step."""
+    """Return the settings that affect the memory of a step."""
     checkpointing, options = compat.checkpointing_of(args)
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "tf32" if args.tf32 else "fp32"
@@ -55,8 +55,10 @@ def settings_of_arguments(args: TrainingArguments) -> StepSettings:
 
 
 def notes_of_arguments(args: TrainingArguments) -> tuple[str, ...]:
-    """Return what of the arguments changes nothing here, though a reader may expect it."""
+    """Return notes about arguments that have no effect here, though a reader may expect one."""
     name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval" if args.fp16_full_eval else None
     if name is None:
         return ()
-    return (f"{name} changes nothing while training: the Trainer casts the weights for an evaluate() by itself only",)
+    return (
+        f"{name} changes nothing while training: the Trainer casts the weights only in an evaluate() outside train()",
+    )

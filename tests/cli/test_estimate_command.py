@@ -61,7 +61,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Simulation:
     monkeypatch.setattr(estimation, "estimate", stand_in)
     monkeypatch.setattr(estimate_command, "find_config", lambda text: Path(text))
     monkeypatch.setattr(estimate_ladder, "estimate", stand_in)
-    monkeypatch.setattr(estimate_ladder, "gpu_at_hand", lambda: None)
+    monkeypatch.setattr(estimate_ladder, "current_gpu", lambda: None)
     return stand_in
 
 
@@ -108,7 +108,7 @@ def test_without_a_card_nothing_can_not_fit() -> None:
     result = run()
     assert result.exit_code == 0
     assert lines(result.stdout).endswith(
-        "\nneeds 6.38 GiB and CUDA's context; name a card to know whether it fits, for\nexample gpu='RTX 3050 4GB'"
+        "\nneeds 6.38 GiB and CUDA's context; name a GPU to see whether it fits, for\nexample gpu='RTX 3050 4GB'"
     )
 
 

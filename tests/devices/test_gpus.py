@@ -1,4 +1,4 @@
-"""``gpus``: the table against its sources, names in every usual spelling, cards by size, and the card at hand."""
+"""``gpus``: the table against its sources, names in every usual spelling, GPUs by size, and the current one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from hf_memopt.devices import gpus
 from hf_memopt.devices import memory_reading as reading
-from hf_memopt.devices.gpus import GPUS, Gpu, custom_gpu, find_gpu, gpu_at_hand
+from hf_memopt.devices.gpus import GPUS, Gpu, current_gpu, custom_gpu, find_gpu
 
 GIB = 2**30
 MIB = 2**20
 
 # https://developer.nvidia.com/cuda-gpus and https://developer.nvidia.com/cuda-legacy-gpus. They have no GTX 1660 Ti,
-# which is a Turing card like the T4.
+# which is a Turing GPU like the T4.
 NVIDIA_SAYS = {
     "6.0": ["P100"],
     "7.0": ["V100"],
@@ -34,7 +34,7 @@ NVIDIA_SAYS = {
     "12.0": ["RTX 5090"],
 }
 
-# Card, then of the process in the message that the row names: GiB in use, GiB allocated, MiB reserved but unallocated.
+# GPU, then of the process in the message that the row names: GiB in use, GiB allocated, MiB reserved but unallocated.
 MESSAGES = [
     ("V100 32GB", 31.34, 29.76, 637.51),
     ("T4", 4.11, 3.72, 264.21),
@@ -52,7 +52,7 @@ MESSAGES = [
     ("RTX 5090", 26.89, 25.95, 343.86),
 ]
 
-# What drivers report of a card: deviceQuery, OpenCL's compute units and the like.
+# What drivers report of a GPU: deviceQuery, OpenCL's compute units and the like.
 REPORTED_MULTIPROCESSORS = {
     "GTX 1660 Ti": 24,  # https://github.com/Dr-Noob/gpufetch/issues/10
     "T4": 40,  # https://chiemon.github.io/2024/12/25/%E6%98%BE%E5%8D%A1%E4%BF%A1%E6%81%AF.html
@@ -75,7 +75,7 @@ KNOWN = ", ".join(GPUS)
 
 def unknown(name: object, hint: str = "") -> str:
     return (
-        f"gpu={name!r} is not a card of the table; expected one of: {KNOWN}.{hint} "
+        f"gpu={name!r} is not a GPU of the table; expected one of: {KNOWN}.{hint} "
         "Pass gpu=custom_gpu('4GiB', compute_capability='7.5'), or --gpu-memory 4GiB --compute-capability 7.5."
     )
 
@@ -117,7 +117,7 @@ def test_every_figure_has_a_source(gpu):
     assert int(cores.group(1)) == gpu.multiprocessors * int(cores.group(2))
     assert re.fullmatch(r"https?://\S+", parts.pop("size and bandwidth"))
     for text in parts.values():
-        assert re.fullmatch(r"https://\S+( \(H100 NVL\))?|derived from the cards .*|unknown", text)
+        assert re.fullmatch(r"https://\S+( \(H100 NVL\))?|derived from the GPUs .*|unknown", text)
     assert ("unknown" in gpu.source) == (gpu.context_bytes is None)
 
 
@@ -157,16 +157,16 @@ def test_contexts_without_a_message_are_the_median_of_their_compute_capability()
     assert {name for name, *_ in MESSAGES} == {name for name in GPUS if "context: http" in GPUS[name].source}
     assert GPUS["RTX 3080"].context_bytes == GPUS["RTX 3050 4GB"].context_bytes == 224 * MIB  # of 179, 224, 450
     assert GPUS["RTX 4070"].context_bytes == 256 * MIB  # of 115, 236, 256, 495, 514
-    assert "context: derived from the cards of compute capability 8.9;" in GPUS["RTX 4070"].source
-    assert GPUS["P100"].context_bytes is None  # no card of its compute capability was found
+    assert "context: derived from the GPUs of compute capability 8.9;" in GPUS["RTX 4070"].source
+    assert GPUS["P100"].context_bytes is None  # no GPU of its compute capability was found
 
 
-def test_usable_memory_without_a_source_is_that_of_the_cards_nearest_in_size():
+def test_usable_memory_without_a_source_is_that_of_the_gpus_nearest_in_size():
     assert GPUS["RTX 3050 6GB"].usable_bytes == GPUS["RTX 3060 Laptop 6GB"].usable_bytes  # the middle of three
     assert GPUS["RTX 4070"].usable_bytes == GPUS["RTX 3060 12GB"].usable_bytes
     share = GPUS["H100"].usable_bytes / GPUS["H100"].memory_bytes
     assert GPUS["H200"].usable_bytes == pytest.approx(141 * GIB * share, abs=1)  # a float against a fraction
-    assert "usable memory: derived from the cards nearest in size;" in GPUS["H200"].source
+    assert "usable memory: derived from the GPUs nearest in size;" in GPUS["H200"].source
 
 
 def test_the_table_cannot_be_changed():
@@ -217,9 +217,9 @@ def test_case_separators_and_maker_do_not_count(name, dashes, maker):
     assert find_gpu(name.lower().replace(" ", "-" if dashes else "  ")) is GPUS[name]
 
 
-def test_a_card_is_returned_as_it_is():
-    card = custom_gpu("4GiB")
-    assert find_gpu(card) is card
+def test_a_gpu_is_returned_as_it_is():
+    gpu = custom_gpu("4GiB")
+    assert find_gpu(gpu) is gpu
 
 
 @pytest.mark.parametrize(
@@ -231,11 +231,11 @@ def test_a_card_is_returned_as_it_is():
         ("V100-SXM2", ["V100 16GB", "V100 32GB"]),
     ],
 )
-def test_a_name_of_several_cards_lists_them(name, variants):
+def test_a_name_of_several_gpus_lists_them(name, variants):
     with pytest.raises(ValueError) as error:
         find_gpu(name)
     assert str(error.value) == (
-        f"gpu={name!r} is more than one card; expected one of: {', '.join(variants)}. Pass gpu={variants[0]!r}."
+        f"gpu={name!r} matches several GPUs; expected one of: {', '.join(variants)}. Pass gpu={variants[0]!r}."
     )
 
 
@@ -266,28 +266,28 @@ def test_an_unknown_name_lists_the_table(name, hint):
 
 
 @pytest.mark.parametrize("capability", ["8.6", 8.6, (8, 6)])
-def test_a_custom_card_has_what_the_user_says(capability):
+def test_a_custom_gpu_has_what_the_user_says(capability):
     assert custom_gpu("4GiB", compute_capability=capability) == Gpu(
         name="custom 4.00 GiB",
         memory_bytes=4 * GIB,
         usable_bytes=4 * GIB,
         context_bytes=224 * MIB,
         compute_capability=(8, 6),
-        source="given; context: derived from the cards of compute capability 8.6",
+        source="given; context: derived from the GPUs of compute capability 8.6",
         bandwidth_bytes_per_second=None,
     )
 
 
-def test_what_a_custom_card_leaves_open():
-    card = custom_gpu(6_000_000_000, name="mine")
-    assert (card.name, card.usable_bytes, card.compute_capability) == ("mine", 6_000_000_000, (7, 5))
-    assert card.source == (
-        "given; compute capability: assumed; context: derived from the cards of compute capability 7.5"
+def test_what_a_custom_gpu_leaves_open():
+    gpu = custom_gpu(6_000_000_000, name="mine")
+    assert (gpu.name, gpu.usable_bytes, gpu.compute_capability) == ("mine", 6_000_000_000, (7, 5))
+    assert gpu.source == (
+        "given; compute capability: assumed; context: derived from the GPUs of compute capability 7.5"
     )
     blackwell = custom_gpu("192GB", 10)
     assert (blackwell.compute_capability, blackwell.context_bytes, blackwell.bf16) == ((10, 0), None, True)
     assert blackwell.source == "given; context: unknown"
-    assert (card.multiprocessors, blackwell.multiprocessors) == (None, None)
+    assert (gpu.multiprocessors, blackwell.multiprocessors) == (None, None)
 
 
 @pytest.mark.parametrize("memory", ["", "4", "4 quarks", None, 4.0, True])
@@ -311,15 +311,15 @@ def test_too_little_memory_is_refused(memory):
     with pytest.raises(ValueError) as error:
         custom_gpu(memory)
     assert str(error.value) == (
-        f"memory={memory!r} is too little for a card; expected 1.0 MiB to 1048576.00 GiB. Pass memory='4GiB'."
+        f"memory={memory!r} is too little for a GPU; expected 1.0 MiB to 1048576.00 GiB. Pass memory='4GiB'."
     )
 
 
-def test_memory_that_no_card_has_is_refused():
+def test_memory_that_no_gpu_has_is_refused():
     with pytest.raises(ValueError) as error:
         custom_gpu("1025TiB")
     assert str(error.value) == (
-        "memory='1025TiB' is too much for a card; expected 1.0 MiB to 1048576.00 GiB. Pass memory='4GiB'."
+        "memory='1025TiB' is too much for a GPU; expected 1.0 MiB to 1048576.00 GiB. Pass memory='4GiB'."
     )
 
 
@@ -328,18 +328,18 @@ def test_what_is_no_compute_capability_is_refused(capability):
     with pytest.raises(ValueError) as error:
         custom_gpu("4GiB", compute_capability=capability)
     assert str(error.value) == (
-        f"compute_capability={capability!r} is no compute capability; expected major.minor as in "
+        f"compute_capability={capability!r} is not a compute capability; expected major.minor as in "
         "https://developer.nvidia.com/cuda-gpus. Pass compute_capability='7.5'."
     )
 
 
-# ---- at hand
+# ---- of this machine
 
-MULTIPROCESSORS = 7  # no card of the table has so few
+MULTIPROCESSORS = 7  # no GPU of the table has so few
 
 
-def install_card(monkeypatch, name, total_bytes, capability):
-    """Let ``torch.cuda`` show one card that this process has not used; making a context on it fails the test."""
+def install_gpu(monkeypatch, name, total_bytes, capability):
+    """Let ``torch.cuda`` show one GPU that this process has not used; making a context on it fails the test."""
 
     def no_context(*_):
         pytest.fail("asks for memory that only a context knows")
@@ -377,16 +377,16 @@ def install_card(monkeypatch, name, total_bytes, capability):
         ("NVIDIA GeForce RTX 4090", 24564 * MIB, "RTX 4090"),  # Windows
     ],
 )
-def test_a_known_card_at_hand_has_the_drivers_size_and_the_tables_rest(monkeypatch, driver_name, total_bytes, name):
+def test_a_known_current_gpu_has_the_drivers_size_and_the_tables_rest(monkeypatch, driver_name, total_bytes, name):
     row = GPUS[name]
-    install_card(monkeypatch, driver_name, total_bytes, row.compute_capability)
-    card = gpu_at_hand()
-    assert card is not None
-    assert card.usable_bytes == total_bytes
-    assert card.multiprocessors == MULTIPROCESSORS
-    assert card.source == f"usable memory and multiprocessors: this machine; else {row.source}"
-    assert (card.name, card.memory_bytes, card.context_bytes) == (row.name, row.memory_bytes, row.context_bytes)
-    assert (card.compute_capability, card.bandwidth_bytes_per_second) == (
+    install_gpu(monkeypatch, driver_name, total_bytes, row.compute_capability)
+    gpu = current_gpu()
+    assert gpu is not None
+    assert gpu.usable_bytes == total_bytes
+    assert gpu.multiprocessors == MULTIPROCESSORS
+    assert gpu.source == f"usable memory and multiprocessors: this machine; else {row.source}"
+    assert (gpu.name, gpu.memory_bytes, gpu.context_bytes) == (row.name, row.memory_bytes, row.context_bytes)
+    assert (gpu.compute_capability, gpu.bandwidth_bytes_per_second) == (
         row.compute_capability,
         row.bandwidth_bytes_per_second,
     )
@@ -402,12 +402,12 @@ def test_a_known_card_at_hand_has_the_drivers_size_and_the_tables_rest(monkeypat
         ("NVIDIA B200", 182000 * MIB, (10, 0), None),
     ],
 )
-def test_an_unknown_card_at_hand_is_described_by_the_driver(
+def test_an_unknown_current_gpu_is_described_by_the_driver(
     monkeypatch, driver_name, total_bytes, capability, context_bytes
 ):
-    install_card(monkeypatch, driver_name, total_bytes, capability)
-    known = "unknown" if context_bytes is None else "derived from the cards of compute capability {}.{}"
-    assert gpu_at_hand() == Gpu(
+    install_gpu(monkeypatch, driver_name, total_bytes, capability)
+    known = "unknown" if context_bytes is None else "derived from the GPUs of compute capability {}.{}"
+    assert current_gpu() == Gpu(
         name=driver_name,
         memory_bytes=total_bytes,
         usable_bytes=total_bytes,
@@ -420,11 +420,11 @@ def test_an_unknown_card_at_hand_is_described_by_the_driver(
 
 @pytest.mark.parametrize(("driver_name", "known"), [("NVIDIA L4", True), ("NVIDIA RTX 2000 Ada Generation", False)])
 def test_a_context_that_can_be_measured_is(monkeypatch, driver_name, known):
-    install_card(monkeypatch, driver_name, 22563 * MIB, (8, 9))
-    guessed = gpu_at_hand()
+    install_gpu(monkeypatch, driver_name, 22563 * MIB, (8, 9))
+    guessed = current_gpu()
     asked = []
     monkeypatch.setattr(reading, "read_context", lambda device: asked.append(device) or 321 * MIB)
-    measured = gpu_at_hand()
+    measured = current_gpu()
     assert asked == [torch.device("cuda", 0)]
     assert guessed.context_bytes == (236 if known else 256) * MIB
     assert measured.source == f"context: measured on this machine; else {guessed.source}"
@@ -432,29 +432,29 @@ def test_a_context_that_can_be_measured_is(monkeypatch, driver_name, known):
 
 
 def test_a_context_measured_before_training_does_not_replace_a_larger_one(monkeypatch):
-    install_card(monkeypatch, "NVIDIA L4", 22563 * MIB, (8, 9))
-    known = gpu_at_hand()
+    install_gpu(monkeypatch, "NVIDIA L4", 22563 * MIB, (8, 9))
+    known = current_gpu()
     monkeypatch.setattr(reading, "read_context", lambda device: known.context_bytes - 1)
-    assert gpu_at_hand() == known
+    assert current_gpu() == known
 
 
-def test_without_a_card_nothing_is_asked(monkeypatch):
-    install_card(monkeypatch, "NVIDIA L4", 22563 * MIB, (8, 9))
+def test_without_a_gpu_nothing_is_asked(monkeypatch):
+    install_gpu(monkeypatch, "NVIDIA L4", 22563 * MIB, (8, 9))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: pytest.fail("initialises CUDA"))
-    assert gpu_at_hand() is None
+    assert current_gpu() is None
 
 
-def test_an_amd_card_is_no_cuda_card(monkeypatch):
-    install_card(monkeypatch, "AMD Instinct MI300X", 192 * GIB, (9, 4))
+def test_an_amd_gpu_is_no_cuda_gpu(monkeypatch):
+    install_gpu(monkeypatch, "AMD Instinct MI300X", 192 * GIB, (9, 4))
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert gpu_at_hand() is None
+    assert current_gpu() is None
 
 
 @pytest.mark.gpu
-def test_the_real_card():
-    card = gpu_at_hand()
-    assert card is not None
-    assert card.usable_bytes == torch.cuda.get_device_properties(0).total_memory
-    assert card.compute_capability == torch.cuda.get_device_capability(0)
-    assert card.multiprocessors == torch.cuda.get_device_properties(0).multi_processor_count
+def test_the_real_gpu():
+    gpu = current_gpu()
+    assert gpu is not None
+    assert gpu.usable_bytes == torch.cuda.get_device_properties(0).total_memory
+    assert gpu.compute_capability == torch.cuda.get_device_capability(0)
+    assert gpu.multiprocessors == torch.cuda.get_device_properties(0).multi_processor_count

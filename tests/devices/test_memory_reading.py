@@ -1,4 +1,4 @@
-"""``reading``: the host for real; accelerators through fakes of torch, NVML and the driver, and a real card if any."""
+"""``reading``: the host for real; accelerators through fakes of torch, NVML and the driver, and a real GPU if any."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ GIB = 2**30
 MIB = 2**20
 
 
-class FakeCard:
-    """A stand-in for ``torch.cuda`` (or ``torch.xpu``) with ``count`` equal cards and one allocator."""
+class FakeGpu:
+    """A stand-in for ``torch.cuda`` (or ``torch.xpu``) with ``count`` equal GPUs and one allocator."""
 
     def __init__(self, monkeypatch, kind="cuda", count=2, current_device=0, initialized=True):
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
@@ -80,9 +80,9 @@ class FakeNVMLError(Exception):
 
 
 def fake_nvml(monkeypatch, by_uuid=(), by_bus=(), split=(), broken=False, processes=()):
-    """Install a ``pynvml`` that knows cards by UUID and bus id.
+    """Install a ``pynvml`` that knows GPUs by UUID and bus id.
 
-    ``split`` are handles in MIG mode; ``processes`` run on every card, each with its number and bytes.
+    ``split`` are handles in MIG mode; ``processes`` run on every GPU, each with its number and bytes.
     """
     asked = []
 
@@ -227,7 +227,7 @@ def test_windows_peak_comes_from_psutil_and_a_system_without_either_has_none(mon
     ],
 )
 def test_a_device_is_found_by_each_of_its_spellings(monkeypatch, device, expected):
-    FakeCard(monkeypatch, current_device=1)
+    FakeGpu(monkeypatch, current_device=1)
     fake_nvml(monkeypatch)
     assert read_memory(device).device == expected
 
@@ -237,12 +237,12 @@ def test_a_device_is_found_by_each_of_its_spellings(monkeypatch, device, expecte
     [2, -1, True, "cuda:2", "cuda:-1", "cuda:999", "gpu:0", "", "meta", 1.5, "xpu:0", "npu", torch.device("meta")],
 )
 def test_a_device_that_is_not_there_is_refused(monkeypatch, device):
-    FakeCard(monkeypatch)
+    FakeGpu(monkeypatch)
     with pytest.raises(ValueError) as error:
         read_memory(device)
     assert str(error.value) == (
         f"device={device!r} is not a device whose memory can be read here; expected None, the index of an accelerator "
-        "or one of: cpu, cuda:0, cuda:1. Call read_memory() for the accelerator at hand, else the host."
+        "or one of: cpu, cuda:0, cuda:1. Call read_memory() for the current accelerator, else the host."
     )
 
 
@@ -253,12 +253,12 @@ def test_without_an_accelerator_only_the_host_is_offered(device):
         read_memory(device)
     assert str(error.value) == (
         f"device={device!r} is not a device whose memory can be read here; expected None, the index of an accelerator "
-        "or one of: cpu. Call read_memory() for the accelerator at hand, else the host."
+        "or one of: cpu. Call read_memory() for the current accelerator, else the host."
     )
 
 
 def test_a_run_on_an_accelerator_that_tells_nothing_is_measured_on_the_host(monkeypatch):
-    FakeCard(monkeypatch)
+    FakeGpu(monkeypatch)
     assert measured_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert measured_device(torch.device("hpu", 0)) == torch.device("cpu")
     assert measured_device(torch.device("cpu")) == torch.device("cpu")
@@ -269,10 +269,10 @@ def test_a_run_on_an_accelerator_that_tells_nothing_is_measured_on_the_host(monk
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
 def test_an_accelerator_reading_holds_the_allocators_and_the_drivers_figures(monkeypatch, kind):
-    card = FakeCard(monkeypatch, kind)
+    gpu = FakeGpu(monkeypatch, kind)
     fake_nvml(monkeypatch)
-    card.allocate(3 * GIB)
-    card.free(2 * GIB)
+    gpu.allocate(3 * GIB)
+    gpu.free(2 * GIB)
     found = read_memory(f"{kind}:1")
     assert found == MemoryReading(
         device=f"{kind}:1",
@@ -298,27 +298,27 @@ def test_an_accelerator_reading_holds_the_allocators_and_the_drivers_figures(mon
     assert pickle.loads(pickle.dumps(found)) == found
 
 
-def test_before_torch_uses_the_card_nothing_is_allocated_and_no_context_is_made(monkeypatch):
-    card = FakeCard(monkeypatch, initialized=False)
+def test_before_torch_uses_the_gpu_nothing_is_allocated_and_no_context_is_made(monkeypatch):
+    gpu = FakeGpu(monkeypatch, initialized=False)
     fake_nvml(monkeypatch)
     found = read_memory()
     assert (found.allocated_bytes, found.peak_reserved_bytes, found.device_used_bytes) == (0, 0, None)
-    assert "  used on the device    not told of 16.00 GiB" in str(found)
-    assert card.calls == []  # cudaMemGetInfo would make a context
+    assert "  used on the device    unavailable of 16.00 GiB" in str(found)
+    assert gpu.calls == []  # cudaMemGetInfo would make a context
 
 
-def test_a_card_without_our_context_is_not_asked_through_the_driver(monkeypatch):
-    card = FakeCard(monkeypatch)
+def test_a_gpu_without_our_context_is_not_asked_through_the_driver(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
     fake_nvml(monkeypatch)
     assert read_device_used(torch.device("cuda", 1)) is None
-    card.allocate(MIB)
+    gpu.allocate(MIB)
     assert read_device_used(torch.device("cuda", 1)) == 6 * GIB
-    assert card.calls[-1] == ("driver", "cuda:1")
+    assert gpu.calls[-1] == ("driver", "cuda:1")
 
 
 def test_a_driver_that_tells_no_free_memory_gives_none(monkeypatch):
-    card = FakeCard(monkeypatch, "xpu")
-    card.allocate(MIB)
+    gpu = FakeGpu(monkeypatch, "xpu")
+    gpu.allocate(MIB)
 
     def refuse(device):
         raise RuntimeError("The device doesn't support querying the available free memory")
@@ -328,23 +328,23 @@ def test_a_driver_that_tells_no_free_memory_gives_none(monkeypatch):
 
 
 def test_nvml_is_asked_by_uuid_and_needs_no_context(monkeypatch):
-    card = FakeCard(monkeypatch, initialized=False)
+    gpu = FakeGpu(monkeypatch, initialized=False)
     asked = fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",))
     assert read_memory().device_used_bytes == 5 * GIB
     assert asked == ["MIG-1234-abcd", "GPU-1234-abcd"]
-    assert card.calls == []
+    assert gpu.calls == []
 
 
 def test_nvml_falls_back_to_the_pci_bus(monkeypatch):
-    card = FakeCard(monkeypatch)
-    vars(card.properties).update(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=1)
+    gpu = FakeGpu(monkeypatch)
+    vars(gpu.properties).update(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=1)
     asked = fake_nvml(monkeypatch, by_bus=("00000000:3b:01.0",))
     assert read_device_used(torch.device("cuda", 0)) == 5 * GIB
     assert asked[-1] == "00000000:3b:01.0"
 
 
-def test_a_slice_of_a_split_card_is_read_and_never_the_whole_card(monkeypatch):
-    FakeCard(monkeypatch)
+def test_a_slice_of_a_split_gpu_is_read_and_never_the_whole_gpu(monkeypatch):
+    FakeGpu(monkeypatch)
     fake_nvml(monkeypatch, by_uuid=("MIG-1234-abcd", "GPU-1234-abcd"), split=("MIG-1234-abcd", "GPU-1234-abcd"))
     assert reading._nvml_handle("1234-abcd", None) == "MIG-1234-abcd"
     reading._nvml_handle.cache_clear()
@@ -354,8 +354,8 @@ def test_a_slice_of_a_split_card_is_read_and_never_the_whole_card(monkeypatch):
 
 @pytest.mark.parametrize("failure", ["missing", "no driver", "lost"])
 def test_nvml_that_fails_leaves_it_to_the_driver(monkeypatch, failure):
-    card = FakeCard(monkeypatch)
-    card.allocate(MIB)
+    gpu = FakeGpu(monkeypatch)
+    gpu.allocate(MIB)
     fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), broken=failure == "lost")
     if failure == "missing":
         monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -369,8 +369,8 @@ def test_nvml_that_fails_leaves_it_to_the_driver(monkeypatch, failure):
 
 
 def test_rocm_never_asks_nvml(monkeypatch):
-    card = FakeCard(monkeypatch)
-    card.allocate(MIB)
+    gpu = FakeGpu(monkeypatch)
+    gpu.allocate(MIB)
     asked = fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",))
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert read_device_used(torch.device("cuda", 0)) == 6 * GIB
@@ -383,13 +383,13 @@ CARD = torch.device("cuda", 1)
 
 
 def test_context_is_what_the_process_holds_beside_torchs_allocator(monkeypatch):
-    card = FakeCard(monkeypatch)
+    gpu = FakeGpu(monkeypatch)
     fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=[(os.getpid() + 1, GIB), (os.getpid(), 300 * MIB)])
     assert read_context(CARD) == 300 * MIB
-    card.allocate(100 * MIB)
-    card.free(60 * MIB)  # still reserved
+    gpu.allocate(100 * MIB)
+    gpu.free(60 * MIB)  # still reserved
     assert read_context(CARD) == 200 * MIB
-    assert all(name == "stats" for name, _ in card.calls)  # nothing that makes a context
+    assert all(name == "stats" for name, _ in gpu.calls)  # nothing that makes a context
 
 
 @pytest.mark.parametrize(
@@ -402,31 +402,31 @@ def test_context_is_what_the_process_holds_beside_torchs_allocator(monkeypatch):
     ],
 )
 def test_context_that_nvml_does_not_tell_is_none(monkeypatch, processes):
-    card = FakeCard(monkeypatch)
-    card.allocate(100 * MIB)
+    gpu = FakeGpu(monkeypatch)
+    gpu.allocate(100 * MIB)
     fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=processes)
     assert read_context(CARD) is None
 
 
-@pytest.mark.parametrize("failure", ["missing", "unknown card", "lost"])
+@pytest.mark.parametrize("failure", ["missing", "unknown GPU", "lost"])
 def test_context_without_a_working_nvml_is_none(monkeypatch, failure):
-    FakeCard(monkeypatch)
-    known = () if failure == "unknown card" else ("GPU-1234-abcd",)
+    FakeGpu(monkeypatch)
+    known = () if failure == "unknown GPU" else ("GPU-1234-abcd",)
     fake_nvml(monkeypatch, by_uuid=known, broken=failure == "lost", processes=[(os.getpid(), GIB)])
     if failure == "missing":
         monkeypatch.setitem(sys.modules, "pynvml", None)
     assert read_context(CARD) is None
 
 
-def test_context_is_not_asked_of_a_card_that_torch_has_not_touched(monkeypatch):
-    card = FakeCard(monkeypatch, initialized=False)
+def test_context_is_not_asked_of_a_gpu_that_torch_has_not_touched(monkeypatch):
+    gpu = FakeGpu(monkeypatch, initialized=False)
     asked = fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=[(os.getpid(), GIB)])
     assert read_context(CARD) is None
-    assert (card.calls, asked) == ([], [])
+    assert (gpu.calls, asked) == ([], [])
 
 
 def test_only_cuda_has_such_a_context(monkeypatch):
-    FakeCard(monkeypatch)
+    FakeGpu(monkeypatch)
     asked = fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), processes=[(os.getpid(), GIB)])
     assert read_context(torch.device("cpu")) is None
     assert read_context(torch.device("xpu", 0)) is None
@@ -435,7 +435,7 @@ def test_only_cuda_has_such_a_context(monkeypatch):
     assert asked == []
 
 
-def test_nvml_lists_the_processes_of_a_card():
+def test_nvml_lists_the_processes_of_a_gpu():
     import pynvml
 
     assert callable(pynvml.nvmlDeviceGetComputeRunningProcesses)
@@ -477,30 +477,30 @@ def test_mps_tells_what_is_held_now_but_no_peaks(monkeypatch):
 
 
 def test_meter_gives_each_span_its_own_peak_with_one_question_per_span(monkeypatch):
-    card = FakeCard(monkeypatch)
+    gpu = FakeGpu(monkeypatch)
     meter = PeakMeter(torch.device("cuda", 1))
-    card.allocate(100)
+    gpu.allocate(100)
     assert meter.read() == {"peak_allocated_bytes": 100, "peak_reserved_bytes": 100}
-    card.allocate(50)
-    card.free(50)
-    card.allocate(20)
+    gpu.allocate(50)
+    gpu.free(50)
+    gpu.allocate(20)
     assert meter.read() == {"peak_allocated_bytes": 150, "peak_reserved_bytes": 150}
     assert meter.read() == {"peak_allocated_bytes": 120, "peak_reserved_bytes": 150}
-    card.allocate(1000)
-    card.free(1000)
+    gpu.allocate(1000)
+    gpu.free(1000)
     meter.skip()
     assert meter.read() == {"peak_allocated_bytes": 120, "peak_reserved_bytes": 1120}
-    assert card.calls.count(("stats", 1)) == 4
-    assert card.calls.count(("reset", 1)) == 5
+    assert gpu.calls.count(("stats", 1)) == 4
+    assert gpu.calls.count(("reset", 1)) == 5
     assert not meter.only_samples
 
 
-def test_meter_of_a_card_that_torch_has_not_touched_reads_zero(monkeypatch):
-    card = FakeCard(monkeypatch, initialized=False)
+def test_meter_of_a_gpu_that_torch_has_not_touched_reads_zero(monkeypatch):
+    gpu = FakeGpu(monkeypatch, initialized=False)
     meter = PeakMeter(torch.device("cuda", 0))
     meter.skip()
     assert meter.read() == {"peak_allocated_bytes": 0, "peak_reserved_bytes": 0}
-    assert card.calls == []
+    assert gpu.calls == []
 
 
 def test_meter_of_the_host_gives_the_peak_to_the_span_in_which_it_rose(monkeypatch):
@@ -529,11 +529,11 @@ def test_meter_can_be_copied_and_pickled():
         assert copied.read()["rss_bytes"] > 0
 
 
-# ---- a real card
+# ---- a real GPU
 
 
 @pytest.mark.gpu
-def test_a_real_card_is_read_as_torch_and_the_driver_tell():
+def test_a_real_gpu_is_read_as_torch_and_the_driver_tell():
     held = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
     found = read_memory()
     assert found.allocated_bytes == torch.cuda.memory_allocated() >= held.numel()
@@ -544,7 +544,7 @@ def test_a_real_card_is_read_as_torch_and_the_driver_tell():
 
 
 @pytest.mark.gpu
-def test_reading_a_real_card_makes_no_context():
+def test_reading_a_real_gpu_makes_no_context():
     script = (
         "import torch; from hf_memopt import read_memory; read_memory('cpu'); assert not torch.cuda.is_initialized(); "
         "print(read_memory().allocated_bytes, torch._C._cuda_hasPrimaryContext(0))"
@@ -554,12 +554,12 @@ def test_reading_a_real_card_makes_no_context():
 
 
 @pytest.mark.gpu
-def test_context_of_a_real_card_is_read_and_none_before_it_is_there():
+def test_context_of_a_real_gpu_is_read_and_none_before_it_is_there():
     script = (
-        "import torch; from hf_memopt.devices.memory_reading import read_context; card = torch.device('cuda', 0); "
+        "import torch; from hf_memopt.devices.memory_reading import read_context; GPU = torch.device('cuda', 0); "
         "torch.cuda.init(); "
-        "print(read_context(card), torch._C._cuda_hasPrimaryContext(0)); "
-        "held = torch.zeros(64 << 20, dtype=torch.uint8, device=card); print(read_context(card))"
+        "print(read_context(GPU), torch._C._cuda_hasPrimaryContext(0)); "
+        "held = torch.zeros(64 << 20, dtype=torch.uint8, device=GPU); print(read_context(GPU))"
     )
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     before, after = answer.stdout.splitlines()
@@ -568,7 +568,7 @@ def test_context_of_a_real_card_is_read_and_none_before_it_is_there():
 
 
 @pytest.mark.gpu
-def test_meter_of_a_real_card_separates_two_spans():
+def test_meter_of_a_real_gpu_separates_two_spans():
     meter = PeakMeter(torch.device("cuda", torch.cuda.current_device()))
     meter.skip()
     base = torch.cuda.memory_allocated()

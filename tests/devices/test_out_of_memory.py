@@ -77,7 +77,7 @@ def test_the_real_error_of_the_host_is_recognised() -> None:
 
 
 @pytest.mark.gpu
-def test_the_real_errors_of_a_card_are_recognised() -> None:
+def test_the_real_errors_of_a_gpu_are_recognised() -> None:
     with pytest.raises(torch.OutOfMemoryError) as error:
         torch.empty(10**14, device="cuda")
     assert is_out_of_memory(error.value)
@@ -253,7 +253,7 @@ def test_capturing_changes_nothing() -> None:
 
 
 @pytest.mark.gpu
-def test_the_same_dropout_comes_again_on_a_card() -> None:
+def test_the_same_dropout_comes_again_on_a_gpu() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     state = RandomState.capture(device)
     once = torch.rand(8, device=device)

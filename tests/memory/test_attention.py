@@ -65,9 +65,9 @@ def test_flash_backward_copies_a_gradient_of_another_layout() -> None:
     assert blocks == (2 * 8 * 200 * 64 * 2, 4096 * 4, 4096 * 64 * 4)
 
 
-def test_flash_forward_splits_the_keys_where_heads_do_not_fill_the_card() -> None:
+def test_flash_forward_splits_the_keys_where_heads_do_not_fill_the_gpu() -> None:
     query, key = heads(1, 4, 64, 64, BF16), heads(1, 4, 4096, 64, BF16)
-    # 4 tiles for 216 slots, 16 blocks of 256 keys: 16 splits keep most of the card busy
+    # 4 tiles for 216 slots, 16 blocks of 256 keys: 16 splits keep most of the GPU busy
     args = (query, key, key)
     func = aten._scaled_dot_product_flash_attention.default
     assert hidden_bytes(func, args, {}, None, A100) == (16 * 4 * 64 * 4, 16 * 4 * 64 * 64 * 4)
@@ -212,7 +212,7 @@ def test_attention_kernel(
 @pytest.mark.parametrize("has_mask", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-def test_attention_kernel_is_the_cards_own_choice(
+def test_attention_kernel_is_the_gpus_own_choice(
     dtype: torch.dtype, has_mask: bool, dropout_p: float, head_dim: int
 ) -> None:
     query = torch.zeros(2, 4, 128, head_dim, dtype=dtype, device="cuda", requires_grad=True)

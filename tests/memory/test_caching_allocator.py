@@ -319,7 +319,7 @@ def test_equals_the_slow_version_after_every_step(program, expandable_segments):
 
 @settings(max_examples=200)
 @given(PROGRAMS, st.booleans(), st.integers(0, 160).map(lambda count: count * MIB))
-def test_equals_the_slow_version_on_a_card_that_fills_up(program, expandable_segments, limit_bytes):
+def test_equals_the_slow_version_on_a_gpu_that_fills_up(program, expandable_segments, limit_bytes):
     fast = run_both(program, expandable_segments, limit_bytes)
     assert fast.peak_reserved <= limit_bytes
     fast.empty_cache()
@@ -334,7 +334,7 @@ def test_a_limit_that_is_never_reached_changes_nothing(program, expandable_segme
     assert layout(limited) == layout(free)
 
 
-# Figures that torch expects of a card in test_graph_memory_stats_and_use_result_after_destroy_graph of
+# Figures that torch expects of a GPU in test_graph_memory_stats_and_use_result_after_destroy_graph of
 # test/test_cuda.py, which test_cuda_expandable_segments.py runs once more. Bytes of a tensor; segments and reserved
 # bytes while `b = a.clone()` and five times `b = b.clone() + 1` run in an empty pool; reserved bytes when only b is
 # left; the two reserved figures once more with expandable segments, where it matters which block b ends in.
@@ -350,7 +350,7 @@ TORCH_TESTS = [
 @pytest.mark.parametrize(
     ("size", "segments", "reserved", "reserved_by_b", "expandable", "expandable_by_b"), TORCH_TESTS
 )
-def test_the_figures_of_torchs_own_test_on_a_card(size, segments, reserved, reserved_by_b, expandable, expandable_by_b):
+def test_the_figures_of_torchs_own_test_on_a_gpu(size, segments, reserved, reserved_by_b, expandable, expandable_by_b):
     for by_pages, expected, expected_by_b in ((False, reserved, reserved_by_b), (True, expandable, expandable_by_b)):
         allocator = CachingAllocator(expandable_segments=by_pages)
         allocator.malloc("b0", size)
@@ -518,7 +518,7 @@ def test_of_equal_blocks_of_an_expandable_segment_the_lowest_address_is_taken():
     # One after the other 30, 40 and 50 MiB. Unlimited, each is a new segment: 120 MiB; or the end grows: 60 MiB.
     [(False, 120 * MIB, 50 * MIB), (True, 60 * MIB, 60 * MIB)],
 )
-def test_a_run_may_fit_a_card_smaller_than_its_reserved_peak(expandable_segments, peak, needed):
+def test_a_run_may_fit_a_gpu_smaller_than_its_reserved_peak(expandable_segments, peak, needed):
     def run(limit_bytes: int | None) -> CachingAllocator:
         allocator = CachingAllocator(expandable_segments, limit_bytes)
         for size in (30 * MIB, 40 * MIB, 50 * MIB):
@@ -542,7 +542,7 @@ def test_at_the_limit_all_unused_segments_go_not_just_enough():
     assert (allocator.reserved, allocator.retries) == (20 * MIB + 18 * MIB, 1)
 
 
-def test_expandable_pages_that_were_mapped_before_the_card_was_full_count_in_the_peak():
+def test_expandable_pages_that_were_mapped_before_the_gpu_was_full_count_in_the_peak():
     allocator = filled(30 * MIB, 5 * MIB, 45 * MIB, expandable_segments=True, limit_bytes=80 * MIB)
     allocator.free(0)
     allocator.free(2)
@@ -553,31 +553,31 @@ def test_expandable_pages_that_were_mapped_before_the_card_was_full_count_in_the
     with pytest.raises(AllocationError) as error:
         allocator.malloc("a", 90 * MIB)  # map_block: a page in the first hole, then three are missing in the second
     assert str(error.value) == (
-        "size_bytes=94371840 finds no room on the card: of limit_bytes=83886080, 0 bytes are allocated and 0 reserved "
-        "with the cache emptied; expected room for a new segment or page. Pass limit_bytes=None to learn what an "
-        "unlimited card would need"
+        "size_bytes=94371840 does not fit the GPU: of limit_bytes=83886080, 0 bytes are allocated and 0 reserved "
+        "with the cache emptied; expected room for a new segment or page. Pass limit_bytes=None to see what is "
+        "needed without a limit"
     )
     assert (allocator.reserved, allocator.peak_reserved, allocator.retries) == (0, 40 * MIB, 1)
     allocator.malloc("a", 80 * MIB)
     assert (allocator.reserved, allocator.peak_reserved, allocator.retries) == (80 * MIB, 80 * MIB, 1)
 
 
-def test_a_full_card_says_so_and_goes_on():
+def test_a_full_gpu_says_so_and_goes_on():
     allocator = filled(10 * MIB, 5 * MIB, limit_bytes=30 * MIB)
     allocator.free(1)
     with pytest.raises(AllocationError) as error:
         allocator.malloc("a", 20 * MIB + 1)
     assert str(error.value) == (
-        "size_bytes=20971521 finds no room on the card: of limit_bytes=31457280, 10485760 bytes are allocated and "
+        "size_bytes=20971521 does not fit the GPU: of limit_bytes=31457280, 10485760 bytes are allocated and "
         "10485760 reserved with the cache emptied; expected room for a new segment or page. Pass limit_bytes=None to "
-        "learn what an unlimited card would need"
+        "see what is needed without a limit"
     )
     allocator.malloc("a", 20 * MIB)
     assert (allocator.allocated, allocator.reserved, allocator.retries) == (30 * MIB, 30 * MIB, 1)
 
 
 @pytest.mark.parametrize("expandable_segments", [False, True])
-def test_nothing_fits_no_card(expandable_segments):
+def test_nothing_fits_no_gpu(expandable_segments):
     allocator = CachingAllocator(expandable_segments, limit_bytes=0)
     allocator.malloc("nothing", 0)
     with pytest.raises(AllocationError):

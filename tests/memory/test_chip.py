@@ -1,4 +1,4 @@
-"""``chips``: the facts of a chip against torch's header and the card table."""
+"""``chips``: the facts of a chip against torch's header and the GPU table."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_thor_and_spark_have_the_threads_of_small_chips() -> None:
     assert {Chip.of(capability).threads_per_multiprocessor for capability in ((11, 0), (12, 1))} == {1536}
 
 
-def test_largest_chip_of_a_capability_is_at_least_every_card_of_the_table() -> None:
+def test_largest_chip_of_a_capability_is_at_least_every_gpu_of_the_table() -> None:
     for gpu in GPUS.values():
         assert gpu.multiprocessors is not None
         assert gpu.multiprocessors <= MOST_MULTIPROCESSORS[gpu.compute_capability]

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from host_semantics import CPU_LISTS, HostSemantics
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from hf_memopt.binding import versions as compat
-from hf_memopt.memory.cuda import autocast_lists
-from hf_memopt.memory.cuda import semantics as cuda
+from hf_memopt.memory.cuda import autocast_lists, composite_operations
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.settings import StepSettings
@@ -166,7 +166,7 @@ def test_output_has_the_dtype_that_real_autocast_gives(name: str, cache: bool) -
     if name in MIXED:
         given.append((tensors[0], *(tensor.to(BF16) for tensor in tensors[1:])))
     for arguments in given:
-        semantics = CudaSemantics(autocast=BF16, cuda=False, cache=cache)
+        semantics = HostSemantics(autocast=BF16, cache=cache)
         try:
             with torch.autocast("cpu", dtype=BF16, cache_enabled=cache):
                 expected = call(*arguments)
@@ -181,7 +181,7 @@ def test_output_has_the_dtype_that_real_autocast_gives(name: str, cache: bool) -
 
 
 def test_outside_of_a_region_nothing_is_cast() -> None:
-    semantics = CudaSemantics(autocast=BF16, cuda=False)
+    semantics = HostSemantics(autocast=BF16)
     x, w = draw(4, 4), draw(4, 4)
     with semantics:
         assert F.linear(x, w).dtype == FP32
@@ -263,9 +263,10 @@ WITHOUT_A_FUNCTION = {
 
 
 def test_every_listed_operator_has_its_python_functions() -> None:
-    lists = [getattr(autocast_lists, name) for name in autocast_lists.__all__]
-    names = {name for names in lists for name in names}
-    assert {name for name in names if not cuda._functions((name,))} == WITHOUT_A_FUNCTION
+    lists = [value for value in vars(autocast_lists).values() if isinstance(value, tuple)]
+    assert len(lists) == 5
+    names = {name for names in (*lists, *CPU_LISTS) for name in names}
+    assert {name for name in names if not autocast_lists.functions_of((name,))} == WITHOUT_A_FUNCTION
 
 
 CUDA_DTYPES: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype, torch.dtype]] = [
@@ -406,7 +407,7 @@ def test_cross_entropy_is_spelled_out_as_in_c(
     weight = draw(10) if weighted else None
     number = ("none", "mean", "sum").index(reduction)
     results, seen = [], []
-    for run in (torch._C._nn.cross_entropy_loss, cuda.cross_entropy):
+    for run in (torch._C._nn.cross_entropy_loss, composite_operations.cross_entropy):
         with Operators() as operators:
             loss = run(logits, target, weight, number, -100, smoothing)
         (gradient,) = torch.autograd.grad(loss.sum(), logits)
@@ -648,7 +649,7 @@ def test_autocast_lowers_the_mask_of_attention() -> None:
 
 
 def test_learned_bias_is_not_for_cudnn() -> None:
-    """T5 without dropout on a Hopper card: cuDNN takes no mask that requires a gradient."""
+    """T5 without dropout on a Hopper GPU: cuDNN takes no mask that requires a gradient."""
     query = meta(2, 4, 16, 64, dtype=BF16, requires_grad=True)
     bias = meta(1, 4, 16, 16, dtype=BF16, requires_grad=True)
     for mask, kernel in ((bias.detach(), "cudnn"), (bias, "efficient")):
@@ -688,14 +689,14 @@ def test_offloaded_activations_are_on_the_host_and_come_back_in_the_backward_pas
         sum(1 for number, delta in part_events(step, "backward") if delta == hidden)
         for step in (steps[False], steps[True])
     ]
-    assert births[1] == births[0] + 2  # copied back to the card
+    assert births[1] == births[0] + 2  # copied back to the GPU
     for device_wide in steps.values():
         assert device_wide.tracker.ignored == set()  # nothing of the host is left
 
 
 def alive_at(tracker: StorageTracker, number: int, event: int) -> bool:
     died = [index for index, (other, delta) in enumerate(tracker.events) if other == number and delta < 0]
-    return tracker.births[number] < event <= (died[0] if died else len(tracker.events))
+    return tracker.allocated_at[number] < event <= (died[0] if died else len(tracker.events))
 
 
 def part_events(step: Any, phase: str) -> list[tuple[int, int]]:
@@ -784,7 +785,7 @@ def test_c_nn_holds_the_functions_that_functional_calls() -> None:
     assert F.gelu is torch._C._nn.gelu
     assert F.linear is torch._C._nn.linear
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
-    assert torch._C._nn.cross_entropy_loss in cuda._functions(("cross_entropy_loss",))
+    assert torch._C._nn.cross_entropy_loss in autocast_lists.functions_of(("cross_entropy_loss",))
 
 
 def test_python_functions_of_functional_ask_for_overrides_by_these_names() -> None:
@@ -792,7 +793,7 @@ def test_python_functions_of_functional_ask_for_overrides_by_these_names() -> No
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
         assert callable(vars(F)[name])
     functions = (F.multi_head_attention_forward, F.normalize, F.gumbel_softmax, F.interpolate, F.cross_entropy)
-    assert set(functions) <= set(cuda._OPENED)
+    assert set(functions) <= set(composite_operations.OPENED)
     calls: list[Any] = []
 
     class Mode(TorchFunctionMode):
@@ -804,7 +805,7 @@ def test_python_functions_of_functional_ask_for_overrides_by_these_names() -> No
         F.normalize(torch.ones(2, 2))
         assert F.normalize in calls
         calls.clear()
-        cuda._OPENED[F.normalize](torch.ones(2, 2))
+        composite_operations.OPENED[F.normalize](torch.ones(2, 2))
     assert F.normalize not in calls
     assert torch.Tensor.norm in calls
 

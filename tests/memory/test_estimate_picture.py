@@ -13,8 +13,9 @@ from hand_made import EVENTS, MIB, SMALL, hand_made
 from hf_memopt.devices.gpus import Gpu
 from hf_memopt.memory.output import estimate_picture
 from hf_memopt.memory.output.estimate_picture import draw, drawn_events
-from hf_memopt.memory.output.estimate_text import describe, phase_peaks, verdict
-from hf_memopt.memory.result import COMPONENTS, Estimate, Timeline
+from hf_memopt.memory.output.estimate_text import describe, verdict
+from hf_memopt.memory.result import Estimate
+from hf_memopt.memory.timeline import COMPONENTS, Timeline, phase_peaks
 
 LARGE = Gpu("Card 80GB", 81920 * MIB, 80000 * MIB, 400 * MIB, (9, 0), "made up for the tests")
 
@@ -100,9 +101,9 @@ def test_the_picture_names_peak_phases_steps_and_limits(monkeypatch, tmp_path) -
     for text in (
         f"{describe(hand_made())}\n{verdict(hand_made())}",
         "peak 1.59 GiB, backward\nbert.encoder.layer.23",
-        "usable on Card 4GB, context taken off:\n3.41 GiB (above the picture)",
-        "reserved, most 1.59 GiB",
-        "allocated at the peak 1.59 GiB, of it:",
+        "usable on Card 4GB, without the context:\n3.41 GiB (above the picture)",
+        "reserved, peak 1.59 GiB",
+        "allocated at the peak 1.59 GiB:",
         "memory in GiB",
         " step 1",
         " step 2",
@@ -131,11 +132,11 @@ def test_what_never_holds_a_byte_is_not_explained(monkeypatch, tmp_path) -> None
 @pytest.mark.parametrize(
     ("gpu", "label", "inside"),
     [
-        (replace(SMALL, usable_bytes=2400 * MIB), "usable on Card 4GB, context taken off:\n1.95 GiB", True),
-        (LARGE, "usable on Card 80GB, context taken off:\n77.73 GiB (above the picture)", False),
+        (replace(SMALL, usable_bytes=2400 * MIB), "usable on Card 4GB, without the context:\n1.95 GiB", True),
+        (LARGE, "usable on Card 80GB, without the context:\n77.73 GiB (above the picture)", False),
     ],
 )
-def test_the_card_is_a_dashed_line_where_it_is_near(monkeypatch, tmp_path, gpu, label, inside) -> None:
+def test_the_gpu_is_a_dashed_line_where_it_is_near(monkeypatch, tmp_path, gpu, label, inside) -> None:
     figure = drawn(hand_made(gpu=gpu), monkeypatch, tmp_path)
     assert label in texts(figure)
     [line] = [line for line in figure.axes[1].lines if line.get_linestyle() == "--"]
@@ -144,7 +145,7 @@ def test_the_card_is_a_dashed_line_where_it_is_near(monkeypatch, tmp_path, gpu, 
     assert (height < figure.axes[1].get_ylim()[1]) == inside
 
 
-def test_a_picture_without_a_card_and_of_a_tiny_model(monkeypatch, tmp_path) -> None:
+def test_a_picture_without_a_gpu_and_of_a_tiny_model(monkeypatch, tmp_path) -> None:
     timeline = hand_made().timeline
     small = replace(timeline, components=timeline.components // 1024, reserved=timeline.reserved // 1024)
     estimate = hand_made(

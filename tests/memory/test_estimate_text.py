@@ -12,8 +12,9 @@ import pytest
 
 from hand_made import EVENTS, MIB, SMALL, hand_made
 from hf_memopt import __version__
-from hf_memopt.memory.output.estimate_text import as_dict, describe, estimate_table, phase_peaks, verdict
-from hf_memopt.memory.result import COMPONENTS, Estimate
+from hf_memopt.memory.output.estimate_text import as_dict, describe, estimate_table, verdict
+from hf_memopt.memory.result import Estimate
+from hf_memopt.memory.timeline import COMPONENTS, phase_peaks
 from hf_memopt.techniques.freezing.freezing import freeze
 
 # ---- Table
@@ -47,7 +48,7 @@ def test_the_whole_table() -> None:
         " CUDA context        400.0 MiB\n"
         " total                1.99 GiB\n"
         "\n"
-        "The peak stands in the backward phase, in bert.encoder.layer.23.\n"
+        "The peak is reached in the backward phase, in bert.encoder.layer.23.\n"
         "Moved to the host: 3.0 MiB.\n"
         "Note: batches hold padding\n"
         "Note: the context is the table's\n"
@@ -55,7 +56,7 @@ def test_the_whole_table() -> None:
     )
 
 
-def test_a_table_without_card_module_and_text() -> None:
+def test_a_table_without_gpu_module_and_text() -> None:
     found = hand_made(
         gpu=None, context_bytes=None, module="", seq_len=None, parameters=20_000, trainable_parameters=20_000
     )
@@ -68,8 +69,8 @@ def test_a_table_without_card_module_and_text() -> None:
         " CUDA context          unknown",
         " total                1.59 GiB",
         "",
-        "The peak stands in the backward phase.",
-        "needs 1.59 GiB and CUDA's context; name a card to know whether it fits, for",
+        "The peak is reached in the backward phase.",
+        "needs 1.59 GiB and CUDA's context; name a GPU to see whether it fits, for",
         "example gpu='RTX 3050 4GB'",
     ]
 
@@ -111,7 +112,7 @@ def test_the_set_up_in_one_line(settings, text) -> None:
 # ---- Verdict
 
 
-def test_a_card_that_is_just_large_enough_fits() -> None:
+def test_a_gpu_that_is_just_large_enough_fits() -> None:
     found = hand_made()
     exact = replace(SMALL, usable_bytes=found.total_bytes)
     assert verdict(replace(found, gpu=exact)) == "fits Card 4GB: 1.99 GiB of 1.99 GiB, 0 B to spare"
@@ -142,13 +143,13 @@ def test_the_verdict_on_fragmentation(context_bytes) -> None:
 
 def test_the_verdict_without_a_known_context() -> None:
     assert verdict(hand_made(context_bytes=None)) == (
-        "fits Card 4GB: 1.59 GiB (and CUDA's context, which is unknown for it) of 3.80 GiB, 2.21 GiB to spare"
+        "fits Card 4GB: 1.59 GiB (and CUDA's context, whose size is unknown) of 3.80 GiB, 2.21 GiB to spare"
     )
 
 
-def test_the_verdict_without_a_card_but_with_a_measured_context() -> None:
+def test_the_verdict_without_a_gpu_but_with_a_measured_context() -> None:
     assert verdict(hand_made(gpu=None)) == (
-        "needs 1.99 GiB; name a card to know whether it fits, for example gpu='RTX 3050 4GB'"
+        "needs 1.99 GiB; name a GPU to see whether it fits, for example gpu='RTX 3050 4GB'"
     )
 
 
@@ -210,13 +211,13 @@ def mostly(component: str, **changed: Any) -> Estimate:
             "logits and loss",
             {"phase": "evaluation", "settings": {"eval_batch_size": 8, "eval_batches": 40}},
             "eval_accumulation_steps=1, or prediction_loss_only=True where no metric needs logits: 4.00 GiB of the "
-            "peak are logits and loss that gather on the card",
+            "peak are logits and loss that are gathered on the GPU",
         ),
         *(
             (
                 component,
                 {"phase": "evaluation", "settings": {"eval_batch_size": 8, "eval_batches": 40, **changed}},
-                "eval_batch_size=4: the peak stands in the evaluation",
+                "eval_batch_size=4: the peak is reached in the evaluation",
             )
             for component, changed in (
                 ("activations", {}),
@@ -228,7 +229,7 @@ def mostly(component: str, **changed: Any) -> Estimate:
         (
             "logits and loss",
             {"phase": "evaluation", "settings": {"eval_batch_size": 8}},
-            "eval_batch_size=4: the peak stands in the evaluation",
+            "eval_batch_size=4: the peak is reached in the evaluation",
         ),
         (
             "logits and loss",
@@ -274,7 +275,7 @@ def test_json_says_everything_in_bytes() -> None:
     assert set(read) == {*same, "settings", "gpu", "components", "notes", "phase_peaks", "versions"}
 
 
-def test_json_without_a_card() -> None:
+def test_json_without_a_gpu() -> None:
     read = as_dict(hand_made(gpu=None, context_bytes=None))
     assert (read["gpu"], read["context_bytes"], read["fits"]) == (None, None, None)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.fx.experimental._config as fx_config
 import transformers
+from host_semantics import HostSemantics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
@@ -25,15 +26,15 @@ from hf_memopt.binding import versions as compat
 from hf_memopt.devices.gpus import find_gpu
 from hf_memopt.memory import estimation
 from hf_memopt.memory.allocator.replay import ReplayPlan, replay
-from hf_memopt.memory.cuda.semantics import CudaSemantics
 from hf_memopt.memory.estimation import estimate, estimate_from_arguments
 from hf_memopt.memory.models.example_batch import example_batch
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.optimizers.optimizer_memory import optimizer_memory, parameter_facts
 from hf_memopt.memory.recording import trace_cache
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.result import COMPONENTS, Estimate
+from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.memory.timeline import COMPONENTS
 from hf_memopt.recipes.presets import recipe
 from hf_memopt.techniques.freezing.freezing import freeze
 
@@ -44,9 +45,9 @@ peft_reads_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpoint
 
 
 @pytest.fixture(autouse=True)
-def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimate without a card also where there is one."""
-    monkeypatch.setattr(estimation, "gpu_at_hand", lambda: None)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimate without a GPU also where there is one."""
+    monkeypatch.setattr(estimation, "current_gpu", lambda: None)
 
 
 @pytest.fixture
@@ -489,12 +490,12 @@ def simulated_on_the_host(model: Any, *, batch_size: int, seq_len: int, optim: s
         compat.enable_checkpointing(loaded, {"use_reentrant": False})
     batch = example_batch(loaded, batch_size=batch_size, seq_len=seq_len)
     batch.pop("token_type_ids", None)
-    trace = record_step(loaded, batch, step, semantics=CudaSemantics(cuda=False))
+    trace = record_step(loaded, batch, step, semantics=HostSemantics())
     plan = ReplayPlan(
         optimizer=optimizer_memory(parameter_facts(loaded), optim, cuda=False),
         clipping=(),
         batches=step.gradient_accumulation_steps,
-        pieces=1,
+        micro_batches=1,
         workspaces=(),
     )
     return replay(trace, plan, PlainAllocator()).peak_allocated  # type: ignore[arg-type]
@@ -744,10 +745,10 @@ def test_torch_is_as_before_also_after_an_error() -> None:
     assert state() == before
 
 
-# ---- Cards ----------------------------------------------------------------------------------------------------------
+# ---- GPUs ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_card_decides_precision_fit_and_context() -> None:
+def test_a_gpu_decides_precision_fit_and_context() -> None:
     for name, precision in (("T4", "fp16"), ("P100", "fp16"), ("V100 16GB", "fp16"), ("RTX 3060 12GB", "bf16")):
         found = of_bert(gpu=name)
         assert (found.settings.precision, found.fits, found.gpu) == (precision, True, find_gpu(name))
@@ -755,63 +756,63 @@ def test_a_card_decides_precision_fit_and_context() -> None:
     assert of_bert(gpu="T4", precision="fp32").settings.precision == "fp32"
 
 
-def test_without_a_card_the_notes_say_what_is_assumed() -> None:
+def test_without_a_gpu_the_notes_say_what_is_assumed() -> None:
     found = of_bert()
     assert (found.gpu, found.fits, found.context_bytes, found.settings.precision) == (None, None, None, "fp32")
     assert found.notes == (
-        "no card named: kernels of compute capability 8.0, and the context is not in the total",
+        "no GPU given: kernels of compute capability 8.0, and the context is not in the total",
         "evaluation not included: give eval_batch_size",
     )
 
 
 def test_an_unknown_context_is_said() -> None:
-    card = dataclasses.replace(find_gpu("T4"), context_bytes=None)
-    found = of_bert(gpu=card, eval_batch_size=4)
+    gpu = dataclasses.replace(find_gpu("T4"), context_bytes=None)
+    found = of_bert(gpu=gpu, eval_batch_size=4)
     assert found.notes == ("the size of the CUDA context on T4 is unknown and not in the total",)
     assert found.total_bytes == found.peak_reserved_bytes
 
 
-def card_of(usable_bytes: int) -> Any:
+def gpu_of(usable_bytes: int) -> Any:
     return dataclasses.replace(find_gpu("T4"), usable_bytes=usable_bytes, context_bytes=0)
 
 
-def test_a_card_that_is_too_small_does_not_fit_and_the_need_is_told() -> None:
+def test_a_gpu_that_is_too_small_does_not_fit_and_the_need_is_told() -> None:
     unlimited = of_bert(gpu="T4")
-    found = of_bert(gpu=card_of(unlimited.peak_allocated_bytes - 1))
+    found = of_bert(gpu=gpu_of(unlimited.peak_allocated_bytes - 1))
     assert found.fits is False
     assert found.peak_allocated_bytes == unlimited.peak_allocated_bytes
     assert found.peak_allocated_bytes <= found.peak_reserved_bytes <= unlimited.peak_reserved_bytes
 
 
-def test_the_need_is_that_of_the_smallest_card_and_not_of_an_endless_one() -> None:
+def test_the_need_is_that_of_the_smallest_gpu_and_not_of_an_endless_one() -> None:
     evaluation = {"batch_size": 1, "seq_len": 64, "eval_batch_size": 16, "eval_batches": 60, "precision": "fp32"}
     config = tiny.llama_config(vocab_size=20_000)
-    endless = estimate(config, gpu=card_of(2**50), **evaluation)
+    endless = estimate(config, gpu=gpu_of(2**50), **evaluation)
     assert endless.peak_reserved_bytes > 3 * endless.peak_allocated_bytes  # every gathered tensor had its own block
-    small = estimate(config, gpu=card_of(2**30), **evaluation)
+    small = estimate(config, gpu=gpu_of(2**30), **evaluation)
     assert small.fits is False
     assert small.peak_allocated_bytes == endless.peak_allocated_bytes
     assert small.peak_reserved_bytes < 1.3 * small.peak_allocated_bytes
-    enough = estimate(config, gpu=card_of(small.peak_reserved_bytes), **evaluation)
+    enough = estimate(config, gpu=gpu_of(small.peak_reserved_bytes), **evaluation)
     assert enough.fits is True
-    retries = [note for note in (*small.notes, *enough.notes) if "gives unused blocks back" in note]
+    retries = [note for note in (*small.notes, *enough.notes) if "returns unused blocks" in note]
     assert [note.split(" the allocator")[0] for note in retries] == ["this total is enough because", "it fits because"]
 
 
-def test_a_card_on_which_the_allocator_must_give_back_fits_with_a_note() -> None:
+def test_a_gpu_on_which_the_allocator_must_give_back_fits_with_a_note() -> None:
     set_up = {"batch_size": 64, "attn_implementation": "eager"}
     unlimited = of_bert(gpu="T4", **set_up)
     for spare_bytes in range(2 * MIB, unlimited.peak_reserved_bytes - unlimited.peak_allocated_bytes, 2 * MIB):
-        found = of_bert(gpu=card_of(unlimited.peak_reserved_bytes - spare_bytes), **set_up)
+        found = of_bert(gpu=gpu_of(unlimited.peak_reserved_bytes - spare_bytes), **set_up)
         if found.fits:
             break
     assert found.fits is True
     assert found.peak_reserved_bytes < unlimited.peak_reserved_bytes
-    retried = [note for note in found.notes if "gives unused blocks back" in note]
+    retried = [note for note in found.notes if "returns unused blocks" in note]
     count = int(retried[0].split("driver ")[1].split()[0])
     assert count > 0
     assert retried == [
-        f"it fits because the allocator gives unused blocks back to the driver {count} time(s) in three steps, which "
+        f"it fits because the allocator returns unused blocks to the driver {count} time(s) in three steps, which "
         "costs time; PYTORCH_ALLOC_CONF=expandable_segments:True may avoid it"
     ]
 
@@ -832,11 +833,11 @@ def test_the_note_says_where_the_allocator_gives_back(
 
     monkeypatch.setattr(estimation, "replay", retried)
     assert of_bert(gpu="T4", eval_batch_size=4).notes == (
-        f"it fits because the allocator gives unused blocks back to the driver {places}, which costs time; "
+        f"it fits because the allocator returns unused blocks to the driver {places}, which costs time; "
         f"{compat.allocator_variable()}=expandable_segments:True may avoid it",
     )
     assert of_bert(gpu="T4", eval_batch_size=4, expandable_segments=True).notes == (
-        f"it fits because the allocator gives unused blocks back to the driver {places}, which costs time",
+        f"it fits because the allocator returns unused blocks to the driver {places}, which costs time",
     )
 
 
@@ -866,7 +867,7 @@ def test_a_dtype_that_is_not_the_modules_is_refused(tmp_path: Any) -> None:
         with pytest.raises(ValueError) as error:
             call()
         assert str(error.value) == (
-            "weights_dtype='bfloat16' is not that of the module given, whose weights are float32; expected 'float32'. "
+            "weights_dtype='bfloat16' is not that of the given module, whose weights are float32; expected 'float32'. "
             "Call: model.to(torch.bfloat16)"
         )
 
@@ -878,8 +879,8 @@ def test_16_bit_weights_under_the_gradient_scaler_are_refused_where_they_train(d
         estimate(tiny.bert_config(), **sizes)
     assert str(error.value) == (
         f"precision='fp16' trains bert.embeddings.word_embeddings.weight in {dtype}, whose gradients torch's scaler "
-        "refuses; expected float32 for what is trained. Pass weights_dtype='float32' (for a module: model.float()), or "
-        "precision='fp32'"
+        "refuses; expected float32 for trainable weights. Pass weights_dtype='float32' (for a module: model.float()), "
+        "or precision='fp32'"
     )
 
     def train_the_head_only(model: Any) -> None:
@@ -945,7 +946,7 @@ def test_arguments_are_read(tmp_path: Any, arguments: dict[str, Any], expected: 
 
 
 @pytest.mark.parametrize(("name", "precision"), [("fp16", "fp16"), ("tf32", "tf32")])
-def test_precision_that_only_a_card_accepts(tmp_path: Any, name: str, precision: str) -> None:
+def test_precision_that_only_a_gpu_accepts(tmp_path: Any, name: str, precision: str) -> None:
     args = tiny.arguments(tmp_path)
     setattr(args, name, True)
     assert estimate_from_arguments(tiny.bert_config(), args, 8).settings.precision == precision
@@ -983,8 +984,8 @@ def test_overrides_beat_the_arguments(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("torch_compile", True, "torch_compile=True: what the compiler fuses and saves is decided on the card"),
-        ("use_liger_kernel", True, "use_liger_kernel=True: its Triton kernels do not run without a card"),
+        ("torch_compile", True, "torch_compile=True: what the compiler fuses and saves is decided on the GPU"),
+        ("use_liger_kernel", True, "use_liger_kernel=True: its Triton kernels do not run without a GPU"),
         ("deepspeed", "zero2.json", "deepspeed='zero2.json': sharding over processes is not simulated"),
         ("fsdp", "full_shard", "fsdp='full_shard': sharding over processes is not simulated"),
         ("use_cache", True, "use_cache=True: a key-value cache in training is not simulated"),
@@ -1005,8 +1006,8 @@ def test_inputs_for_metrics_are_not_simulated(tmp_path: Any) -> None:
     with pytest.raises(NotEstimableError) as error:
         estimate_from_arguments(tiny.bert_config(), args, 8, eval_batch_size=4)
     assert str(error.value) == (
-        "not estimable: include_for_metrics=['loss', 'inputs']: inputs that gather on the card beside the logits are "
-        "not simulated"
+        "not estimable: include_for_metrics=['loss', 'inputs']: inputs that are gathered on the GPU besides the logits "
+        "are not simulated"
     )
 
 
@@ -1019,7 +1020,7 @@ def test_evaluation_in_16_bits_changes_nothing_while_training(tmp_path: Any, nam
     assert found.peak_reserved_bytes == expected.peak_reserved_bytes
     assert found.notes == (
         *expected.notes,
-        f"{name} changes nothing while training: the Trainer casts the weights for an evaluate() by itself only",
+        f"{name} changes nothing while training: the Trainer casts the weights only in an evaluate() outside train()",
     )
 
 
@@ -1063,25 +1064,25 @@ def test_a_recipe_and_its_overrides() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"batch_size": 0}, "batch_size=0 is not a count; expected an integer of 1 or more. Pass batch_size=1"),
-        ({"batch_size": True}, "batch_size=True is not a count; expected an integer of 1 or more. Pass batch_size=1"),
-        ({"seq_len": 0}, "seq_len=0 is not a count; expected an integer of 1 or more. Pass seq_len=1"),
+        ({"batch_size": 0}, "batch_size=0 is invalid; expected an integer of 1 or more. Pass batch_size=1"),
+        ({"batch_size": True}, "batch_size=True is invalid; expected an integer of 1 or more. Pass batch_size=1"),
+        ({"seq_len": 0}, "seq_len=0 is invalid; expected an integer of 1 or more. Pass seq_len=1"),
         (
             {"seq_len": 65},
             "seq_len=65 is beyond the positions of BertForSequenceClassification; expected 1 to 64. Pass seq_len=64",
         ),
         (
             {"seq_len": None},
-            "seq_len=None tells BertForSequenceClassification no length; expected tokens per row. Pass seq_len=128",
+            "seq_len=None is missing for BertForSequenceClassification; expected tokens per row. Pass seq_len=128",
         ),
         (
             {"gradient_release": True},
-            "gradient_release=True, max_grad_norm=1.0 cannot work together: the global norm is known only when the "
-            "first gradients are gone; expected one of the two. Pass max_grad_norm=0, or gradient_release=False",
+            "gradient_release=True, max_grad_norm=1.0 are incompatible: the global norm is known only when the "
+            "first gradients are gone; expected only one of them. Pass max_grad_norm=0, or gradient_release=False",
         ),
         (
             {"precision": "fp8"},
-            "precision='fp8' is unknown; expected one of 'auto', 'fp32', 'tf32', 'bf16', 'fp16'. Did you mean 'fp32'? "
+            "precision='fp8' is invalid; expected 'auto', 'fp32', 'tf32', 'bf16' or 'fp16'. Did you mean 'fp32'? "
             "Pass precision='auto'",
         ),
     ],
@@ -1093,12 +1094,12 @@ def test_bad_input(changed: dict[str, Any], message: str) -> None:
     assert str(error.value) == message
 
 
-def test_gradient_release_with_the_precision_of_the_card_is_refused_as_with_fp16() -> None:
+def test_gradient_release_with_the_precision_of_the_gpu_is_refused_as_with_fp16() -> None:
     with pytest.raises(ValueError) as error:
         estimate(tiny.bert_config(), batch_size=2, seq_len=8, gpu="T4", gradient_release=True, max_grad_norm=0)
     assert str(error.value) == (
-        "gradient_release=True, precision='fp16' cannot work together: the gradient scaler looks at all gradients at "
-        "once; expected one of the two. Pass precision='bf16', or gradient_release=False"
+        "gradient_release=True, precision='fp16' are incompatible: the gradient scaler looks at all gradients at "
+        "once; expected only one of them. Pass precision='bf16', or gradient_release=False"
     )
 
 
@@ -1125,14 +1126,14 @@ def test_a_model_without_head_is_refused() -> None:
     with pytest.raises(ValueError) as error:
         estimate(transformers.BertModel(tiny.bert_config()), batch_size=2, seq_len=8)
     assert str(error.value) == (
-        "model=<BertModel> has no head whose batch is known here; expected one of transformers' for 'speech-seq2seq', "
+        "model=<BertModel> has no head whose batch is known; expected one of transformers' for 'speech-seq2seq', "
         "'seq2seq', 'causal-lm', 'masked-lm', 'sequence-classification', 'token-classification', 'question-answering', "
         "'multiple-choice', 'image-classification'. Load the model with its head, for example: "
         "AutoModelForSequenceClassification.from_pretrained(...)"
     )
 
 
-def test_an_unknown_card_lists_the_known_ones() -> None:
+def test_an_unknown_gpu_lists_the_known_ones() -> None:
     with pytest.raises(ValueError) as expected:
         find_gpu("RTX 3065")
     with pytest.raises(ValueError) as error:
@@ -1176,7 +1177,7 @@ def test_settings_that_cannot_be_simulated_say_why() -> None:
     with pytest.raises(NotEstimableError) as error:
         of_bert(optim="adamw_torch_xla")
     assert str(error.value) == (
-        "not estimable: optim='adamw_torch_xla': it runs on XLA devices; expected an optimizer for CUDA cards. "
+        "not estimable: optim='adamw_torch_xla': it runs on XLA devices; expected an optimizer for CUDA GPUs. "
         "Pass optim='adamw_torch_fused'"
     )
 

@@ -49,7 +49,7 @@ def test_cross_attention_over_other_tokens() -> None:
     assert out.shape == (BATCH, SEQ, HEADS, WIDTH)
 
 
-def births(mask: torch.Tensor | None, **options: Any) -> list[int]:
+def allocations(mask: torch.Tensor | None, **options: Any) -> list[int]:
     """Return the sizes of what one call allocates and keeps for its backward pass."""
     inputs = tensors()
     tracker = StorageTracker()
@@ -68,14 +68,14 @@ TENSOR_BYTES = BATCH * SEQ * HEADS * WIDTH * 2
 
 
 def test_without_padding_output_and_one_number_per_row_are_kept() -> None:
-    kept = births(None)
+    kept = allocations(None)
     assert kept.count(TENSOR_BYTES) == 1
     assert BATCH * HEADS * SEQ * 4 in kept
     assert sum(kept) < 1.5 * TENSOR_BYTES
 
 
 def test_with_padding_the_gathered_copies_are_kept_too() -> None:
-    kept = births(torch.empty(BATCH, SEQ, dtype=torch.int64, device="meta"))
+    kept = allocations(torch.empty(BATCH, SEQ, dtype=torch.int64, device="meta"))
     assert kept.count(TENSOR_BYTES) == 5  # query, key, value, the kernel's output, what it is scattered into
     assert BATCH * SEQ * 8 in kept  # the indices
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+import host_semantics
 import pytest
 import torch
 import torch.nn.functional as F
 from blocks import A100, BF16, FP32, H100, RTX_3090, T4, Blocks, empty, header
+from host_semantics import CPU_LISTS
 
 from hf_memopt.memory.cuda import autocast_lists
 from hf_memopt.memory.cuda import kernel_buffers as kernels
@@ -233,7 +235,6 @@ CUDA_LISTS = (
     autocast_lists.PROMOTE,
     ("binary_cross_entropy",),  # raises
 )
-CPU_LISTS = (autocast_lists.CPU_LOWER_PRECISION, autocast_lists.CPU_FLOAT32, autocast_lists.CPU_PROMOTE)
 
 
 @pytest.mark.parametrize(("key", "lists"), [("AutocastCUDA", CUDA_LISTS), ("AutocastCPU", CPU_LISTS)])
@@ -276,11 +277,11 @@ def test_autocast_on_the_cpu_follows_the_lists(
 ) -> None:
     with torch.autocast("cpu", dtype=BF16):
         assert call(torch.zeros(4, 4, dtype=BF16)).dtype is dtype
-    policies = {BF16: autocast_lists.CPU_LOWER_PRECISION, FP32: autocast_lists.CPU_FLOAT32 + autocast_lists.CPU_PROMOTE}
+    policies = {BF16: host_semantics.CPU_LOWER_PRECISION, FP32: host_semantics.CPU_FLOAT32 + host_semantics.CPU_PROMOTE}
     assert not name or name in policies[dtype]
 
 
-# ---- on a card
+# ---- on a GPU
 
 
 def measured_blocks(run: Callable[[], object]) -> int:
@@ -298,7 +299,7 @@ def measured_blocks(run: Callable[[], object]) -> int:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ["bias", "mean", "embedding", "foreach_norm", "index_put"])
-def test_blocks_are_those_of_the_card(case: str) -> None:
+def test_blocks_are_those_of_the_gpu(case: str) -> None:
     device = torch.cuda.get_device_properties(0)
     indices = torch.randint(30522, (32, 128), device="cuda")
     source = torch.ones(4096, 4096, device="cuda")

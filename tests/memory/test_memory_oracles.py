@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from host_semantics import HostSemantics
 from torch.distributed._tools.mem_tracker import MemTracker  # private package: an oracle of this test only
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,11 +108,11 @@ def checkpointed(model: Any, settings: StepSettings) -> Any:
     return model
 
 
-class RealAutocast(CudaSemantics):
+class RealAutocast(HostSemantics):
     """Torch's own autocast of the CPU in place of the emulated one."""
 
     def __init__(self, settings: StepSettings, tracker: StorageTracker) -> None:
-        super().__init__(cuda=False, tracker=tracker)
+        super().__init__(tracker=tracker)
         self._real = {"dtype": autocast_dtype(settings.precision), "cache_enabled": settings.autocast_cache}
 
     @contextmanager
@@ -137,8 +138,8 @@ def record(
     if prepare is not None:
         model = prepare(model) or model
     tracker = StorageTracker(device_type=device)
-    semantics: CudaSemantics = CudaSemantics(
-        cuda=cuda, autocast=autocast_dtype(settings.precision), cache=settings.autocast_cache, tracker=tracker
+    semantics: CudaSemantics = (CudaSemantics if cuda else HostSemantics)(
+        autocast=autocast_dtype(settings.precision), cache=settings.autocast_cache, tracker=tracker
     )
     if real_autocast:
         semantics = RealAutocast(settings, tracker)
@@ -365,7 +366,7 @@ def test_onednn_takes_little_for_itself(family: str, attention: str, checkpointi
 
 
 def test_random_state_that_checkpointing_keeps_is_the_hosts() -> None:
-    """The CPU's random state of every checkpoint: no operator makes it, and with a card it lies on the host as well."""
+    """The CPU's random state of every checkpoint: no operator makes it, and with a GPU it lies on the host as well."""
     kept, dropped = (
         allocator_peak("bert", StepSettings(precision="fp32", checkpointing={"preserve_rng_state": keep}), "sdpa")
         for keep in (True, False)
@@ -436,9 +437,7 @@ def test_composites_allocate_under_emulated_autocast_what_they_do_under_the_real
         tracker = StorageTracker(device_type="cpu")
         step = StepSettings(precision="bf16")
         semantics = (
-            RealAutocast(step, tracker)
-            if kind == "real"
-            else CudaSemantics(cuda=False, autocast=torch.bfloat16, tracker=tracker)
+            RealAutocast(step, tracker) if kind == "real" else HostSemantics(autocast=torch.bfloat16, tracker=tracker)
         )
         with recording(tracker, semantics):
             with semantics.autocast_region():

@@ -77,7 +77,7 @@ PUBLISHED = {
     "whisper-large-v3-turbo": ("all", 808_878_080),
 }
 # In millions, rounded as the papers' tables (RoBERTa, ELECTRA, DeBERTa-v3: 304 + 131 of the embedding, ModernBERT, ViT,
-# DistilBERT, GPT-2), the model cards (MiniLM, Qwen3, Phi-3.5), the README of MacBERT and the announcement of Mistral 7B
+# DistilBERT, GPT-2), the model GPUs (MiniLM, Qwen3, Phi-3.5), the README of MacBERT and the announcement of Mistral 7B
 # give it; XLM-R, T5 and ALBERT as keras-hub's presets do.
 ROUNDED = {
     "all-MiniLM-L6-v2": 22.7,
@@ -507,7 +507,7 @@ def test_compiled_models_are_not_estimable(change: Any, what: str, fix: str) -> 
     with pytest.raises(NotEstimableError) as error:
         load_model(change(tiny.bert()))
     assert str(error.value) == (
-        f"not estimable: model={what}: what the compiler fuses and saves is decided on the card; expected a module "
+        f"not estimable: model={what}: what the compiler fuses and saves is decided on the GPU; expected a module "
         f"that runs as it is written. {fix}"
     )
 
@@ -553,8 +553,8 @@ def test_module_that_cannot_be_copied_is_not_estimable() -> None:
     with pytest.raises(NotEstimableError) as error:
         load_model(model)
     assert str(error.value) == (
-        "not estimable: model=<BertForSequenceClassification> holds what cannot be copied (cannot pickle 'generator' "
-        "object); expected a module that copy.deepcopy takes. Pass model.config"
+        "not estimable: model=<BertForSequenceClassification> holds an object that cannot be copied (cannot pickle "
+        "'generator' object); expected a module that copy.deepcopy takes. Pass model.config"
     )
 
 
@@ -639,11 +639,11 @@ def test_entries_of_the_other_heads() -> None:
 
 def test_cut_batch_takes_the_first_rows_as_views() -> None:
     batch = {"input_ids": torch.arange(12).reshape(4, 3), "scale": torch.ones(1), "labels": torch.arange(4)}
-    piece = cut_batch(batch, 4, 3)
-    assert piece["input_ids"].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert piece["labels"].tolist() == [0, 1, 2]
-    assert piece["scale"] is batch["scale"]
-    assert piece["input_ids"].untyped_storage().data_ptr() == batch["input_ids"].untyped_storage().data_ptr()
+    rows = cut_batch(batch, 4, 3)
+    assert rows["input_ids"].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert rows["labels"].tolist() == [0, 1, 2]
+    assert rows["scale"] is batch["scale"]
+    assert rows["input_ids"].untyped_storage().data_ptr() == batch["input_ids"].untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -723,7 +723,7 @@ def test_unknown_name_tells_why_and_lists_the_nearest(
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        (errors.RepositoryNotFoundError, "and the hub has no such repository, or not for you"),
+        (errors.RepositoryNotFoundError, "and the hub has no such repository, or you have no access to it"),
         (errors.GatedRepoError, "and on the hub it is gated: accept its licence there and log in with hf auth login"),
         (errors.RemoteEntryNotFoundError, "and its repository on the hub has no config.json"),
         (errors.HfHubHTTPError, "and the hub failed (no)"),
@@ -964,7 +964,7 @@ def test_name_that_no_file_can_have_is_refused() -> None:
     with pytest.raises(ValueError) as error:
         load_model(name)
     assert str(error.value) == (
-        f"model={name!r} cannot be looked up (File name too long); expected a name, or a folder that may be read. "
+        f"model={name!r} cannot be looked up (File name too long); expected a name, or a readable folder. "
         "Pass model='bert-base-uncased'"
     )
 
@@ -976,8 +976,8 @@ def test_size_of_a_configuration_that_no_batch_can_have_is_refused(size: int) ->
     with pytest.raises(ValueError) as error:
         example_batch(model, batch_size=2, seq_len=None)
     assert str(error.value) == (
-        f"batch=<tensor of shape (2, 3, {size}, {size})> cannot be made; expected sizes of 1 or more, and below 2**63 "
-        "bytes in all. Correct the configuration, or pass a smaller batch_size"
+        f"batch=<tensor of shape (2, 3, {size}, {size})> cannot be created; expected sizes of 1 or more, and below "
+        "2**63 bytes in total. Correct the configuration, or pass a smaller batch_size"
     )
 
 
@@ -993,26 +993,26 @@ BERT_TASKS = (
         (
             lambda: _config("bert", architectures=["BertModel"]),
             {},
-            "architectures=['BertModel'] is no head with a loss and a batch known here; expected one for "
+            "architectures=['BertModel'] is not a head with a known loss and batch; expected one for "
             f"{BERT_TASKS}. Pass task='sequence-classification'",
         ),
         (
             lambda: _config("bert", architectures=["BertForNextSentencePrediction"]),
             {},
-            "architectures=['BertForNextSentencePrediction'] is no head with a loss and a batch known here; expected "
+            "architectures=['BertForNextSentencePrediction'] is not a head with a known loss and batch; expected "
             f"one for {BERT_TASKS}. Pass task='sequence-classification'",
         ),
         (
             lambda: transformers.VitsConfig(),
             {},
-            "model_type='vits' has no head whose batch is known here; expected a model type with one of "
+            "model_type='vits' has no head whose batch is known; expected a model type with one of "
             f"{', '.join(map(repr, TASKS))}. Pass a configuration of such a type",
         ),
         (
             lambda: _config("bert"),
             {"task": "seq2seq"},
-            f"task='seq2seq' has no head for model_type='bert'; expected one of {BERT_TASKS}. Leave task out for the "
-            "usual one",
+            f"task='seq2seq' has no head for model_type='bert'; expected one of {BERT_TASKS}. Remove task for "
+            "the usual one",
         ),
         (
             lambda: _config("bert"),
@@ -1038,7 +1038,7 @@ def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(TypeError) as error:
         load_model(3)  # type: ignore[arg-type]
     assert str(error.value) == (
-        "model=<int> is nothing to build from; expected an nn.Module, a PretrainedConfig, or the name of a model or a "
+        "model=<int> cannot be loaded; expected an nn.Module, a PretrainedConfig, or the name of a model or a "
         "folder. Pass model='bert-base-uncased'"
     )
 
@@ -1075,19 +1075,17 @@ def test_registered_attention_passes() -> None:
 def test_batch_size_that_is_no_count_is_refused(value: Any) -> None:
     with pytest.raises(ValueError) as error:
         example_batch(load_model(_config("bert")).model, batch_size=value, seq_len=8)
-    assert str(error.value) == (
-        f"batch_size={value!r} is not a count; expected an integer of 1 or more. Pass batch_size=1"
-    )
+    assert str(error.value) == (f"batch_size={value!r} is invalid; expected an integer of 1 or more. Pass batch_size=1")
 
 
 @pytest.mark.parametrize(
     ("model_type", "settings", "message"),
     [
-        ("bert", {"seq_len": 0}, "seq_len=0 is not a count; expected an integer of 1 or more. Pass seq_len=1"),
+        ("bert", {"seq_len": 0}, "seq_len=0 is invalid; expected an integer of 1 or more. Pass seq_len=1"),
         (
             "bert",
             {"seq_len": None},
-            "seq_len=None tells BertForSequenceClassification no length; expected tokens per row. Pass seq_len=128",
+            "seq_len=None is missing for BertForSequenceClassification; expected tokens per row. Pass seq_len=128",
         ),
         (
             "bert",
@@ -1104,7 +1102,7 @@ def test_batch_size_that_is_no_count_is_refused(value: Any) -> None:
             "bert",
             {"seq_len": 8, "labels_length": 8},
             "labels_length=8 has no meaning for BertForSequenceClassification; expected None for all but "
-            "encoder-decoders. Leave labels_length out",
+            "encoder-decoders. Remove labels_length",
         ),
         (
             "bart",
@@ -1124,14 +1122,14 @@ def test_head_of_ones_own_is_refused() -> None:
     with pytest.raises(ValueError) as error:
         example_batch(nn.Linear(2, 2), batch_size=2, seq_len=8)
     assert str(error.value) == (
-        "model=<Linear> has no head whose batch is known here; expected one of transformers' for "
+        "model=<Linear> has no head whose batch is known; expected one of transformers' for "
         f"{', '.join(map(repr, TASKS))}. Load the model with its head, for example: "
         "AutoModelForSequenceClassification.from_pretrained(...)"
     )
 
 
 def test_base_model_without_a_head_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^model=<BertModel> has no head whose batch is known here; "):
+    with pytest.raises(ValueError, match=r"^model=<BertModel> has no head whose batch is known; "):
         example_batch(load_model(transformers.BertModel(tiny.bert_config())).model, batch_size=2, seq_len=8)
 
 
@@ -1140,8 +1138,8 @@ def test_image_size_that_a_configuration_does_not_tell_is_asked_for() -> None:
     with pytest.raises(ValueError) as error:
         example_batch(model, batch_size=2, seq_len=None)
     assert str(error.value) == (
-        "image_size=None, num_channels=3 of ResNetForImageClassification tell no shape of an image; expected integers. "
-        "Set: model.config.image_size = 224; model.config.num_channels = 3"
+        "image_size=None, num_channels=3 of ResNetForImageClassification are not the shape of an image; expected "
+        "integers. Set: model.config.image_size = 224; model.config.num_channels = 3"
     )
     model.config.image_size = 64
     assert _shapes(example_batch(model, batch_size=2, seq_len=None))["pixel_values"] == ((2, 3, 64, 64), FLOATS)
@@ -1150,7 +1148,7 @@ def test_image_size_that_a_configuration_does_not_tell_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (0, "rows=0 is not a count; expected an integer of 1 or more. Pass rows=1"),
+        (0, "rows=0 is invalid; expected an integer of 1 or more. Pass rows=1"),
         (5, "rows=5 is more than the batch has; expected 1 to batch_size=4. Pass rows=4"),
     ],
 )

@@ -85,29 +85,29 @@ PACKAGES = {  # what runs only where a further package is installed, and its dis
     "apollo": ("apollo_torch", "apollo-torch"),
 }
 NOT_ESTIMABLE = {
-    "adamw_torch_xla": "it runs on XLA devices; expected an optimizer for CUDA cards. Pass optim='adamw_torch_fused'",
+    "adamw_torch_xla": "it runs on XLA devices; expected an optimizer for CUDA GPUs. Pass optim='adamw_torch_fused'",
     "adamw_torch_npu_fused": (
-        "it runs on Ascend NPUs; expected an optimizer for CUDA cards. Pass optim='adamw_torch_fused'"
+        "it runs on Ascend NPUs; expected an optimizer for CUDA GPUs. Pass optim='adamw_torch_fused'"
     ),
     "adamw_anyprecision": (
         "it needs torchdistx, which is archived and does not load with today's torch; expected an optimizer that can "
         "run. Pass optim='adamw_torch_fused'"
     ),
     "adamw_torch_4bit": (
-        "torchao compiles its step, and the compiler alone decides which temporaries there are; expected an optimizer "
-        "whose step is known. Pass optim='adamw_bnb_8bit'"
+        "torchao compiles its step, and its temporaries are decided by the compiler; expected an optimizer whose step "
+        "is known. Pass optim='adamw_bnb_8bit'"
     ),
     "adamw_torch_8bit": (
-        "torchao compiles its step, and the compiler alone decides which temporaries there are; expected an optimizer "
-        "whose step is known. Pass optim='adamw_bnb_8bit'"
+        "torchao compiles its step, and its temporaries are decided by the compiler; expected an optimizer whose step "
+        "is known. Pass optim='adamw_bnb_8bit'"
     ),
     "galore_adamw_8bit": (
-        "galore-torch 1.0 hands bitsandbytes 0.50 arguments of a former version (percentile_clipping=100 arrives as "
-        "max_unorm); expected an optimizer that runs as meant. Pass optim='galore_adamw'"
+        "galore-torch 1.0 passes bitsandbytes 0.50 arguments of an older version (percentile_clipping=100 arrives "
+        "as max_unorm); expected an optimizer that runs as intended. Pass optim='galore_adamw'"
     ),
     "galore_adamw_8bit_layerwise": (
-        "galore-torch 1.0 hands bitsandbytes 0.50 arguments of a former version (percentile_clipping=100 arrives as "
-        "max_unorm); expected an optimizer that runs as meant. Pass optim='galore_adamw_layerwise'"
+        "galore-torch 1.0 passes bitsandbytes 0.50 arguments of an older version (percentile_clipping=100 arrives "
+        "as max_unorm); expected an optimizer that runs as intended. Pass optim='galore_adamw_layerwise'"
     ),
     "galore_adafactor_layerwise": (
         "stock Trainer cannot build it (it passes a learning rate and leaves relative_step=True); expected an "
@@ -119,7 +119,7 @@ WARNINGS = [
     "ignore:Paged optimizers are not supported on CPU:UserWarning",  # bitsandbytes: falls back to unpaged, as wanted
     "ignore:This implementation of AdamW is deprecated:FutureWarning",  # galore_torch 1.0 about itself
     "ignore:.*torch.cuda.amp.autocast:FutureWarning",  # grokadamw 0.1.2
-    "ignore:CUDA is not available or torch_xla is imported:UserWarning",  # the same, without a card
+    "ignore:CUDA is not available or torch_xla is imported:UserWarning",  # the same, without a GPU
 ]
 pytestmark = [pytest.mark.filterwarnings(text) for text in WARNINGS]
 
@@ -293,10 +293,10 @@ def test_embedding_bits_are_those_of_the_technique(optim: str, bits: int, tmp_pa
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith(("stable", "grok"))])
-def test_a_card_holds_what_a_cpu_holds_but_for_what_is_on_the_host(case: str) -> None:
+def test_a_gpu_holds_what_a_cpu_holds_but_for_what_is_on_the_host(case: str) -> None:
     model = models(torch.float32)["bert"]
-    on_card, on_cpu = estimated(model, case, cuda=True), estimated(model, case, cuda=False)
-    assert on_card.state_bytes + on_card.host_state_bytes == on_cpu.state_bytes
+    on_gpu, on_cpu = estimated(model, case, cuda=True), estimated(model, case, cuda=False)
+    assert on_gpu.state_bytes + on_gpu.host_state_bytes == on_cpu.state_bytes
 
 
 @pytest.mark.parametrize(
@@ -314,14 +314,14 @@ def test_a_card_holds_what_a_cpu_holds_but_for_what_is_on_the_host(case: str) ->
         ("lomo", (), 0),
     ],
 )
-def test_what_is_on_the_card(optim: str, state: tuple[int, ...], host_state_bytes: int) -> None:
+def test_what_is_on_the_gpu(optim: str, state: tuple[int, ...], host_state_bytes: int) -> None:
     parameters = [ParameterFacts("a", (100_000,), 4, False), ParameterFacts("b", (99_999,), 4, False)]
     memory = optimizer_memory(parameters, optim)
     assert (memory.state, memory.host_state_bytes) == (state, host_state_bytes)
 
 
 def test_paged_state_begins_at_100_000_elements() -> None:
-    """Pins the bound where nothing is paged without a card: bitsandbytes 0.50.0 and 0.50.2."""
+    """Pins the bound where nothing is paged without a GPU: bitsandbytes 0.50.0 and 0.50.2."""
     assert "p.numel() < 1e5" in inspect.getsource(Optimizer8bit.get_state_buffer)
     assert "p.numel() < 1e5" in inspect.getsource(AdEMAMix._get_state_double_buffer)
 
@@ -346,11 +346,11 @@ def measured_step(model: nn.Module, optimizer: Any) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["bert", "llama"])
 @pytest.mark.parametrize("case", FOREACH)
-def test_foreach_step_of_a_card(case: str, name: str, dtype: torch.dtype, tmp_path: Any, monkeypatch: Any) -> None:
+def test_foreach_step_of_a_gpu(case: str, name: str, dtype: torch.dtype, tmp_path: Any, monkeypatch: Any) -> None:
     model = models(dtype)[name]
     optimizer = stepped(model, case, tmp_path, monkeypatch)
     for group in optimizer.param_groups:
-        group["foreach"] = not group.get("fused")  # the default on a card
+        group["foreach"] = not group.get("fused")  # the default on a GPU
     assert abs(measured_step(model, optimizer) - peak(estimated(model, case).step)) <= SCALARS_BYTES
 
 
@@ -540,7 +540,7 @@ TARGET = ParameterFacts("layer.weight", (8, 4), 4, False, is_linear=True)
         (
             "galore_adamw",
             {},
-            "optim_target_modules=None names no module, and optim='galore_adamw' needs some; expected names, a regular "
+            "optim_target_modules=None names no module, which optim='galore_adamw' needs; expected names, a regular "
             "expression or 'all-linear'. Pass optim_target_modules='all-linear'",
         ),
         (
@@ -552,7 +552,7 @@ TARGET = ParameterFacts("layer.weight", (8, 4), 4, False, is_linear=True)
         (
             "galore_adamw",
             {"target_modules": "all-linear", "optim_args": "proj_type=up"},
-            "optim_args='proj_type=up' is no projection; expected std, reverse_std, left, right or full. "
+            "optim_args='proj_type=up' is not a projection; expected std, reverse_std, left, right or full. "
             "Pass optim_args='proj_type=std'",
         ),
         (
@@ -564,14 +564,13 @@ TARGET = ParameterFacts("layer.weight", (8, 4), 4, False, is_linear=True)
         (
             "sgd",
             {"optim_args": "momentum"},
-            "optim_args='momentum' cannot be read at 'momentum'; expected name=value pairs, commas between them. "
+            "optim_args='momentum' cannot be parsed at 'momentum'; expected name=value pairs, separated by commas. "
             "Pass, for example, optim_args='rank=64,update_proj_gap=100'",
         ),
         (
             "sgd",
             {"optim_args": "momentum=much"},
-            "optim_args='momentum=much' is not a number; expected one after the sign of equality. "
-            "Pass optim_args='momentum=0'",
+            "optim_args='momentum=much' is not a number; expected a number after '='. Pass optim_args='momentum=0'",
         ),
     ],
 )

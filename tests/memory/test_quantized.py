@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
 ]
 
-# multiprocessors and compute capability of a card that never chooses the fused kernel above 4 rows of 16 bits
+# multiprocessors and compute capability of a GPU that never chooses the fused kernel above 4 rows of 16 bits
 UNFUSED = (20, 11, 0)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -108,7 +108,7 @@ class Native:
         return function
 
 
-def cuda_kernels(card: tuple[int, int, int] = UNFUSED) -> dict[str, Callable[..., Any]]:
+def cuda_kernels(gpu: tuple[int, int, int] = UNFUSED) -> dict[str, Callable[..., Any]]:
     """Return bitsandbytes' CUDA kernels, the Python around the native code, by the name of their operation."""
     kernels: dict[str, Callable[..., Any]] = {}
 
@@ -129,7 +129,7 @@ def cuda_kernels(card: tuple[int, int, int] = UNFUSED) -> dict[str, Callable[...
     ):
         exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
     module.CUBLAS_Context = mock.MagicMock()  # type: ignore[attr-defined]
-    module._gpu_dispatch_props = lambda _: card  # type: ignore[attr-defined]
+    module._gpu_dispatch_props = lambda _: gpu  # type: ignore[attr-defined]
     return kernels
 
 
@@ -270,7 +270,7 @@ def test_4bit_saved_bytes_are_those_of_the_cpu(dtype, nested):
         assert (peaks_here, events_here) == (peaks, events)
 
 
-CARDS = {
+GPU_CASES = {
     "T4": (40, 7, 5),
     "V100": (80, 7, 0),
     "A100": (108, 8, 0),
@@ -282,9 +282,9 @@ CARDS = {
 }
 
 
-@pytest.mark.parametrize("card", CARDS)
-def test_4bit_never_counts_less_than_a_card_takes(card):
-    kernels = cuda_kernels(CARDS[card])
+@pytest.mark.parametrize("gpu", GPU_CASES)
+def test_4bit_never_counts_less_than_a_gpu_takes(gpu):
+    kernels = cuda_kernels(GPU_CASES[gpu])
     linear = quantized_linear((128, 512), weight_dtype=torch.float16)
     for rows, dtype in itertools.product((4, 5, 8, 200, 1537), (torch.float16, torch.float32)):
         kernels["gemm_4bit"].__globals__["_gemm_4bit_use_custom_cuda"].cache_clear()
@@ -565,7 +565,7 @@ def test_other_quantised_modules_are_not_estimable(module, name):
     with pytest.raises(NotEstimableError) as error:
         stand_in(module)
     assert str(error.value) == (
-        f"not estimable: {name} has operations whose bytes are not known without a card; expected linears of "
+        f"not estimable: {name} has operations whose memory is unknown; expected linears of "
         "bitsandbytes or none that are quantised. Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
     )
 

@@ -53,7 +53,7 @@ def test_sum_of_other_types_copies_first() -> None:
     assert hidden_bytes(aten.sum.dim_IntList, (logits, [-1]), {"dtype": FP32}, out, A100) == ()
 
 
-def test_card_without_a_count_is_the_largest_of_its_capability() -> None:
+def test_gpu_without_a_count_is_the_largest_of_its_capability() -> None:
     args = (empty(4096, 4096), [0])
     known = hidden_bytes(aten.sum.dim_IntList, args, {}, empty(4096), A100, multiprocessors=108)
     assert hidden_bytes(aten.sum.dim_IntList, args, {}, empty(4096), A100) == known

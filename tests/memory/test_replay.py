@@ -14,9 +14,9 @@ import pytest
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
 from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan, replay
 from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
-from hf_memopt.memory.recording.step import MicroBatch, StepTrace
-from hf_memopt.memory.result import COMPONENTS
+from hf_memopt.memory.recording.step import RecordedPass, StepTrace
 from hf_memopt.memory.storage_tracker import StorageTracker
+from hf_memopt.memory.timeline import COMPONENTS
 
 BLOCK = 512
 LETTERS = dict(zip("WGSALTCI", COMPONENTS, strict=True))  # C: cuBLAS, the workspace
@@ -24,23 +24,23 @@ NO_LOGITS_SEQUENCES = range(0)
 
 
 class Script:
-    """A tracker's record written by hand: ``born`` and ``died`` in the order of a run, sizes in blocks."""
+    """A tracker's record written by hand: ``allocated`` and ``freed`` in the order of a run, sizes in blocks."""
 
     def __init__(self) -> None:
         self.tracker = StorageTracker()
         self.tracker.modules += ["encoder", "head"]
 
-    def born(self, blocks: int, *, sequence: int = 0, module: str = "") -> int:
+    def allocated(self, blocks: int, *, sequence: int = 0, module: str = "") -> int:
         tracker = self.tracker
         number = len(tracker.sizes)
         tracker.sizes.append(blocks * BLOCK)
-        tracker.births.append(self.now)
+        tracker.allocated_at.append(self.now)
         tracker.sequences.append(sequence)
         tracker.places.append(tracker.modules.index(module))
         tracker.events.append((number, blocks * BLOCK))
         return number
 
-    def died(self, *numbers: int) -> None:
+    def freed(self, *numbers: int) -> None:
         for number in numbers:
             self.tracker.events.append((number, -self.tracker.sizes[number]))
 
@@ -52,28 +52,30 @@ class Script:
 def accumulating_trace(*, micro_batches: int = 2, module: str = "") -> StepTrace:
     """Return a step of one weight (10): per micro-batch an activation (5), a temporary (3), logits (4), a loss (1)."""
     script = Script()
-    weight, batch = script.born(10), script.born(2)
+    weight, batch = script.allocated(10), script.allocated(2)
     trace = StepTrace(script.tracker, weights=(weight,), inputs=(batch,))
     for index in range(micro_batches):
         start = script.now
-        activation, temporary = script.born(5), script.born(3)
-        script.died(temporary)
+        activation, temporary = script.allocated(5), script.allocated(3)
+        script.freed(temporary)
         logits_event = script.now
-        logits, loss = script.born(4, sequence=7), script.born(1, sequence=8)
+        logits, loss = script.allocated(4, sequence=7), script.allocated(1, sequence=8)
         forward_end = script.now
-        of_logits = script.born(4, sequence=8)
-        gradient = script.born(10, sequence=3, module=module)
-        script.died(of_logits)
+        of_logits = script.allocated(4, sequence=8)
+        gradient = script.allocated(10, sequence=3, module=module)
+        script.freed(of_logits)
         if index:
-            script.died(gradient)  # it was added to the first
+            script.freed(gradient)  # it was added to the first
         else:
             trace.gradients = (gradient,)
-        product = script.born(6, sequence=3, module=module)
-        script.died(activation, product)
+        product = script.allocated(6, sequence=3, module=module)
+        script.freed(activation, product)
         end = script.now
-        script.died(logits, loss)
-        trace.micro_batches.append(MicroBatch(start, forward_end, end, frozenset({logits}), logits_event, range(7, 9)))
-    script.died(*trace.gradients)
+        script.freed(logits, loss)
+        trace.micro_batches.append(
+            RecordedPass(start, forward_end, end, frozenset({logits}), logits_event, range(7, 9))
+        )
+    script.freed(*trace.gradients)
     return trace
 
 
@@ -94,7 +96,7 @@ def plan(**changed: Any) -> ReplayPlan:
         "optimizer": OPTIMIZER,
         "clipping": (BLOCK, 2 * BLOCK),
         "batches": 1,
-        "pieces": 1,
+        "micro_batches": 1,
         "workspaces": (8 * BLOCK, 9 * BLOCK),
     }
     return ReplayPlan(**{**usual, **changed})
@@ -160,7 +162,7 @@ def test_phases_and_steps_of_the_timeline() -> None:
     assert [(timeline[start], step) for start, step in found.timeline.steps] == [("+I2", 1), ("+I2", 2), ("+I2", 3)]
 
 
-@pytest.mark.parametrize("cut", [{"batches": 2}, {"pieces": 2}], ids=["accumulated", "cut"])
+@pytest.mark.parametrize("cut", [{"batches": 2}, {"micro_batches": 2}], ids=["accumulated", "cut"])
 def test_two_micro_batches_add_gradients(cut: dict[str, int]) -> None:
     inputs = ["+I2"] * cut.get("batches", 1)
     found, timeline = played(accumulating_trace(), plan(**cut))
@@ -171,7 +173,7 @@ def test_two_micro_batches_add_gradients(cut: dict[str, int]) -> None:
     assert found.peak_allocated == max(sums(timeline)) * BLOCK
 
 
-@pytest.mark.parametrize("cut", [{"batches": 5}, {"pieces": 5}, {"batches": 3, "pieces": 4}])
+@pytest.mark.parametrize("cut", [{"batches": 5}, {"micro_batches": 5}, {"batches": 3, "micro_batches": 4}])
 def test_further_micro_batches_repeat_the_second_and_hold_their_inputs(cut: dict[str, int]) -> None:
     _, timeline = played(accumulating_trace(), plan(**cut))
     inputs = ["+I2"] * cut.get("batches", 1)
@@ -205,11 +207,11 @@ def test_one_workspace_and_none() -> None:
 
 def test_storages_without_bytes_take_no_event() -> None:
     script = Script()
-    weight = script.born(0)
-    empty = script.born(0)
-    script.died(empty)
+    weight = script.allocated(0)
+    empty = script.allocated(0)
+    script.freed(empty)
     trace = StepTrace(script.tracker, weights=(weight,), inputs=())
-    trace.micro_batches.append(MicroBatch(1, 2, 3, logits_event=2))
+    trace.micro_batches.append(RecordedPass(1, 2, 3, logits_event=2))
     found = replay(trace, plan(**NOTHING), CachingAllocator())
     assert (found.peak_allocated, found.peak_reserved, found.module) == (0, 0, "")
     assert found.components == dict.fromkeys(COMPONENTS, 0)
@@ -218,10 +220,10 @@ def test_storages_without_bytes_take_no_event() -> None:
 
 def test_sizes_count_as_the_allocator_rounds_them() -> None:
     script = Script()
-    weight = script.born(1)
+    weight = script.allocated(1)
     script.tracker.sizes[weight] = 100
     trace = StepTrace(script.tracker, weights=(weight,), inputs=())
-    trace.micro_batches.append(MicroBatch(1, 1, 1, logits_event=1))
+    trace.micro_batches.append(RecordedPass(1, 1, 1, logits_event=1))
     found, _ = played(trace, plan(**NOTHING))
     assert (found.peak_allocated, found.peak_reserved) == (512, 2 * 2**20)
 
@@ -238,15 +240,15 @@ def test_the_module_at_the_peak_is_that_of_the_storage_that_made_it() -> None:
 def test_recomputed_activations_count_as_activations() -> None:
     script = Script()
     trace = StepTrace(script.tracker, weights=(), inputs=())
-    kept = script.born(5)
+    kept = script.allocated(5)
     forward_end = script.now
     begin = script.now
-    again, within = script.born(20), script.born(30)
-    script.died(within)
+    again, within = script.allocated(20), script.allocated(30)
+    script.freed(within)
     script.tracker.recomputed.append((begin, script.now))
-    after = script.born(40, sequence=1)
-    script.died(after, again, kept)
-    trace.micro_batches.append(MicroBatch(0, forward_end, script.now, logits_event=forward_end))
+    after = script.allocated(40, sequence=1)
+    script.freed(after, again, kept)
+    trace.micro_batches.append(RecordedPass(0, forward_end, script.now, logits_event=forward_end))
     _, timeline = played(trace, plan(**NOTHING))
     assert timeline == ["+A5", "+A20", "+T30", "-T30", "+T40", "-T40", "-A20", "-A5"] * 3
 
@@ -257,11 +259,11 @@ def test_two_stretches_of_recomputation() -> None:
     forward_end = script.now
     for blocks in (20, 30):
         begin = script.now
-        again = script.born(blocks)
+        again = script.allocated(blocks)
         script.tracker.recomputed.append((begin, script.now))
-        product = script.born(1)
-        script.died(product, again)
-    trace.micro_batches.append(MicroBatch(0, forward_end, script.now, logits_event=forward_end))
+        product = script.allocated(1)
+        script.freed(product, again)
+    trace.micro_batches.append(RecordedPass(0, forward_end, script.now, logits_event=forward_end))
     _, timeline = played(trace, plan(**NOTHING))
     assert timeline == ["+A20", "+T1", "-T1", "-A20", "+A30", "+T1", "-T1", "-A30"] * 3
 
@@ -272,11 +274,11 @@ def test_a_cache_of_the_model_is_allocated_once_and_stays() -> None:
     for index in range(2):
         start = script.now
         if not index:
-            script.born(50)  # nothing frees it
-        activation = script.born(5)
+            script.allocated(50)  # nothing frees it
+        activation = script.allocated(5)
         forward_end = script.now
-        script.died(activation)
-        trace.micro_batches.append(MicroBatch(start, forward_end, script.now, logits_event=forward_end))
+        script.freed(activation)
+        trace.micro_batches.append(RecordedPass(start, forward_end, script.now, logits_event=forward_end))
     nothing = plan(**NOTHING, batches=2)
     _, timeline = played(trace, nothing)
     assert timeline == ["+A50", *["+A5", "-A5"] * 6]
@@ -288,22 +290,22 @@ def test_a_cache_of_the_model_is_allocated_once_and_stays() -> None:
 def releasing_trace(*, micro_batches: int = 1) -> StepTrace:
     """Return a step of two weights (10, 20) whose gradients go as soon as they are there, the second one first."""
     script = Script()
-    weights = script.born(10), script.born(20)
+    weights = script.allocated(10), script.allocated(20)
     trace = StepTrace(script.tracker, weights=weights, inputs=())
     gradients = []
     for _ in range(micro_batches):
         start = script.now
-        activation = script.born(5)
+        activation = script.allocated(5)
         forward_end = script.now
         releases = []
         for parameter, blocks in ((1, 20), (0, 10)):
-            gradient = script.born(blocks)
+            gradient = script.allocated(blocks)
             releases.append((script.now, parameter, gradient))
-            script.died(gradient)
+            script.freed(gradient)
             gradients.append(gradient)
-        script.died(activation)
+        script.freed(activation)
         trace.micro_batches.append(
-            MicroBatch(start, forward_end, script.now, logits_event=forward_end, releases=tuple(releases))
+            RecordedPass(start, forward_end, script.now, logits_event=forward_end, releases=tuple(releases))
         )
     trace.gradients = tuple(gradients)
     return trace
@@ -339,19 +341,19 @@ def test_state_is_allocated_once_where_every_micro_batch_steps() -> None:
 def evaluated_trace(*, gathers: bool = True) -> StepTrace:
     """Return a step that needs nothing, and an evaluation batch: inputs (3), hidden (6), logits (4)."""
     script = Script()
-    weight, batch = script.born(10), script.born(2)
+    weight, batch = script.allocated(10), script.allocated(2)
     trace = StepTrace(script.tracker, weights=(weight,), inputs=(batch,))
-    trace.micro_batches.append(MicroBatch(script.now, script.now, script.now, logits_event=script.now))
-    trace.evaluation_inputs = (script.born(3),)
+    trace.micro_batches.append(RecordedPass(script.now, script.now, script.now, logits_event=script.now))
+    trace.evaluation_inputs = (script.allocated(3),)
     start = script.now
-    hidden = script.born(6)
+    hidden = script.allocated(6)
     logits_event = script.now
-    logits = script.born(4, sequence=7)
-    script.died(hidden)
+    logits = script.allocated(4, sequence=7)
+    script.freed(hidden)
     forward_end = script.now
-    script.died(logits)
+    script.freed(logits)
     outputs = (logits,) if gathers else ()
-    trace.evaluation = MicroBatch(
+    trace.evaluation = RecordedPass(
         start, forward_end, script.now, frozenset({logits}), logits_event, NO_LOGITS_SEQUENCES, outputs
     )
     return trace
@@ -439,10 +441,10 @@ def large_trace() -> StepTrace:
     """Return a step whose forward pass needs two pieces of 20 MiB for a moment, and whose backward pass one of 50."""
     script, mib = Script(), 2**20 // BLOCK
     trace = StepTrace(script.tracker, weights=(), inputs=())
-    script.died(*(script.born(20 * mib), script.born(20 * mib)))
+    script.freed(*(script.allocated(20 * mib), script.allocated(20 * mib)))
     forward_end = script.now
-    script.died(script.born(50 * mib))
-    trace.micro_batches.append(MicroBatch(0, forward_end, script.now, logits_event=forward_end))
+    script.freed(script.allocated(50 * mib))
+    trace.micro_batches.append(RecordedPass(0, forward_end, script.now, logits_event=forward_end))
     return trace
 
 
@@ -465,10 +467,10 @@ def test_retries_of_the_evaluation_are_counted_apart() -> None:
     mib = 2**20 // BLOCK
     script = Script()
     trace = StepTrace(script.tracker, weights=(), inputs=())
-    script.died(script.born(50 * mib))
-    trace.micro_batches.append(MicroBatch(0, script.now, script.now, logits_event=script.now))
+    script.freed(script.allocated(50 * mib))
+    trace.micro_batches.append(RecordedPass(0, script.now, script.now, logits_event=script.now))
     start = script.now
-    script.died(script.born(60 * mib))
-    trace.evaluation = MicroBatch(start, script.now, script.now, logits_event=script.now)
+    script.freed(script.allocated(60 * mib))
+    trace.evaluation = RecordedPass(start, script.now, script.now, logits_event=script.now)
     found, _ = played(trace, plan(**NOTHING, eval_batches=1), CachingAllocator(limit_bytes=64 * 2**20))
     assert found.retries == (0, 1)

@@ -1,4 +1,4 @@
-"""``memory.report``: the callback in the real Trainer, on a fake card whose bytes are known, and on the host."""
+"""``memory.report``: the callback in the real Trainer, on a fake GPU whose bytes are known, and on the host."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hf_memopt.memory.report import MemoryReportCallback, PhasePeaks, print_gpu_
 GIB = 2**30
 MIB = 2**20
 
-# what each part of a run holds on the fake card, in bytes
+# what each part of a run holds on the fake GPU, in bytes
 WEIGHTS, STATE, TRAIN_FORWARD, OPTIMIZER, EVALUATION = 1000 * MIB, 200 * MIB, 500 * MIB, 300 * MIB, 700 * MIB
 
 
-class FakeCard:
+class FakeGpu:
     """torch.cuda's allocator in four numbers; NVML tells ``used_bytes``."""
 
     def __init__(self):
@@ -69,44 +69,44 @@ class Sink(TrainerCallback):
 
 
 class StatefulSGD(torch.optim.SGD):
-    """SGD that takes its share of the fake card: state at the first step, a temporary in each."""
+    """SGD that takes its share of the fake GPU: state at the first step, a temporary in each."""
 
-    card: FakeCard
+    gpu: FakeGpu
 
     def step(self, closure=None):
         if not self.state:
-            self.card.hold(STATE)
+            self.gpu.hold(STATE)
             self.state["made"] = True
-        self.card.touch(OPTIMIZER)
+        self.gpu.touch(OPTIMIZER)
         return super().step(closure)
 
 
 @pytest.fixture
-def card(monkeypatch):
-    """A fake card that the tiny model's forward pass and the optimizer use; the Trainer itself runs on the CPU."""
-    card = FakeCard()
-    card.hold(WEIGHTS)
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", card.stats)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", card.reset)
+def gpu(monkeypatch):
+    """A fake GPU that the tiny model's forward pass and the optimizer use; the Trainer itself runs on the CPU."""
+    gpu = FakeGpu()
+    gpu.hold(WEIGHTS)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", gpu.stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", gpu.reset)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(report, "measured_device", lambda device: torch.device("cuda", 0))
-    monkeypatch.setattr(report, "read_device_used", lambda device: card.used_bytes)
+    monkeypatch.setattr(report, "read_device_used", lambda device: gpu.used_bytes)
     monkeypatch.setattr(report, "read_process", lambda: (2 * GIB, 3 * GIB))
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "sink", Sink)
-    return card
+    return gpu
 
 
-def make_trainer(card, output_dir, callbacks, **settings):
-    """Return a stock Trainer on a tiny BERT that uses the fake card; 16 examples, batch 4."""
+def make_trainer(gpu, output_dir, callbacks, **settings):
+    """Return a stock Trainer on a tiny BERT that uses the fake GPU; 16 examples, batch 4."""
     model = tiny.bert()
 
-    def use_card(module, args, output):
-        card.touch(TRAIN_FORWARD if module.training else EVALUATION)
+    def use_gpu(module, args, output):
+        gpu.touch(TRAIN_FORWARD if module.training else EVALUATION)
 
-    if card is not None:
-        model.register_forward_hook(use_card)
+    if gpu is not None:
+        model.register_forward_hook(use_gpu)
     optimizer = StatefulSGD(model.parameters(), lr=0.1)
-    optimizer.card = card or FakeCard()
+    optimizer.gpu = gpu or FakeGpu()
     defaults = {
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
@@ -163,9 +163,9 @@ CLOSING_LOG = {
 # ---- the log
 
 
-def test_every_sink_history_and_result_get_the_exact_peaks_of_each_phase(card, tmp_path):
+def test_every_sink_history_and_result_get_the_exact_peaks_of_each_phase(gpu, tmp_path):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback], report_to="sink", eval_strategy="epoch")
+    trainer = make_trainer(gpu, tmp_path, [callback], report_to="sink", eval_strategy="epoch")
     callback.bind(trainer)
     result = trainer.train()
     sink = sink_of(trainer)
@@ -199,11 +199,11 @@ def test_every_sink_history_and_result_get_the_exact_peaks_of_each_phase(card, t
     )
 
 
-def test_accumulation_is_one_forward_backward_phase_per_step(card, tmp_path):
+def test_accumulation_is_one_forward_backward_phase_per_step(gpu, tmp_path):
     callback = MemoryReportCallback()
     forwards = iter([100 * MIB, 900 * MIB, 50 * MIB, 60 * MIB])
     trainer = make_trainer(None, tmp_path, [callback], report_to="sink", gradient_accumulation_steps=2, logging_steps=1)
-    trainer.model.register_forward_hook(lambda *_: card.touch(next(forwards)))
+    trainer.model.register_forward_hook(lambda *_: gpu.touch(next(forwards)))
     callback.bind(trainer)
     trainer.train()
     key = "memory_forward_backward_peak_allocated_gib"
@@ -211,14 +211,14 @@ def test_accumulation_is_one_forward_backward_phase_per_step(card, tmp_path):
     assert steps == [(WEIGHTS + 900 * MIB) / GIB, (WEIGHTS + 60 * MIB) / GIB]
 
 
-def test_evaluation_counts_neither_the_gradients_nor_the_optimizer_step_before_it(card, tmp_path):
+def test_evaluation_counts_neither_the_gradients_nor_the_optimizer_step_before_it(gpu, tmp_path):
     def clear_gradients():
-        card.allocated = min(card.allocated, WEIGHTS + STATE)
+        gpu.allocated = min(gpu.allocated, WEIGHTS + STATE)
 
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback], eval_strategy="steps", eval_steps=1)
+    trainer = make_trainer(gpu, tmp_path, [callback], eval_strategy="steps", eval_steps=1)
     after = WEIGHTS + STATE + 50 * GIB  # held once a step, however often torch calls the hook of a subclassed step
-    trainer.optimizer.register_step_post_hook(lambda *_: card.hold(after - card.allocated))
+    trainer.optimizer.register_step_post_hook(lambda *_: gpu.hold(after - gpu.allocated))
     trainer.model.zero_grad = clear_gradients
     callback.bind(trainer)
     trainer.train()
@@ -226,21 +226,21 @@ def test_evaluation_counts_neither_the_gradients_nor_the_optimizer_step_before_i
     assert callback.summary["evaluation"]["peak_allocated_bytes"] == WEIGHTS + STATE + EVALUATION
 
 
-def test_evaluation_after_training_does_not_count_how_it_ended(card, tmp_path):
+def test_evaluation_after_training_does_not_count_how_it_ended(gpu, tmp_path):
     class Hungry(TrainerCallback):
         def on_epoch_end(self, args, state, control, **kwargs):
-            card.touch(50 * GIB)
+            gpu.touch(50 * GIB)
 
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback, Hungry()])
+    trainer = make_trainer(gpu, tmp_path, [callback, Hungry()])
     callback.bind(trainer)
     trainer.train()
     assert memory_of(trainer.evaluate())["eval_memory_peak_allocated_gib"] == (WEIGHTS + STATE + EVALUATION) / GIB
 
 
-def test_training_after_an_evaluation_that_broke_off_logs_its_own_phases(card, tmp_path):
+def test_training_after_an_evaluation_that_broke_off_logs_its_own_phases(gpu, tmp_path):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback])
+    trainer = make_trainer(gpu, tmp_path, [callback])
     callback.bind(trainer)
     batches = iter([None])
     failing = trainer.model.register_forward_pre_hook(lambda *_: next(batches))
@@ -251,22 +251,22 @@ def test_training_after_an_evaluation_that_broke_off_logs_its_own_phases(card, t
     assert set(memory_of(trainer.state.log_history[0])) == set(FIRST_LOG)
 
 
-def test_a_log_after_training_does_not_repeat_its_phases(card, tmp_path):
+def test_a_log_after_training_does_not_repeat_its_phases(gpu, tmp_path):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback], logging_strategy="no")
+    trainer = make_trainer(gpu, tmp_path, [callback], logging_strategy="no")
     callback.bind(trainer)
     trainer.train()
     trainer.log({"mine": 1.0})
     assert set(memory_of(trainer.state.log_history[-1])) == {"memory_device_used_gib", "memory_process_rss_gib"}
 
 
-def test_what_lies_between_two_steps_belongs_to_no_phase(card, tmp_path):
+def test_what_lies_between_two_steps_belongs_to_no_phase(gpu, tmp_path):
     class Hungry(TrainerCallback):
         def on_log(self, args, state, control, **kwargs):
-            card.touch(50 * GIB)
+            gpu.touch(50 * GIB)
 
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback, Hungry()])
+    trainer = make_trainer(gpu, tmp_path, [callback, Hungry()])
     callback.bind(trainer)
     trainer.train()
     assert {peaks["peak_allocated_bytes"] for peaks in callback.summary.values()} == {
@@ -276,9 +276,9 @@ def test_what_lies_between_two_steps_belongs_to_no_phase(card, tmp_path):
     }
 
 
-def test_each_evaluation_set_has_its_own_keys(card, tmp_path):
+def test_each_evaluation_set_has_its_own_keys(gpu, tmp_path):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback], report_to="sink")
+    trainer = make_trainer(gpu, tmp_path, [callback], report_to="sink")
     callback.bind(trainer)
     metrics = trainer.evaluate({"a": tiny.rows(4), "b": tiny.rows(4)})
     assert memory_of(metrics) == {
@@ -292,9 +292,9 @@ def test_each_evaluation_set_has_its_own_keys(card, tmp_path):
     ]
 
 
-def test_evaluation_before_training_is_no_loading(card, tmp_path):
+def test_evaluation_before_training_is_no_loading(gpu, tmp_path):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback])
+    trainer = make_trainer(gpu, tmp_path, [callback])
     callback.bind(trainer)
     trainer.evaluate()
     assert callback.summary["evaluation"]["peak_allocated_bytes"] == WEIGHTS + EVALUATION
@@ -303,18 +303,18 @@ def test_evaluation_before_training_is_no_loading(card, tmp_path):
     assert callback.summary["evaluation"]["peak_allocated_bytes"] == WEIGHTS + EVALUATION
 
 
-def test_what_attach_itself_runs_is_no_loading(card, tmp_path):
+def test_what_attach_itself_runs_is_no_loading(gpu, tmp_path):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback])
-    card.touch(5 * GIB)  # a probe of the loss
+    trainer = make_trainer(gpu, tmp_path, [callback])
+    gpu.touch(5 * GIB)  # a probe of the loss
     callback.bind(trainer)
     trainer.train()
     assert callback.summary["load"]["peak_allocated_bytes"] == WEIGHTS
 
 
-def test_predict_alone_reports_in_its_metrics_and_to_the_sinks(card, tmp_path):
+def test_predict_alone_reports_in_its_metrics_and_to_the_sinks(gpu, tmp_path):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback], report_to="sink")
+    trainer = make_trainer(gpu, tmp_path, [callback], report_to="sink")
     callback.bind(trainer)
     metrics = trainer.predict(tiny.rows(8)).metrics
     expected = {
@@ -326,9 +326,9 @@ def test_predict_alone_reports_in_its_metrics_and_to_the_sinks(card, tmp_path):
     assert set(callback.summary) == {"load", "evaluation"}
 
 
-def test_a_second_train_starts_afresh(card, tmp_path):
+def test_a_second_train_starts_afresh(gpu, tmp_path):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback], report_to="sink", eval_strategy="epoch")
+    trainer = make_trainer(gpu, tmp_path, [callback], report_to="sink", eval_strategy="epoch")
     callback.bind(trainer)
     trainer.train()
     sink_of(trainer).logs.clear()
@@ -339,13 +339,13 @@ def test_a_second_train_starts_afresh(card, tmp_path):
     assert callback.summary["load"]["peak_allocated_bytes"] == WEIGHTS + STATE
 
 
-def test_the_peak_of_a_run_that_broke_off_is_not_the_loading_of_the_next(card, tmp_path):
+def test_the_peak_of_a_run_that_broke_off_is_not_the_loading_of_the_next(gpu, tmp_path):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback])
+    trainer = make_trainer(gpu, tmp_path, [callback])
     callback.bind(trainer)
 
     def fail(*_):
-        card.touch(15 * GIB)
+        gpu.touch(15 * GIB)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     failing = trainer.model.register_forward_hook(fail)
@@ -357,31 +357,31 @@ def test_the_peak_of_a_run_that_broke_off_is_not_the_loading_of_the_next(card, t
     assert callback.summary["forward_backward"]["peak_allocated_bytes"] == WEIGHTS + STATE + TRAIN_FORWARD
 
 
-def test_two_trainers_in_one_process_share_nothing(card, tmp_path):
+def test_two_trainers_in_one_process_share_nothing(gpu, tmp_path):
     first, second = MemoryReportCallback(), MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path / "first", [first])
+    trainer = make_trainer(gpu, tmp_path / "first", [first])
     first.bind(trainer)
     trainer.train()
     before = first.summary
-    other = make_trainer(card, tmp_path / "second", [second])
+    other = make_trainer(gpu, tmp_path / "second", [second])
     second.bind(other)
-    card.hold(GIB)
+    gpu.hold(GIB)
     other.train()
     assert first.summary == before
     assert second.summary["forward_backward"]["peak_allocated_bytes"] == WEIGHTS + 2 * STATE + GIB + TRAIN_FORWARD
 
 
-def test_the_same_callback_in_a_new_trainer_must_be_bound_again(card, tmp_path):
+def test_the_same_callback_in_a_new_trainer_must_be_bound_again(gpu, tmp_path):
     callback = MemoryReportCallback()
-    callback.bind(make_trainer(card, tmp_path / "first", [callback], report_to="sink"))
-    trainer = make_trainer(card, tmp_path / "second", [callback], report_to="sink")
+    callback.bind(make_trainer(gpu, tmp_path / "first", [callback], report_to="sink"))
+    trainer = make_trainer(gpu, tmp_path / "second", [callback], report_to="sink")
     with pytest.raises(RuntimeError, match="never bound"):
         trainer.train()
 
 
-def test_metrics_of_a_hyperparameter_search_stay_without_memory(card, tmp_path):
+def test_metrics_of_a_hyperparameter_search_stay_without_memory(gpu, tmp_path):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback], report_to="sink")
+    trainer = make_trainer(gpu, tmp_path, [callback], report_to="sink")
     callback.bind(trainer)
     trainer.state.is_hyper_param_search = True
     metrics = trainer.evaluate()
@@ -389,9 +389,9 @@ def test_metrics_of_a_hyperparameter_search_stay_without_memory(card, tmp_path):
     assert set(memory_of(sink_of(trainer).logs[0])) == set(EVALUATION_LOG)
 
 
-def test_logs_of_the_user_get_the_moment_and_a_foreign_history_stays_as_it_is(card, tmp_path):
+def test_logs_of_the_user_get_the_moment_and_a_foreign_history_stays_as_it_is(gpu, tmp_path):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback])
+    trainer = make_trainer(gpu, tmp_path, [callback])
     callback.bind(trainer)
     trainer.log({"mine": 1.0})
     assert trainer.state.log_history[-1]["memory_process_rss_gib"] == 2.0
@@ -406,8 +406,8 @@ def test_logs_of_the_user_get_the_moment_and_a_foreign_history_stays_as_it_is(ca
 # ---- binding
 
 
-def test_an_unbound_callback_with_a_sink_raises_before_the_first_step(card, tmp_path):
-    trainer = make_trainer(card, tmp_path, [MemoryReportCallback()], report_to="sink")
+def test_an_unbound_callback_with_a_sink_raises_before_the_first_step(gpu, tmp_path):
+    trainer = make_trainer(gpu, tmp_path, [MemoryReportCallback()], report_to="sink")
     with pytest.raises(RuntimeError) as error:
         trainer.train()
     assert str(error.value) == (
@@ -418,9 +418,9 @@ def test_an_unbound_callback_with_a_sink_raises_before_the_first_step(card, tmp_
 
 
 @pytest.mark.parametrize("added_late", [False, True])
-def test_without_a_sink_it_works_unbound(card, tmp_path, added_late):
+def test_without_a_sink_it_works_unbound(gpu, tmp_path, added_late):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [] if added_late else [callback])
+    trainer = make_trainer(gpu, tmp_path, [] if added_late else [callback])
     if added_late:
         trainer.add_callback(callback)  # behind the PrinterCallback, which takes things out of the logs
     result = trainer.train()
@@ -429,18 +429,18 @@ def test_without_a_sink_it_works_unbound(card, tmp_path, added_late):
     assert memory_of(result.metrics) == expected
 
 
-def test_binding_puts_it_once_in_front_of_all(card, tmp_path):
+def test_binding_puts_it_once_in_front_of_all(gpu, tmp_path):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback], report_to="sink")
+    trainer = make_trainer(gpu, tmp_path, [callback], report_to="sink")
     others = [other for other in trainer.callback_handler.callbacks if other is not callback]
     for _ in range(2):
         callback.bind(trainer)
         assert trainer.callback_handler.callbacks == [callback, *others]
 
 
-def test_attach_binds_it(card, tmp_path):
+def test_attach_binds_it(gpu, tmp_path):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback], report_to="sink")
+    trainer = make_trainer(gpu, tmp_path, [callback], report_to="sink")
     attach(trainer)
     trainer.train()
     assert set(memory_of(sink_of(trainer).logs[0])) == set(FIRST_LOG)
@@ -504,19 +504,19 @@ def test_the_host_is_measured_for_real(tmp_path):
     }
 
 
-def test_a_figure_that_nobody_tells_is_left_out_of_the_log(card, monkeypatch, tmp_path):
+def test_a_figure_that_nobody_tells_is_left_out_of_the_log(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(report, "read_device_used", lambda device: None)
     monkeypatch.setattr(report, "read_process", lambda: (2 * GIB, None))
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback])
+    trainer = make_trainer(gpu, tmp_path, [callback])
     callback.bind(trainer)
     metrics = trainer.train().metrics
     assert not [key for key in metrics if "device_used" in key or "process" in key]
 
 
-def test_callback_can_be_copied_and_pickled_in_any_state(card, tmp_path):
+def test_callback_can_be_copied_and_pickled_in_any_state(gpu, tmp_path):
     callback = MemoryReportCallback()
-    trainer = make_trainer(card, tmp_path, [callback])
+    trainer = make_trainer(gpu, tmp_path, [callback])
     callback.bind(trainer)
     trainer.train()
     for copied in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
@@ -560,7 +560,7 @@ HOST_LINE = "Host memory, no accelerator: this process 1.00 GiB (peak 1.50 GiB),
         ),
         (
             MemoryReading("mps:0", "Apple M2", GIB, GIB, GIB, GIB, GIB, 2 * GIB, None, None, 11 * GIB, None),
-            "mps:0 (Apple M2): use by all processes not told of 11.00 GiB; torch here: 1.00 GiB allocated, "
+            "mps:0 (Apple M2): use by all processes unavailable of 11.00 GiB; torch here: 1.00 GiB allocated, "
             "2.00 GiB reserved\n",
         ),
     ],
@@ -616,7 +616,7 @@ def test_examples_in_the_docstrings_hold():
 
 
 @pytest.mark.gpu
-def test_a_real_card_is_reported_phase_by_phase(tmp_path):
+def test_a_real_gpu_is_reported_phase_by_phase(tmp_path):
     callback = MemoryReportCallback()
     trainer = make_trainer(None, tmp_path, [callback], use_cpu=False, eval_strategy="epoch")
     callback.bind(trainer)

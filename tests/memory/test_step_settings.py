@@ -43,21 +43,21 @@ def test_settings_are_frozen_and_hashable() -> None:
     [
         (
             {"precision": "bf-16"},
-            "precision='bf-16' is unknown; expected one of 'auto', 'fp32', 'tf32', 'bf16', 'fp16'. "
+            "precision='bf-16' is invalid; expected 'auto', 'fp32', 'tf32', 'bf16' or 'fp16'. "
             "Did you mean 'bf16'? Pass precision='auto'",
         ),
         (
             {"precision": None},
-            "precision=None is unknown; expected one of 'auto', 'fp32', 'tf32', 'bf16', 'fp16'. Pass precision='auto'",
+            "precision=None is invalid; expected 'auto', 'fp32', 'tf32', 'bf16' or 'fp16'. Pass precision='auto'",
         ),
         (
             {"weights_dtype": "int8"},
-            "weights_dtype='int8' is unknown; expected one of 'float32', 'bfloat16', 'float16'. "
+            "weights_dtype='int8' is invalid; expected 'float32', 'bfloat16' or 'float16'. "
             "Pass weights_dtype='float32'",
         ),
         (
             {"embedding_bits": 16},
-            "embedding_bits=16 is no width of an optimizer's state; expected 8 or 32. Pass embedding_bits=32",
+            "embedding_bits=16 is invalid; expected 8 or 32. Pass embedding_bits=32",
         ),
     ],
     ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else None,
@@ -77,7 +77,8 @@ COUNTS_OR_NONE = ("micro_batch_size", "eval_batch_size", "eval_accumulation_step
 def test_what_is_no_count(name: str, value: Any) -> None:
     with pytest.raises(ValueError) as error:
         StepSettings(**{name: value})
-    assert str(error.value) == f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass {name}=1"
+    rule, fix = ("an integer of 1 or more", 1) if name in COUNTS else ("an integer of 1 or more, or None", None)
+    assert str(error.value) == f"{name}={value!r} is invalid; expected {rule}. Pass {name}={fix}"
 
 
 def test_which_counts_may_be_none() -> None:
@@ -85,7 +86,7 @@ def test_which_counts_may_be_none() -> None:
     for name in COUNTS:
         with pytest.raises(ValueError) as error:
             StepSettings(**{name: None})
-        assert str(error.value) == f"{name}=None is not a count; expected an integer of 1 or more. Pass {name}=1"
+        assert str(error.value) == f"{name}=None is invalid; expected an integer of 1 or more. Pass {name}=1"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_gradient_release_is_refused_where_attach_refuses_it(
     refusal = refusal_of("gradient release", setting)
     assert refusal is not None
     assert str(error.value) == (
-        f"gradient_release=True, {shown} cannot work together: {refusal.reason}; expected one of the two. "
+        f"gradient_release=True, {shown} are incompatible: {refusal.reason}; expected only one of them. "
         f"Pass {next(iter(changed))}{fix}, or gradient_release=False"
     )
 
@@ -115,8 +116,8 @@ def test_micro_batches_of_an_optimizer_by_layer_are_refused_where_attach_refuses
     with pytest.raises(ValueError) as error:
         StepSettings(optim="adalomo", micro_batch_size=4)
     assert str(error.value) == (
-        "micro_batch_size=4, optim='adalomo' cannot work together: weights step within the backward pass, so an "
-        "interrupted step cannot be repeated; expected one of the two. Pass optim='adamw_torch_fused', or "
+        "micro_batch_size=4, optim='adalomo' are incompatible: weights step within the backward pass, so an "
+        "interrupted step cannot be repeated; expected only one of them. Pass optim='adamw_torch_fused', or "
         "micro_batch_size=None"
     )
 
@@ -137,7 +138,7 @@ def test_replace() -> None:
 def test_replace_checks_again() -> None:
     with pytest.raises(ValueError) as error:
         StepSettings().replace(eval_batches=0)
-    assert str(error.value) == "eval_batches=0 is not a count; expected an integer of 1 or more. Pass eval_batches=1"
+    assert str(error.value) == "eval_batches=0 is invalid; expected an integer of 1 or more. Pass eval_batches=1"
 
 
 def test_replace_names_the_nearest_setting() -> None:
@@ -162,7 +163,7 @@ def test_optimizers_by_layer_do_not_accumulate() -> None:
     with pytest.raises(ValueError) as error:
         StepSettings(optim="galore_adamw_layerwise", gradient_accumulation_steps=2)
     assert str(error.value) == (
-        "optim='galore_adamw_layerwise', gradient_accumulation_steps=2 cannot work together: each layer steps within "
+        "optim='galore_adamw_layerwise', gradient_accumulation_steps=2 are incompatible: each layer steps within "
         "the backward pass, and stock Trainer refuses it; expected gradient_accumulation_steps=1. Pass "
         "gradient_accumulation_steps=1"
     )
@@ -173,8 +174,7 @@ def test_clipping_by_what_is_no_number(value: Any) -> None:
     with pytest.raises(ValueError) as error:
         StepSettings(max_grad_norm=value)
     assert str(error.value) == (
-        f"max_grad_norm={value!r} is no number, and the Trainer compares it with 0; expected a number, 0 for no "
-        "clipping. Pass max_grad_norm=0"
+        f"max_grad_norm={value!r} is not a number; expected one, 0 for no clipping. Pass max_grad_norm=0"
     )
 
 
@@ -188,7 +188,7 @@ def test_label_smoothing_is_a_share(value: Any) -> None:
     with pytest.raises(ValueError) as error:
         StepSettings(label_smoothing_factor=value)
     assert str(error.value) == (
-        f"label_smoothing_factor={value!r} is no share of a target; expected a number from 0 to below 1. "
+        f"label_smoothing_factor={value!r} is invalid; expected a number from 0 to below 1. "
         "Pass label_smoothing_factor=0.1"
     )
 
@@ -198,7 +198,7 @@ def test_optimizers_within_the_backward_pass_and_the_gradient_scaler(optim: str)
     with pytest.raises(ValueError) as error:
         StepSettings(optim=optim, precision="fp16")
     assert str(error.value) == (
-        f"optim={optim!r}, precision='fp16' cannot work together: each parameter steps within the backward pass, and "
+        f"optim={optim!r}, precision='fp16' are incompatible: each parameter steps within the backward pass, and "
         "the gradient scaler then stops the run; expected bf16 or fp32. Pass precision='bf16', or another optimizer"
     )
     assert StepSettings(optim=optim, precision="bf16").optim == optim

@@ -14,7 +14,7 @@ from torch import nn
 
 import tiny
 from hf_memopt.binding import versions as compat
-from hf_memopt.memory.recording.step import MicroBatch, StepTrace, autocast_dtype, record_step
+from hf_memopt.memory.recording.step import RecordedPass, StepTrace, autocast_dtype, record_step
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
 
@@ -43,12 +43,12 @@ def sizes_of(trace: StepTrace, numbers: Any) -> list[int]:
     return [trace.tracker.sizes[number] for number in numbers]
 
 
-def death(trace: StepTrace, number: int) -> int:
+def freed_at(trace: StepTrace, number: int) -> int:
     """Return the event at which a storage died."""
     return next(index for index, (other, delta) in enumerate(trace.tracker.events) if other == number and delta < 0)
 
 
-def births(trace: StepTrace, part: MicroBatch, *, backward: bool) -> list[tuple[int, int]]:
+def allocations(trace: StepTrace, part: RecordedPass, *, backward: bool) -> list[tuple[int, int]]:
     begin, end = (part.forward_end, part.end) if backward else (part.start, part.forward_end)
     return [(number, delta) for number, delta in trace.tracker.events[begin:end] if delta > 0]
 
@@ -88,13 +88,13 @@ def test_one_pass_is_one_micro_batch_and_accumulation_or_pieces_are_two() -> Non
     model, batch = on_meta(tiny.bert), bert_batch()
     one = record_step(model, batch, FP32)
     two = record_step(model, batch, FP32.replace(gradient_accumulation_steps=8))
-    piece = {name: tensor[:1] for name, tensor in batch.items()}
-    cut = record_step(model, batch, FP32.replace(micro_batch_size=1), piece=piece)
+    rows = {name: tensor[:1] for name, tensor in batch.items()}
+    cut = record_step(model, batch, FP32.replace(micro_batch_size=1), micro_batch=rows)
     assert [len(trace.micro_batches) for trace in (one, two, cut)] == [1, 2, 2]
     assert [len(trace.flops) for trace in (one, two, cut)] == [1, 2, 2]
     assert two.flops == [one.flops[0]] * 2
     assert 0 < cut.flops[0] <= one.flops[0] / 2 + 1
-    assert sizes_of(cut, cut.inputs) == [BATCH * SEQ * 8] * 2 + [BATCH * 8]  # the whole batch stays on the card
+    assert sizes_of(cut, cut.inputs) == [BATCH * SEQ * 8] * 2 + [BATCH * 8]  # the whole batch stays on the GPU
     for trace in (one, two, cut):
         for part in trace.micro_batches:
             assert 0 < part.start < part.forward_end < part.end <= len(trace.tracker.events)
@@ -106,13 +106,13 @@ def test_gradients_are_made_in_the_first_pass_and_added_to_in_the_second() -> No
     trace = record_step(model, bert_batch(), FP32.replace(gradient_accumulation_steps=2))
     first, second = trace.micro_batches
     assert sorted(sizes_of(trace, trace.gradients)) == sorted(p.numel() * 4 for p in model.parameters())
-    made = {number for number, _ in births(trace, first, backward=True)}
+    made = {number for number, _ in allocations(trace, first, backward=True)}
     assert set(trace.gradients) <= made
     for number in trace.gradients:
-        assert death(trace, number) >= second.end
-    again = [delta for _, delta in births(trace, second, backward=True)]
+        assert freed_at(trace, number) >= second.end
+    again = [delta for _, delta in allocations(trace, second, backward=True)]
     assert len(again) >= len(trace.gradients)  # a new one of each, added and freed within the pass
-    kept = {number for number, _ in births(trace, second, backward=True) if death(trace, number) > second.end}
+    kept = {number for number, _ in allocations(trace, second, backward=True) if freed_at(trace, number) > second.end}
     assert kept == set()
 
 
@@ -136,7 +136,7 @@ def test_released_gradients_die_at_once_in_the_order_of_the_backward_pass() -> N
     assert events == sorted(events)
     for event, index, number in part.releases:
         assert trace.tracker.sizes[number] == parameters[index].numel() * 4
-        assert trace.tracker.births[number] < event <= death(trace, number) < part.end
+        assert trace.tracker.allocated_at[number] < event <= freed_at(trace, number) < part.end
     assert {number for _, _, number in part.releases} == set(trace.gradients)
     names = [name for name, _ in model.named_parameters()]
     order = [names[index] for _, index, _ in part.releases]
@@ -153,13 +153,13 @@ def test_logits_are_known_with_what_follows_until_the_loss() -> None:
     trace = record_step(model, llama_batch(), StepSettings(precision="bf16"))
     part = trace.micro_batches[0]
     assert sizes_of(trace, part.logits) == [BATCH * SEQ * 100 * 2]
-    assert part.logits_event == trace.tracker.births[min(part.logits)]
+    assert part.logits_event == trace.tracker.allocated_at[min(part.logits)]
     assert part.start < part.logits_event < part.forward_end
-    later = [delta for number, delta in births(trace, part, backward=False) if number > min(part.logits)]
+    later = [delta for number, delta in allocations(trace, part, backward=False) if number > min(part.logits)]
     assert BATCH * SEQ * 100 * 4 in later  # the copy in float32
     of_gradients = [
         trace.tracker.sizes[number]
-        for number, _ in births(trace, part, backward=True)
+        for number, _ in allocations(trace, part, backward=True)
         if trace.tracker.sequences[number] in part.logits_sequences
     ]
     assert BATCH * SEQ * 100 * 4 in of_gradients
@@ -172,7 +172,7 @@ def test_label_smoothing_is_the_trainers_outside_of_the_model() -> None:
     smooth = record_step(model, llama_batch(), StepSettings(precision="bf16", label_smoothing_factor=0.1))
     wide = BATCH * (SEQ - 1) * 100 * 4
     counted = [
-        sum(1 for _, delta in births(trace, trace.micro_batches[0], backward=False) if delta == wide)
+        sum(1 for _, delta in allocations(trace, trace.micro_batches[0], backward=False) if delta == wide)
         for trace in (plain, smooth)
     ]
     assert counted[1] > counted[0]
@@ -190,7 +190,7 @@ def test_evaluation_gathers_the_outputs_without_what_inference_ignores() -> None
     ]
     assert sizes_of(trace, trace.evaluation_inputs) == [BATCH * SEQ * 8] * 3
     assert set(trace.evaluation_inputs).isdisjoint(trace.inputs)
-    assert births(trace, trace.evaluation, backward=True) == []
+    assert allocations(trace, trace.evaluation, backward=True) == []
     dropped = record_step(
         model, llama_batch(), settings.replace(prediction_loss_only=True), evaluation_batch=llama_batch()
     )
@@ -220,7 +220,7 @@ def test_module_of_weights_gradients_and_activations() -> None:
     model = on_meta(tiny.bert)
     trace = record_step(model, bert_batch(), FP32)
     tracker, part = trace.tracker, trace.micro_batches[0]
-    of_forward = {tracker.module_of(number) for number, _ in births(trace, part, backward=False)}
+    of_forward = {tracker.module_of(number) for number, _ in allocations(trace, part, backward=False)}
     assert {"bert.embeddings.word_embeddings", "bert.encoder.layer.0.attention.self.query", "classifier"} <= of_forward
     table = next(n for n in trace.gradients if tracker.sizes[n] == 100 * HIDDEN * 4)
     assert tracker.module_of(table) == "bert.embeddings.word_embeddings"
@@ -235,7 +235,7 @@ def test_16_bit_outputs_are_copied_to_float32_as_accelerate_does() -> None:
     pure = record_step(on_meta(tiny.bert).to(torch.bfloat16), bert_batch(), FP32.replace(weights_dtype="bfloat16"))
     copy = BATCH * 3 * 4
     counts = [
-        [(delta, t.tracker.module_of(n)) for n, delta in births(t, t.micro_batches[0], backward=False)].count(
+        [(delta, t.tracker.module_of(n)) for n, delta in allocations(t, t.micro_batches[0], backward=False)].count(
             (copy, "")
         )
         for t in (half, pure)
@@ -291,7 +291,7 @@ def test_model_that_needs_values_is_not_estimable_and_left_as_it_was(kind: type[
         )
     if kind is ReadsANumber:
         expected = (
-            "not estimable: the model's code reads a number (torch.float32) off the card, in the model, and only real "
+            "not estimable: the model's code reads a number (torch.float32) from the GPU, in the model, and only real "
             "data has it"
         )
     else:
@@ -369,8 +369,8 @@ def test_recurrent_layers_are_not_estimable(kind: type[nn.RNNBase]) -> None:
     with pytest.raises(NotEstimableError) as error:
         record_step(on_meta(lambda: nn.Sequential(nn.Linear(4, 4), kind(4, 4))), {"x": ids(2)}, FP32)
     assert str(error.value) == (
-        f"not estimable: 1 is an nn.{kind.__name__}, for which cuDNN reserves memory by rules of its own; expected a "
-        "model without recurrent layers. Measure the step on the card"
+        f"not estimable: 1 is an nn.{kind.__name__}, for which cuDNN reserves memory by undocumented rules; expected a "
+        "model without recurrent layers. Measure the step on the GPU"
     )
 
 
@@ -439,9 +439,9 @@ def test_experts_with_float32_weights_run(precision: str) -> None:
     trace = record_step(
         on_meta(lambda: transformers.MixtralForCausalLM(config)), llama_batch(), StepSettings(precision)
     )
-    tokens, made = 2 * BATCH * SEQ, [delta for _, delta in births(trace, trace.micro_batches[0], backward=False)]
+    tokens, made = 2 * BATCH * SEQ, [delta for _, delta in allocations(trace, trace.micro_batches[0], backward=False)]
     assert tokens * 2 * 64 * 4 in made  # gate and up
     of_experts = {4 * 128 * 32 * 4, 4 * 64 * 32 * 4}
     assert of_experts <= {trace.tracker.sizes[number] for number in trace.gradients}
-    backward = [delta for _, delta in births(trace, trace.micro_batches[0], backward=True)]
+    backward = [delta for _, delta in allocations(trace, trace.micro_batches[0], backward=True)]
     assert [backward.count(size) for size in of_experts] == [1, 1]  # nothing is copied to the weights' layout

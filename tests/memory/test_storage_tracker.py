@@ -200,14 +200,14 @@ def test_questions_about_a_mask_have_one_answer(padding: bool, module: str) -> N
 @pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("kind", [0, 1])
 def test_questions_of_all_other_code_are_not_estimable(padding: bool, kind: int) -> None:
-    """An early exit, or a layer dropped by a coin on the card: the tracker cannot know the side it falls on."""
+    """An early exit, or a layer dropped by a coin on the GPU: the tracker cannot know the side it falls on."""
     ask, x = asking("a.model")[kind], torch.ones(2, device="meta")
     with pytest.raises(NotEstimableError) as error, recording(StorageTracker(padding=padding), CudaSemantics()):
         ask(x, x)
     assert str(error.value) == (
-        f"not estimable: a.model, line {2 * kind + 2}, lets values on the card decide what runs, in the model, and "
-        "only real data has them; expected a pass that shapes and settings decide. Estimate the model without that "
-        "branch"
+        f"not estimable: a.model, line {2 * kind + 2}, lets values on the GPU decide what runs, in the model, and "
+        "only real data has them; expected a pass that depends on shapes and settings alone. Estimate the model "
+        "without that branch"
     )
 
 
@@ -217,7 +217,7 @@ def test_questions_about_a_number_are_not_estimable(dtype: torch.dtype) -> None:
     with pytest.raises(NotEstimableError) as error, recording(StorageTracker()):
         total.item()
     assert str(error.value) == (
-        f"not estimable: the model's code reads a number ({dtype}) off the card, in the model, and only real data "
+        f"not estimable: the model's code reads a number ({dtype}) from the GPU, in the model, and only real data "
         "has it"
     )
 
@@ -231,7 +231,7 @@ def test_question_names_the_module_that_asks() -> None:
     with pytest.raises(NotEstimableError) as error, recording(tracker), tracker.watching(model):
         model(meta(2))
     assert str(error.value) == (
-        "not estimable: the model's code reads a number (torch.float32) off the card, in 1, and only real data has it"
+        "not estimable: the model's code reads a number (torch.float32) from the GPU, in 1, and only real data has it"
     )
 
 
@@ -279,7 +279,7 @@ def test_module_of_a_storage_in_forward_backward_and_recomputation(reentrant: bo
             run_backward(loss, gradient)
     inner, outer = 3 * 16 * 4, 3 * 4 * 4
     born = [(number, delta) for number, delta in tracker.events if delta > 0]
-    forward = [(tracker.module_of(n), delta) for n, delta in born if loaded <= tracker.births[n] < border]
+    forward = [(tracker.module_of(n), delta) for n, delta in born if loaded <= tracker.allocated_at[n] < border]
     of_layers = [
         (f"layers.{layer}{part}", size)
         for layer in (0, 1)
@@ -289,7 +289,7 @@ def test_module_of_a_storage_in_forward_backward_and_recomputation(reentrant: bo
     again = [
         (tracker.module_of(n), delta)
         for n, delta in born
-        if any(begin <= tracker.births[n] < end for begin, end in tracker.recomputed)
+        if any(begin <= tracker.allocated_at[n] < end for begin, end in tracker.recomputed)
     ]
     last, first = of_layers[3:], of_layers[:3]
     if reentrant is None:

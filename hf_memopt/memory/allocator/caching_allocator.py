@@ -1,14 +1,14 @@
-"""Torch's CUDA caching allocator, replayed: from the sizes of tensors to allocated and reserved bytes, without a card.
+"""Simulate torch's CUDA caching allocator: from the sizes of tensors to allocated and reserved bytes, without a GPU.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, read in an older state, with ``CUDAAllocatorConfig``, and
-in a newer one, with ``AcceleratorAllocatorConfig``: they agree in all that is modelled here. The sizes are those in the
-headers of torch 2.13. Newer versions let the environment set the 20 MiB (``large_segment_size_mb``); here it is the
-default. At their defaults too, that is off: ``max_split_size_mb``, ``roundup_power2_divisions``,
-``garbage_collection_threshold``.
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, in an older version, with ``CUDAAllocatorConfig``, and in
+a newer one, with ``AcceleratorAllocatorConfig``: they agree in everything that is modelled here. The sizes are those in
+the headers of torch 2.13. Newer versions let the environment set the 20 MiB (``large_segment_size_mb``); here it is the
+default. ``max_split_size_mb``, ``roundup_power2_divisions`` and ``garbage_collection_threshold`` are at their defaults,
+that is off.
 
-- A size is rounded up to a multiple of 512 B; no bytes take no block.
+- A size is rounded up to a multiple of 512 B; an empty tensor gets no block.
 - Up to 1 MiB it comes from segments of 2 MiB, which are cut up to the last 512 B. Below 10 MiB it comes from segments
-  of 20 MiB; from 10 MiB on the segment is the size, rounded up to 2 MiB. In both a rest of up to 1 MiB is not cut off
+  of 20 MiB; from 10 MiB on the segment is the size, rounded up to 2 MiB. In both a rest of up to 1 MiB is not split off
   but belongs to the block, and counts as allocated.
 - Of the free blocks the smallest that is large enough is taken, the lowest address first among equals.
 - A freed block merges with free neighbours. A segment that is free as a whole stays reserved until the cache is
@@ -16,8 +16,8 @@ default. At their defaults too, that is off: ``max_split_size_mb``, ``roundup_po
 - Expandable segments: one range of addresses for small and one for large sizes, backed by pages of 2 MiB and 20 MiB
   as it fills. Emptying the cache gives back every page that is free as a whole.
 
-Left out: several streams, CUDA graphs and memory pools, and what does not come from this allocator (the context, NCCL).
-One thing is assumed: the driver gives rising addresses to new segments; it matters for free blocks of equal size only.
+Limitations: several streams, CUDA graphs and memory pools, and memory outside this allocator (the context, NCCL).
+Assumed: the driver gives new segments rising addresses, which matters for free blocks of equal size only.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _SMALL_SEGMENT_BYTES = 2 * 2**20
 _LARGE_SEGMENT_BYTES = 20 * 2**20
 _LARGE_ROUNDING_BYTES = 2 * 2**20
 
-# Addresses of an expandable segment, in whole pages. Torch takes 9/8 of the card's memory; here no int64 fills them.
+# Addresses of an expandable segment, in whole pages. Torch takes 9/8 of the GPU's memory; here no int64 fills them.
 _ADDRESS_RANGE_BYTES = _LARGE_SEGMENT_BYTES * 2**64
 
 
 class AllocationError(RuntimeError):
-    """The simulated card is full: where a real run would raise ``torch.OutOfMemoryError``."""
+    """The simulated GPU is full; a real run would raise ``torch.OutOfMemoryError``."""
 
 
 class _Block:
-    """A piece of a segment; its neighbours are linked, none at either end of the segment."""
+    """A part of a segment, linked with its neighbours in the segment."""
 
     __slots__ = ("address", "allocated", "mapped", "next", "pool", "prev", "requested", "size")
 
@@ -70,11 +70,11 @@ class _Block:
 
 
 class _Pool:
-    """The blocks of small or of large sizes that nobody uses.
+    """The unused blocks of small or of large sizes.
 
     Attributes:
         page_bytes: of an expandable segment.
-        least_rest_bytes: the smallest rest that is cut off a block.
+        least_rest_bytes: the smallest rest that is split off a block.
         free: (size, address, block) in order: a search finds the best fit.
         unmapped: (address, block) in order: addresses of an expandable segment without memory behind them.
     """
@@ -103,7 +103,7 @@ class _Pool:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
     def add_merged(self, block: _Block) -> None:
-        """Add a block together with what is like it right before and behind: free, or without memory."""
+        """Add a block, merged with its neighbours of the same kind: free, or without memory behind them."""
         before, behind = block.prev, block.next
         if before is not None and not before.allocated and before.mapped == block.mapped:
             self.remove(before)
@@ -126,15 +126,15 @@ class CachingAllocator:
 
     Args:
         expandable_segments: as with ``expandable_segments:True`` in ``compat.allocator_variable()``.
-        limit_bytes: what the card has for the allocator: its memory less the context and other programs; None for
-            no limit. At the limit unused blocks go back to the driver first, as torch does, which costs time but no
-            memory: so a run may fit a card that is smaller than its peak of reserved bytes without a limit.
+        limit_bytes: what the allocator can get: the GPU's memory without the context and other programs; None for no
+            limit. At the limit unused blocks are returned to the driver first, as torch does, which costs time but no
+            memory: so a run may fit a GPU that is smaller than its peak of reserved bytes without a limit.
 
     Attributes:
         allocated: ``torch.cuda.memory_allocated()``: the blocks in use, rounding and rests included.
         requested: ``requested_bytes.all.current`` of ``torch.cuda.memory_stats()``: the sizes asked for.
         reserved: ``torch.cuda.memory_reserved()``.
-        peak_allocated: the most since the start or ``reset_peak()``.
+        peak_allocated: the largest since the start or ``reset_peak()``.
         peak_reserved: the same of reserved bytes.
         retries: ``num_alloc_retries``: how often the limit made the allocator empty its cache.
 
@@ -162,11 +162,11 @@ class CachingAllocator:
         self._next_address = 0
 
     def malloc(self, key: Hashable, size_bytes: int) -> None:
-        """Allocate ``size_bytes`` under a key of your choice.
+        """Allocate ``size_bytes`` under any key.
 
         Raises:
             ValueError: the size is negative, or the key holds a block already.
-            AllocationError: the limit is reached, the cache emptied and still no room.
+            AllocationError: there is no room within the limit, even with the cache emptied.
         """
         if key in self._live:
             raise ValueError(
@@ -213,7 +213,7 @@ class CachingAllocator:
         block.pool.add_merged(block)
 
     def empty_cache(self) -> None:
-        """Give back to the driver what is free as a whole: segments, or pages of expandable segments."""
+        """Return to the driver what is free as a whole: segments, or pages of expandable segments."""
         for pool in (self._large, self._small):
             if self._expandable:
                 for _, _, block in list(pool.free):
@@ -229,9 +229,9 @@ class CachingAllocator:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """Return the segments with their blocks, by address, in the words of ``torch.cuda.memory_snapshot()``.
+        """Return the segments with their blocks, by address, as ``torch.cuda.memory_snapshot()`` does.
 
-        Of an expandable segment each stretch of pages is one entry. ``requested_size`` of a free block is 0.
+        In an expandable segment each stretch of pages is one entry. ``requested_size`` of a free block is 0.
         """
         blocks = {id(block): block for block in self._live.values() if block is not None}
         blocks |= {id(entry[2]): entry[2] for pool in (self._small, self._large) for entry in pool.free}
@@ -283,7 +283,7 @@ class CachingAllocator:
         return block
 
     def _reserve(self, size: int) -> bool:
-        """Count memory from the driver; False if the card has no more."""
+        """Count memory from the driver; False if the GPU has no more."""
         if self.limit_bytes is not None and self.reserved + size > self.limit_bytes:
             return False
         self.reserved += size
@@ -306,7 +306,7 @@ class CachingAllocator:
         return block
 
     def _expand(self, pool: _Pool, size: int) -> _Block | None:
-        """Back addresses with pages where ``size`` bytes find room first (``try_allocate_expandable_block``)."""
+        """Map pages at the first addresses with room for ``size`` bytes (``try_allocate_expandable_block``)."""
         block = next(start for _, hole in pool.unmapped if (start := _start_of_room(hole, size)) is not None)
         while not block.mapped or block.size < size:
             hole = block if not block.mapped else block.next
@@ -318,7 +318,7 @@ class CachingAllocator:
         return block
 
     def _map(self, hole: _Block, size: int) -> bool:
-        """Back the first ``size`` bytes of a hole with pages, and merge them with free neighbours (``map_block``).
+        """Map pages to the first ``size`` bytes of a hole, and merge them with free neighbours (``map_block``).
 
         Nothing is mapped if not all the pages fit.
         """
@@ -334,7 +334,7 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: _Block) -> None:
-        """Give back the pages that lie in a free block as a whole (``unmap_block``)."""
+        """Unmap the pages that lie entirely in a free block (``unmap_block``)."""
         pool = block.pool
         start = -(-block.address // pool.page_bytes) * pool.page_bytes
         end = (block.address + block.size) // pool.page_bytes * pool.page_bytes
@@ -353,9 +353,9 @@ class CachingAllocator:
 
     def _full_message(self, size_bytes: int) -> str:
         return (
-            f"size_bytes={size_bytes!r} finds no room on the card: of limit_bytes={self.limit_bytes!r}, "
+            f"size_bytes={size_bytes!r} does not fit the GPU: of limit_bytes={self.limit_bytes!r}, "
             f"{self.allocated} bytes are allocated and {self.reserved} reserved with the cache emptied; expected room "
-            "for a new segment or page. Pass limit_bytes=None to learn what an unlimited card would need"
+            "for a new segment or page. Pass limit_bytes=None to see what is needed without a limit"
         )
 
 

@@ -1,8 +1,9 @@
 """Replay a recorded step through the allocator: several optimizer steps, accumulation, the optimizer, evaluation.
 
-A step is recorded once and replayed three times: the first step has no optimizer state before its end, the second has
-it, the third shows what fragmentation has left behind. Of more than three micro-batches three are replayed, for every
-further one repeats the third; of many evaluation batches only the first two and the last run, the others gather.
+A step is recorded once and replayed three times: the first has no optimizer state before its end, the second has it,
+the third shows the fragmentation that they leave. Of more than three forward and backward passes three are replayed,
+since every further one repeats the third; of many evaluation batches the first two and the last, while the outputs of
+all are gathered.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import numpy as np
 
 from hf_memopt.memory.allocator.caching_allocator import CachingAllocator
 from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
-from hf_memopt.memory.recording.step import MicroBatch, StepTrace
-from hf_memopt.memory.result import COMPONENTS, Timeline
+from hf_memopt.memory.recording.step import RecordedPass, StepTrace
+from hf_memopt.memory.timeline import COMPONENTS, Timeline
 
 __all__ = ["ReplayPlan", "Replayed", "replay"]
 
 _WEIGHTS, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _TEMPORARIES, _WORKSPACE, _INPUTS = range(len(COMPONENTS))
 _STEPS = 3
-_MICRO_BATCHES = 3
+_PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +33,18 @@ class ReplayPlan:
     Attributes:
         optimizer: the optimizer's bytes; of each trainable parameter by itself with gradient release.
         clipping: temporaries of gradient clipping.
-        batches: batches that the Trainer holds per optimizer step (the accumulation).
-        pieces: pieces that each of them is cut into.
+        batches: accumulation steps; the Trainer holds the batches of all of them from the start of an optimizer step.
+        micro_batches: micro-batches that each of them is cut into.
         workspaces: blocks that cuBLAS keeps for the forward thread, then for the backward thread.
-        eval_batches: evaluation batches whose outputs gather on the card; 0 for no evaluation.
+        eval_batches: evaluation batches whose outputs are gathered on the GPU; 0 for no evaluation.
         eval_concat: whether they are concatenated at every batch, or stay a list.
-        empty_cache_steps: steps between two returns of unused blocks to the driver, each before a backward pass; None
-            for no return.
+        empty_cache_steps: steps between two calls of ``empty_cache``, each before a backward pass; None for none.
     """
 
     optimizer: OptimizerMemory | Sequence[OptimizerMemory]
     clipping: tuple[int, ...]
     batches: int
-    pieces: int
+    micro_batches: int
     workspaces: tuple[int, ...]
     eval_batches: int = 0
     eval_concat: bool = True
@@ -53,9 +53,9 @@ class ReplayPlan:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What the replay found: peaks in bytes, what stands at the allocated one, how often the cache had to be emptied.
+    """The result of a replay: the peaks in bytes, what the allocated peak consists of, and when it is reached.
 
-    ``retries`` are those of the allocator at its limit: in the training steps, in the evaluation.
+    ``retries`` counts how often the allocator emptied its cache at its limit: in the training steps, in the evaluation.
     """
 
     peak_allocated: int
@@ -82,7 +82,7 @@ def replay(trace: StepTrace, plan: ReplayPlan, allocator: CachingAllocator) -> R
 
 
 class _Run:
-    """The state of a replay: what is alive in the allocator, by component, and the timeline so far."""
+    """The state of a replay: what is allocated, by component, and the timeline so far."""
 
     def __init__(self, trace: StepTrace, plan: ReplayPlan, allocator: CachingAllocator) -> None:
         self.trace, self.plan, self.allocator = trace, plan, allocator
@@ -98,8 +98,8 @@ class _Run:
         self._peak_event = 0
         self._peak_key: Any = None
         self._gradients = frozenset(trace.gradients)
-        self._died = {number: event for event, (number, delta) in enumerate(self._tracker.events) if delta < 0}
-        self._micro_batches = [self._classified(part) for part in trace.micro_batches]
+        self._freed_at = {number: event for event, (number, delta) in enumerate(self._tracker.events) if delta < 0}
+        self._passes = [self._classified(part) for part in trace.micro_batches]
 
     # ---- The allocator and the timeline -----------------------------------------------------------------------------
 
@@ -128,10 +128,18 @@ class _Run:
     def phase(self, name: str) -> None:
         self._phases.append((len(self._deltas), name))
 
-    # ---- Micro-batches ----------------------------------------------------------------------------------------------
+    # ---- Forward and backward passes --------------------------------------------------------------------------------
 
-    def _classified(self, part: MicroBatch) -> list[tuple[int, int, int]]:
-        """Return the events of a part as (storage, delta, component); delta 0 for those of weights and inputs."""
+    def _classified(self, part: RecordedPass) -> list[tuple[int, int, int]]:
+        """Return the events of a pass as (storage, delta, component); delta 0 for those of weights and inputs.
+
+        Nothing says what a storage is for, so that follows from when it is allocated and freed. A gradient is what a
+        parameter's ``grad`` held. In the forward pass, what is allocated after the model made its logits belongs to
+        logits and loss; before that, what is still allocated when the backward pass starts is an activation, and what
+        is not is a temporary. In the backward pass, what outlives the recomputation it was allocated in is an
+        activation again, and what a node of the loss allocates belongs to logits and loss, by autograd's sequence
+        numbers.
+        """
         trace, tracker = self.trace, self._tracker
         apart = {*trace.weights, *trace.inputs, *trace.evaluation_inputs}
         stretches = iter([*tracker.recomputed, (2**63, 2**63)])
@@ -144,13 +152,13 @@ class _Run:
             if delta < 0 or number in apart:
                 found.append((number, 0 if number in apart else delta, 0))
                 continue
-            died = self._died.get(number, part.end)
+            freed = self._freed_at.get(number, part.end)
             if number in self._gradients:
                 component = _GRADIENTS
             elif event < part.forward_end:
-                lives_on = died >= part.forward_end and part.end > part.forward_end
+                lives_on = freed >= part.forward_end and part.end > part.forward_end
                 component = _LOGITS if event >= part.logits_event else _ACTIVATIONS if lives_on else _TEMPORARIES
-            elif event >= begin and died >= end:
+            elif event >= begin and freed >= end:
                 component = _ACTIVATIONS
             else:
                 component = _LOGITS if tracker.sequences[number] in part.logits_sequences else _TEMPORARIES
@@ -175,9 +183,9 @@ class _Run:
                 self.malloc(("input", step, batch, number), self._tracker.sizes[number], _INPUTS)
         for key in [key for key in self._alive if isinstance(key, tuple) and key[:2] == ("input", step - 1)]:
             self.free(key)
-        for index in range(min(plan.batches * plan.pieces, _MICRO_BATCHES)):
+        for index in range(min(plan.batches * plan.micro_batches, _PASSES)):
             recorded = min(index, len(trace.micro_batches) - 1)
-            self._micro_batch(trace.micro_batches[recorded], self._micro_batches[recorded], step)
+            self._pass(trace.micro_batches[recorded], self._passes[recorded], step)
         if not isinstance(plan.optimizer, Sequence):
             self.phase("optimizer")
             self._together("clip", plan.clipping)
@@ -185,7 +193,7 @@ class _Run:
         for number in trace.gradients:
             self.free(number)
 
-    def _micro_batch(self, part: MicroBatch, events: list[tuple[int, int, int]], step: int) -> None:
+    def _pass(self, part: RecordedPass, events: list[tuple[int, int, int]], step: int) -> None:
         self.phase("forward")
         self._workspace(0)
         border = part.forward_end - part.start
@@ -202,10 +210,10 @@ class _Run:
         self._play(events[border:])
         self._forget(part)
 
-    def _forget(self, part: MicroBatch) -> None:
-        """Free what died between the recorded parts: loss and outputs. What never died is a cache of the model."""
+    def _forget(self, part: RecordedPass) -> None:
+        """Free what was freed after a recorded pass: loss and outputs. What was never freed is a cache of the model."""
         for key in [key for key in self._alive if isinstance(key, int)]:
-            between = self._died.get(key, -1) >= part.end and self._tracker.births[key] >= part.start
+            between = self._freed_at.get(key, -1) >= part.end and self._tracker.allocated_at[key] >= part.start
             if between and key not in self._gradients:
                 self.free(key)
 
@@ -218,7 +226,10 @@ class _Run:
     def _optimizer(self, memory: OptimizerMemory, key: Any, *, first: bool) -> None:
         if first:
             for index, size_bytes in enumerate(memory.state):
-                if (key, index) not in self._alive:  # a later micro-batch of the step, where each of them steps
+                if (
+                    key,
+                    index,
+                ) not in self._alive:  # with gradient release a later pass of the first step has it already
                     self.malloc((key, index), size_bytes, _STATE)
         for group in memory.first_step if first else memory.step:
             self._together("step", group)
@@ -229,12 +240,12 @@ class _Run:
         for index in range(len(sizes)):
             self.free((name, index))
 
-    def evaluation(self, part: MicroBatch) -> None:
-        """Replay evaluation batches whose outputs gather on the card, as the Trainer does.
+    def evaluation(self, part: RecordedPass) -> None:
+        """Replay evaluation batches whose outputs are gathered on the GPU, as the Trainer does.
 
-        Concatenated: the outputs of the first batch are the first of the gathered ones; those of a later one are held
-        beside what they were concatenated into until the next forward pass is over, as are the inputs of the last
-        training step. As a list, each batch's outputs lie there once.
+        Concatenated: the outputs of the first batch are the first of the gathered ones; those of a later one are held,
+        besides the tensor that they were copied into, until the next forward pass is over, as are the inputs of the
+        last training step. As a list, each batch's outputs are held once.
         """
         self.phase("evaluation")
         events = self._classified(part)
@@ -267,7 +278,7 @@ class _Run:
     # ---- The end ----------------------------------------------------------------------------------------------------
 
     def result(self) -> Replayed:
-        """Return peaks, what stands at the allocated one, and the timeline."""
+        """Return the peaks, what the allocated one consists of, and the timeline."""
         table = np.zeros((len(self._deltas), len(COMPONENTS)), np.int64)
         table[np.arange(len(self._deltas)), self._columns] = self._deltas
         table = np.cumsum(table, axis=0)

@@ -1,6 +1,6 @@
-"""Attention on CUDA: which kernel a call gets, and what the kernels take from torch's allocator inside one operator.
+"""Attention on CUDA: which kernel a call gets, and what the kernels allocate inside one operator.
 
-The rules follow the CUDA source; each names its file and function. See ``kernels`` for the releases that were seen.
+The rules follow the CUDA source; each names its file and function. ``kernel_buffers`` names the releases seen.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ def attention_kernel(
 
     The order is flash, efficient, math; cuDNN comes first on 9.0 and 10.x where the release and its cuDNN say so:
     never before torch 2.9; in 2.9 with cuDNN 9.9 and later; since 2.10 with cuDNN after 9.15, which the wheels bundle
-    since 2.11. Otherwise cuDNN stands after math and is never reached. Assumed: all kernels enabled, no environment
+    since 2.11. Otherwise cuDNN comes after math and is never reached. Assumed: all kernels enabled, no environment
     variable, last dimensions with stride 1, a mask that broadcasts over (batch, heads, query, key). cuDNN takes no mask
     that requires a gradient, such as a learned bias of positions; efficient does.
     The head dimensions that cuDNN takes are those of 2.9 to 2.13.
 
-    What the call does around its kernel, as ATen operators that a tracker sees:
+    What the call does around its kernel, in ATen operators that a tracker sees:
 
     - a bool mask becomes a new additive mask of its own shape and the query's type, in every call;
     - efficient: a mask whose strides are no multiples of 8 is copied with its last dimension padded to one; then it is
       expanded to (batch, heads, query, key) without a copy;
-    - flash: query, key and value are copied with the head dimension padded to a multiple of 8 if it is none;
+    - flash: query, key and value are copied with the head dimension padded to a multiple of 8 where it is not one;
     - math: in 16 bits, query, key and value are computed in float32 (``allow_fp16_bf16_reduction_math_sdp`` off).
 
     Saved for backward: query, key, value, the mask, the output, and the log of the row sums in float32: (batch, heads,
     query) for flash, query rounded up to 32 for efficient, (batch, heads, query, 1) for cuDNN; and seed and offset,
-    which lie on the card for flash, on the host for efficient. Math saves its probabilities, (batch, heads, query,
+    which are on the GPU for flash, on the host for efficient. Math saves its probabilities, (batch, heads, query,
     key).
 
     Source: transformers/cuda/sdp_utils.cpp, ``select_sdp_backend``, ``can_use_*_attention``,
@@ -66,7 +66,7 @@ def attention_kernel(
     Args:
         dtype: of query, key and value.
         head_dim: of query and key.
-        capability: of the card.
+        capability: of the GPU.
         query_len: rows of the query.
         key_len: rows of key and value.
         has_mask: whether ``attn_mask`` is given.
@@ -129,7 +129,7 @@ def _alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:
 def flash_forward(
     chip: Chip, out: Any, query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, *_: Any, **__: Any
 ) -> tuple[int, ...]:
-    """Give partial results of split keys: without dropout, and only where heads and queries do not fill the card.
+    """Return partial results of split keys: without dropout, and only where heads and queries do not fill the GPU.
 
     Source: flash_attn/flash_api.cpp, ``mha_fwd``, ``set_params_splitkv``, ``num_splits_heuristic``.
     """
@@ -159,7 +159,7 @@ def _flash_splits(tiles: int, slots: int, key_blocks: int) -> int:
 def flash_backward(
     chip: Chip, out: Any, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, *_: Any, **__: Any
 ) -> tuple[int, ...]:
-    """Give the float32 accumulator of dq, the row sums, and dk and dv of all query heads where key heads are fewer.
+    """Return the float32 accumulator of dq, the row sums, and dk and dv of all query heads where key heads are fewer.
 
     Source: attention_backward.cu, ``_flash_attention_backward``; flash_attn/flash_api.cpp, ``mha_bwd``.
     """
@@ -179,7 +179,7 @@ def flash_backward(
 def efficient_forward(
     chip: Chip, out: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> tuple[int, ...]:
-    """Give the float32 accumulator of the output, which heads wider than 128 keep outside of the registers.
+    """Return the float32 accumulator of the output, which heads wider than 128 keep outside of the registers.
 
     Source: attention.cu, ``_efficient_attention_forward``; kernel_forward.h, ``kNeedsOutputAccumulatorBuffer``.
     """
@@ -205,17 +205,17 @@ def efficient_backward(
     *_: Any,
     **__: Any,
 ) -> tuple[int, ...]:
-    """Give delta (row sums of grad * output) and the workspace in which dq, dk and dv gather in float32.
+    """Return delta (row sums of grad * output) and the workspace in which dq, dk and dv are summed in float32.
 
     Source: attention_backward.cu, ``_efficient_attention_backward``; kernel_backward.h, ``Params::workspace_size``,
     ``GradQTempStorage`` (a tile and 16 bytes of locks), ``kKernelComputesDelta``.
     """
-    batch, heads, query_len, head_dim = query.shape
+    batch, heads, query_len, head_dim = query.shape  # (batch, heads, seq, head)
     key_len, value_dim = value.shape[2:]
-    half, minimum = query.dtype in _HALF, chip.capability
+    half = query.dtype in _HALF
     queries, keys, in_registers = _efficient_tile(chip, half, max(head_dim, value_dim), dropout_p > 0)
     per_head = 0
-    if half or minimum >= (7, 0):
+    if half or chip.capability >= (7, 0):
         per_head += divide_up(query_len, queries) * divide_up(head_dim, keys) * (queries * keys + 4)
     if half and not in_registers:
         splits = _key_splits(chip, batch * heads, key_len, keys)
@@ -223,7 +223,7 @@ def efficient_backward(
     workspace = batch * heads * round_up(per_head, 4) * 4
     rows = batch * heads * query_len
     grad_copy, delta = copy_bytes(grad.transpose(1, 2)), rows * 4
-    volta = (7, 0) <= minimum < (7, 5)
+    volta = (7, 0) <= chip.capability < (7, 5)
     last = (grad_copy, delta, workspace)
     if half and (in_registers or not volta):
         return last

@@ -1,4 +1,4 @@
-"""Run ``F.scaled_dot_product_attention`` on meta tensors by the kernel that CUDA takes, with what it does around it."""
+"""Run ``F.scaled_dot_product_attention`` on meta tensors with the kernel that CUDA chooses and the copies around it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def attend(
     *,
     capability: tuple[int, int],
 ) -> Any:
-    """Run ``F.scaled_dot_product_attention`` by the kernel that CUDA takes; shapes (batch, heads, seq, head)."""
+    """Run ``F.scaled_dot_product_attention`` with the kernel that CUDA chooses; shapes (batch, heads, seq, head)."""
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     kernel = attention_kernel(
         dtype=query.dtype,
@@ -76,7 +76,7 @@ def _math_attention(
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *, padded: bool) -> torch.Tensor:
     """Return a mask as the additive bias of a kernel, (batch, heads, query, key).
 
-    A bool mask becomes a new tensor in every call; the memory-efficient kernel wants rows at multiples of 8 elements.
+    A bool mask becomes a new tensor in every call; the memory-efficient kernel needs rows at multiples of 8 elements.
     """
     if mask.dtype == torch.bool:
         zero, least = (torch.full((), v, dtype=query.dtype, device=mask.device) for v in (0.0, float("-inf")))

@@ -1,26 +1,36 @@
-"""What autocast casts: the lists of ATen operators by policy, for CUDA and for the CPU, under their dispatcher names.
+"""Which operators CUDA's autocast casts, and how: the lists of ATen operators by policy, and their Python functions.
+
+torch answers which operators have an autocast kernel, but not what that kernel does to their arguments, so the lists
+are repeated here. ``tests/memory/test_kernel_buffers.py`` checks them against torch's header and against the operators
+that the installed torch registers for the dispatch key ``AutocastCUDA``, which a CPU-only build has too.
 
 Source: torch 2.13, ``aten/src/ATen/autocast_mode.h`` (the ``AT_FORALL_*`` lists) and ``autocast_mode.cpp`` (what it
-adds for one device). The lists of 2.14 are the same. ``tests/memory/test_kernel_buffers.py`` holds each list against
-the operators that the installed torch registers for the dispatch keys ``AutocastCUDA`` and ``AutocastCPU``; a CPU-only
-build has both. Limitations: the weight-cast cache, which ``cached_cast`` keeps for float32 leaves that require a
-gradient, is not here, nor is ``binary_cross_entropy``, which raises under autocast on CUDA.
+adds for one device). The lists of 2.14 are the same. Limitations: ``binary_cross_entropy``, which raises under autocast
+on CUDA, and the cache of weight casts, which is in ``semantics``.
 
-A name without a dot is the overload without a name.
+A name without a dot is the default overload.
 """
 
 from __future__ import annotations
 
-__all__ = [
-    "CPU_FLOAT32",
-    "CPU_LOWER_PRECISION",
-    "CPU_PROMOTE",
-    "FLOAT32",
-    "FLOAT32_APPEND_DTYPE",
-    "FLOAT32_SET_OPT_DTYPE",
-    "LOWER_PRECISION",
-    "PROMOTE",
-]
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["CUDA_CASTS", "Policy", "casts_of", "functions_of"]
+
+
+class Policy(Enum):
+    """What autocast does to the floating-point arguments of an operator, in the words of ``autocast_mode.h``."""
+
+    LOWER_PRECISION = auto()  # cast to the autocast dtype
+    FLOAT32 = auto()  # cast from 16 bits to float32
+    FLOAT32_BY_DTYPE_ARGUMENT = auto()  # not cast: dtype=float32 is passed instead, where the caller passed none
+    PROMOTE = auto()  # cast to the widest dtype among them
+
 
 LOWER_PRECISION: tuple[str, ...] = (
     "_convolution",
@@ -59,7 +69,7 @@ LOWER_PRECISION: tuple[str, ...] = (
     "rnn_tanh_cell",
     "scaled_dot_product_attention",
 )
-"""Floating-point arguments on the card are cast to the autocast type (float64 stays)."""
+"""Floating-point arguments on the GPU are cast to the autocast dtype (float64 stays)."""
 
 FLOAT32: tuple[str, ...] = (
     "_upsample_bicubic2d_aa",
@@ -122,7 +132,7 @@ FLOAT32: tuple[str, ...] = (
     "upsample_nearest3d",
     "upsample_trilinear3d",
 )
-"""Floating-point arguments on the card of 16 bits are cast to float32."""
+"""16-bit floating-point arguments on the GPU are cast to float32."""
 
 FLOAT32_SET_OPT_DTYPE: tuple[str, ...] = (
     "cumprod",
@@ -137,7 +147,7 @@ FLOAT32_SET_OPT_DTYPE: tuple[str, ...] = (
     "sum",
     "sum.dim_IntList",
 )
-"""Called with ``dtype=float32`` where the caller gave no ``dtype`` and the first argument has 16 bits."""
+"""Called with ``dtype=float32`` where the caller passed no ``dtype`` and the first argument has 16 bits."""
 
 FLOAT32_APPEND_DTYPE: tuple[str, ...] = (
     "norm.Scalar",
@@ -158,143 +168,34 @@ PROMOTE: tuple[str, ...] = (
     "tensordot",
     "vdot",
 )
-"""All floating-point arguments are cast to the widest type among them."""
+"""All floating-point arguments are cast to the widest dtype among them."""
 
-CPU_LOWER_PRECISION: tuple[str, ...] = (
-    "_addmm_activation",
-    "_convolution.deprecated",
-    "_native_multi_head_attention",
-    "addbmm",
-    "addmm",
-    "baddbmm",
-    "bmm",
-    "conv1d",
-    "conv1d.padding",
-    "conv2d",
-    "conv2d.padding",
-    "conv3d",
-    "conv3d.padding",
-    "conv_tbc",
-    "conv_transpose1d",
-    "conv_transpose2d.input",
-    "conv_transpose3d.input",
-    "linalg_vecdot",
-    "linear",
-    "matmul",
-    "mkldnn_rnn_layer",
-    "mm",
-    "prelu",
-    "scaled_dot_product_attention",
-)
-"""On the CPU: arguments are cast to the autocast type."""
+_ALIASES = {  # torch.Tensor's methods that run the operator themselves, where a function mode is off
+    "matmul": ("__matmul__", "__rmatmul__"),
+    "pow": ("__pow__", "__rpow__"),
+    "reciprocal": ("__rdiv__",),
+}
 
-CPU_FLOAT32: tuple[str, ...] = (
-    "_grid_sampler_2d_cpu_fallback",
-    "_lu_with_info",
-    "adaptive_avg_pool3d",
-    "adaptive_max_pool3d",
-    "avg_pool3d",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "cdist",
-    "cholesky",
-    "cholesky_inverse",
-    "cholesky_solve",
-    "cosine_embedding_loss",
-    "cross_entropy_loss",
-    "ctc_loss.IntList",
-    "ctc_loss.Tensor",
-    "fake_quantize_per_tensor_affine",
-    "fft_fft",
-    "fft_fft2",
-    "fft_fftn",
-    "fft_hfft",
-    "fft_ifft",
-    "fft_ifft2",
-    "fft_ifftn",
-    "fft_ihfft",
-    "fft_irfft",
-    "fft_irfft2",
-    "fft_irfftn",
-    "fft_rfft",
-    "fft_rfft2",
-    "fft_rfftn",
-    "fractional_max_pool2d",
-    "fractional_max_pool3d",
-    "geqrf",
-    "grid_sampler",
-    "grid_sampler_2d",
-    "grid_sampler_3d",
-    "hinge_embedding_loss",
-    "huber_loss",
-    "inverse",
-    "kl_div",
-    "l1_loss",
-    "linalg_cholesky",
-    "linalg_cholesky_ex",
-    "linalg_cond",
-    "linalg_cond.p_str",
-    "linalg_eig",
-    "linalg_eigh",
-    "linalg_eigvals",
-    "linalg_eigvalsh",
-    "linalg_householder_product",
-    "linalg_inv",
-    "linalg_inv_ex",
-    "linalg_lstsq",
-    "linalg_matrix_rank",
-    "linalg_matrix_rank.atol_rtol_float",
-    "linalg_matrix_rank.atol_rtol_tensor",
-    "linalg_matrix_rank.tol_tensor",
-    "linalg_qr",
-    "linalg_solve",
-    "linalg_svd",
-    "linalg_svdvals",
-    "linalg_tensorinv",
-    "linalg_tensorsolve",
-    "lu_solve",
-    "margin_ranking_loss",
-    "max_pool3d",
-    "max_unpool2d",
-    "max_unpool3d",
-    "mse_loss",
-    "multi_margin_loss",
-    "multilabel_margin_loss",
-    "multilabel_margin_loss_forward",
-    "nanquantile",
-    "nanquantile.scalar",
-    "nll_loss",
-    "nll_loss2d",
-    "orgqr",
-    "ormqr",
-    "pinverse",
-    "poisson_nll_loss",
-    "polar",
-    "prod",
-    "prod.dim_int",
-    "qr",
-    "quantile",
-    "quantile.scalar",
-    "reflection_pad1d",
-    "reflection_pad2d",
-    "replication_pad1d",
-    "replication_pad2d",
-    "replication_pad3d",
-    "smooth_l1_loss",
-    "soft_margin_loss",
-    "stft",
-    "stft.center",
-    "svd",
-    "trace",
-    "triangular_solve",
-    "triplet_margin_loss",
-    "view_as_complex",
-)
-"""On the CPU: arguments of 16 bits are cast to float32. Softmax, sums, norms and layer_norm are not in it."""
 
-CPU_PROMOTE: tuple[str, ...] = (
-    "cat",
-    "index_copy",
-    "stack",
+def functions_of(names: Iterable[str]) -> set[Callable[..., Any]]:
+    """Return every Python function that runs one of these ATen operators: in torch, as a method, in ``torch.nn``."""
+    plain = {name.partition(".")[0] for name in names}
+    plain |= {alias for name in plain for alias in _ALIASES.get(name, ())}
+    spaces = (torch, F, torch.linalg, torch._C._nn, torch.Tensor)  # _nn is private: pinned by a test, torch 2.6 to 2.13
+    plain |= {name.removeprefix("linalg_") for name in plain}
+    return {getattr(space, name) for name in plain for space in spaces if hasattr(space, name)}
+
+
+def casts_of(lists: Mapping[Policy, Iterable[str]]) -> dict[Callable[..., Any], Policy]:
+    """Return the policy of each Python function of these operators."""
+    return {function: policy for policy, names in lists.items() for function in functions_of(names)}
+
+
+CUDA_CASTS = casts_of(
+    {
+        Policy.LOWER_PRECISION: LOWER_PRECISION,
+        Policy.FLOAT32: FLOAT32,
+        Policy.FLOAT32_BY_DTYPE_ARGUMENT: FLOAT32_SET_OPT_DTYPE + FLOAT32_APPEND_DTYPE,
+        Policy.PROMOTE: PROMOTE,
+    }
 )
-"""On the CPU: arguments are cast to the widest type among them."""

@@ -1,4 +1,4 @@
-"""What the rules of the kernels share: the chip they run on, torch's release, and how work and memory are cut."""
+"""What the rules of the kernels share: the chip they run on, torch's release, rounding, the size of a copy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 __all__ = ["MOST_MULTIPROCESSORS", "Chip", "copy_bytes", "divide_up", "round_up", "torch_release"]
 
-# The multiprocessors of the largest card of each compute capability, by the card's specification: its CUDA cores over
+# The multiprocessors of the largest GPU of each compute capability, by the GPU's specification: its CUDA cores over
 # those of a multiprocessor (the rule of ``devices/gpus.py``), or what the driver reported where a report is named.
 MOST_MULTIPROCESSORS = {
     (5, 0): 5,  # GTX 750 Ti, 640 cores: https://github.com/PointCloudLibrary/pcl/issues/880
@@ -31,21 +31,21 @@ MOST_MULTIPROCESSORS = {
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What of a card decides how its kernels split their work."""
+    """The properties of a GPU by which kernels split their work; a ``Gpu`` has more, and may lack the count."""
 
     capability: tuple[int, int]
     multiprocessors: int
 
     @classmethod
     def of(cls, capability: tuple[int, int], multiprocessors: int | None = None) -> Chip:
-        """Return a chip; without a count, the largest of its capability, or the largest of all if that is not known."""
+        """Return a chip; without a count, the largest of its capability, or of all if that one is unknown."""
         if multiprocessors is None:
             multiprocessors = MOST_MULTIPROCESSORS.get(capability, max(MOST_MULTIPROCESSORS.values()))
         return cls(capability, multiprocessors)
 
     @property
     def threads_per_multiprocessor(self) -> int:
-        """How many threads may be resident on a multiprocessor.
+        """The number of threads that may be resident on a multiprocessor.
 
         Source: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"; torch's own copy,
         torch/headeronly/macros/Macros.h, ``CUDA_MAX_THREADS_PER_SM``, has no 11.0 and no 12.1.
@@ -76,12 +76,12 @@ def torch_release() -> tuple[int, int]:
 
 
 def divide_up(a: int, b: int) -> int:
-    """Return a / b, rounded up."""
+    """Return ``a / b``, rounded up."""
     return -(-a // b)
 
 
 def round_up(a: int, multiple: int) -> int:
-    """Return the least multiple that is not below a."""
+    """Return the smallest multiple of ``multiple`` that is at least ``a``."""
     return divide_up(a, multiple) * multiple
 
 

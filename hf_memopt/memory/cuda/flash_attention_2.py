@@ -1,8 +1,8 @@
 """FlashAttention-2 on the meta device: what transformers allocates around its kernel, and the kernel's own shapes.
 
-The package ``flash_attn`` needs a card. Its kernel saves what torch's own flash kernel saves (query, key, value, the
-output, and one float32 per head and token), so that one stands in. Around it, the tokens of a batch with padding are
-gathered before, and scattered back after; here every token is gathered, the most that it can be.
+The package ``flash_attn`` needs a GPU. Its kernel saves what torch's own flash kernel saves (query, key, value, the
+output, and one float32 per head and token), so torch's is run instead. In a batch with padding the real tokens are
+gathered before it and scattered back after it; here all tokens are, which is an upper bound.
 
 Source: transformers 5.23, ``modeling_flash_attention_utils.py``, ``_flash_attention_forward``; the same in 5.8.1.
 """
@@ -23,9 +23,9 @@ STAND_IN = "hf_memopt_fa2"
 
 
 def use_stand_in(model: Any) -> None:
-    """Let a transformers model on the meta device attend as with ``attn_implementation="flash_attention_2"``.
+    """Give a transformers model on the meta device the allocations of ``attn_implementation="flash_attention_2"``.
 
-    The stand-in is registered with transformers under a name of its own; nothing else there changes.
+    The stand-in is registered with transformers under its own name; nothing else in transformers changes.
 
     Raises:
         NotEstimableError: the architecture does not support FlashAttention-2.
@@ -57,11 +57,11 @@ def attend(
     """Return (batch, seq, heads, head) from query, key and value of (batch, heads, seq, head), and no weights.
 
     Raises:
-        NotEstimableError: query, key and value are float32, which the kernel refuses on a card too.
+        NotEstimableError: query, key and value are float32, which the kernel refuses on a GPU too.
     """
     batch, heads, seq = query.shape[:3]
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
-    if query.dtype == torch.float32 and torch.is_autocast_enabled("cuda"):  # rotary angles have made it so
+    if query.dtype == torch.float32 and torch.is_autocast_enabled("cuda"):  # after rotary angles
         lower = torch.get_autocast_dtype("cuda")
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
     if attention_mask is not None:

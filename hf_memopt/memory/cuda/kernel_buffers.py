@@ -1,19 +1,20 @@
-"""What a CUDA kernel takes from torch's allocator within one ATen operator, and what the cuBLAS handles keep.
+"""The memory that a CUDA kernel allocates inside one ATen operator, and that the cuBLAS handles keep.
 
-A tracker above the dispatcher sees inputs and outputs only. The buffers inside one operator are computed here from its
-arguments, by the rules of the CUDA source; each rule names its file and function. The figures are requested bytes: the
-allocator rounds each block up to 512 bytes.
+A tracker sees the inputs and outputs of operators only. The buffers inside one operator are computed here from its
+arguments, by the rules of the CUDA source; each rule names its file and function. The figures are requested bytes,
+which the allocator rounds up to 512 bytes for each block.
 
 Seen: the headers of torch 2.13 (memory-efficient attention, reductions, cub) and the ``.cu`` files of main between 2.8
 and 2.14. Where releases differ, ``hidden_bytes`` gives 2.13, but for the linear layers before 2.9;
 ``attention_kernel`` and ``workspace_bytes`` follow the installed release.
 
-Without a rule, as they take nothing worth a block or nothing at all: softmax and log_softmax with their backwards,
+Without a rule, since they allocate little or nothing: softmax and log_softmax with their backwards,
 nll_loss, dropout, cat, gather, scatter, masked_fill, cumsum along a dimension, the fused optimizers, the unscaling of
-gradients, random numbers, and the matrix products, whose workspace is kept (``workspace_bytes``). Not estimable, and so
-left out: convolutions and cuDNN attention, whose workspace only the cuDNN library of the machine can tell; sort, topk,
-nonzero and unique, whose temporaries cub sizes by its version (they are integers of the input's length). Deterministic
-mode (``torch.use_deterministic_algorithms``) is not modelled.
+gradients, random numbers, and the matrix products, whose workspace is kept (``workspace_bytes``).
+
+Limitations: convolutions and cuDNN attention, whose workspace is decided by the machine's cuDNN library; sort, topk,
+nonzero and unique, whose temporaries depend on cub's version (integers, as many as the input has elements); the
+deterministic mode (``torch.use_deterministic_algorithms``).
 
 The rules of attention are in ``attention``, those of sums, means, norms and extrema in ``reductions``.
 """
@@ -46,17 +47,17 @@ def hidden_bytes(
     *,
     multiprocessors: int | None = None,
 ) -> tuple[int, ...]:
-    """Return the blocks that the CUDA kernel of one operator holds inside it and gives back before it returns.
+    """Return the blocks that the CUDA kernel of one operator allocates and frees before it returns.
 
     Where the kernel works in phases, these are the blocks of the phase that holds most.
 
     Args:
         func: the overload, as a ``TorchDispatchMode`` sees it.
-        args: its arguments; of tensors only shape, strides and type are read, so meta tensors do.
+        args: its arguments; only shape, strides and dtype of tensors are read, so meta tensors suffice.
         kwargs: its arguments by keyword.
         out: what it returned.
-        capability: of the card.
-        multiprocessors: of the card; reductions and flash attention split their work by it. None for the largest card
+        capability: of the GPU.
+        multiprocessors: of the GPU; reductions and flash attention split their work by it. None for the largest GPU
             of that capability, which is an upper bound: the buffer of a large sum grows in proportion.
     """
     rule = _RULES.get(func)
@@ -102,7 +103,7 @@ def _rms_norm_backward(
 def _norm_backward(
     chip: Chip, grad: Tensor, source: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, wanted: int
 ) -> tuple[int, ...]:
-    """Give the partial sums of the weights' gradients by groups of rows: only for very many narrow rows.
+    """Return the partial sums of the weights' gradients by groups of rows: only for very many narrow rows.
 
     Source: layer_norm_kernel.cu, ``LaunchGammaBetaBackwardCUDAKernel`` (2.8 and later; none before).
     """
@@ -126,7 +127,7 @@ def _embedding_backward(
     padding_idx: int,
     scale_grad_by_freq: bool,
 ) -> tuple[int, ...]:
-    """Give the sorted indices, the bounds of their runs, and a float32 row for each part of at most 10 equal indices.
+    """Return the sorted indices, the bounds of their runs, and a float32 row for each part of at most 10 equal indices.
 
     Source: Embedding.cu, ``embedding_dense_backward_cuda`` (no buffers up to 3072 indices); EmbeddingBackwardKernel.cu,
     ``embedding_backward_cuda_kernel``. The sort before it holds less.
@@ -149,10 +150,10 @@ def _embedding_backward(
 def _index_put(
     chip: Chip, out: Any, source: Tensor, indices: Sequence[Tensor | None], values: Tensor, *rest: Any, **named: Any
 ) -> tuple[int, ...]:
-    """Give linear, sorted and original indices, the range, and the two buffers that cub's sort alternates with.
+    """Return linear, sorted and original indices, the range, and the two buffers that cub's sort alternates with.
 
     Source: Indexing.cu, ``index_put_with_sort_kernel``: only when accumulating, as the backward of indexing does;
-    cub's ``DeviceRadixSort`` (its counters, below 1 MiB, are left out). A bool index counts with its full length.
+    cub's ``DeviceRadixSort`` (without its counters, below 1 MiB). A bool index counts with its full length.
     """
     if not (rest[0] if rest else named.get("accumulate", False)):
         return ()
@@ -162,7 +163,7 @@ def _index_put(
 
 
 def _foreach_norm(chip: Chip, out: Any, tensors: Sequence[Tensor], *_: Any, **named: Any) -> tuple[int, ...]:
-    """Give a partial norm of every 65,536 elements, for all tensors as many as the largest has.
+    """Return a partial norm of every 65,536 elements, as many for each tensor as the largest has.
 
     Source: ForeachReduceOp.cu, ``foreach_tensor_norm_cuda``.
     """
@@ -176,7 +177,7 @@ def _foreach_norm(chip: Chip, out: Any, tensors: Sequence[Tensor], *_: Any, **na
 def _linear(
     chip: Chip, out: Tensor, bias: Tensor, source: Tensor, weight: Tensor, *, beta: float = 1, **_: Any
 ) -> tuple[int, ...]:
-    """Give the workspace of cuBLASLt, which adds the bias of a linear layer: before 2.9 each call took its own.
+    """Return the workspace of cuBLASLt, which adds the bias of a linear layer: before 2.9 each call allocated its own.
 
     Source: native/cuda/Blas.cpp, ``addmm_out_cuda_impl`` (``useLtInterface``, built with CUDA 12); cuda/CUDABlas.cpp,
     ``gemm_and_bias``, ``_parseChosenWorkspaceSize``. Pull request 151163 of pytorch/pytorch made sharing the block of
@@ -188,7 +189,7 @@ def _linear(
 
 
 def workspace_bytes(capability: tuple[int, int]) -> tuple[int, ...]:
-    """Return the blocks that the cuBLAS handles keep for good once a training step ran.
+    """Return the blocks that the cuBLAS handles keep after a training step.
 
     Each thread has a handle of its own, and each (handle, stream) a block from torch's allocator, taken with its first
     matrix product: the first block with the first of the forward pass, on the main thread; the second with the first of
@@ -216,7 +217,7 @@ _Rule = Callable[..., tuple[int, ...]]
 
 
 def _overloads(rules: Mapping[str, _Rule]) -> dict[Any, _Rule]:
-    """Return the rules by overload; an operator that this torch does not have (fused RMS norm before 2.9) is left out.
+    """Return the rules by overload, without operators that this torch does not have (fused RMS norm before 2.9).
 
     ``tests/memory/test_kernel_buffers.py`` pins each private name; seen in 2.6 to 2.14 unless said otherwise.
     """

@@ -1,7 +1,9 @@
-"""What a reduction on CUDA takes inside its operator: a staging buffer, where its outputs do not fill the card.
+"""The memory that a reduction on CUDA allocates inside its operator: a staging buffer for partial results.
 
-The model of native/cuda/Reduce.cuh that sums, means, norms and extrema share. Left out: softmax, sorts and scans, whose
-kernels are others.
+A reduction with few outputs would keep only a few multiprocessors busy. So several blocks of threads share an output:
+each writes its partial result into a staging buffer in global memory, and the last one, found by a semaphore, adds them
+up. The rules are those of native/cuda/Reduce.cuh, which sums, means, norms and extrema share. Limitations: softmax,
+sorts and scans, which have other kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A reduction as TensorIterator orders it: the dimensions that go first, merged where memory allows."""
+    """A reduction as TensorIterator orders it: the ``reduced`` dimensions first, merged where strides allow it."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -55,7 +57,7 @@ def _merge(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def reduce_sum(
     chip: Chip, out: Tensor, source: Tensor, dim: Any = None, *_: Any, dtype: torch.dtype | None = None, **__: Any
 ) -> tuple[int, ...]:
-    """Give a copy in the result's type, unless 16 bits give float32, and the buffers of ``reduction_bytes``.
+    """Return a copy in the result's dtype, unless 16 bits give float32, and the buffers of ``reduction_bytes``.
 
     Source: ReduceOpsUtils.h, ``make_reduction``; ReduceSumProdKernel.cu (vectors of 8 for 16 bits since 2.10).
     """
@@ -82,7 +84,7 @@ def _dims(dim: Any) -> Sequence[int]:
 
 
 def reduction_bytes(chip: Chip, layout: Layout, *, size: int, vector: int) -> tuple[int, ...]:
-    """Give the staging buffer and the semaphores of a reduction whose outputs are too few to fill the card.
+    """Return the staging buffer and the semaphores of a reduction whose outputs are too few to fill the GPU.
 
     The buffer is generous: torch sizes it for every output times the threads of a block. The gradient of a bias of
     4,096 elements over 4,096 tokens takes 108 MiB on an A100.
@@ -99,6 +101,8 @@ def reduction_bytes(chip: Chip, layout: Layout, *, size: int, vector: int) -> tu
     inputs, outputs = math.prod(layout.sizes[: layout.reduced]), math.prod(layout.sizes[layout.reduced :])
     if inputs < 256 or outputs == 0:  # a thread that has fewer never shares an output with another block
         return ()
+    # Threads of a warp (across) follow the fastest dimension in memory, reduced or kept; the rest of the block (along)
+    # takes the other one. A thread loads a vector of neighbours where the fastest stride is 1.
     inner = outputs == 1 or layout.strides[0] < layout.strides[layout.reduced]
     across, along, output_vector = (inputs, outputs, 1) if inner else (outputs, inputs, 1)
     if layout.strides[0 if inner else layout.reduced] == 1:
@@ -115,6 +119,7 @@ def reduction_bytes(chip: Chip, layout: Layout, *, size: int, vector: int) -> tu
     step_input, step_output = (width, 1) if inner else (1, width)
     if divide_up(inputs, step_input) < min(height * 16, 256):
         return ()
+    # Blocks share an output only while the grid does not fill the GPU and each thread keeps 16 or more elements.
     step_input *= height
     grid = divide_up(outputs // output_vector, step_output)
     per_thread = divide_up(inputs, step_input)

@@ -1,34 +1,36 @@
-"""What CUDA does differently above the dispatcher: dropout masks, attention kernels, autocast, copies to the host.
+"""Run torch code on the meta device with the allocations of CUDA: dropout, attention, autocast, copies to the host.
 
-``CudaSemantics`` replaces only what allocates other bytes there than on the meta device; everything else runs as it
-is. Functions that ``torch.nn.functional`` writes in Python (``multi_head_attention_forward``, ``normalize``) are looked
-into: a function mode is off inside them, so they run as copies that do not ask for it. Left out: what a kernel
-allocates inside itself (``kernels``); model code that switches autocast off for a few operations (rotary angles):
-autocast does not exist on the meta device, so they are cast all the same; the fused kernel that
-``nn.MultiheadAttention`` has for evaluation.
+``CudaSemantics`` is used together with a ``StorageTracker``, which works below autograd and so cannot see what CUDA
+decides above it: which attention kernel runs, which arguments autocast casts, that dropout keeps a mask of one byte per
+element. Only what allocates differently on the meta device is replaced; everything else runs as it is.
+
+Limitations: memory that a kernel allocates inside itself (``kernel_buffers`` has it); model code that switches autocast
+off for a few operations (rotary angles), which are cast nevertheless, since the meta device has no autocast; the fused
+kernel that ``nn.MultiheadAttention`` has for evaluation.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_memopt.memory.cuda import autocast_lists
 from hf_memopt.memory.cuda.attention_buffers import attend
+from hf_memopt.memory.cuda.autocast_lists import CUDA_CASTS, Policy, functions_of
+from hf_memopt.memory.cuda.composite_operations import OPENED, cross_entropy, grouped_product
 from hf_memopt.memory.storage_tracker import StorageTracker
 
 __all__ = ["CudaSemantics", "run_backward"]
 
 _aten = torch.ops.aten
-_LOW, _HIGH, _HIGH_UNLESS_TOLD, _WIDEST = range(4)
 _HALVES = (torch.float16, torch.bfloat16)
+_FUSED_SOFTMAX = {_aten._softmax: functions_of(("softmax",)), _aten._log_softmax: functions_of(("log_softmax",))}
+_GROUPED_PRODUCTS = functions_of(("grouped_mm", "_grouped_mm"))  # torch._grouped_mm is private: torch 2.8 to 2.13
 
 
 def run_backward(loss: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -52,11 +54,9 @@ class CudaSemantics(TorchFunctionMode):
 
     Args:
         autocast: the 16-bit dtype of autocast regions; None for no autocast.
-        capability: compute capability of the card, which decides the attention kernel.
+        capability: compute capability of the GPU, which decides the attention kernel.
         cache: whether a region keeps the 16-bit copy of each trainable weight until it ends.
-        tracker: counts what moves to the host as such.
-        cuda: False keeps dropout and attention as the device at hand has them, and takes the CPU's lists of autocast:
-            for comparisons with a real run on a CPU.
+        tracker: does not count what moves to the host; this class does, in ``peak_host_bytes``.
     """
 
     def __init__(
@@ -66,41 +66,39 @@ class CudaSemantics(TorchFunctionMode):
         capability: tuple[int, int] = (8, 0),
         cache: bool = True,
         tracker: StorageTracker | None = None,
-        cuda: bool = True,
     ) -> None:
         super().__init__()
-        self.host_bytes = 0
-        self._cuda = cuda
-        self.peak_host_bytes = 0
+        self.host_bytes = self.peak_host_bytes = 0
         self._dtype = autocast
         self._capability = capability
         self._cache_enabled = cache
         self._cache: dict[int, torch.Tensor] = {}
-        self._told: tuple[bool, torch.dtype] | None = None
+        self._callers_autocast: tuple[bool, torch.dtype] | None = None
         self._region = False
         self._tracker = tracker
         if tracker is not None:
             tracker.after_recomputation.append(self._leave_autocast)
         self._on_host: dict[int, Any] = {}
-        self._handlers: dict[Any, Callable[..., Any]] = {torch.autograd.backward: self._backward}
-        if cuda:
-            self._handlers |= {
-                F.dropout: self._dropout,
-                torch.dropout: self._dropout,
-                F.scaled_dot_product_attention: self._attention,
-                torch.empty: self._empty,
-                torch.Tensor.to: self._to,
-            }
-            self._handlers[torch._C._nn.cross_entropy_loss] = self._cross_entropy
-            self._handlers |= {function: _grouped_product(function) for function in _GROUPED_PRODUCTS}
-            for fused, functions in _FUSED_SOFTMAX.items():
-                for function in functions:
-                    self._handlers[function] = self._softmax(function, fused)
-        self._casts = (_CUDA_CASTS if cuda else _CPU_CASTS) if autocast is not None else {}
+        self._handlers: dict[Any, Callable[..., Any]] = {
+            torch.autograd.backward: self._backward,
+            F.dropout: self._dropout,
+            torch.dropout: self._dropout,
+            F.scaled_dot_product_attention: self._attention,
+            torch.empty: self._empty,
+            torch.Tensor.to: self._to,
+            torch._C._nn.cross_entropy_loss: self._cross_entropy,
+            **{function: grouped_product(function) for function in _GROUPED_PRODUCTS},
+            **{
+                function: self._softmax(function, fused)
+                for fused, functions in _FUSED_SOFTMAX.items()
+                for function in functions
+            },
+        }
+        self._casts = CUDA_CASTS if autocast is not None else {}
 
     @contextmanager
     def autocast_region(self) -> Iterator[None]:
-        """Autocast inside, as accelerate does around the model's forward: the cache of weight copies lives so long."""
+        """Autocast inside, as accelerate does around the model's forward; the weight copies are kept until the end."""
         self._region = self._dtype is not None
         self._autocasting()
         try:
@@ -112,10 +110,11 @@ class CudaSemantics(TorchFunctionMode):
     def _leave_autocast(self) -> None:
         """End a region, or the recomputation of a part of it, which has a cache of its own."""
         self._cache.clear()
-        if self._told is not None:
-            torch.set_autocast_enabled("cuda", self._told[0])
-            torch.set_autocast_dtype("cuda", self._told[1])
-            self._told = None
+        if self._callers_autocast is not None:
+            enabled, dtype = self._callers_autocast
+            torch.set_autocast_enabled("cuda", enabled)
+            torch.set_autocast_dtype("cuda", dtype)
+            self._callers_autocast = None
 
     def __exit__(self, *error: Any) -> None:
         self._leave_autocast()
@@ -128,14 +127,14 @@ class CudaSemantics(TorchFunctionMode):
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
-        if func in _OPENED and func not in self._casts:
+        if func in OPENED and func not in self._casts:
             with self._on_again():
-                return _OPENED[func](*args, **kwargs)
+                return OPENED[func](*args, **kwargs)
         return self._cast_and_call(func, args, kwargs)
 
     @contextmanager
     def _on_again(self) -> Iterator[None]:
-        """Put the mode on within one of its handlers, where torch has taken it off."""
+        """Enter the mode within one of its handlers, where torch has left it."""
         TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
         try:
             yield
@@ -145,16 +144,16 @@ class CudaSemantics(TorchFunctionMode):
     # ---- Autocast ---------------------------------------------------------------------------------------------------
 
     def _cast_and_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        rule = self._casts.get(func)
-        if rule is None or not self._autocasting():
+        policy = self._casts.get(func)
+        if policy is None or not self._autocasting():
             return func(*args, **kwargs)
-        if rule == _HIGH_UNLESS_TOLD:  # no copy of the input: the operator is told to compute in float32
+        if policy is Policy.FLOAT32_BY_DTYPE_ARGUMENT:
             first = args[0] if args else kwargs.get("input")
-            told = any(isinstance(value, torch.dtype) for value in (*args, kwargs.get("dtype")))
-            extra = {} if told or getattr(first, "dtype", None) not in _HALVES else {"dtype": torch.float32}
+            given = any(isinstance(value, torch.dtype) for value in (*args, kwargs.get("dtype")))
+            extra = {} if given or getattr(first, "dtype", None) not in _HALVES else {"dtype": torch.float32}
             return func(*args, **{**kwargs, **extra})
-        cast: Callable[[Any], Any] = self._lower if rule == _LOW else _raise
-        if rule == _WIDEST:
+        cast: Callable[[Any], Any] = self._lower if policy is Policy.LOWER_PRECISION else _raise
+        if policy is Policy.PROMOTE:
             values = (*args, *kwargs.values())
             flat = (t for value in values for t in (value if isinstance(value, (list, tuple)) else (value,)))
             wide = any(isinstance(t, torch.Tensor) and t.dtype == torch.float32 for t in flat)
@@ -162,23 +161,28 @@ class CudaSemantics(TorchFunctionMode):
         return func(*(_apply(cast, value) for value in args), **{key: _apply(cast, v) for key, v in kwargs.items()})
 
     def _autocasting(self) -> bool:
-        """Tell whether autocast is on here: in the region, and where checkpointing recomputes a part of it.
-
-        Model code may ask torch the same (PEFT's quantised layers do), so it is told; meta tensors do not heed it.
-        """
+        """Return whether autocast is on: in the region, and where checkpointing recomputes a part of it."""
         if self._dtype is None or not (self._region or (torch.is_grad_enabled() and self._recomputing())):
             return False
-        if self._cuda and self._told is None:
-            self._told = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-            torch.set_autocast_enabled("cuda", True)
-            torch.set_autocast_dtype("cuda", self._dtype)
+        if self._callers_autocast is None:
+            self._enable_torchs_autocast(self._dtype)
         return True
+
+    def _enable_torchs_autocast(self, dtype: torch.dtype) -> None:
+        """Set torch's own flags, which model code may read (PEFT's quantised layers do); meta tensors ignore them."""
+        self._callers_autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", dtype)
 
     def _recomputing(self) -> bool:
         return torch._C._current_graph_task_id() >= 0  # private: pinned by a test, 2.6 to 2.13
 
     def _lower(self, value: Any) -> Any:
-        """Return a tensor in 16 bits; from the cache where C++ autocast takes it from there (``cached_cast``)."""
+        """Return a tensor in the autocast dtype; from the cache where autocast's ``cached_cast`` takes it from there.
+
+        That is where a float32 leaf requires a gradient: a weight that is used twice is cast once. Frozen weights and
+        activations are cast at every use.
+        """
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         if value.dtype in (self._dtype, torch.float64):
@@ -198,12 +202,12 @@ class CudaSemantics(TorchFunctionMode):
         return F.dropout(input, p, kwargs.get("train", training), inplace)
 
     def _softmax(self, function: Any, fused: Any) -> Callable[..., Any]:
-        """Return the handler of a softmax: CUDA alone has a kernel that reads float16 and writes float32."""
+        """Return the handler of a softmax: on CUDA one kernel reads float16 and writes float32, without a copy."""
 
         def softmax(input: Any, *args: Any, **kwargs: Any) -> Any:
             dim = kwargs.get("dim", args[0] if args else None)
-            told = kwargs.get("dtype", next((value for value in args[1:] if isinstance(value, torch.dtype)), None))
-            wanted = torch.float32 if told is None and self._autocasting() else told
+            given = kwargs.get("dtype", next((value for value in args[1:] if isinstance(value, torch.dtype)), None))
+            wanted = torch.float32 if given is None and self._autocasting() else given
             if input.dtype == torch.float16 and wanted == torch.float32 and dim is not None:
                 return fused(input, dim, True)
             return self._cast_and_call(function, (input, *args), kwargs)
@@ -211,7 +215,7 @@ class CudaSemantics(TorchFunctionMode):
         return softmax
 
     def _cross_entropy(self, logits: Any, *rest: Any) -> Any:
-        """Run the cross entropy of 16-bit logits as autocast does, which does not list it but some of its parts."""
+        """Run the cross entropy of 16-bit logits in its parts: autocast lists some of them, but not the whole."""
         if not (logits.dtype in _HALVES and self._autocasting()):
             return torch._C._nn.cross_entropy_loss(logits, *rest)
         with self._on_again():
@@ -247,14 +251,14 @@ class CudaSemantics(TorchFunctionMode):
     # ---- Copies to the host -----------------------------------------------------------------------------------------
 
     def _empty(self, *size: Any, **kwargs: Any) -> Any:
-        """Make pinned host memory, as ``save_on_cpu`` asks for, a meta tensor that is not counted on the card."""
+        """Return pinned host memory, which ``save_on_cpu`` asks for, as a meta tensor that the tracker ignores."""
         if not kwargs.get("pin_memory") or self._tracker is None or kwargs.get("device") is not None:
             return torch.empty(*size, **kwargs)
         pinned = torch.empty(*size, **{**kwargs, "pin_memory": False, "device": "meta"})
         return self.to_host(pinned)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take a meta tensor that was just made for memory of the host."""
+        """Count a meta tensor that was just created as memory of the host."""
         if self._tracker is not None:
             self._tracker.ignore(tensor)
         size_bytes = tensor.untyped_storage().nbytes()
@@ -274,89 +278,6 @@ class CudaSemantics(TorchFunctionMode):
         return tensor.to(*args, **kwargs)
 
 
-def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> torch.Tensor:
-    """Run ``cross_entropy_loss`` in the steps of its C++ code, each of which autocast then casts or not.
-
-    The log-softmax is told to stay in the type of the logits; ``nll_loss`` wants it, and saves it, in float32.
-
-    Source: torch 2.13, ``aten/src/ATen/native/LossNLL.cpp``.
-
-    Args:
-        logits: (batch, classes, ...) or (classes,).
-        target: classes, or probabilities in the shape of ``logits``.
-        weight: (classes,).
-        reduction: 0 none, 1 mean, 2 sum.
-        ignore_index: of targets that do not count.
-        label_smoothing: share of the loss that is spread over all classes.
-    """
-    dim = 1 if logits.dim() > 1 else 0
-    classes = logits.shape[dim]
-    found = F.log_softmax(logits, dim, dtype=logits.dtype)
-    wide = None if weight is None else weight.view([-1 if axis == dim else 1 for axis in range(logits.dim())])
-    if logits.shape == target.shape:
-        if label_smoothing > 0:
-            target = target * (1 - label_smoothing) + label_smoothing / classes
-        product = found * target if wide is None else found * target * wide
-        if reduction == 0:
-            return -product.sum(dim)
-        return -product.sum() / (logits.numel() / classes) if reduction == 1 else -product.sum()
-    name = ("none", "mean", "sum")[reduction]
-    loss = F.nll_loss(found, target, weight, ignore_index=ignore_index, reduction=name)
-    if label_smoothing <= 0:
-        return loss
-    smooth = -(found if wide is None else found * wide).sum(dim)
-    ignored = target == ignore_index
-    smooth.masked_fill_(ignored, 0.0)
-    if reduction:
-        smooth = smooth.sum()
-    if reduction == 1 and weight is None:
-        smooth = smooth / (~ignored).sum()
-    elif reduction == 1 and weight is not None:
-        smooth = smooth / weight.gather(0, target.masked_fill(ignored, 0).flatten()).sum()
-    return (1 - label_smoothing) * loss + smooth * (label_smoothing / classes)
-
-
-def _grouped_product(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the handler of a grouped matrix product: CUDA takes more types than the meta device.
-
-    Source: torch 2.13, ``aten/src/ATen/native/cuda/GroupedBlas.cpp``, ``_grouped_mm_cuda``.
-    """
-
-    def grouped(rows: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
-        options = {name: value for name, value in kwargs.items() if name != "offs" and value is not None}
-        if rows.dtype == torch.bfloat16 or rows.dim() != 2 or weights.dim() != 3 or options:
-            return function(rows, weights, *args, **kwargs)
-        return _GroupedProduct.apply(rows, weights)  # type: ignore[no-untyped-call]
-
-    return grouped
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """Rows (tokens, inputs), sorted by expert, times weights (experts, inputs, outputs): one product for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights)
-        return rows @ weights[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        rows, weights = ctx.saved_tensors
-        of_rows = grad @ weights[0].t() if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return of_rows, None
-        of_weights = torch.empty_like(weights)
-        torch.mm(rows.t(), grad, out=of_weights[0])
-        return of_rows, of_weights
-
-
 def _raise(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALVES else value
 
@@ -365,68 +286,3 @@ def _apply(cast: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
         return [cast(item) for item in value]
     return cast(value)
-
-
-_ALIASES = {  # functions of another name, within which the mode is off
-    "matmul": ("__matmul__", "__rmatmul__"),
-    "pow": ("__pow__", "__rpow__"),
-    "reciprocal": ("__rdiv__",),
-}
-
-
-def _functions(names: Iterable[str]) -> set[Any]:
-    """Return every Python function that is one of these ATen operators, under all of its names."""
-    plain = {name.partition(".")[0] for name in names}
-    plain |= {alias for name in plain for alias in _ALIASES.get(name, ())}
-    spaces = (torch, F, torch.linalg, torch._C._nn, torch.Tensor)  # _nn is private: pinned by a test, torch 2.6 to 2.13
-    plain |= {name.removeprefix("linalg_") for name in plain}
-    return {getattr(space, name) for name in plain for space in spaces if hasattr(space, name)}
-
-
-def _casts(lists: dict[int, tuple[str, ...]]) -> dict[Any, int]:
-    """Map functions to the rule of the list that names them."""
-    return {function: rule for rule, names in lists.items() for function in _functions(names)}
-
-
-_CUDA_CASTS = _casts(
-    {
-        _LOW: autocast_lists.LOWER_PRECISION,
-        _HIGH: autocast_lists.FLOAT32,
-        _HIGH_UNLESS_TOLD: autocast_lists.FLOAT32_SET_OPT_DTYPE + autocast_lists.FLOAT32_APPEND_DTYPE,
-        _WIDEST: autocast_lists.PROMOTE,
-    }
-)
-_CPU_CASTS = _casts(
-    {
-        _LOW: autocast_lists.CPU_LOWER_PRECISION,
-        _HIGH: autocast_lists.CPU_FLOAT32,
-        _WIDEST: autocast_lists.CPU_PROMOTE,
-    }
-)
-_FUSED_SOFTMAX = {_aten._softmax: _functions(("softmax",)), _aten._log_softmax: _functions(("log_softmax",))}
-_GROUPED_PRODUCTS = _functions(("grouped_mm", "_grouped_mm"))  # torch._grouped_mm is private: seen in torch 2.8 to 2.13
-
-
-def _opened() -> dict[Any, FunctionType]:
-    """Return a copy of each Python function of ``torch.nn.functional`` that takes itself for not overridden.
-
-    Each begins by asking ``has_torch_function`` and hands itself to the mode then. The copies find a "no" under these
-    names, in globals of their own; what they call asks as ever. The names are pinned by a test, seen in torch 2.6 to
-    2.13.
-    """
-    asking = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    found = {**vars(F), **dict.fromkeys(asking, lambda *_: False)}
-    copies = {}
-    for function in vars(F).values():
-        if not isinstance(function, FunctionType) or function.__globals__ is not vars(F):
-            continue
-        if not set(asking).isdisjoint(function.__code__.co_names):
-            copy = FunctionType(
-                function.__code__, found, function.__name__, function.__defaults__, function.__closure__
-            )
-            copy.__kwdefaults__ = function.__kwdefaults__
-            copies[function] = copy
-    return copies
-
-
-_OPENED = _opened()

@@ -40,7 +40,7 @@ def check_task(task: str | None) -> None:
 def find_config(text: str) -> Path | None:
     """Return the folder that holds the ``config.json`` of a model; None for a well-known name, whose facts ship here.
 
-    A folder is preferred to a well-known name of the same spelling, as in transformers. The configuration of an id on
+    A folder has priority over a well-known name of the same spelling, as in transformers. The configuration of an id on
     the hub is downloaded into the hub's cache if it is not there yet.
 
     Raises:
@@ -51,7 +51,7 @@ def find_config(text: str) -> Path | None:
         has_config, is_folder = (folder / "config.json").is_file(), folder.is_dir()
     except OSError as error:  # no permission, a name that is too long
         raise ValueError(
-            f"model={text!r} cannot be looked up ({error.strerror}); expected a name, or a folder that may be read. "
+            f"model={text!r} cannot be looked up ({error.strerror}); expected a name, or a readable folder. "
             "Pass model='bert-base-uncased'"
         ) from error
     if has_config:
@@ -81,7 +81,7 @@ def _download_config(text: str) -> Path:
     except errors.GatedRepoError as error:
         cause, reason = error, "and on the hub it is gated: accept its licence there and log in with hf auth login"
     except errors.RepositoryNotFoundError as error:
-        cause, reason = error, "and the hub has no such repository, or not for you"
+        cause, reason = error, "and the hub has no such repository, or you have no access to it"
     except errors.EntryNotFoundError as error:
         cause, reason = error, "and its repository on the hub has no config.json"
     except errors.HfHubHTTPError as error:

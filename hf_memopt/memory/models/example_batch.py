@@ -1,10 +1,10 @@
-"""Make the batch that the stock collators would give a model, on the meta device: shapes and dtypes without values.
+"""Create the batch that the stock collators would give a model, on the meta device: shapes and dtypes without values.
 
-Text gets ``input_ids``, ``attention_mask`` and, where the tokenizer of the family gives them and the model takes them,
-``token_type_ids``; images ``pixel_values``; Whisper ``input_features``. What the labels look like follows from the
-head. The mask is there whether or not rows are padded, as stock collators give it in either case.
+Text models get ``input_ids``, ``attention_mask`` and, where the family's tokenizer returns them and the model takes
+them, ``token_type_ids``; image models ``pixel_values``; Whisper ``input_features``. The labels follow from the head.
+The mask is included whether or not rows are padded, as in stock collators.
 
-Left out: heads of one's own, whose batch nobody can know, and inputs that a model takes beyond these.
+Limitations: custom heads, whose batch is unknown, and further inputs that a model may take.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, 
 
 from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.memory.models.loading import TASKS, task_of
+from hf_memopt.plain_data import Count, check_value
 
 __all__ = ["check_sequence", "cut_batch", "example_batch"]
 
 CHOICES = 4
-"""Answers per question of multiple choice, as in SWAG; a configuration does not tell."""
+"""Answers per question of multiple choice, as in SWAG; configurations do not have their number."""
 
 
 def example_batch(
@@ -39,8 +40,8 @@ def example_batch(
         labels_length: tokens of the targets of an encoder-decoder; ``seq_len`` by default.
 
     Raises:
-        ValueError: the head is not known here; a size is no integer of 1 or more, missing, without meaning for this
-            model, or beyond its positions.
+        ValueError: the head is unknown; a size is not an integer of 1 or more, missing, without meaning for this model,
+            or beyond its positions.
 
     Example:
         >>> from hf_memopt.memory.models.loading import load_model
@@ -52,11 +53,11 @@ def example_batch(
     task = task_of(model)
     if task is None:
         raise ValueError(
-            f"model=<{type(inside).__name__}> has no head whose batch is known here; expected one of transformers' "
+            f"model=<{type(inside).__name__}> has no head whose batch is known; expected one of transformers' "
             f"for {', '.join(map(repr, TASKS))}. Load the model with its head, for example: "
             "AutoModelForSequenceClassification.from_pretrained(...)"
         )
-    _check_count("batch_size", batch_size)
+    check_value("batch_size", batch_size, Count, 1)
     _check_lengths(inside, task, seq_len, labels_length)
     if task == "image-classification":
         return {"pixel_values": _pixels(inside, batch_size), "labels": _class_labels(inside, batch_size)}
@@ -75,14 +76,14 @@ def example_batch(
 
 
 def cut_batch(batch: Mapping[str, torch.Tensor], batch_size: int, rows: int) -> dict[str, torch.Tensor]:
-    """Return the first ``rows`` of the ``batch_size`` examples of a batch; what has not one row per example stays.
+    """Return the first ``rows`` of the ``batch_size`` examples; tensors without one row per example stay whole.
 
-    The pieces are views: they share the storage of the batch.
+    What is returned are views, which share the storage of the batch.
 
     Raises:
-        ValueError: ``rows`` is no integer from 1 to ``batch_size``.
+        ValueError: ``rows`` is not an integer from 1 to ``batch_size``.
     """
-    _check_count("rows", rows)
+    check_value("rows", rows, Count, 1)
     if rows > batch_size:
         raise ValueError(
             f"rows={rows!r} is more than the batch has; expected 1 to batch_size={batch_size!r}. Pass rows={batch_size}"
@@ -93,14 +94,14 @@ def cut_batch(batch: Mapping[str, torch.Tensor], batch_size: int, rows: int) -> 
 def check_sequence(model: nn.Module, seq_len: int, *, name: str = "seq_len") -> None:
     """Refuse a number of tokens that ``model`` has no positions for.
 
-    RoBERTa and its kin number tokens from above the padding index: of 514 positions 512 are left. Whisper's limit is
-    its decoder's. Where positions are relative (T5, DeBERTa-v3) there is none. Rotary positions have no table either,
-    but a length they were made for, and ``max_position_embeddings`` is it.
+    RoBERTa and its variants number tokens from above the padding index: of 514 positions 512 are left. Whisper's limit
+    is its decoder's. Relative positions (T5, DeBERTa-v3) have no limit. Rotary positions have no table either, but
+    ``max_position_embeddings`` is the length they were trained for.
 
     Raises:
-        ValueError: ``seq_len`` is no integer of 1 or more, or beyond the positions; ``name`` is what to call it.
+        ValueError: ``seq_len`` is not an integer of 1 or more, or beyond the positions; the message calls it ``name``.
     """
-    _check_count(name, seq_len)
+    check_value(name, seq_len, Count, 1)
     inside = unwrap_model(model)
     positions = _positions(inside)
     if positions is not None and seq_len > positions:
@@ -121,11 +122,6 @@ def _positions(model: Any) -> int | None:
     return limit
 
 
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass {name}=1")
-
-
 def _check_lengths(model: Any, task: str, seq_len: int | None, labels_length: int | None) -> None:
     if task == "image-classification" and seq_len is not None:
         raise ValueError(
@@ -135,22 +131,22 @@ def _check_lengths(model: Any, task: str, seq_len: int | None, labels_length: in
     if task != "image-classification":
         if seq_len is None:
             raise ValueError(
-                f"seq_len=None tells {type(model).__name__} no length; expected tokens per row. Pass seq_len=128"
+                f"seq_len=None is missing for {type(model).__name__}; expected tokens per row. Pass seq_len=128"
             )
         check_sequence(model, seq_len)
     if labels_length is not None:
         if task not in ("seq2seq", "speech-seq2seq"):
             raise ValueError(
                 f"labels_length={labels_length!r} has no meaning for {type(model).__name__}; expected None for all but "
-                "encoder-decoders. Leave labels_length out"
+                "encoder-decoders. Remove labels_length"
             )
         check_sequence(model, labels_length, name="labels_length")
 
 
 def _input_names(model: Any) -> list[str]:
-    """Return the names of a row's entries, all of shape (seq,).
+    """Return the names of the inputs of shape (batch, seq).
 
-    ``Trainer`` drops what ``forward`` does not take; what a tokenizer gives stands in its class.
+    ``Trainer`` drops what ``forward`` does not take; what a tokenizer returns is listed in its class.
     """
     tokenizer = TOKENIZER_MAPPING_NAMES.get(model.config.model_type)
     kind = tokenizer_class_from_name(tokenizer) if isinstance(tokenizer, str) else None
@@ -174,7 +170,7 @@ def _pixels(model: Any, batch_size: int) -> torch.Tensor:
     height, width = size if isinstance(size, list | tuple) else (size, size)
     if not isinstance(height, int) or not isinstance(width, int) or not isinstance(channels, int):
         raise ValueError(
-            f"image_size={size!r}, num_channels={channels!r} of {type(model).__name__} tell no shape of an image; "
+            f"image_size={size!r}, num_channels={channels!r} of {type(model).__name__} are not the shape of an image; "
             "expected integers. Set: model.config.image_size = 224; model.config.num_channels = 3"
         )
     return _floats(batch_size, channels, height, width)
@@ -185,7 +181,7 @@ def _features(model: Any, batch_size: int) -> torch.Tensor:
     bins, positions = (getattr(model.config, name, None) for name in ("num_mel_bins", "max_source_positions"))
     if model.main_input_name != "input_features" or bins is None or positions is None:
         raise ValueError(
-            f"model=<{type(model).__name__}> takes audio in a shape that is not known here; expected Whisper. "
+            f"model=<{type(model).__name__}> takes audio in an unknown shape; expected Whisper. "
             "Pass model='whisper-small'"
         )
     return _floats(batch_size, bins, 2 * positions)
@@ -208,6 +204,6 @@ def _empty(shape: tuple[int | None, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")  # type: ignore[arg-type]
     except (RuntimeError, TypeError) as error:  # a size that is negative or not a number; too many bytes
         raise ValueError(
-            f"batch=<tensor of shape {shape}> cannot be made; expected sizes of 1 or more, and below 2**63 bytes in "
-            "all. Correct the configuration, or pass a smaller batch_size"
+            f"batch=<tensor of shape {shape}> cannot be created; expected sizes of 1 or more, and below 2**63 bytes "
+            "in total. Correct the configuration, or pass a smaller batch_size"
         ) from error

@@ -1,4 +1,4 @@
-"""The well-known models by name: facts in ``known_models.json``, read without torch or transformers."""
+"""The models known by name: facts in ``known_models.json``, read without torch or transformers."""
 
 from __future__ import annotations
 

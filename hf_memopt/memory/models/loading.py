@@ -1,38 +1,34 @@
-"""Turn whatever names a model into a private copy of it on the meta device, where tensors have sizes and no bytes.
+"""Load a model on the meta device, where tensors have shapes but no memory, from a module, a configuration or a name.
 
 A module is copied without its weights; a configuration, a folder, an id on the hub or a well-known name is built from
-its configuration alone. Either way no weight is initialised, and an 8B model takes well under a second and no host
-memory (``tests/memory/test_models.py`` holds both). The well-known names ship as facts in ``known_models.json`` and
-never touch the network: what changes bytes (sizes, dropout, tied weights), and where each comes from. Rotary
-frequencies are left out.
+the configuration alone. Either way no weight is initialised, and an 8B model takes well under a second and no host
+memory (``tests/memory/test_models.py`` checks both). The well-known names are in ``known_models.json`` and never use
+the network: it has what affects memory (sizes, dropout, tied weights) with the source of each figure.
 
-Limitations: code that a repository brings along is never run (``trust_remote_code=False``), and quantised weights that
-only a configuration announces have no sizes: load such a model and pass the module.
+Limitations: Python code from a repository is never run (``trust_remote_code=False``); of quantised weights that only a
+configuration announces, those of bitsandbytes can be built.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import os
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 
 from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.cuda.flash_attention_2 import use_stand_in
-from hf_memopt.memory.models.config_files import TASKS, check_task, find_config
-from hf_memopt.memory.models.known import known_models, known_name
+from hf_memopt.memory.models.config_files import TASKS, check_task
+from hf_memopt.memory.models.configurations import one_error, read_config
 from hf_memopt.memory.models.meta_copy import copy_to_meta, rest_to_meta
 from hf_memopt.memory.settings import NotEstimableError
 
@@ -58,18 +54,15 @@ _HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
         modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     ),
 }
-# The first that fits is the head of a class that several of them list: BartForConditionalGeneration is no masked LM.
-
-_MOST = {"layer": 10_000, "depth": 10_000, "expert": 10_000, "num_labels": 1_000_000}
-"""What transformers counts to when it reads a configuration or builds of it, by a part of the entry's name."""
+# Of the tasks that list a class, the first is taken: BartForConditionalGeneration is not a masked LM.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model on the meta device, nobody else's.
+    """A model on the meta device that nothing else refers to.
 
     Attributes:
-        name: for people: the well-known name, the folder's, or the class's.
+        name: to display: the well-known name, the folder's, or the class's.
         model: in training mode, without key-value cache, as ``Trainer`` has it; every parameter and buffer on meta.
         key: equal keys mean equal models; None for a module, which may change between two calls.
     """
@@ -86,7 +79,7 @@ def load_model(
     weights_dtype: str = "float32",
     task: str | None = None,
 ) -> LoadedModel:
-    """Return a copy of ``model`` on the meta device; the model given is not changed, and no weight is read.
+    """Return a copy of ``model`` on the meta device; the given model is not changed, and no weight is read.
 
     Args:
         model: a module (real or meta; PEFT's wrappers too), a configuration, a folder with ``config.json``, a
@@ -94,13 +87,13 @@ def load_model(
         attn_implementation: None for the model's own. ``"sdpa"`` becomes ``"eager"`` where a class has no sdpa.
         weights_dtype: of what is built from a configuration; a module keeps its own.
         task: the head to build, one of ``TASKS``. By default the first of the configuration's ``architectures``, else
-            the usual one: causal LM for decoders, sequence classification for encoders. No meaning for a module.
+            the usual one: causal LM for decoders, sequence classification for encoders. Ignored for a module.
 
-    Of a module the hooks come along, its gradients do not.
+    A module's hooks are copied, its gradients are not.
 
     Raises:
-        ValueError: nothing has that name (the message says whether the hub could be asked); a folder without
-            ``config.json``; a head without a loss or without a batch known here; an unknown task or attention.
+        ValueError: the name is unknown (the message says whether the hub was reached); a folder without
+            ``config.json``; a head without a loss or with an unknown batch; an unknown task or attention.
         NotEstimableError: weights or kernels that have no form on the meta device; a compiled module.
         TypeError: ``model`` is none of the above.
 
@@ -122,17 +115,17 @@ def load_model(
     if isinstance(model, PretrainedConfig):
         name, config = None, copy.deepcopy(model)
     elif isinstance(model, str | os.PathLike):
-        name, config, task = _read_config(os.fspath(model), task)
+        name, config, task = read_config(os.fspath(model), task)
     else:
         raise TypeError(
-            f"model=<{type(model).__name__}> is nothing to build from; expected an nn.Module, a PretrainedConfig, or "
+            f"model=<{type(model).__name__}> cannot be loaded; expected an nn.Module, a PretrainedConfig, or "
             "the name of a model or a folder. Pass model='bert-base-uncased'"
         )
     task = task or _own_task(config)
     if attn_implementation is None:  # private, as above
         attn_implementation = getattr(config, "_attn_implementation", None)
     _check_head(config, task)
-    with _foreign(f"model={name or type(config).__name__!r} cannot be built"):
+    with one_error(f"model={name or type(config).__name__!r} cannot be built"):
         text = config.to_json_string()
         built = _build(config, task, attn_implementation, weights_dtype)
         if name is not None:
@@ -142,61 +135,9 @@ def load_model(
 
 
 def task_of(model: nn.Module) -> str | None:
-    """Return what the head of a model is for, or None if its class is none of transformers' heads known here."""
+    """Return the task of a model's head, or None if its class is not one of the known heads of transformers."""
     tasks = _task_of_class()
     return next((tasks[kind.__name__] for kind in type(unwrap_model(model)).__mro__ if kind.__name__ in tasks), None)
-
-
-# ---- configurations
-
-
-def _read_config(text: str, task: str | None) -> tuple[str, PretrainedConfig, str | None]:
-    """Return a name for people, the configuration, and the task if the facts or the caller tell it."""
-    folder = find_config(text)
-    if folder is not None:
-        name = folder.resolve().name if Path(text).is_dir() else text
-        return name, _parse_config(folder, text), task
-    known = str(known_name(text))
-    facts = known_models()[known]
-    return known, AutoConfig.for_model(facts["model_type"], **facts["config"]), task or facts["task"]
-
-
-def _parse_config(folder: Path, text: str) -> PretrainedConfig:
-    what = f"model={text!r} has a config.json that transformers {transformers.__version__} does not understand"
-    with _foreign(what):
-        json.loads((folder / "config.json").read_text(encoding="utf-8"), object_hook=_check_counts)
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    return config
-
-
-def _check_counts(entries: dict[str, Any]) -> None:
-    """Refuse counts that keep transformers busy for hours, or that it takes for none; json hands over every object."""
-    for name, value in entries.items():
-        most = next((most for part, most in _MOST.items() if part in name), None)
-        counts = [count for count in (value if isinstance(value, list) else [value]) if isinstance(count, int)]
-        if most is not None and max(counts, default=0) > most:
-            raise ValueError(f"{name}={value!r} is more than any model has, at most {most:,}")
-        if name.startswith(("num_", "n_")) and min(counts, default=0) < 0:
-            raise ValueError(f"{name}={value!r} is negative")
-
-
-@contextmanager
-def _foreign(what: str) -> Iterator[None]:
-    """Turn whatever transformers raises on a configuration that somebody else has written into one ``ValueError``."""
-    try:
-        yield
-    except NotEstimableError:
-        raise
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"{what} without Python code of its own, and no such code is run; expected a model type of "
-                "transformers. Load it yourself and pass the module: estimate(model, ...)"
-            ) from error
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(
-            f"{what} ({reason}); expected a configuration that transformers can build. Correct it, or pass the module"
-        ) from error
 
 
 # ---- building
@@ -217,9 +158,9 @@ def _tasks_of_type(model_type: str) -> list[str]:
 
 
 def _usual_task(config: PretrainedConfig) -> str | None:
-    """Return the head that a configuration alone is most often trained with.
+    """Return the head that a model of this configuration is most often trained with.
 
-    Encoders are told by having a masked LM; most of them list a causal LM as well.
+    An encoder is recognised by its masked LM; most encoders list a causal LM as well.
     """
     tasks = _tasks_of_type(config.model_type)
     if config.is_encoder_decoder:
@@ -243,11 +184,11 @@ def _own_task(config: PretrainedConfig) -> str:
         tasks = _tasks_of_type(config.model_type)
         if not tasks:
             raise ValueError(
-                f"{what} has no head whose batch is known here; expected a model type with one of "
+                f"{what} has no head whose batch is known; expected a model type with one of "
                 f"{', '.join(map(repr, TASKS))}. Pass a configuration of such a type"
             )
         raise ValueError(
-            f"{what} is no head with a loss and a batch known here; expected one for {', '.join(map(repr, tasks))}. "
+            f"{what} is not a head with a known loss and batch; expected one for {', '.join(map(repr, tasks))}. "
             f"Pass task={(usual or tasks[0])!r}"
         )
     return task
@@ -257,7 +198,7 @@ def _check_head(config: PretrainedConfig, task: str) -> None:
     if config.model_type not in _HEADS[task][1]:
         raise ValueError(
             f"task={task!r} has no head for model_type={config.model_type!r}; expected one of "
-            f"{', '.join(map(repr, _tasks_of_type(config.model_type)))}. Leave task out for the usual one"
+            f"{', '.join(map(repr, _tasks_of_type(config.model_type)))}. Remove task for the usual one"
         )
 
 
@@ -265,7 +206,7 @@ def _build(config: PretrainedConfig, task: str, attn_implementation: str | None,
     """Return the head for ``task`` on the meta device."""
     quantization = _take_quantization(config)
     if task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
-        config.pad_token_id = 0  # decoders refuse to classify several rows without one; costs no bytes
+        config.pad_token_id = 0  # decoders refuse to classify several rows without one; it needs no memory
     from_config = partial(getattr(transformers, _HEADS[task][0]).from_config, trust_remote_code=False)
     dtype = getattr(torch, weights_dtype)
     wanted = None if attn_implementation == "flash_attention_2" else attn_implementation
@@ -290,7 +231,7 @@ def _build(config: PretrainedConfig, task: str, attn_implementation: str | None,
 
 
 def _take_quantization(config: Any) -> dict[str, Any] | None:
-    """Take the quantisation by bitsandbytes out of a configuration and return it, or None without one."""
+    """Remove the quantisation by bitsandbytes from a configuration and return it, or None without one."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return None
@@ -306,10 +247,10 @@ def _take_quantization(config: Any) -> dict[str, Any] | None:
 
 
 def _untie_head(model: Any) -> None:
-    """Give T5 1.1 and Flan-T5 the head that their checkpoints hold.
+    """Give T5 1.1 and Flan-T5 the untied head that their checkpoints have.
 
-    transformers ties the head of every T5 that is built from a configuration, and keeps the two apart that it finds in
-    a checkpoint; seen in 5.8.1 to 5.23.0. ``scale_decoder_outputs`` is what it makes of ``tie_word_embeddings=False``.
+    transformers ties the head of every T5 that is built from a configuration, but not where a checkpoint has both
+    weights; seen in 5.8.1 to 5.23.0. It turns ``tie_word_embeddings=False`` into ``scale_decoder_outputs=False``.
     """
     head = model.get_output_embeddings()
     if head is not None and getattr(model.config, "scale_decoder_outputs", True) is False:
@@ -339,7 +280,7 @@ def _set_attention(model: nn.Module, attn_implementation: str) -> None:
 
 
 def _check_attention(name: str) -> None:
-    """Refuse a name that transformers knows no attention by; ``owner/repository`` are kernels of the hub."""
+    """Refuse an attention that transformers does not have; ``owner/repository`` names kernels of the hub."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if name == "eager" or "/" in name or name in ALL_ATTENTION_FUNCTIONS:

@@ -1,8 +1,8 @@
-"""Copy a module to the meta device: the same structure, tensors with sizes and no bytes.
+"""Copy a module to the meta device: the same structure, tensors with shapes but no memory.
 
-``copy.deepcopy`` does it, given beforehand what it would otherwise copy: a twin for every parameter, a stand-in for
-every quantised module, and a mode that answers for all other tensors. No weight is read: a module of 400 MB costs less
-than 20 MB (``tests/memory/test_models.py`` measures it).
+``copy.deepcopy`` does it. Its memo gets a meta copy of every parameter and a stand-in for every quantised module, and a
+function mode replaces the copy of every other tensor. No weight is read: copying a module of 400 MB takes less than 20
+MB (``tests/memory/test_models.py`` measures it).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     """Return a copy with every tensor on meta.
 
     What several modules share stays shared; views of one storage do not, as in ``model.to(device)``. Hooks of modules
-    come along; gradients and the hooks on parameters, which would step a real optimizer, do not.
+    are copied; gradients and hooks on parameters, which would step a real optimizer, are not.
 
     Raises:
-        NotEstimableError: a parameter has no form on meta; the module, or one inside it, is compiled, or holds what
-            cannot be copied.
+        NotEstimableError: a parameter has no form on meta; the module, or one inside it, is compiled, or holds an
+            object that cannot be copied.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         model = model.module
@@ -39,17 +39,17 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
             copied = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:  # a hook or an attribute that holds a lock, a file, a process group
         raise NotEstimableError(
-            f"not estimable: model=<{type(model).__name__}> holds what cannot be copied ({error}); expected a module "
-            "that copy.deepcopy takes. Pass model.config"
+            f"not estimable: model=<{type(model).__name__}> holds an object that cannot be copied ({error}); expected "
+            "a module that copy.deepcopy takes. Pass model.config"
         ) from error
-    for wrapped in copied.modules():  # accelerate's prepare hangs an autocast around forward; seen in 1.15
+    for wrapped in copied.modules():  # accelerate's prepare wraps forward in autocast; seen in 1.15
         if "_original_forward" in vars(wrapped):
             vars(wrapped)["forward"] = vars(wrapped).pop("_original_forward")
     return rest_to_meta(copied)
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    """Refuse what ``torch.compile`` returned, and what ``module.compile()`` changed, anywhere in a model.
+    """Refuse modules compiled by ``torch.compile`` or ``module.compile()``, anywhere in a model.
 
     ``_orig_mod`` and ``_compiled_call_impl`` are private, seen in torch 2.6 to 2.13.
     """
@@ -63,12 +63,12 @@ def _refuse_compiled(model: nn.Module) -> None:
             continue
         raise NotEstimableError(
             f"not estimable: model=<{type(model).__name__}> is compiled{place}: what the compiler fuses and saves is "
-            f"decided on the card; expected a module that runs as it is written. {fix}"
+            f"decided on the GPU; expected a module that runs as it is written. {fix}"
         )
 
 
 def rest_to_meta(model: nn.Module) -> nn.Module:
-    """Move what a class has put on the host on its own: buffers, and tensors that are plain attributes."""
+    """Move what a class created on the host: buffers, and tensors that are plain attributes."""
     model.to("meta")
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -78,7 +78,7 @@ def rest_to_meta(model: nn.Module) -> nn.Module:
 
 
 class _MetaCopies(TorchFunctionMode):
-    """Let ``copy.deepcopy`` make meta tensors of whatever tensors it meets, wherever they hang."""
+    """Let ``copy.deepcopy`` return meta tensors for all tensors, wherever they are."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.Tensor.__deepcopy__:
@@ -88,15 +88,15 @@ class _MetaCopies(TorchFunctionMode):
 
 
 def _stand_ins(model: nn.Module) -> dict[int, Any]:
-    """Return copies of quantised modules, which have a form of their own on meta, by identity."""
+    """Return the stand-ins of quantised modules, by identity."""
     if not any(_may_be_quantised(type(module).__module__) for module in model.modules()):
         return {}
     try:
         from hf_memopt.memory.quantized.stand_ins import stand_in  # imports bitsandbytes, which takes a second
-    except ImportError:  # so none of its modules are here
+    except ImportError:  # without bitsandbytes there are none of its modules
         return {}
     found = {id(module): stand_in(module) for module in model.modules()}
-    return {number: twin for number, twin in found.items() if twin is not None}
+    return {number: copied for number, copied in found.items() if copied is not None}
 
 
 def _may_be_quantised(defined_in: str) -> bool:
@@ -105,19 +105,19 @@ def _may_be_quantised(defined_in: str) -> bool:
 
 
 def _add_parameters(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Put a meta twin of every parameter into ``memo``, except below modules that are there already."""
+    """Put a meta copy of every parameter into ``memo``, except below modules that are in it already."""
     if id(module) in memo:
         return
     for name, parameter in module.named_parameters(recurse=False):
         if type(parameter) is not nn.Parameter and parameter.is_meta:
-            continue  # of a stand-in; it knows how to be copied
+            continue  # of a stand-in, which copies itself
         if type(parameter) is not nn.Parameter:
             raise NotEstimableError(
                 f"not estimable: {type(module).__name__}.{name} is a {type(parameter).__name__}, which has no form on "
                 "the meta device; expected plain parameters or bitsandbytes' linears. Pass model.config"
             )
         if id(parameter) not in memo:
-            twin = torch.empty_like(parameter, device="meta", requires_grad=False)
-            memo[id(parameter)] = nn.Parameter(twin, requires_grad=parameter.requires_grad)
+            empty = torch.empty_like(parameter, device="meta", requires_grad=False)
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for child in module.children():
         _add_parameters(child, memo)

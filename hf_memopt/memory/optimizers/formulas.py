@@ -1,12 +1,12 @@
-"""Bytes of each family of optimizers, and the names of ``TrainingArguments(optim=...)`` that belong to it.
+"""The memory of each family of optimizers, and the names of ``TrainingArguments(optim=...)`` that belong to it.
 
-Read from the sources of torch 2.13, transformers 5.8 to 5.23, bitsandbytes 0.50, schedulefree 1.4.1, torch-optimi
-0.3.3, galore-torch 1.0, lomo-optim 0.1.1 and grokadamw 0.1.2.
+Source: torch 2.13, transformers 5.8 to 5.23, bitsandbytes 0.50, schedulefree 1.4.1, torch-optimi 0.3.3, galore-torch
+1.0, lomo-optim 0.1.1 and grokadamw 0.1.2.
 
-On a card, and so here, torch's own optimizers update all tensors of one dtype and one parameter group together
-(``foreach``); stock ``Trainer`` makes two groups, with weight decay and without. ``adamw_torch_fused`` takes nothing on
-top, but keeps its step counters on the card. Loops over parameters hold a little of the last parameter while they work
-on the next, since Python frees a tensor only when its name is bound anew.
+On a GPU torch's own optimizers update all tensors of one dtype and one parameter group together (``foreach``); stock
+``Trainer`` makes two groups, with weight decay and without. ``adamw_torch_fused`` needs no temporaries, but keeps its
+step counters on the GPU. A loop over parameters holds a temporary of the last parameter while it computes the next one,
+since Python frees a tensor only when its variable is assigned again: the formulas call it ``left``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = ["FAMILIES"]
 
 _BLOCK = 256  # elements per absmax value, bitsandbytes 0.50.0 and 0.50.2
 _MIN_8BIT = 4096  # elements below which bitsandbytes keeps 32 bits
-_MIN_PAGED = 100_000  # elements from which a paged optimizer takes managed memory
-_TABLE_BYTES = 256 * FLOAT_BYTES  # a quantisation table of bitsandbytes: 256 float32
+_MIN_PAGED = 100_000  # elements from which a paged optimizer uses managed memory
+_TABLE_BYTES = 256 * FLOAT_BYTES  # a quantisation table of bitsandbytes
 _BITSANDBYTES = {  # name: (averages in state1, averages in state2, bits, paged)
     "adamw_bnb_8bit": (1, 1, 8, False),
     "adamw_8bit": (1, 1, 8, False),
@@ -63,7 +63,7 @@ def _adamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> O
 
 
 def _fused_adamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
-    """torch.optim.AdamW, fused: its kernels work in place, and read their step counters on the card."""
+    """torch.optim.AdamW, fused: its kernels work in place and read their step counters from the GPU."""
     return _with_counters(parameters, 2, (), on_host=False)
 
 
@@ -78,13 +78,13 @@ def _sgd(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> Opt
 
 
 def _adagrad(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
-    """torch.optim.Adagrad: torch/optim/adagrad.py. The root of the sums, and the gradients times the rate."""
+    """torch.optim.Adagrad: torch/optim/adagrad.py. The roots of the sums, and the gradients times the rate."""
     step = _torch_step(parameters, request, foreach=lambda decay: 2, loop=lambda decay: 1 + decay)
     return _with_counters(parameters, 1, step, on_host=request.cuda)
 
 
 def _rmsprop(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
-    """torch.optim.RMSprop: torch/optim/rmsprop.py. The root of the averages, and with weight decay the gradients."""
+    """torch.optim.RMSprop: torch/optim/rmsprop.py. The roots of the averages, and with weight decay the gradients."""
     averages = 1 + (request.number("momentum", 0.0) > 0) + request.flag("centered")
     step = _torch_step(parameters, request, foreach=lambda decay: 1 + decay, loop=lambda decay: 1 + decay)
     return _with_counters(parameters, averages, step, on_host=request.cuda)
@@ -93,7 +93,7 @@ def _rmsprop(parameters: Sequence[ParameterFacts], request: OptimizerRequest) ->
 def _with_counters(
     parameters: Sequence[ParameterFacts], averages: int, step: Groups, *, on_host: bool
 ) -> OptimizerMemory:
-    """Return the memory of an optimizer with a step counter and averages of the parameter's size for each."""
+    """Return the memory of an optimizer with a step counter and averages of the parameter's size for each parameter."""
     counter = () if on_host else (FLOAT_BYTES,)
     state = [size for p in in_order(parameters) for size in (*counter, *(p.size_bytes,) * averages)]
     return memory_of(state, step, host_state_bytes=FLOAT_BYTES * len(parameters) if on_host else 0)
@@ -110,13 +110,13 @@ def _torch_step(
     foreach: Callable[[bool], int],
     loop: Callable[[bool], int],
 ) -> Groups:
-    """Return the groups of a torch optimizer: foreach on a card; else a loop whose last tensor stays for a while.
+    """Return the temporaries of a torch optimizer: foreach on a GPU, otherwise a loop over the parameters.
 
     Args:
         parameters: all of them.
-        request: says whether it is a card, and how much weight decay there is.
-        foreach: how many copies of a parameter group, by whether it has weight decay.
-        loop: how many copies of a parameter, by the same.
+        request: whether it is a GPU, and how much weight decay there is.
+        foreach: the number of copies of a parameter group, by whether it has weight decay.
+        loop: the number of copies of a parameter, by the same.
     """
     if request.cuda:
         return _foreach(parameters, request, foreach)
@@ -132,7 +132,9 @@ def _foreach(parameters: Sequence[ParameterFacts], request: OptimizerRequest, co
         count = copies(_decays(group[0], request))
         sizes: tuple[int, ...] = ()
         for element_size in dict.fromkeys(parameter.element_size for parameter in group):
-            left = sizes[: len(sizes) // count] if count else ()  # the last dtype's, until the name is bound anew
+            left = (
+                sizes[: len(sizes) // count] if count else ()
+            )  # the last dtype's, until their variable is assigned again
             sizes = tuple(p.size_bytes for p in group if p.element_size == element_size) * count
             yield (*left, *sizes)
 
@@ -158,22 +160,22 @@ def _bitsandbytes(parameters: Sequence[ParameterFacts], request: OptimizerReques
         if paged and request.cuda and elements >= _MIN_PAGED:
             host_state_bytes += sum(averages)
             averages = []
-        state += [*scales, *averages] if first == 2 else [*averages, *scales]  # AdEMAMix makes its scales first
+        state += [*scales, *averages] if first == 2 else [*averages, *scales]  # AdEMAMix creates its scales first
     return memory_of(state, (), host_state_bytes=host_state_bytes)
 
 
-# ---- transformers, and what is made after it
+# ---- transformers, and optimizers derived from it
 
 
 def _rows_and_columns(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the elements of a factored second moment, or of the whole one below two dimensions."""
+    """Return the elements of a factored second moment, or of a whole one below two dimensions."""
     if len(shape) < 2:
         return (math.prod(shape),)
     return math.prod(shape[:-1]), math.prod((*shape[:-2], shape[-1]))
 
 
 def _casts(parameter: ParameterFacts) -> tuple[int, ...]:
-    """Return the float32 copies of gradient and weights that a parameter of 16 bits is updated in."""
+    """Return the float32 copies of gradient and weights in which a 16-bit parameter is updated."""
     full_bytes = parameter.elements * FLOAT_BYTES
     return (full_bytes, full_bytes) if parameter.element_size < FLOAT_BYTES else ()
 
@@ -181,7 +183,7 @@ def _casts(parameter: ParameterFacts) -> tuple[int, ...]:
 def _adafactor(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
     """transformers.optimization.Adafactor, and GaLore's, in float32 whatever the weights are.
 
-    Two tensors of the gradient's size are alive at once, and the last parameter's update while they are first made.
+    Two tensors of the gradient's size are held at once, and the last parameter's update while they are first computed.
     """
     projects = request.optim == "galore_adafactor"
     state: list[int] = []
@@ -196,7 +198,7 @@ def _adafactor(parameters: Sequence[ParameterFacts], request: OptimizerRequest) 
             shape = projected.low_shape
             state += projected.matrix_bytes
             step.append((update_bytes, cast_bytes, *casts[:1], *projected.making_bytes))
-            casts = casts[1:]  # the gradient's is gone, the weights' is made now
+            casts = casts[1:]  # the gradient's is freed, the weights' is made now
         low_bytes = math.prod(shape) * FLOAT_BYTES
         factors = tuple(count * FLOAT_BYTES for count in _rows_and_columns(shape))
         state += [*factors, FLOAT_BYTES]  # and the root mean square of the weights
@@ -222,7 +224,7 @@ def _lomo(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> Op
 
 
 def _adalomo(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
-    """AdaLOMO: factored second moments (of frozen parameters too, which are not seen here)."""
+    """AdaLOMO: factored second moments (of frozen parameters too, which are not counted here)."""
     state: list[int] = []
     step: list[tuple[int, ...]] = []
     for parameter in parameters:
@@ -230,12 +232,12 @@ def _adalomo(parameters: Sequence[ParameterFacts], request: OptimizerRequest) ->
         factors = tuple(count * FLOAT_BYTES for count in _rows_and_columns(parameter.shape))
         state += factors
         two = (full_bytes, full_bytes, *(factors if len(parameter.shape) > 1 else ()))
-        step.append((*_casts(parameter)[:1], *two))  # the weights are cast when one of the two is gone
+        step.append((*_casts(parameter)[:1], *two))  # the weights are cast when one of the two is freed
     return memory_of(state, step, releases_gradients=True)
 
 
 def _grokadamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
-    """GrokAdamW keeps three averages on the host and brings those of one parameter at a time to the card."""
+    """GrokAdamW keeps three averages on the host and copies those of one parameter at a time to the GPU."""
     state = [size for p in in_order(parameters) for size in (p.size_bytes,) * 3]
     pairs = [(left, parameter.size_bytes) for left, parameter in with_previous(parameters)]
     if not request.cuda:
@@ -256,14 +258,14 @@ def _schedule_free(parameters: Sequence[ParameterFacts], request: OptimizerReque
     for group in trainer_groups(parameters) if averages == 2 else ():
         sizes = tuple(parameter.size_bytes for parameter in group)
         step.append((*left, *sizes))
-        left = sizes  # until the name is bound anew
+        left = sizes  # until their variable is assigned again
     return memory_of(state, step, first_step=() if request.optim == "schedule_free_radam" else None)
 
 
 def _stable_adamw(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
     """StableAdamW of torch-optimi: two moments, the squared epsilon, and for 16-bit weights what rounding lost.
 
-    On a card its Triton kernels work in place, and keep one byte and one float per parameter as scratch.
+    On a GPU its Triton kernels work in place, and keep one byte and one float per parameter as scratch.
     """
     state: list[int] = []
     step: list[tuple[int, ...]] = []
@@ -302,4 +304,4 @@ FAMILIES: dict[str, Family] = {
     "stable_adamw": _stable_adamw,
     **dict.fromkeys(_BITSANDBYTES, _bitsandbytes),
 }
-"""Which function knows which optimizer."""
+"""The formula of each optimizer."""

@@ -1,7 +1,7 @@
-"""Bytes of the low-rank optimizers: AdamW of galore-torch 1.0 and of apollo-torch 1.0.3, and their projections.
+"""The memory of the low-rank optimizers: AdamW of galore-torch 1.0 and of apollo-torch 1.0.3, and their projections.
 
-A target (``is_linear``) has its moments in the space of low rank, besides the matrix that projects onto it. The step is
-one that renews the projection: the first, and every ``update_proj_gap``-th.
+A target (``is_linear``) has its moments in the low-rank space, and a matrix that projects onto it. The step counted is
+one that computes the projection anew: the first, and every ``update_proj_gap``-th.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SVD_NOTE = "GaLore: the workspace of cuSOLVER's singular value decomposition is 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """How a low-rank optimizer sees one weight matrix.
+    """The projection of one weight matrix onto low rank.
 
     Attributes:
         low_shape: of the projected gradient.
-        matrix_bytes: of each matrix that projects.
-        making_bytes: what making them takes.
+        matrix_bytes: of each projecting matrix.
+        making_bytes: temporaries while they are computed.
     """
 
     low_shape: tuple[int, int]
@@ -40,7 +40,7 @@ class Projection:
 
 
 def low_rank_order(parameters: Sequence[ParameterFacts]) -> list[ParameterFacts]:
-    """Return the groups that stock ``Trainer`` makes then: other parameters, targets."""
+    """Return the parameters in the groups that stock ``Trainer`` makes then: other parameters, targets."""
     return sorted(parameters, key=lambda parameter: parameter.is_linear)
 
 
@@ -49,7 +49,7 @@ def projection(parameter: ParameterFacts, request: OptimizerRequest, element_siz
 
     Raises:
         ValueError: an unknown ``proj_type``.
-        NotEstimableError: APOLLO cannot do it.
+        NotEstimableError: APOLLO does not implement it.
     """
     rows, columns = parameter.shape
     rank = int(request.number("rank", 128))
@@ -68,14 +68,14 @@ def projection(parameter: ParameterFacts, request: OptimizerRequest, element_siz
 
 
 def _sides(rows: int, columns: int, proj_type: str) -> tuple[str, ...]:
-    """Return on which sides of a gradient the projection stands."""
+    """Return the sides of a gradient that are projected."""
     if proj_type == "full":
         return ("left", "right")
     if proj_type in ("left", "right"):
         return (proj_type,)
     if proj_type not in ("std", "reverse_std"):
         raise ValueError(
-            f"optim_args={'proj_type=' + proj_type!r} is no projection; expected std, reverse_std, left, right or "
+            f"optim_args={'proj_type=' + proj_type!r} is not a projection; expected std, reverse_std, left, right or "
             "full. Pass optim_args='proj_type=std'"
         )
     return ("right",) if (rows >= columns) == (proj_type == "std") else ("left",)
@@ -94,7 +94,7 @@ def _singular_vectors(
 ) -> Projection:
     """Return the projection onto the first ``rank`` singular vectors.
 
-    The matrix is a view: of float32 gradients all singular vectors of its side stay, whatever the rank is.
+    The matrix is a view: with float32 gradients all singular vectors of its side are kept, whatever the rank is.
     """
     smaller = min(rows, columns)
     in_float32 = element_size == FLOAT_BYTES
@@ -106,7 +106,7 @@ def _singular_vectors(
     if not in_float32:
         making.append(rows * columns)  # in float32
     results_bytes = 0 if in_float32 else sum(matrix_bytes)
-    if len(sides) == 1:  # what is not needed is computed too: the other side's vectors times the values
+    if len(sides) == 1:  # the other side's vectors times the values are computed too, without being used
         making.append(rank * (rows if sides == ("right",) else columns))
         results_bytes = max(results_bytes, rank * rank * FLOAT_BYTES)
     making_bytes = (*(count * FLOAT_BYTES for count in making), results_bytes)

@@ -1,12 +1,12 @@
-"""Bytes of an optimizer: its state, and what one step takes on top, for the names of ``TrainingArguments(optim=...)``.
+"""The memory of an optimizer, by its name in ``TrainingArguments(optim=...)``: its state and the temporaries of a step.
 
-Read from the sources of torch, transformers, bitsandbytes and six further packages (``optimizer_families``,
-``optimizer_low_rank``); the package of a name need not be installed. Bytes per fp32 parameter of the state: AdamW 8,
-and without ``fused`` 4 more while a step lasts; 8-bit AdamW 2.03; Lion half of AdamW; Adafactor
-4 x (rows + columns) / elements.
+The sizes are formulas, read from the sources of torch, transformers, bitsandbytes and six further packages
+(``formulas``, ``low_rank``) and checked against the real classes by the tests. So an estimate takes milliseconds, and
+the package of an optimizer need not be installed. Bytes of state per fp32 parameter: AdamW 8, and without ``fused`` 4
+more during a step; 8-bit AdamW 2.03; Lion half of AdamW; Adafactor 4 x (rows + columns) / elements.
 
-Left out: sharded states, scalars that live within a step (512 bytes each), the workspace of cuSOLVER in GaLore's
-singular value decomposition (noted in ``OptimizerMemory.notes``).
+Limitations: sharded states, scalars within a step (512 bytes each), the workspace of cuSOLVER in GaLore's singular
+value decomposition (noted in ``OptimizerMemory.notes``).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _CHUNK = 65_536  # elements per block of a foreach kernel, aten/src/ATen/native/
 _WITHOUT_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """As in ``Trainer.get_decay_parameter_names``, which a test compares; seen in transformers 5.8.1, 5.17.0 and 5.23.0."""
 _NOT_ESTIMABLE = {
-    "adamw_torch_xla": "it runs on XLA devices; expected an optimizer for CUDA cards. Pass optim='adamw_torch_fused'",
+    "adamw_torch_xla": "it runs on XLA devices; expected an optimizer for CUDA GPUs. Pass optim='adamw_torch_fused'",
     "adamw_torch_npu_fused": (
-        "it runs on Ascend NPUs; expected an optimizer for CUDA cards. Pass optim='adamw_torch_fused'"
+        "it runs on Ascend NPUs; expected an optimizer for CUDA GPUs. Pass optim='adamw_torch_fused'"
     ),
     "adamw_anyprecision": (
         "it needs torchdistx, which is archived and does not load with today's torch; expected an optimizer that can "
@@ -54,16 +54,16 @@ _NOT_ESTIMABLE = {
     ),
     **dict.fromkeys(
         ("adamw_torch_4bit", "adamw_torch_8bit"),
-        "torchao compiles its step, and the compiler alone decides which temporaries there are; expected an optimizer "
-        "whose step is known. Pass optim='adamw_bnb_8bit'",
+        "torchao compiles its step, and its temporaries are decided by the compiler; expected an optimizer whose step "
+        "is known. Pass optim='adamw_bnb_8bit'",
     ),
     "galore_adamw_8bit": (
-        "galore-torch 1.0 hands bitsandbytes 0.50 arguments of a former version (percentile_clipping=100 arrives as "
-        "max_unorm); expected an optimizer that runs as meant. Pass optim='galore_adamw'"
+        "galore-torch 1.0 passes bitsandbytes 0.50 arguments of an older version (percentile_clipping=100 arrives "
+        "as max_unorm); expected an optimizer that runs as intended. Pass optim='galore_adamw'"
     ),
     "galore_adamw_8bit_layerwise": (
-        "galore-torch 1.0 hands bitsandbytes 0.50 arguments of a former version (percentile_clipping=100 arrives as "
-        "max_unorm); expected an optimizer that runs as meant. Pass optim='galore_adamw_layerwise'"
+        "galore-torch 1.0 passes bitsandbytes 0.50 arguments of an older version (percentile_clipping=100 arrives "
+        "as max_unorm); expected an optimizer that runs as intended. Pass optim='galore_adamw_layerwise'"
     ),
     "galore_adafactor_layerwise": (
         "stock Trainer cannot build it (it passes a learning rate and leaves relative_step=True); expected an "
@@ -137,13 +137,13 @@ def optimizer_memory(
         optim_args: as ``TrainingArguments`` takes it.
         target_modules: ``optim_target_modules`` of a low-rank optimizer.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer of bitsandbytes.
-        gradient_release: each parameter steps by itself: the same state, one group of temporaries per parameter.
-        weight_decay: as ``TrainingArguments`` takes it; plain torch optimizers other than AdamW copy gradients for it.
-        cuda: False for the same on a CPU: nothing is paged, counters are state, torch loops over the parameters.
+        gradient_release: each parameter steps separately: the same state, one group of temporaries per parameter.
+        weight_decay: as ``TrainingArguments`` takes it; torch's optimizers other than AdamW copy gradients for it.
+        cuda: False for a CPU: nothing is paged, counters are state, torch loops over the parameters.
 
     Raises:
-        ValueError: ``optim`` is unknown; ``optim_args`` cannot be read; a low-rank optimizer finds no module.
-        NotEstimableError: this optimizer's memory cannot be known beforehand; the message says why.
+        ValueError: ``optim`` is unknown; ``optim_args`` cannot be parsed; a low-rank optimizer finds no module.
+        NotEstimableError: the memory of this optimizer cannot be predicted; the message says why.
 
     Example:
         >>> weight = ParameterFacts("weight", (1000, 1000), 4, is_embedding=False)
@@ -179,10 +179,10 @@ def memory_by_parameter(
     weight_decay: float = 0.0,
     cuda: bool = True,
 ) -> list[OptimizerMemory]:
-    """Return the memory of each parameter that steps by itself, in the order that was given.
+    """Return the memory of each parameter where each steps separately, in the given order.
 
-    As ``optimizer_memory``, which see for arguments and errors; the states add up to the same. What all parameters of
-    an 8-bit optimizer share stands with the first that has it.
+    Arguments and errors are those of ``optimizer_memory``, and the states add up to the same. What all parameters of an
+    8-bit optimizer share is counted with the first that has it.
     """
     family = _family(optim)
     request = OptimizerRequest(optim, _read_arguments(optim_args), target_modules, embedding_bits, weight_decay, cuda)
@@ -197,7 +197,7 @@ def memory_by_parameter(
 
 
 def clipping_temporaries(parameters: Sequence[ParameterFacts]) -> tuple[int, ...]:
-    """Return what ``torch.nn.utils.clip_grad_norm_`` takes on a card, in order of creation.
+    """Return the temporaries of ``torch.nn.utils.clip_grad_norm_`` on a GPU, in order of creation.
 
     Per dtype of the gradients: partial norms of every chunk of 65,536 elements, as many per tensor as the largest of
     that dtype has, and one norm per gradient; then their stack, the total norm and the coefficient. The gradients
@@ -222,20 +222,20 @@ def clipping_temporaries(parameters: Sequence[ParameterFacts]) -> tuple[int, ...
 
 
 def _family(optim: str) -> Family:
-    """Return the function that knows this optimizer."""
+    """Return the formula of this optimizer."""
     check_optimizer(optim)
     return FAMILIES[optim]
 
 
 def _read_arguments(optim_args: str | None) -> dict[str, str]:
-    """Return ``optim_args`` as stock ``Trainer`` splits it."""
+    """Return ``optim_args``, split as stock ``Trainer`` does."""
     arguments = {}
     for mapping in (optim_args or "").replace(" ", "").split(","):
         name, sign, value = mapping.partition("=")
         if (mapping and not (name and sign)) or "=" in value:
             raise ValueError(
-                f"optim_args={optim_args!r} cannot be read at {mapping!r}; expected name=value pairs, commas between "
-                "them. Pass, for example, optim_args='rank=64,update_proj_gap=100'"
+                f"optim_args={optim_args!r} cannot be parsed at {mapping!r}; expected name=value pairs, separated by "
+                "commas. Pass, for example, optim_args='rank=64,update_proj_gap=100'"
             )
         if mapping:
             arguments[name] = value
@@ -243,7 +243,7 @@ def _read_arguments(optim_args: str | None) -> dict[str, str]:
 
 
 def _with_targets(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> Sequence[ParameterFacts]:
-    """Return the parameters; under a low-rank optimizer only its targets stay ``is_linear``."""
+    """Return the parameters; with a low-rank optimizer only its targets keep ``is_linear``."""
     if not request.optim.startswith(("galore", "apollo")):
         return parameters
     from transformers.trainer_utils import check_target_module_exists
@@ -251,7 +251,7 @@ def _with_targets(parameters: Sequence[ParameterFacts], request: OptimizerReques
     targets = request.target_modules
     if not isinstance(targets, (str, list)) or not targets:
         raise ValueError(
-            f"optim_target_modules={targets!r} names no module, and optim={request.optim!r} needs some; expected "
+            f"optim_target_modules={targets!r} names no module, which optim={request.optim!r} needs; expected "
             "names, a regular expression or 'all-linear'. Pass optim_target_modules='all-linear'"
         )
     every = isinstance(targets, str) and targets.replace("_", "-") == "all-linear"

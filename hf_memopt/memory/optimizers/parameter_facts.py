@@ -1,7 +1,4 @@
-"""What the formulas of optimizers take and give: facts of the parameters, what was asked for, bytes of the memory.
-
-Besides, what they share: the order in which stock ``Trainer`` hands parameters to an optimizer.
-"""
+"""Arguments and results of the optimizers' formulas, and the order in which stock ``Trainer`` groups parameters."""
 
 from __future__ import annotations
 
@@ -28,10 +25,10 @@ FLOAT_BYTES = 4  # of a float32
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """What of one trainable parameter decides the bytes of its optimizer.
+    """The properties of a trainable parameter that decide the memory of its optimizer.
 
     Attributes:
-        name: as ``named_parameters`` gives it, the first one of a tied parameter.
+        name: as in ``named_parameters``, the first one of a tied parameter.
         shape: of the parameter.
         element_size: bytes of an element.
         is_embedding: whether it is the weight of an ``nn.Embedding``, also if the weight is tied.
@@ -48,27 +45,27 @@ class ParameterFacts:
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
+        """Its number of elements."""
         return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Its bytes, and those of its gradient."""
+        """Its size, and that of its gradient."""
         return self.elements * self.element_size
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMemory:
-    """What an optimizer holds, and what a step takes on top. Bytes everywhere, before the allocator's rounding.
+    """The state of an optimizer and the temporaries of a step. Bytes everywhere, before the allocator's rounding.
 
     Attributes:
-        state: each state tensor on the card, in order of creation by the first step. Adagrad and AdaLomo have theirs
-            from their construction on.
-        host_state_bytes: state on the host, or in managed memory that moves between host and card (paged).
-        step: temporaries of the heaviest step, as successive groups: what is in one group is alive together, then all
-            of it is freed. With ``releases_gradients`` one group per parameter, in the order that was given.
+        state: each state tensor on the GPU, in order of creation by the first step. Adagrad and AdaLomo create
+            theirs at construction.
+        host_state_bytes: state on the host, or in managed memory that moves between host and GPU (paged).
+        step: temporaries of the heaviest step, as successive groups: those of one group are held together and then
+            freed. With ``releases_gradients`` one group per parameter, in the given order.
         first_step: the same of the first step.
-        releases_gradients: whether each parameter steps within the backward pass, and its gradient is freed there.
+        releases_gradients: whether each parameter steps within the backward pass, and frees its gradient there.
         notes: what is not counted.
     """
 
@@ -81,13 +78,13 @@ class OptimizerMemory:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state on the card."""
+        """Bytes of the state on the GPU."""
         return sum(self.state)
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRequest:
-    """What was asked for, read.
+    """The optimizer that was asked for, and its options.
 
     Attributes:
         optim: as ``TrainingArguments`` takes it.
@@ -95,7 +92,7 @@ class OptimizerRequest:
         target_modules: ``optim_target_modules``.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
         weight_decay: as ``TrainingArguments`` takes it.
-        cuda: whether it runs on a card.
+        cuda: whether it runs on a GPU.
         has_tables: whether an earlier parameter brought the tables that all parameters of an 8-bit optimizer share.
     """
 
@@ -116,7 +113,7 @@ class OptimizerRequest:
             return float(text)
         except ValueError:
             raise ValueError(
-                f"optim_args={name + '=' + text!r} is not a number; expected one after the sign of equality. "
+                f"optim_args={name + '=' + text!r} is not a number; expected a number after '='. "
                 f"Pass optim_args='{name}={default:g}'"
             ) from None
 
@@ -132,7 +129,7 @@ Family = Callable[[Sequence[ParameterFacts], OptimizerRequest], OptimizerMemory]
 def memory_of(
     state: Iterable[int], step: Groups, *, host_state_bytes: int = 0, first_step: Groups | None = None, **facts: Any
 ) -> OptimizerMemory:
-    """Return a memory without groups that take nothing; the first step is as any other unless given."""
+    """Return the memory without empty groups; the first step is like any other unless given."""
     groups = _filled(step)
     first = groups if first_step is None else _filled(first_step)
     return OptimizerMemory(tuple(state), host_state_bytes, groups, first, **facts)
@@ -157,7 +154,7 @@ def in_order(parameters: Iterable[ParameterFacts]) -> list[ParameterFacts]:
 
 
 def with_previous(parameters: Iterable[ParameterFacts]) -> Iterator[tuple[int, ParameterFacts]]:
-    """Yield each parameter with the bytes of the one before it in its group, 0 for the first."""
+    """Yield each parameter with the bytes of the previous one of its group, 0 for the first."""
     for group in trainer_groups(parameters):
         previous_bytes = 0
         for parameter in group:

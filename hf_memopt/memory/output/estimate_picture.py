@@ -1,7 +1,7 @@
-"""The timeline of an ``Estimate`` as a stacked picture.
+"""Draw the timeline of an ``Estimate`` as a stacked area chart.
 
-Its horizontal axis counts allocations and frees, not seconds. Of a long timeline it shows the extremes of about 2,000
-stretches, every one of them a state that was reached: no peak is lost and nothing is averaged.
+The horizontal axis counts allocations and frees, not seconds. A long timeline is reduced to the extremes of about 2,000
+stretches, each of them a state that was reached: no peak is lost and nothing is averaged.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt import plotting as pictures
-from hf_memopt.memory.output.estimate_text import describe, phase_spans, verdict
-from hf_memopt.memory.result import COMPONENTS
+from hf_memopt.memory.output.estimate_text import describe, verdict
+from hf_memopt.memory.timeline import COMPONENTS, phase_spans
 from hf_memopt.units import format_bytes, to_gib, to_mib
 
 if TYPE_CHECKING:
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hf_memopt.memory.result import Estimate, Timeline
+    from hf_memopt.memory.result import Estimate
+    from hf_memopt.memory.timeline import Timeline
 
 __all__ = ["check_picture", "draw", "drawn_events"]
 
 STRETCHES = 2000
 
-# Okabe and Ito's palette, which the colour-blind can tell apart, with grey instead of black.
+# Okabe and Ito's palette for colour-blind readers, with grey instead of black.
 COLOURS = {
     "weights": "#0072B2",
     "gradients": "#D55E00",
@@ -47,15 +48,15 @@ PHASE_SHADES = {
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a picture that could not be written; see ``pictures.check_picture``."""
+    """Refuse a path to which no picture can be written; see ``pictures.check_picture``."""
     pictures.check_picture(path, purpose="the picture of an estimate")
 
 
 def draw(estimate: Estimate, path: str | Path) -> None:
-    """Draw the timeline to a PNG file, whole or not at all: components stacked, phases shaded, the peak named.
+    """Draw the timeline to a PNG file: components stacked, phases shaded, the peak labelled.
 
     Raises:
-        ValueError: ``path`` is no PNG file, or cannot be written.
+        ValueError: ``path`` is not a PNG file, or cannot be written.
         MissingExtraError: matplotlib is not installed.
     """
     path = Path(path)
@@ -66,9 +67,9 @@ def draw(estimate: Estimate, path: str | Path) -> None:
 def drawn_events(timeline: Timeline, stretches: int = STRETCHES) -> np.ndarray:
     """Return the events that the picture shows, ascending: all of a short timeline, the extremes of a long one.
 
-    Kept of each of ``stretches`` stretches of equal width in the picture: the events of most and fewest allocated
-    bytes, of the most reserved ones, and its last; besides, the first event of every phase. So the maximum over any
-    stretch is that of the whole timeline there, and what is held from one stretch to the next is exact.
+    Each of ``stretches`` stretches of equal width keeps the events of most and fewest allocated bytes, of most reserved
+    bytes, and its last; the first event of every phase is kept too. So the maximum of any stretch is exact, and so is
+    what is held from one stretch to the next.
     """
     import numpy as np
 
@@ -86,7 +87,7 @@ def drawn_events(timeline: Timeline, stretches: int = STRETCHES) -> np.ndarray:
 
 
 def _positions(timeline: Timeline) -> np.ndarray:
-    """Return where each event, and the end, stands on the horizontal axis; a phase of few events still gets 1.5 %."""
+    """Return the horizontal position of each event and of the end; a phase of few events still gets 1.5 %."""
     import numpy as np
 
     events = len(timeline.reserved)
@@ -134,7 +135,7 @@ def _draw_stack(estimate: Estimate, axes: Axes, positions: np.ndarray, scale: fl
         step="post",
         linewidth=0,
     )
-    label = f"reserved, most {format_bytes(estimate.peak_reserved_bytes)}"
+    label = f"reserved, peak {format_bytes(estimate.peak_reserved_bytes)}"
     axes.step(where, timeline.reserved[rows] * scale, where="post", color="#222222", linewidth=1.3, label=label)
 
 
@@ -142,7 +143,7 @@ def _draw_limits(estimate: Estimate, axes: Axes, scale: float) -> None:
     top_bytes = estimate.peak_reserved_bytes
     if estimate.gpu is not None:
         limit_bytes = estimate.gpu.usable_bytes - (estimate.context_bytes or 0)
-        without = "" if estimate.context_bytes is None else ", context taken off"
+        without = "" if estimate.context_bytes is None else ", without the context"
         label = f"usable on {estimate.gpu.name}{without}:\n{format_bytes(limit_bytes)}"
         if limit_bytes <= 2 * top_bytes:
             top_bytes = max(top_bytes, limit_bytes)
@@ -173,7 +174,7 @@ def _draw_phases(timeline: Timeline, strip: Axes, axes: Axes, positions: np.ndar
 
 
 def _draw_legends(estimate: Estimate, axes: Axes) -> None:
-    """Explain the lines and the stack, from above as they stand, and the phases."""
+    """Add legends for the lines and the stack, in their order from the top, and for the phases."""
     from matplotlib.patches import Patch
 
     look: dict[str, Any] = {"frameon": False, "borderaxespad": 0, "alignment": "left"}
@@ -181,9 +182,9 @@ def _draw_legends(estimate: Estimate, axes: Axes) -> None:
     lines = sum(not label.startswith(COMPONENTS) for label in labels)
     handles, labels = handles[::-1], labels[::-1]
     handles.insert(lines, Patch(alpha=0))
-    labels.insert(lines, f"allocated at the peak {format_bytes(estimate.peak_allocated_bytes)}, of it:")
+    labels.insert(lines, f"allocated at the peak {format_bytes(estimate.peak_allocated_bytes)}:")
     explained = axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.01, 1.0), **look)
-    axes.add_artist(explained)  # a second legend would take its place
+    axes.add_artist(explained)  # a second legend would replace it
     explained.set_clip_on(False)  # else the layout leaves it no room
     names = dict.fromkeys(name for _, _, name in phase_spans(estimate.timeline))
     shades = [Patch(facecolor=PHASE_SHADES[name], edgecolor="#888888", linewidth=0.5, label=name) for name in names]

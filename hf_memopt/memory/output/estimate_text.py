@@ -1,4 +1,4 @@
-"""An ``Estimate`` as a table and a verdict for people, and as a dict for JSON."""
+"""Format an ``Estimate``: as a table with a verdict, and as a dict for JSON."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.versions import allocator_variable
-from hf_memopt.memory.result import COMPONENTS
+from hf_memopt.memory.timeline import COMPONENTS, phase_peaks
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.memory.result import Estimate, Timeline
+    from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.settings import StepSettings
 
-__all__ = ["as_dict", "describe", "estimate_table", "phase_peaks", "phase_spans", "print_estimate", "verdict"]
+__all__ = ["as_dict", "describe", "estimate_table", "print_estimate", "verdict"]
 
 COLUMNS = 80
 
@@ -47,7 +46,7 @@ def print_estimate(estimate: Estimate, console: Console) -> None:
         f"{estimate.flops / 1e12:,.3g} TFLOP per optimizer step"
     )
     place = f", in {estimate.module}" if estimate.module else ""
-    lines = [f"The peak stands in the {estimate.phase} phase{place}."]
+    lines = [f"The peak is reached in the {estimate.phase} phase{place}."]
     if estimate.host_bytes:
         lines.append(f"Moved to the host: {format_bytes(estimate.host_bytes)}.")
     lines += [f"Note: {note}" for note in estimate.notes]
@@ -88,7 +87,7 @@ def _count(elements: int) -> str:
 
 
 def describe(estimate: Estimate) -> str:
-    """Return model and set-up in one line: what differs from the stock Trainer's defaults, and the size of a batch."""
+    """Return model, batch size and what differs from the stock Trainer's defaults, in one line."""
     size = f"batch {estimate.batch_size}" + ("" if estimate.seq_len is None else f" x {estimate.seq_len}")
     return f"{estimate.model}: {', '.join((size, *_choices(estimate.settings)))}"
 
@@ -117,7 +116,7 @@ def _choices(settings: StepSettings) -> Iterator[str]:
 
 
 def _function_text(function: Callable[..., Any]) -> str:
-    """Return the name of a function, with the arguments that a ``functools.partial`` gives it."""
+    """Return the name of a function, with the arguments of a ``functools.partial``."""
     if isinstance(function, partial):
         given = {**{str(number): value for number, value in enumerate(function.args)}, **function.keywords}
         return _function_text(function.func) + _call_text(given)
@@ -133,13 +132,13 @@ def _call_text(options: Mapping[str, Any]) -> str:
 
 
 def verdict(estimate: Estimate) -> str:
-    """Return one sentence: whether the card holds it, by how much, and if not, what to try."""
+    """Return one sentence: whether the GPU can hold it, by how much, and if not, what to try."""
     gpu, total = estimate.gpu, format_bytes(estimate.total_bytes)
     if gpu is None:
         context = " and CUDA's context" if estimate.context_bytes is None else ""
-        return f"needs {total}{context}; name a card to know whether it fits, for example gpu='RTX 3050 4GB'"
+        return f"needs {total}{context}; name a GPU to see whether it fits, for example gpu='RTX 3050 4GB'"
     spare_bytes = gpu.usable_bytes - estimate.total_bytes
-    context = " (and CUDA's context, which is unknown for it)" if estimate.context_bytes is None else ""
+    context = " (and CUDA's context, whose size is unknown)" if estimate.context_bytes is None else ""
     figures = f"{gpu.name}: {total}{context} of {format_bytes(gpu.usable_bytes)}"
     if spare_bytes >= 0:
         return f"fits {figures}, {format_bytes(spare_bytes)} to spare"
@@ -147,7 +146,7 @@ def verdict(estimate: Estimate) -> str:
 
 
 def _advice(estimate: Estimate, gpu: Gpu) -> str:
-    """Return a change of the set-up: against fragmentation, or one that lowers the largest component that one can."""
+    """Return a change of the set-up: against fragmentation, or one that lowers the largest component possible."""
     settings = estimate.settings
     allocated_bytes, reserved_bytes = estimate.peak_allocated_bytes, estimate.peak_reserved_bytes
     if allocated_bytes + (estimate.context_bytes or 0) <= gpu.usable_bytes and not settings.expandable_segments:
@@ -158,11 +157,11 @@ def _advice(estimate: Estimate, gpu: Gpu) -> str:
     if _gathers_logits(estimate):
         return (
             "eval_accumulation_steps=1, or prediction_loss_only=True where no metric needs logits: "
-            f"{format_bytes(estimate.components['logits and loss'])} of the peak are logits and loss that gather on "
-            "the card"
+            f"{format_bytes(estimate.components['logits and loss'])} of the peak are logits and loss that are "
+            "gathered on the GPU"
         )
     if estimate.phase == "evaluation" and (settings.eval_batch_size or 1) > 1:
-        return f"eval_batch_size={_half(settings.eval_batch_size or 1)}: the peak stands in the evaluation"
+        return f"eval_batch_size={_half(settings.eval_batch_size or 1)}: the peak is reached in the evaluation"
     for name in sorted(COMPONENTS, key=lambda name: estimate.components[name], reverse=True):
         fix = _fix(name, estimate)
         if fix is not None:
@@ -171,7 +170,7 @@ def _advice(estimate: Estimate, gpu: Gpu) -> str:
 
 
 def _gathers_logits(estimate: Estimate) -> bool:
-    """Tell whether most of what the evaluation adds to the weights is logits of several batches."""
+    """Return whether logits of several batches are most of what the evaluation adds to the weights."""
     settings, components = estimate.settings, estimate.components
     gathered = min(settings.eval_batches, settings.eval_accumulation_steps or settings.eval_batches)
     if settings.eval_batch_size is None or settings.prediction_loss_only or settings.batch_eval_metrics:
@@ -196,20 +195,20 @@ def _fix(component: str, estimate: Estimate) -> str | None:
 
 
 def _smaller_pass(estimate: Estimate) -> str | None:
-    """Return the next smaller pass with the same effective batch."""
+    """Return the next smaller forward pass with the same effective batch."""
     settings, batch_size = estimate.settings, estimate.batch_size
-    piece = min(settings.micro_batch_size or batch_size, batch_size)
-    if piece == 1 or settings.gradient_release:
+    rows = min(settings.micro_batch_size or batch_size, batch_size)
+    if rows == 1 or settings.gradient_release:
         return None
     if settings.micro_batch_size is not None:
-        return f"micro_batch_size={_half(piece)}"
+        return f"micro_batch_size={_half(rows)}"
     smaller = _half(batch_size)
     steps = settings.gradient_accumulation_steps * batch_size // smaller
     return f"batch_size={smaller}, gradient_accumulation_steps={steps}"
 
 
 def _half(size: int) -> int:
-    """Return the largest smaller size that divides ``size``."""
+    """Return the largest proper divisor of ``size``."""
     return max(smaller for smaller in range(1, size // 2 + 1) if size % smaller == 0)
 
 
@@ -223,13 +222,13 @@ def _smaller_state(optim: str) -> str | None:
 
 
 def as_dict(estimate: Estimate) -> dict[str, Any]:
-    """Return everything but the timeline for JSON, memory as int bytes; of the timeline, the peaks of its phases.
+    """Return the estimate for JSON, memory as int bytes; of the timeline only the peaks of its phases.
 
-    Functions among the settings (``prepare``, a ``context_fn``) stand there by name.
+    Functions among the settings (``prepare``, a ``context_fn``) are given by name.
     """
     gpu = None if estimate.gpu is None else {**asdict(estimate.gpu), "bf16": estimate.gpu.bf16}
-    left_out = ("settings", "gpu", "timeline")
-    figures = {item.name: getattr(estimate, item.name) for item in fields(estimate) if item.name not in left_out}
+    nested = ("settings", "gpu", "timeline")
+    figures = {item.name: getattr(estimate, item.name) for item in fields(estimate) if item.name not in nested}
     versions = {name: importlib.metadata.version(name) for name in ("hf-memopt", "torch", "transformers")}
     found = {
         **figures,
@@ -244,29 +243,9 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` as JSON knows it."""
+    """Return ``value`` with types that JSON has."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(item) for item in value]
     return _function_text(value) if callable(value) else value
-
-
-def phase_peaks(timeline: Timeline) -> dict[str, dict[str, int]]:
-    """Return the peaks of allocated and reserved bytes by phase, each over all its spans."""
-    allocated = timeline.components.sum(axis=1)
-    peaks: dict[str, dict[str, int]] = {}
-    for first, end, name in phase_spans(timeline):
-        known = peaks.setdefault(name, {"allocated_bytes": 0, "reserved_bytes": 0})
-        for kind, values in (("allocated_bytes", allocated), ("reserved_bytes", timeline.reserved)):
-            known[kind] = max(known[kind], int(values[first:end].max()))
-    return peaks
-
-
-def phase_spans(timeline: Timeline) -> Iterator[tuple[int, int, str]]:
-    """Give first event, end and name of each phase that has events; neighbours of one name are one."""
-    starts = dict(timeline.phases)  # of several at one event, the last has events
-    changes = [first for first in starts if first < len(timeline.reserved)]
-    changes = [first for before, first in pairwise([-1, *changes]) if starts.get(before) != starts[first]]
-    for first, end in pairwise([*changes, len(timeline.reserved)]):
-        yield first, end, starts[first]

@@ -1,10 +1,10 @@
-"""The stand-in on the meta device for bitsandbytes' 4-bit linear, byte for byte its CUDA operations.
+"""The stand-in on the meta device for bitsandbytes' 4-bit linear, with the allocations of its CUDA operations.
 
 It saves nothing for backward, and both passes hold a dequantised copy of the weight while they multiply (backward two,
 where the weight was loaded in another dtype than the gradient has).
 
-Assumed: 5 to 1536 rows of 16 bits may take a fused kernel since bitsandbytes 0.50, by a table of cards; it spares
-forward the copy that backward takes anyway. The copy is counted. Fewer rows take the fused kernel on every card, and so
+Assumed: 5 to 1536 rows of 16 bits may use a fused kernel since bitsandbytes 0.50, by a table of GPUs, whose forward
+needs no copy; backward makes one anyway. The copy is counted. Fewer rows use the fused kernel on every GPU, and so
 here.
 """
 
@@ -21,7 +21,7 @@ from hf_memopt.memory.quantized.quantized_linear import cast_bias, copy_bias_and
 
 __all__ = ["Linear4bitStandIn"]
 
-# _gemm_4bit_use_custom_cuda of bitsandbytes/backends/cuda/ops.py (0.50): so many rows are fused on every NVIDIA card
+# _gemm_4bit_use_custom_cuda of bitsandbytes/backends/cuda/ops.py (0.50): so many rows are fused on every NVIDIA GPU
 _FUSED_ROWS = 4  # of 16 bits
 _FUSED_ROWS_FP32 = 7  # and never more
 _NESTED_BLOCK = 256  # values of absmax that share a statistic; quantize_4bit has no other
@@ -31,8 +31,8 @@ class Linear4bitStandIn(Linear4bit):
     """A quantised ``Linear4bit`` without values.
 
     Args:
-        module: the linear to stand for, quantised or not.
-        device: where its tensors live.
+        module: the linear to replace, quantised or not.
+        device: of its tensors.
     """
 
     weight: Any  # Params4bit
@@ -62,7 +62,7 @@ class Linear4bitStandIn(Linear4bit):
         copy_bias_and_mode(module, self, device)
 
     def _add_statistics(self, blocks: int, device: str | torch.device) -> None:
-        """Register what ``QuantState`` holds; every module has tables of its own."""
+        """Register what ``QuantState`` holds; every module has its own tables."""
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"code": ((16,), torch.float32)}
         if self.weight.compress_statistics:
             sizes["absmax"] = ((blocks,), torch.uint8)
@@ -106,7 +106,7 @@ class Linear4bitStandIn(Linear4bit):
         if x.numel() <= fused_rows * self.in_features and self.in_features % self.blocksize == 0:
             x = x.contiguous()
             return x.new_empty((*x.shape[:-1], self.out_features))
-        if self.weight.compress_statistics:  # both live until the product is there
+        if self.weight.compress_statistics:  # both are held until the product is computed
             _dequantized = torch.empty_like(self.absmax, dtype=torch.float32)
             _absmax = _dequantized + self.offset
         weight = torch.empty((self.out_features, self.in_features), dtype=x.dtype, device=x.device)

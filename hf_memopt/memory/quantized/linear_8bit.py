@@ -1,7 +1,7 @@
-"""The stand-in on the meta device for bitsandbytes' 8-bit linear, byte for byte its CUDA operations.
+"""The stand-in on the meta device for bitsandbytes' 8-bit linear, with the allocations of its CUDA operations.
 
-Its input lives until the loss dies. Assumed, where there is a threshold: no input value exceeds it. A column that does
-costs 2 bytes per row until backward.
+Its input is held until the loss is freed. Assumed, where there is a threshold: no input value exceeds it. A column that
+does costs 2 bytes per row until backward.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Linear8bitStandIn(Linear8bitLt):
     """A quantised ``Linear8bitLt`` (``has_fp16_weights=False``) without values.
 
     Args:
-        module: the linear to stand for, quantised or not.
-        device: where its tensors live.
+        module: the linear to replace, quantised or not.
+        device: of its tensors.
     """
 
     weight: Any  # Int8Params
@@ -62,7 +62,7 @@ class Linear8bitStandIn(Linear8bitLt):
         return quantized, row_scales, columns
 
     def multiply(self, quantized: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Mirror ``bitsandbytes::int8_scaled_mm``: the int32 product lives until the output has its dtype."""
+        """Mirror ``bitsandbytes::int8_scaled_mm``: the int32 product is held until the output has its dtype."""
         product = self._multiply(quantized)
         return _rescale(product, bias, dtype)
 
@@ -86,7 +86,7 @@ def _rescale(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtyp
 class _MatMul8bit(torch.autograd.Function):
     """Mirror ``bitsandbytes.autograd._functions.MatMul8bitLt`` for a frozen weight.
 
-    What lives until backward hangs on ``ctx`` itself and not on its saved tensors, so it dies with the loss.
+    What backward needs is stored on ``ctx`` itself and not as saved tensors, so it is freed with the loss.
     """
 
     @staticmethod

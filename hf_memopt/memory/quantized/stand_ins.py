@@ -1,13 +1,13 @@
-"""Stand-ins on the meta device for the quantised linears of bitsandbytes, byte for byte those of its CUDA operations.
+"""Stand-ins on the meta device for the quantised linears of bitsandbytes, with the same allocations as on CUDA.
 
-bitsandbytes 0.50 quantises when a weight reaches a real device, and its CUDA kernels take their temporaries where no
-meta kernel shows them. ``Linear4bitStandIn`` and ``Linear8bitStandIn`` hold a quantised weight on meta, its statistics
-as buffers, and spell the CUDA operation out in tensors that are allocated and never filled. They are subclasses of the
-real modules, so peft wraps them in its own 4-bit and 8-bit layers. ``tests/memory/test_quantized.py`` runs
-bitsandbytes' CUDA sources against them, without a card.
+bitsandbytes 0.50 quantises when a weight is moved to a real device, and its operations have no meta kernels that would
+show the temporaries of the CUDA kernels. ``Linear4bitStandIn`` and ``Linear8bitStandIn`` hold a quantised weight on
+meta, with its statistics as buffers, and perform the steps of the CUDA operation on tensors that are allocated and
+never filled. They are subclasses of the real modules, so peft wraps them in its own 4-bit and 8-bit layers.
+``tests/memory/test_quantized.py`` runs bitsandbytes' CUDA sources against them, without a GPU.
 
-What each assumes stands in ``four_bit`` and ``eight_bit``. Left out: the table of 256 values that bitsandbytes keeps
-once per process (1 KiB).
+Their assumptions are in ``linear_4bit`` and ``linear_8bit``. Limitations: the table of 256 values that bitsandbytes
+keeps once per process (1 KiB).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _QUANTIZED = (
     "transformers.integrations.",
     "vptq.",
 )
-"""Where the classes of quantised modules and tensors live that transformers can load."""
+"""The modules that define the quantised layers and tensors that transformers can load."""
 
 
 def stand_in(module: nn.Module) -> nn.Module | None:
-    """Return what stands for a quantised module on the meta device, None for a module that runs there itself.
+    """Return the stand-in of a quantised module for the meta device, None for a module that runs there itself.
 
     Raises:
-        NotEstimableError: the module is quantised in a way whose bytes are not known here.
+        NotEstimableError: the memory of this kind of quantisation is unknown.
 
     Example:
         >>> stand_in(torch.nn.Linear(8, 8)) is None
@@ -78,14 +78,14 @@ def stand_in(module: nn.Module) -> nn.Module | None:
     found = _unknown_quantization(module)
     if found is not None:
         raise NotEstimableError(
-            f"not estimable: {found} has operations whose bytes are not known without a card; expected linears of "
-            "bitsandbytes or none that are quantised. Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
+            f"not estimable: {found} has operations whose memory is unknown; expected linears of bitsandbytes or "
+            "none that are quantised. Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
         )
     return None
 
 
 def _unknown_quantization(module: nn.Module) -> str | None:
-    """Return the class that makes a module, or a weight of its own, quantised in a way that has no stand-in."""
+    """Return the class by which a module or its own weight is quantised in a way that has no stand-in."""
     if isinstance(module, Embedding8bit | Embedding4bit | OutlierAwareLinear):
         return _class_name(module)
     for candidate in (module, *module.parameters(recurse=False)):
@@ -101,19 +101,19 @@ def _class_name(instance: object) -> str:
 def quantize(model: PreTrainedModel, config: BitsAndBytesConfig | Mapping[str, Any]) -> PreTrainedModel:
     """Replace the linears that ``from_pretrained(quantization_config=config)`` would quantise, in place, by stand-ins.
 
-    transformers' own quantizer chooses them, so the output head, tied weights and ``llm_int8_skip_modules`` stay as
-    they are there. Everything else keeps its dtype and its ``requires_grad``; peft freezes what it does not train.
+    transformers' own quantizer selects them, so the output head, tied weights and ``llm_int8_skip_modules`` are
+    treated as there. Everything else keeps its dtype and its ``requires_grad``; peft freezes what it does not train.
 
     Args:
         model: on the meta device, in the dtype in which the real one is loaded.
-        config: what ``from_pretrained`` gets, or the same as a mapping.
+        config: the argument of ``from_pretrained``, or the same as a mapping.
 
     Returns:
         The model itself.
 
     Raises:
         ValueError: the model holds weights, or ``config`` quantises nothing.
-        NotEstimableError: ``config`` asks for what has no stand-in (``llm_int8_has_fp16_weight``).
+        NotEstimableError: ``config`` asks for something without a stand-in (``llm_int8_has_fp16_weight``).
 
     Example:
         >>> from functools import partial
@@ -130,13 +130,13 @@ def quantize(model: PreTrainedModel, config: BitsAndBytesConfig | Mapping[str, A
         if not isinstance(module, Linear4bit | Linear8bitLt):
             continue
         dtype, bias = loaded[name]
-        module.weight.data = module.weight.data.to(dtype)  # replaced linears are born in the default dtype
+        module.weight.data = module.weight.data.to(dtype)  # replaced linears are created in the default dtype
         if bias is not None:
             module.bias = nn.Parameter(bias.data)  # a loaded bias requires a gradient until peft freezes it
         replacement = stand_in(module)
         if replacement is not None:
             model.set_submodule(name, replacement)
-    # what from_pretrained sets once the weights are there: peft and the Trainer look at it
+    # from_pretrained sets this once the weights are loaded; peft and the Trainer read it
     setattr(model, "is_loaded_in_4bit" if config.load_in_4bit else "is_loaded_in_8bit", True)
     return model
 

@@ -1,8 +1,8 @@
-"""Record one step of the stock ``Trainer``: its micro-batches forward and backward, and an evaluation batch.
+"""Record the allocations of one step of the stock ``Trainer``: forward and backward, and an evaluation batch.
 
 What the Trainer and accelerate do around the model's own code is done here in the same order: autocast around
-``model.forward`` alone, its outputs as float32 afterwards, label smoothing outside of it, gradients set to None between
-steps. The optimizer is not run: its bytes are known (``optimizer_state``) and enter at the replay.
+``model.forward`` alone, its outputs cast to float32 afterwards, label smoothing outside of it, gradients set to None
+between steps. The optimizer does not run: its bytes are known (``optimizer_memory``) and are added by the replay.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker, recording
 
-__all__ = ["MicroBatch", "StepTrace", "autocast_dtype", "record_step"]
+__all__ = ["RecordedPass", "StepTrace", "autocast_dtype", "record_step"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,16 +31,16 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class RecordedPass:
     """The events of one forward pass, and its backward pass where it has one.
 
     Attributes:
         start: first event.
-        forward_end: first event after the loss is known.
-        end: first event after the graph is gone.
+        forward_end: first event after the loss is computed.
+        end: first event after the graph is freed.
         logits: numbers of the storages that the model returned as logits.
-        logits_event: the event at which the first of them was born; ``forward_end`` if there are none.
-        logits_sequences: autograd's sequence numbers from that birth to the loss.
+        logits_event: the event at which the first of them was allocated; ``forward_end`` if there are none.
+        logits_sequences: autograd's sequence numbers from that event to the loss.
         outputs: numbers of the storages that evaluation gathers.
         releases: (event, index of the trainable parameter, number of its gradient) for each gradient that was released.
     """
@@ -56,18 +57,18 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class StepTrace:
-    """What was recorded: the tracker's events, cut into micro-batches, and which storages are what.
+    """A recorded step: the tracker's events, the passes among them, and which storages are what.
 
-    ``micro_batches`` are the first, whose gradients are new, and where there are more the second, which adds to them.
-    ``notes`` tell what of the model was changed for the recording.
+    ``micro_batches`` has the first pass of a step, whose gradients are new, and, where a step has several, the second,
+    which adds to them. ``notes`` say what was changed in the model for the recording.
     """
 
     tracker: StorageTracker
     weights: tuple[int, ...]
     inputs: tuple[int, ...]
     gradients: tuple[int, ...] = ()
-    micro_batches: list[MicroBatch] = field(default_factory=list)
-    evaluation: MicroBatch | None = None
+    micro_batches: list[RecordedPass] = field(default_factory=list)
+    evaluation: RecordedPass | None = None
     evaluation_inputs: tuple[int, ...] = ()
     flops: list[int] = field(default_factory=list)
     host_bytes: int = 0
@@ -79,7 +80,7 @@ def record_step(
     batch: Mapping[str, torch.Tensor],
     settings: StepSettings,
     *,
-    piece: Mapping[str, torch.Tensor] | None = None,
+    micro_batch: Mapping[str, torch.Tensor] | None = None,
     releases_gradients: bool = False,
     evaluation_batch: Mapping[str, torch.Tensor] | None = None,
     tracker: StorageTracker | None = None,
@@ -92,8 +93,8 @@ def record_step(
     Args:
         model: in training mode afterwards, without gradients.
         batch: of one forward and backward pass of the Trainer.
-        settings: nothing "auto" in it.
-        piece: the first rows of ``batch``, where it is cut into micro-batches; None for the whole.
+        settings: with nothing "auto".
+        micro_batch: the first rows of ``batch``, where it is cut into micro-batches; None for the whole.
         releases_gradients: whether each parameter steps, and frees its gradient, within the backward pass.
         evaluation_batch: of one evaluation pass; None for no evaluation.
         tracker: counts; a new one for the meta device unless given.
@@ -117,7 +118,7 @@ def record_step(
         semantics = CudaSemantics(autocast=autocast, cache=settings.autocast_cache, tracker=tracker)
     model.zero_grad()
     trace = StepTrace(tracker, _weights(model, tracker), _numbers(batch, tracker))
-    count = 2 if settings.gradient_accumulation_steps > 1 or piece is not None else 1
+    count = 2 if settings.gradient_accumulation_steps > 1 or micro_batch is not None else 1
     releasing = parameters if releases_gradients else []
     recorder = _Recorder(model, settings, tracker, semantics)
     model.train()
@@ -129,7 +130,7 @@ def record_step(
             trace.notes = around.enter_context(_every_layer(model))
             for _ in range(count):
                 flops = tracker.flops
-                trace.micro_batches.append(recorder.train(batch if piece is None else piece))
+                trace.micro_batches.append(recorder.train(batch if micro_batch is None else micro_batch))
                 trace.flops.append(tracker.flops - flops)
             held = [tracker.number(parameter.grad) for parameter in parameters if parameter.grad is not None]
             released = [number for _, _, number in trace.micro_batches[0].releases]
@@ -155,12 +156,12 @@ def _refuse_recurrent_layers(model: nn.Module) -> None:
         if isinstance(module, nn.RNNBase):
             raise NotEstimableError(
                 f"not estimable: {name or 'the model'} is an nn.{type(module).__name__}, for which cuDNN reserves "
-                "memory by rules of its own; expected a model without recurrent layers. Measure the step on the card"
+                "memory by undocumented rules; expected a model without recurrent layers. Measure the step on the GPU"
             )
 
 
 def _not_estimable(model: nn.Module, error: Exception) -> NotEstimableError:
-    """Return the error that tells what the model's code failed with."""
+    """Return the error that quotes what the model's code failed with."""
     name, cause = type(model).__name__, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if "meta" in str(error).lower():
         return NotEstimableError(
@@ -171,7 +172,7 @@ def _not_estimable(model: nn.Module, error: Exception) -> NotEstimableError:
 
 @contextmanager
 def _every_layer(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Let no layer be dropped at random inside; yield a note of it, or nothing where none would be."""
+    """Let no layer be dropped at random inside; yield a note about it, or nothing where none would be dropped."""
     holders = [holder for module in model.modules() for holder in (module, getattr(module, "config", None))]
     found = {
         (id(holder), name): (holder, value)
@@ -179,18 +180,18 @@ def _every_layer(model: nn.Module) -> Iterator[tuple[str, ...]]:
         for name, value in getattr(holder, "__dict__", {}).items()
         if "layerdrop" in name and isinstance(value, float) and value > 0
     }
-    told = ", ".join(sorted({f"{name}={value:g}" for (_, name), (_, value) in found.items()}))
+    changed = ", ".join(sorted({f"{name}={value:g}" for (_, name), (_, value) in found.items()}))
     try:
         for (_, name), (holder, _) in found.items():
             setattr(holder, name, 0.0)
-        yield (f"{told}: with every layer, the most that a step takes",) if found else ()
+        yield (f"{changed}: with every layer, the most that a step takes",) if found else ()
     finally:
         for (_, name), (holder, value) in found.items():
             setattr(holder, name, value)
 
 
 class _Recorder:
-    """Runs passes of a model and notes the events at which each of their parts begins."""
+    """Runs passes of a model and notes the events at which their parts begin."""
 
     def __init__(
         self, model: nn.Module, settings: StepSettings, tracker: StorageTracker, semantics: CudaSemantics
@@ -202,7 +203,7 @@ class _Recorder:
         self._smoother = _label_smoother(settings.label_smoothing_factor)
         self._releases: list[tuple[int, int, int]] = []
 
-    def train(self, batch: Mapping[str, torch.Tensor]) -> MicroBatch:
+    def train(self, batch: Mapping[str, torch.Tensor]) -> RecordedPass:
         start = len(self._tracker.events)
         loss, outputs, logits = self._forward(batch)
         del outputs
@@ -214,9 +215,9 @@ class _Recorder:
             run_backward(loss, gradient)
         del loss, gradient
         releases, self._releases = tuple(self._releases), []
-        return MicroBatch(start, forward_end, len(self._tracker.events), *logits_of, (), releases)
+        return RecordedPass(start, forward_end, len(self._tracker.events), *logits_of, (), releases)
 
-    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> MicroBatch:
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> RecordedPass:
         start = len(self._tracker.events)
         self._model.eval()
         with torch.no_grad():
@@ -228,10 +229,10 @@ class _Recorder:
         gathered = () if self._settings.prediction_loss_only else _numbers(kept, self._tracker)
         forward_end = len(self._tracker.events)
         del outputs, kept, loss
-        return MicroBatch(start, forward_end, len(self._tracker.events), *self._logits(logits), gathered)
+        return RecordedPass(start, forward_end, len(self._tracker.events), *self._logits(logits), gathered)
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any, frozenset[int]]:
-        """Return loss, outputs as accelerate hands them on, and the storages of the logits as the model made them."""
+        """Return the loss, the outputs that accelerate returns, and the storages of the logits that the model made."""
         from accelerate.utils import convert_to_fp32
 
         inputs = dict(batch)
@@ -246,15 +247,15 @@ class _Recorder:
         return self._smoother(outputs, labels, shift_labels=_is_causal(self._model)), outputs, made
 
     def _logits(self, logits: frozenset[int]) -> tuple[frozenset[int], int, range]:
-        """Return the storages of the logits, the event of their first birth, and the sequence numbers since then."""
+        """Return the storages of the logits, the event of the first allocation, and the sequence numbers since then."""
         tracker = self._tracker
         if not logits:
             return logits, len(tracker.events), range(0)
         first = min(logits)
-        return logits, tracker.births[first], range(tracker.sequences[first], tracker.sequence())
+        return logits, tracker.allocated_at[first], range(tracker.sequences[first], tracker.sequence())
 
     def releasing(self, parameters: list[nn.Parameter]) -> ExitStack:
-        """Return a context in which each gradient of ``parameters`` is dropped as soon as it is there."""
+        """Return a context in which each gradient of ``parameters`` is dropped as soon as it is complete."""
         hooks = ExitStack()
         for index, parameter in enumerate(parameters):
             handle = parameter.register_post_accumulate_grad_hook(self._release(index))  # type: ignore[no-untyped-call]
@@ -287,21 +288,9 @@ def _weights(model: nn.Module, tracker: StorageTracker) -> tuple[int, ...]:
 
 
 def _numbers(tensors: Any, tracker: StorageTracker) -> tuple[int, ...]:
-    """Register the tensors in a nest of mappings and sequences and return the numbers of their storages."""
-    numbers: dict[int, None] = {}
-
-    def visit(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            numbers.setdefault(tracker.add(value))
-        elif isinstance(value, Mapping):
-            for inner in value.values():
-                visit(inner)
-        elif isinstance(value, (list, tuple)):
-            for inner in value:
-                visit(inner)
-
-    visit(tensors)
-    return tuple(number for number in numbers if number >= 0)
+    """Register the tensors in nested mappings and sequences and return the numbers of their storages."""
+    numbers = [tracker.add(leaf) for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)]
+    return tuple(number for number in dict.fromkeys(numbers) if number >= 0)
 
 
 def _label_smoother(factor: float) -> Any:
@@ -313,6 +302,7 @@ def _label_smoother(factor: float) -> Any:
 
 
 def _is_causal(model: Any) -> bool:
+    """Return whether stock ``Trainer.compute_loss`` shifts the labels for label smoothing."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model

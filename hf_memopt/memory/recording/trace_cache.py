@@ -1,7 +1,7 @@
-"""The recorded step of a model, kept for later calls: another optimizer or accumulation needs a replay only.
+"""Record the step of a model, or reuse the recording of an earlier call: another optimizer needs a replay only.
 
-Only steps of models that are built from a configuration (a name, a folder, a ``PretrainedConfig``) are kept, and none
-with ``prepare``: a module and a function may behave differently at the next call.
+Recordings are kept of models that are built from a configuration (a name, a folder, a ``PretrainedConfig``), without
+``prepare``: a module or a function may behave differently at the next call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_memopt.memory.recording.step import StepTrace, autocast_dtype, record_st
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
 
-__all__ = ["Recorded", "Shape", "forget_traces", "recorded"]
+__all__ = ["RecordedStep", "Shape", "forget_traces", "record_or_reuse"]
 
 _NOT_IN_TRACE = {
     "optim",
@@ -47,7 +47,7 @@ _NOT_IN_TRACE = {
     "expandable_segments",
 }
 _KEPT_TRACES = 8
-_traces: OrderedDict[Hashable, Recorded] = OrderedDict()
+_traces: OrderedDict[Hashable, RecordedStep] = OrderedDict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """A step and what else of the prepared model an estimate needs."""
+class RecordedStep:
+    """A recorded step, and the facts of the prepared model that an estimate needs."""
 
     trace: StepTrace
     trainable: tuple[ParameterFacts, ...]
@@ -69,8 +69,8 @@ class Recorded:
     notes: tuple[str, ...]
 
 
-def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Recorded:
-    """Return the recorded step of a model that is new from ``load_model``; it is prepared in place.
+def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> RecordedStep:
+    """Return the recorded step of a model that ``load_model`` just returned; the model is prepared in place.
 
     Raises:
         ValueError: a batch or length that the model cannot take; a function of ``settings.prepare`` refuses the model.
@@ -83,7 +83,7 @@ def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Ch
     lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
     batch = example_batch(loaded.model, batch_size=shape.batch_size, **lengths)
     if settings.label_smoothing_factor and hasattr(unwrap_model(loaded.model), "prepare_decoder_input_ids_from_labels"):
-        # the Trainer takes the labels out; what the model then makes its targets of comes from the collator
+        # label smoothing removes the labels; the decoder's inputs, otherwise made from them, come from the collator
         batch["decoder_input_ids"] = torch.zeros_like(batch["labels"])
     evaluation_batch = None
     if settings.eval_batch_size is not None:
@@ -102,7 +102,7 @@ def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Ch
         model,
         batch,
         settings,
-        piece=cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None,
+        micro_batch=cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None,
         releases_gradients=_releases(settings),
         evaluation_batch=evaluation_batch,
         tracker=tracker,
@@ -110,7 +110,7 @@ def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Ch
     )
     facts = tuple(parameter_facts(model))
     notes = (*_notes(model), *trace.notes)
-    found = Recorded(trace, facts, sum(parameter.numel() for parameter in model.parameters()), notes)
+    found = RecordedStep(trace, facts, sum(parameter.numel() for parameter in model.parameters()), notes)
     if key is not None:
         _traces[key] = found
     if len(_traces) > _KEPT_TRACES:
@@ -119,7 +119,7 @@ def recorded(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Ch
 
 
 def forget_traces() -> None:
-    """Drop what was recorded for later calls."""
+    """Drop the recordings kept for later calls."""
     _traces.clear()
 
 
@@ -139,7 +139,7 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
 
 
 def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:
-    """Refuse 16-bit weights that train under the gradient scaler, which raises at the first real step."""
+    """Refuse trainable 16-bit weights under the gradient scaler, which raises at the first real step."""
     if settings.precision != "fp16":
         return
     for name, parameter in model.named_parameters():
@@ -147,18 +147,18 @@ def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise ValueError(
                 f"precision='fp16' trains {name} in {dtype}, whose gradients torch's scaler refuses; expected float32 "
-                "for what is trained. Pass weights_dtype='float32' (for a module: model.float()), or precision='fp32'"
+                "for trainable weights. Pass weights_dtype='float32' (for a module: model.float()), or precision='fp32'"
             )
 
 
 def _notes(model: nn.Module) -> tuple[str, ...]:
-    """Return what the simulation assumes of a model's modules."""
+    """Return what the simulation assumes about a model's modules."""
     found = {type(module).__name__ for module in model.modules()}
     notes = {
-        "Linear8bitStandIn": "8-bit linears: without outlier columns, whose number only data tells; 2 bytes a row each",
-        "Linear4bitStandIn": "4-bit linears: a dequantised copy of each weight in forward, which some cards do without",
-        "Conv1d": "convolutions: without the workspace that cuDNN chooses on the card",
-        "Conv2d": "convolutions: without the workspace that cuDNN chooses on the card",
+        "Linear8bitStandIn": "8-bit linears: without outlier columns (2 bytes a row each), which depend on the data",
+        "Linear4bitStandIn": "4-bit linears: a dequantised copy of each weight in forward, which some GPUs do without",
+        "Conv1d": "convolutions: without the workspace that cuDNN chooses on the GPU",
+        "Conv2d": "convolutions: without the workspace that cuDNN chooses on the GPU",
     }
     return tuple(dict.fromkeys(text for name, text in notes.items() if name in found))
 
