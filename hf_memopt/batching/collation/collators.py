@@ -202,23 +202,22 @@ class BucketedCollator:
             )
         return tensors
 
-    def _width(self, lengths: Array, width: int | None) -> int:
+    def _width(self, lengths: list[int], width: int | None) -> int:
         """Return the width that the batch is padded to: the one that is asked for, or its longest row, rounded up."""
-        longest = max(lengths.tolist())
+        longest = max(lengths)
         if width is None:
             return round_up(longest, self.pad_to_multiple_of)
         if longest > width:
             raise ValueError(
-                f"width={width} is too short for features[{int(lengths.argmax())}]['input_ids'] with {longest} ids; "
+                f"width={width} is too short for features[{lengths.index(longest)}]['input_ids'] with {longest} ids; "
                 "expected the longest row to fit. Give the view the true lengths: "
                 "bucketed(dataset, ..., lengths=token_lengths(dataset))."
             )
         return width
 
-    def _pad_inputs(self, columns: dict[str, Column], lengths: Array, width: int) -> dict[str, Array]:
+    def _pad_inputs(self, columns: dict[str, Column], lengths: list[int], width: int) -> dict[str, Array]:
         """Return every column but the labels as one array, plus ``attention_mask`` and ``position_ids`` if wanted."""
         side = self.tokenizer.padding_side
-        padding = where_padding(lengths, width, side)
         batch = {}
         for name, column in columns.items():
             kind = column_kind(name, column, lengths)
@@ -228,12 +227,13 @@ class BucketedCollator:
                 own_width = round_up(max(size for (size,) in column.shapes), self.pad_to_multiple_of)
                 batch[name] = column.pad(own_width, self._pad_value(name), "right")
             else:
-                batch[name] = column.pad(width, self._pad_value(name), side, padding)
+                batch[name] = column.pad(width, self._pad_value(name), side)
         if "attention_mask" not in batch:
-            batch["attention_mask"] = (~padding).astype(np.int64)
+            batch["attention_mask"] = (~where_padding(lengths, width, side)).astype(np.int64)
         if self._adds_position_ids and "position_ids" not in batch:
             first = batch["attention_mask"].argmax(axis=1)
-            batch["position_ids"] = np.clip(np.arange(width) - first[:, None], 0, None) * ~padding
+            positions = np.clip(np.arange(width) - first[:, None], 0, None)
+            batch["position_ids"] = positions * ~where_padding(lengths, width, side)
         return batch
 
     def _pad_value(self, name: str) -> int:
@@ -244,7 +244,7 @@ class BucketedCollator:
         return 1 if name == "special_tokens_mask" else 0
 
     def _pad_labels(
-        self, name: str, labels: Column | None, lengths: Array, batch: dict[str, Array]
+        self, name: str, labels: Column | None, lengths: list[int], batch: dict[str, Array]
     ) -> dict[str, Array]:
         """Return ``labels`` as one array, or nothing; and ``decoder_input_ids`` where the model makes them."""
         if labels is None:
