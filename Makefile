@@ -52,7 +52,7 @@ bench-batching: $(READY)  ## samplers side by side: ours, stock, lhotse, fairseq
 	$(BIN)/python benchmarks/streaming.py
 	$(BIN)/python benchmarks/batching.py
 
-bench-gpu: $(READY)       ## predicted against measured memory, on a CUDA card; goes on where it stopped
+bench-gpu: $(READY)       ## predicted against measured memory, on a CUDA GPU; goes on where it stopped
 	$(BIN)/python benchmarks/gpu.py
 
 clean:

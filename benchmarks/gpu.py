@@ -1,16 +1,16 @@
-"""Predicted against measured memory on a CUDA card: eight models in seven set-ups of the stock Trainer.
+"""Predicted against measured memory on a CUDA GPU: eight models in seven set-ups of the stock Trainer.
 
 Each case runs in a process of its own (``gpu_case.py``): ``estimate`` on the meta device, then four real optimizer
-steps of the very same configuration with random weights. A case that does not fit the card, crashes or hangs is a row
+steps of the very same configuration with random weights. A case that does not fit the GPU, crashes or hangs is a row
 like any other. Cases are ordered so that the first few already cover models and set-ups; ``--minutes`` starts no case
 that would not finish, and the next run goes on where this one stopped. Needs no installation of the package: torch,
 transformers, accelerate and psutil are enough, and a case that needs more (bitsandbytes, peft) is skipped without it.
 
     python benchmarks/gpu.py [--minutes 8] [--only PATTERN] [--again] [--list] [--snapshot DIR] [--out FILE]
-    python benchmarks/gpu.py --device cpu --tiny        # the harness itself, on any machine; no figures of a card
+    python benchmarks/gpu.py --device cpu --tiny        # the harness itself, on any machine; no figures of a GPU
 
 Columns of the table: errors of the prediction in percent of what was measured, below zero for too little. "allocated"
-and "reserved" are torch's peaks from the loading of the weights on; "total" is what the card holds for the process, its
+and "reserved" are torch's peaks from the loading of the weights on; "total" is what the GPU holds for the process, its
 context included; "forward" is by how much allocated bytes grow in a forward pass.
 """
 
@@ -62,20 +62,20 @@ def source_hash() -> str:
 
 
 def key_of(figures: Figures) -> tuple[str, ...]:
-    """Return what makes two rows the same measurement: case, card, source and versions."""
+    """Return what makes two rows the same measurement: case, GPU, source and versions."""
     versions = json.dumps(figures["versions"], sort_keys=True)
-    return figures["name"], figures["card"], figures["source"], versions
+    return figures["name"], figures["gpu"], figures["source"], versions
 
 
 def undone(cases: Iterable[Case], rows: Iterable[dict[str, Any]], common: Figures) -> list[Case]:
-    """Return the cases without a row of this card, source and versions. One that was skipped is tried again."""
+    """Return the cases without a row of this GPU, source and versions. One that was skipped is tried again."""
     done = {key_of(row["figures"]) for row in rows if row["figures"]["status"] != SKIPPED}
     return [case for case in cases if key_of({**common, "name": case.name}) not in done]
 
 
-def expected_seconds(case: Case, rows: Iterable[dict[str, Any]], card: str) -> float:
-    """Return how long a case will take: as long as on this card before, else start-up and a share by size."""
-    known = [row["figures"] for row in rows if row["figures"]["card"] == card]
+def expected_seconds(case: Case, rows: Iterable[dict[str, Any]], gpu: str) -> float:
+    """Return how long a case will take: as long as on this GPU before, else start-up and a share by size."""
+    known = [row["figures"] for row in rows if row["figures"]["gpu"] == gpu]
     seconds = [figures["wall_seconds"] for figures in known if figures["name"] == case.name]
     if seconds:
         return float(seconds[-1])
@@ -115,7 +115,7 @@ class Clock:
 def run_child(arguments: list[str], timeout: float, device: str) -> tuple[Figures | None, str, str | None]:
     """Run ``gpu_case.py`` and return what it wrote (None for nothing), the end of its stderr, and how it failed."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # one card: stock would use DataParallel
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # one GPU: stock would use DataParallel
     environment["CUDA_VISIBLE_DEVICES"] = visible if device == "cuda" else ""
     failure = None
     with tempfile.TemporaryDirectory() as folder:
@@ -191,7 +191,7 @@ def print_tables(rows: list[Figures]) -> None:
         cells = [f"{getattr(spreads[name], title):.2f}" if name in spreads else "-" for name in QUANTITIES]
         print(f"{title.replace('_', ' '):<{width}}" + "".join(f"{cell:>17}" for cell in cells))
     _print_verdicts(rows)
-    if any(row["card"] != "cpu" for row in rows):
+    if any(row["gpu"] != "cpu" for row in rows):
         print()
         for aim in aims_of(rows):
             print(f"{'reached' if aim.reached else 'MISSED':<9}{aim.claim:<40}{aim.figure:>10}")
@@ -222,20 +222,18 @@ def main() -> int:
         return 0
     machine, stderr, failure = run_child(["--probe"], 180, options.device)
     if machine is None or failure is not None:
-        print(f"device={options.device!r} cannot be used here; expected a CUDA card, or --device cpu --tiny.\n{stderr}")
+        print(f"device={options.device!r} cannot be used here; expected a CUDA GPU, or --device cpu --tiny.\n{stderr}")
         return 1
     name = machine.pop("machine")
     out = options.out or RESULTS / f"{name}.jsonl"
     common = {**machine, "device": options.device, "source": source_hash()}
     rows = read_rows([out])
     left = cases if options.again else undone(cases, rows, common)
-    print(
-        f"{common['card']}: {len(cases)} cases, {len(cases) - len(left)} of them done, {len(left)} to run", flush=True
-    )
+    print(f"{common['gpu']}: {len(cases)} cases, {len(cases) - len(left)} of them done, {len(left)} to run", flush=True)
     run_all(left, rows, common, options, out)
     wanted = {case.name for case in cases}
     table = [row["figures"] for row in latest(read_rows([out])) if row["figures"]["name"] in wanted]
-    print_tables([figures for figures in table if figures["card"] == common["card"]])
+    print_tables([figures for figures in table if figures["gpu"] == common["gpu"]])
     return int(not any(figures["status"] in (MEASURED, OOM) for figures in table))
 
 
@@ -246,7 +244,7 @@ def run_all(
     import results_file
 
     clock = Clock(options.minutes)
-    seconds = {case: expected_seconds(case, rows, common["card"]) for case in cases}
+    seconds = {case: expected_seconds(case, rows, common["gpu"]) for case in cases}
     passed_over = 0
     for number, case in enumerate(cases, start=1):
         if not clock.allows(seconds[case]):
@@ -284,7 +282,7 @@ def _options() -> argparse.Namespace:
     if options.device == "cpu" and not options.tiny:
         parser.error("--device cpu runs tiny shapes only. Call with --device cpu --tiny.")
     if options.device == "cpu" and options.snapshot:
-        parser.error("--snapshot needs a CUDA card. Leave it out.")
+        parser.error("--snapshot needs a CUDA GPU. Leave it out.")
     return options
 
 

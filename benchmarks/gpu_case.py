@@ -1,7 +1,7 @@
 """One case of ``gpu.py`` in a process of its own: predict it on the meta device, then train it with the stock Trainer
 and measure. ``--probe`` tells the machine instead.
 
-Everything is counted from the moment that the Trainer gets its model on the host: loading the weights onto the card is
+Everything is counted from the moment that the Trainer gets its model on the host: loading the weights onto the GPU is
 part of the run. The file of ``--out`` is written after the prediction and again after the measurement, so a process
 that dies leaves what it had.
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from gpu_figures import CRASH, MEASURED, OOM, SKIPPED, errors_of, is_beyond_aims  # noqa: E402
-from gpu_meters import CardMeter, HostMeter, ask_driver, state_tensors, storage_bytes  # noqa: E402
+from gpu_meters import GpuMeter, HostMeter, ask_driver, state_tensors, storage_bytes  # noqa: E402
 from gpu_setups import SETUPS, Case, build_model, estimate_settings, missing_package, training_arguments  # noqa: E402
 
 STEPS, WARMUP_STEPS = 4, 2
@@ -49,10 +49,10 @@ def probe(device: str) -> Figures:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    found: Figures = {"machine": results_file.machine(), "card": "cpu", "versions": versions}
+    found: Figures = {"machine": results_file.machine(), "gpu": "cpu", "versions": versions}
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {"card": properties.name, "uuid": str(getattr(properties, "uuid", "")) or None}
+        found |= {"gpu": properties.name, "uuid": str(getattr(properties, "uuid", "")) or None}
         found |= {"device_total_bytes": properties.total_memory, "capability": [properties.major, properties.minor]}
         versions["cuda"] = str(torch.version.cuda)
         versions["cudnn"] = str(torch.backends.cudnn.version())
@@ -245,9 +245,9 @@ def run(case: Case, device: str, machine: Figures, out: Path, snapshot: Path | N
         _write(out, figures | {"status": SKIPPED, "reason": f"{package} is not installed"})
         return
     if device == "cuda" and SETUPS[case.setup].precision == "bf16" and machine["capability"] < [8, 0]:
-        _write(out, figures | {"status": SKIPPED, "reason": "this card does not compute bfloat16 natively"})
+        _write(out, figures | {"status": SKIPPED, "reason": "this GPU does not compute bfloat16 natively"})
         return
-    meter = CardMeter(machine.get("uuid")) if device == "cuda" else HostMeter()  # reads the card before any context
+    meter = GpuMeter(machine.get("uuid")) if device == "cuda" else HostMeter()  # reads the GPU before any context
     try:
         figures["predicted"] = predict(case)
     except Exception as error:

@@ -124,8 +124,8 @@ def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the last row of each case on each card; rows of one second keep the order of their file."""
+    """Return the last row of each case on each GPU; rows of one second keep the order of their file."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
-        found[row["figures"]["card"], row["figures"]["name"]] = row
+        found[row["figures"]["gpu"], row["figures"]["name"]] = row
     return list(found.values())

@@ -1,4 +1,4 @@
-"""What ``gpu_case.py`` measures with: torch's counters on the card, its profiler on the host, the driver, and the bytes
+"""What ``gpu_case.py`` measures with: torch's counters on the GPU, its profiler on the host, the driver, and the bytes
 of tensors by walking them.
 """
 
@@ -17,7 +17,7 @@ Figures = dict[str, Any]
 
 
 def ask_driver(field: str, uuid: str | None) -> str | None:
-    """Return what ``nvidia-smi`` tells of the card, or None where there is none that does."""
+    """Return what ``nvidia-smi`` tells of the GPU, or None where there is none that does."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     command += ["-i", f"GPU-{uuid}"] if uuid else []
     try:
@@ -27,7 +27,7 @@ def ask_driver(field: str, uuid: str | None) -> str | None:
 
 
 def device_used_bytes(uuid: str | None) -> int | None:
-    """Return the bytes in use on the card by all processes, without making a context; None where nobody tells.
+    """Return the bytes in use on the GPU by all processes, without making a context; None where nobody tells.
 
     By UUID, since ``CUDA_VISIBLE_DEVICES`` renumbers torch's devices and not the driver's.
     """
@@ -37,13 +37,13 @@ def device_used_bytes(uuid: str | None) -> int | None:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-    except Exception:  # not installed, no driver's library, a card that is split: ask the program
+    except Exception:  # not installed, no driver's library, a GPU that is split: ask the program
         answer = ask_driver("memory.used", uuid)
         return int(answer.split()[0]) * 2**20 if answer and answer.split()[0].isdigit() else None
 
 
-class CardMeter:
-    """torch's own counters of the allocator on the card, span by span: the peaks of the whole run are the largest."""
+class GpuMeter:
+    """torch's own counters of the allocator on the GPU, span by span: the peaks of the whole run are the largest."""
 
     source = "torch.cuda and the driver"
 
@@ -90,7 +90,7 @@ class CardMeter:
         return torch.cuda.memory_allocated()
 
     def synchronise(self) -> None:
-        """Wait for the card."""
+        """Wait for the GPU."""
         import torch
 
         torch.cuda.synchronize()

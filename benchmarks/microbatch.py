@@ -27,8 +27,8 @@ MOST_TOKENS = 256  # of a text
 STOCK = {"per_device_train_batch_size": MICROBATCH_ROWS, "gradient_accumulation_steps": ROWS // MICROBATCH_ROWS}
 ARMS: dict[str, dict[str, int]] = {
     "stock, 4 micro-batches of 8 rows": {},
-    "pieces of 8 rows at most": {"max_examples": MICROBATCH_ROWS},
-    "pieces of 2048 tokens at most": {"max_tokens": MICROBATCH_ROWS * MOST_TOKENS},
+    "micro-batches of at most 8 rows": {"max_examples": MICROBATCH_ROWS},
+    "micro-batches of at most 2048 tokens": {"max_tokens": MICROBATCH_ROWS * MOST_TOKENS},
 }
 """Arms by name: the caps of ours, none for stock."""
 

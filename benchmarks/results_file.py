@@ -21,7 +21,7 @@ PEERS = ("lhotse", "trl")  # written only where they are installed
 
 
 def machine() -> str:
-    """Return the card's name as a file name, or ``cpu-<physical cores>core`` without an accelerator."""
+    """Return the GPU's name as a file name, or ``cpu-<physical cores>core`` without an accelerator."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     elif torch.xpu.is_available():
@@ -29,7 +29,7 @@ def machine() -> str:
     elif torch.backends.mps.is_available():
         name = f"apple-{platform.machine()}-mps"
     else:
-        import psutil  # not on every machine with a card
+        import psutil  # not on every machine with a GPU
 
         name = f"cpu-{psutil.cpu_count(logical=False) or psutil.cpu_count()}core"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -1,8 +1,8 @@
-"""What memory of the host it takes to load an optimizer's state for a card: python benchmarks/resume.py
+"""What memory of the host it takes to load an optimizer's state for a GPU: python benchmarks/resume.py
 
 Stock (``torch.load``, ``load_state_dict``) against what ``ShardedCheckpointCallback`` does instead, each in a fresh
 process, which reads the peak of its anonymous memory: pages of a mapped file are the file's own. The parameters are on
-the meta device, which stands for the card, so no card is needed; every byte of the state is read, as a copy to a card
+the meta device, which stands for the GPU, so no GPU is needed; every byte of the state is read, as a copy to a GPU
 reads it. Linux only. glibc keeps freed blocks for later use once it has seen blocks of their size freed;
 ``MALLOC_MMAP_THRESHOLD_`` makes it give them back, so that the figures are what is held.
 """

@@ -11,9 +11,11 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from hf_memopt.binding.conflicts import REFUSALS, RUN, SETTINGS, TECHNIQUES, Refusal, refusal_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -175,37 +177,37 @@ def estimate_speed() -> str:
 
 
 def estimate_errors() -> str:
-    """Return the errors of ``estimate`` against what cards measured, from the rows of ``benchmarks/gpu.py``."""
+    """Return the errors of ``estimate`` against what GPUs measured, from the rows of ``benchmarks/gpu.py``."""
     from gpu_figures import latest, read_rows
 
     rows = [row for row in latest(read_rows(sorted(RESULTS.glob("*.jsonl")))) if row["figures"]["device"] == "cuda"]
     if not rows:
         return (
-            "The figures of a card are still to come: no CUDA card was at hand when this was written. "
+            "The figures of a GPU are still to come: no CUDA GPU was available when this was written. "
             "`make bench-gpu` measures them on yours."
         )
     lines = [
-        "| card | measured | allocated: median | p95 | worst | worst under | reserved: median | p95 | total: median "
+        "| GPU | measured | allocated: median | p95 | worst | worst under | reserved: median | p95 | total: median "
         "| worst | not measured |",
         f"|---|{'---|' * 10}",
     ]
-    lines += [_errors_of_card(card, rows) for card in sorted({row["figures"]["card"] for row in rows})]
+    lines += [_errors_of_gpu(gpu, rows) for gpu in sorted({row["figures"]["gpu"] for row in rows})]
     versions = sorted({_versions_of(row["figures"], "torch", "transformers", "cuda") for row in rows})
     note = (
         "Errors of the prediction in percent of what was measured; all but `worst under` without sign. `total` is what "
-        "the card holds for the process, predicted as reserved bytes and the context measured after a first kernel. "
+        "the GPU holds for the process, predicted as reserved bytes and the context measured after a first kernel. "
         f"With {'; '.join(versions)} (`make bench-gpu`)."
     )
     return "\n".join([*lines, "", note])
 
 
-def _errors_of_card(card: str, rows: list[dict[str, Any]]) -> str:
-    """Return a card's line of the table of errors."""
+def _errors_of_gpu(gpu: str, rows: list[dict[str, Any]]) -> str:
+    """Return a GPU's line of the table of errors."""
     from gpu_figures import MEASURED, spreads_of
 
-    figures = [row["figures"] for row in rows if row["figures"]["card"] == card]
+    figures = [row["figures"] for row in rows if row["figures"]["gpu"] == gpu]
     spreads = spreads_of(figures)
-    cells = [card, str(sum(row["status"] == MEASURED for row in figures))]
+    cells = [gpu, str(sum(row["status"] == MEASURED for row in figures))]
     for name, statistics in (
         ("allocated", ("median", "p95", "worst", "worst_under")),
         ("reserved", ("median", "p95")),
@@ -250,7 +252,7 @@ def resume() -> str:
     for name, found in _last_row("resume")["figures"].items():
         sizes = found["state_bytes"], found["stock"]["host_bytes"], found["lean"]["host_bytes"]
         lines.append(f"| {name} | {' | '.join(format_bytes(size) for size in sizes)} |")
-    note = "Host memory above the start, of a state that belongs on a card (`python benchmarks/resume.py`)."
+    note = "Host memory above the start, of a state that belongs on a GPU (`python benchmarks/resume.py`)."
     return "\n".join([*lines, "", note])
 
 
@@ -262,10 +264,38 @@ def checkpointing() -> str:
 
 
 def compatibility() -> str:
-    """Return which techniques and settings work together, from the table that ``attach`` enforces."""
-    from hf_memopt.binding.conflicts import compatibility_matrix
+    """Return which techniques and settings are compatible, from the table that ``attach`` enforces: technique by
+    technique, technique by setting, and the reasons.
+    """
+    numbered = {name: str(number) for number, name in enumerate(TECHNIQUES, 1)}
+    reasons = [f"{number}. {found.reason}" for number, found in enumerate(_distinct_refusals(), 1)]
+    return "\n\n".join(
+        [_compatibility_table(numbered), _compatibility_table({name: name for name in SETTINGS}), "\n".join(reasons)]
+    )
 
-    return compatibility_matrix()
+
+def _compatibility_table(columns: Mapping[str, str]) -> str:
+    """Return one table of all techniques by these columns, each with its head."""
+    numbers = {found.reason: number for number, found in enumerate(_distinct_refusals(), 1)}
+    lines = [f"| | {' | '.join(columns.values())} |", f"|---|{'---|' * len(columns)}"]
+    for number, row in enumerate(TECHNIQUES, 1):
+        cells = [_compatibility_cell(row, column, numbers) for column in columns]
+        lines.append(f"| {number} {row} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _distinct_refusals() -> list[Refusal]:
+    """Return one refusal for each reason."""
+    return list({found.reason: found for found in reversed(REFUSALS)}.values())[::-1]
+
+
+def _compatibility_cell(row: str, column: str, numbers: Mapping[str, int]) -> str:
+    if row == column:
+        return ""
+    found = refusal_of(row, column)
+    if found is not None:
+        return f"no ({numbers[found.reason]})"
+    return "yes" if column in TECHNIQUES or column in RUN else "?"
 
 
 SECTIONS: dict[str, Callable[[], str]] = {

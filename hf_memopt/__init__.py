@@ -1,4 +1,4 @@
-"""Train transformers on the card you have, with the stock Hugging Face ``Trainer``.
+"""Train transformers on the GPU you have, with the stock Hugging Face ``Trainer``.
 
 The public names are loaded when they are first used: importing the package imports neither torch nor transformers and
 changes nothing.

@@ -1,4 +1,4 @@
-"""Settings of the whole suite: offline, no state left between tests, and a gate for the tests that need a card."""
+"""Settings of the whole suite: offline, no state left between tests, and a gate for the tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.get_closest_marker("gpu") is not None:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA card"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -157,7 +157,7 @@ class Scarcity:
             self.fail()
 
     def fail(self) -> None:
-        """Run out of memory, as a card would."""
+        """Run out of memory, as a GPU would."""
         self.fails = False
         self.errors += 1
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity")

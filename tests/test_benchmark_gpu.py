@@ -1,5 +1,5 @@
 """benchmarks/gpu.py: the order of its cases, its clock, what it repeats, its figures and its table, the processes that
-fail, and a tiny run of the whole on the CPU. What needs a card is tested against torch's counters played by hand.
+fail, and a tiny run of the whole on the CPU. What needs a GPU is tested against torch's counters played by hand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMON = {"card": "Card A", "device": "cuda", "source": "abc", "versions": {"torch": "2.13.0", "cuda": "12.8"}}
+COMMON = {"gpu": "GPU A", "device": "cuda", "source": "abc", "versions": {"torch": "2.13.0", "cuda": "12.8"}}
 
 
 def module(name: str) -> Iterator[Any]:
@@ -144,19 +144,19 @@ def test_without_minutes_every_case_is_started(gpu) -> None:
     assert gpu.Clock(None).allows(10**9)
 
 
-def test_what_is_done_is_left_out_until_source_versions_or_card_change(gpu, setups) -> None:
+def test_what_is_done_is_left_out_until_source_versions_or_gpu_change(gpu, setups) -> None:
     cases = setups.ordered_cases()[:3]
     rows = [row_of(cases[0].name), row_of(cases[1].name, status="oom"), row_of(cases[2].name, status="skipped")]
     assert gpu.undone(cases, rows, COMMON) == [cases[2]]
-    for changed in ({"card": "Card B"}, {"source": "abd"}, {"versions": {"torch": "2.14.0", "cuda": "12.8"}}):
+    for changed in ({"gpu": "GPU B"}, {"source": "abd"}, {"versions": {"torch": "2.14.0", "cuda": "12.8"}}):
         assert gpu.undone(cases, rows, {**COMMON, **changed}) == cases
 
 
-def test_expected_seconds_are_those_of_this_card_before(gpu, setups) -> None:
+def test_expected_seconds_are_those_of_this_gpu_before(gpu, setups) -> None:
     case = setups.Case("BERT-large", "fp32")
-    rows = [row_of(case.name, wall_seconds=44.0), row_of(case.name, wall_seconds=99.0, card="Card B")]
-    assert gpu.expected_seconds(case, rows, "Card A") == 44
-    assert gpu.expected_seconds(case, [], "Card A") == pytest.approx(20 + 0.34 * 20)
+    rows = [row_of(case.name, wall_seconds=44.0), row_of(case.name, wall_seconds=99.0, gpu="GPU B")]
+    assert gpu.expected_seconds(case, rows, "GPU A") == 44
+    assert gpu.expected_seconds(case, [], "GPU A") == pytest.approx(20 + 0.34 * 20)
 
 
 def test_the_source_hash_follows_the_package_and_the_measurement(gpu, monkeypatch, tmp_path) -> None:
@@ -254,17 +254,17 @@ def test_aims_say_what_was_reached_and_what_was_missed(figures) -> None:
     ]
 
 
-def test_the_latest_row_of_a_case_on_a_card_counts(figures) -> None:
+def test_the_latest_row_of_a_case_on_a_gpu_counts(figures) -> None:
     rows = [
         row_of(date="2026-01-02", status="measured"),
         row_of(date="2026-01-01", status="oom"),
-        row_of(date="2026-01-01", card="Card B", status="oom"),
+        row_of(date="2026-01-01", gpu="GPU B", status="oom"),
     ]
     assert sorted(row["figures"]["status"] for row in figures.latest(rows)) == ["measured", "oom"]
 
 
 def test_rows_of_other_benchmarks_and_missing_files_are_passed_over(figures, tmp_path) -> None:
-    file = tmp_path / "card.jsonl"
+    file = tmp_path / "GPU.jsonl"
     file.write_text(f'{{"case": "accuracy"}}\n\n{json.dumps(row_of())}\n', encoding="utf-8")
     assert figures.read_rows([file, tmp_path / "none.jsonl"]) == [row_of()]
 
@@ -280,34 +280,34 @@ def table(gpu, monkeypatch, tmp_path) -> Any:
     return found
 
 
-def test_without_a_card_the_table_says_so(table, tmp_path) -> None:
-    (tmp_path / "cpu.jsonl").write_text(json.dumps(row_of(device="cpu", card="cpu")), encoding="utf-8")
+def test_without_a_gpu_the_table_says_so(table, tmp_path) -> None:
+    (tmp_path / "cpu.jsonl").write_text(json.dumps(row_of(device="cpu", gpu="cpu")), encoding="utf-8")
     assert table.estimate_errors() == (
-        "The figures of a card are still to come: no CUDA card was at hand when this was written. "
+        "The figures of a GPU are still to come: no CUDA GPU was available when this was written. "
         "`make bench-gpu` measures them on yours."
     )
 
 
-def test_each_card_is_a_line_of_the_table(table, tmp_path) -> None:
+def test_each_gpu_is_a_line_of_the_table(table, tmp_path) -> None:
     rows = [
         row_of("a", errors={"allocated": -1.0, "reserved": 2.0, "total": 3.0}),
         row_of("b", errors={"allocated": 0.5, "reserved": 4.0, "total": -6.0}),
         row_of("c", status="oom"),
         row_of("d", status="skipped"),
         row_of("e", status="skipped"),
-        row_of("a", card="Card B", errors={"allocated": 0.25}),
-        row_of("a", card="cpu", device="cpu"),
+        row_of("a", gpu="GPU B", errors={"allocated": 0.25}),
+        row_of("a", gpu="cpu", device="cpu"),
     ]
-    (tmp_path / "cards.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (tmp_path / "GPUs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     assert table.estimate_errors().splitlines() == [
-        "| card | measured | allocated: median | p95 | worst | worst under | reserved: median | p95 | total: median "
+        "| GPU | measured | allocated: median | p95 | worst | worst under | reserved: median | p95 | total: median "
         "| worst | not measured |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
-        "| Card A | 2 | 0.75 | 1.00 | 1.00 | -1.00 | 3.00 | 4.00 | 4.50 | 6.00 | 1 oom, 2 skipped |",
-        "| Card B | 1 | 0.25 | 0.25 | 0.25 | 0.00 | - | - | - | - | 0 |",
+        "| GPU A | 2 | 0.75 | 1.00 | 1.00 | -1.00 | 3.00 | 4.00 | 4.50 | 6.00 | 1 oom, 2 skipped |",
+        "| GPU B | 1 | 0.25 | 0.25 | 0.25 | 0.00 | - | - | - | - | 0 |",
         "",
         "Errors of the prediction in percent of what was measured; all but `worst under` without sign. `total` is what "
-        "the card holds for the process, predicted as reserved bytes and the context measured after a first kernel. "
+        "the GPU holds for the process, predicted as reserved bytes and the context measured after a first kernel. "
         "With torch 2.13.0, cuda 12.8 (`make bench-gpu`).",
     ]
 
@@ -461,14 +461,14 @@ def test_a_pattern_without_a_case_is_refused(gpu, monkeypatch, capsys) -> None:
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a card")
-def test_without_a_card_nothing_can_be_run(gpu, monkeypatch, capsys) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_nothing_can_be_run(gpu, monkeypatch, capsys) -> None:
     answer = (None, "AssertionError: Torch not compiled with CUDA enabled", "exit code 1")
     monkeypatch.setattr(gpu, "run_child", lambda *_: answer)
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     assert gpu.main() == 1
     assert capsys.readouterr().out == (
-        "device='cuda' cannot be used here; expected a CUDA card, or --device cpu --tiny.\n"
+        "device='cuda' cannot be used here; expected a CUDA GPU, or --device cpu --tiny.\n"
         "AssertionError: Torch not compiled with CUDA enabled\n"
     )
 
@@ -477,7 +477,7 @@ def test_without_a_card_nothing_can_be_run(gpu, monkeypatch, capsys) -> None:
     ("arguments", "message"),
     [
         (["--device", "cpu"], "--device cpu runs tiny shapes only. Call with --device cpu --tiny."),
-        (["--device", "cpu", "--tiny", "--snapshot", "x"], "--snapshot needs a CUDA card. Leave it out."),
+        (["--device", "cpu", "--tiny", "--snapshot", "x"], "--snapshot needs a CUDA GPU. Leave it out."),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(gpu, monkeypatch, capsys, arguments, message) -> None:
@@ -490,7 +490,7 @@ def test_options_that_contradict_each_other_are_refused(gpu, monkeypatch, capsys
 # ---- Meters ---------------------------------------------------------------------------------------------------------
 
 
-class PlayedCard:
+class PlayedGpu:
     """torch's counters and the driver's figure, played by hand."""
 
     def __init__(self, monkeypatch: Any, meters: Any) -> None:
@@ -517,22 +517,22 @@ class PlayedCard:
         self.allocated, self.reserved, self.peak, self.peak_reserved = allocated, reserved, peak, peak_reserved
 
 
-def test_the_card_meter_adds_spans_up_to_the_peaks_of_the_run(meters, monkeypatch) -> None:
-    card = PlayedCard(monkeypatch, meters)
-    meter = meters.CardMeter("uuid")
-    card.used += 90  # the context comes with the first kernel
-    card.hold(1, 2, 1, 2)
+def test_the_gpu_meter_adds_spans_up_to_the_peaks_of_the_run(meters, monkeypatch) -> None:
+    played = PlayedGpu(monkeypatch, meters)
+    meter = meters.GpuMeter("uuid")
+    played.used += 90  # the context comes with the first kernel
+    played.hold(1, 2, 1, 2)
     assert meter.make_context() == 90
     meter.begin(None)
-    card.hold(40, 64, 41, 64)
+    played.hold(40, 64, 41, 64)
     meter.close("load")
-    card.hold(60, 128, 100, 128)
+    played.hold(60, 128, 100, 128)
     meter.close("forward")
-    card.hold(50, 64, 70, 128)
+    played.hold(50, 64, 70, 128)
     meter.close("backward")
-    card.hold(50, 64, 55, 64)
+    played.hold(50, 64, 55, 64)
     meter.close("forward")
-    card.used += 7  # kernels that were loaded later
+    played.used += 7  # kernels that were loaded later
     assert meter.end() == {
         "allocated_bytes": 100,
         "reserved_bytes": 128,
@@ -543,9 +543,9 @@ def test_the_card_meter_adds_spans_up_to_the_peaks_of_the_run(meters, monkeypatc
 
 
 def test_without_a_driver_that_tells_there_is_no_total(meters, monkeypatch) -> None:
-    PlayedCard(monkeypatch, meters)
+    PlayedGpu(monkeypatch, meters)
     monkeypatch.setattr(meters, "device_used_bytes", lambda _: None)
-    meter = meters.CardMeter(None)
+    meter = meters.GpuMeter(None)
     assert meter.make_context() is None
     figures = meter.end()
     assert (figures["device_bytes"], figures["context_end_bytes"]) == (None, None)
@@ -606,7 +606,7 @@ def test_every_model_and_every_setup_runs_tiny_on_the_host(gpu_case, setups, tmp
     assert found["predicted"] is not None, found["reason"]
     errors = found["errors"]
     assert set(errors) == {"allocated", "weights", "gradients", "optimizer state"}
-    # The card's allocator rounds every tensor up to 512 bytes: 1 to 5 % of tensors this small. The host's kernels keep
+    # The GPU's allocator rounds every tensor up to 512 bytes: 1 to 5 % of tensors this small. The host's kernels keep
     # dropout masks in floats and other temporaries, and its attention is another.
     assert all(0 <= errors[name] <= 6 for name in ("weights", "gradients", "optimizer state")), errors
     assert abs(errors["allocated"]) <= 10, errors
@@ -730,7 +730,7 @@ def test_what_cannot_run_here_is_skipped_with_the_reason(gpu_case, setups, monke
     assert json.loads(out.read_text("utf-8"))["reason"] == "bitsandbytes is not installed"
     gpu_case.run(setups.Case("BERT-large", "bf16"), "cuda", {"capability": [7, 5]}, out, None)
     found = json.loads(out.read_text("utf-8"))
-    assert (found["status"], found["reason"]) == ("skipped", "this card does not compute bfloat16 natively")
+    assert (found["status"], found["reason"]) == ("skipped", "this GPU does not compute bfloat16 natively")
 
 
 def test_the_prediction_is_read_from_the_timeline(gpu_case, small_case, monkeypatch) -> None:

@@ -8,10 +8,12 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import hf_memopt
+from hf_memopt.binding.conflicts import RUN, SETTINGS, TECHNIQUES, refusal_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hf_memopt"
@@ -27,14 +29,18 @@ def test_examples_in_docstrings_run(name) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_generated_parts_of_the_readme_are_current(monkeypatch) -> None:
+@pytest.fixture
+def table(monkeypatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    table = importlib.import_module("table")
+    return importlib.import_module("table")
+
+
+def test_generated_parts_of_the_readme_are_current(table) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert table.rendered(readme) == readme, "run: python benchmarks/table.py"
 
 
-def test_three_ways_in_stand_in_the_first_twenty_lines() -> None:
+def test_three_ways_in_are_in_the_first_twenty_lines() -> None:
     head = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:20]
     assert {"preset(", "bucketed(", "BucketedCollator(", "callbacks="} <= {
         part
@@ -43,7 +49,7 @@ def test_three_ways_in_stand_in_the_first_twenty_lines() -> None:
     }
 
 
-def test_every_public_name_stands_in_the_readme() -> None:
+def test_every_public_name_is_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     internal = {"BudgetError", "Change", "MissingExtraError", "MemoryReading"}
     assert not [name for name in hf_memopt.__all__ if name not in internal and name not in readme]
@@ -74,3 +80,24 @@ def test_the_notebook_runs(tmp_path, monkeypatch, capsys) -> None:
     assert "<class 'transformers.trainer.Trainer'>" in printed
     assert "trainable afterwards" in printed
     assert "torch" in sys.modules
+
+
+def test_the_matrix_tells_what_is_refused(table) -> None:
+    *tables, notes = table.compatibility().split("\n\n")
+    reasons = dict(note.split(". ", 1) for note in notes.splitlines())
+    shown = {}
+    for part in tables:
+        head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines())
+        columns = [TECHNIQUES[int(name) - 1] if name.isdigit() else name for name in head[1:]]
+        for row, (name, *cells) in zip(TECHNIQUES, lines, strict=True):
+            assert name == f"{TECHNIQUES.index(row) + 1} {row}"
+            shown |= {(row, column): cell for column, cell in zip(columns, cells, strict=True)}
+    assert set(shown) == {(row, column) for row in TECHNIQUES for column in (*TECHNIQUES, *SETTINGS)}
+    for (row, column), cell in shown.items():
+        refusal = refusal_of(row, column)
+        if row == column:
+            assert cell == ""
+        elif refusal is not None:
+            assert reasons[cell.removeprefix("no (").removesuffix(")")] == refusal.reason
+        else:
+            assert cell == ("yes" if column in TECHNIQUES or column in RUN else "?")

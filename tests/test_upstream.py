@@ -131,12 +131,12 @@ def test_a_test_that_did_not_run_is_a_new_failure(compare: ModuleType) -> None:
 
 
 def test_nothing_passed_is_no_success(compare: ModuleType) -> None:
-    skipped = {"file::test": compare.Outcome("skipped", "no card")}
+    skipped = {"file::test": compare.Outcome("skipped", "no GPU")}
     assert compare.report({"stock": skipped, "attached": skipped}) == (
         [
             "stock: 0 passed, 0 failed, 1 skipped",
             "attached: 0 passed, 0 failed, 1 skipped",
-            "  skipped with stock: 1 for 'no card'",
+            "  skipped with stock: 1 for 'no GPU'",
             "nothing passed with stock, so nothing can be compared",
         ],
         2,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.gradient_scale import repair_gradient_scale
+from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all, set_attribute, undo_all
 from hf_memopt.binding.model_traits import used_columns
-from hf_memopt.changes import record_changes
+from hf_memopt.binding.protocols import AttachedCallback, AttachedPart, EvaluationView, TrainingView
+from hf_memopt.changes import CHANGES
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -17,29 +20,37 @@ if TYPE_CHECKING:
 
 __all__ = ["attach", "refuse_data_parallel"]
 
+HANDLE = "memopt_handle"  # the attribute of a trainer whose ``remove()`` undoes ``attach``
 # Purposes of what attach puts over a trainer's methods.
 RESTORES_ORDER, KEEPS_COLUMNS = "dataset order", "used columns"
 
 
 def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
-    """Add and bind callbacks, check that data, collator and arguments fit, repair the gradient scale; return the
-    trainer.
+    """Add and bind callbacks, check that data, collator and arguments fit, repair the gradient scale.
 
     Call it once the Trainer is built and before ``trainer.train()``, in every process of the run; calling it again is
-    harmless. What it changed stands in ``trainer.memopt_changes``, a tuple of ``Change``; a stream is probed with its
-    first batch, so there it is complete after the first step. A repaired scale weighs the micro-batches of a step
-    equally, however many labels each has.
+    harmless. Each decision is a ``Change`` in the tuple ``trainer.memopt_changes``; a stream is probed with its first
+    batch, so its list is complete after the first step. A repaired scale weighs the accumulation steps of an optimizer
+    step equally, however many labels each has.
 
-    All of it belongs to this one trainer. A deep copy or an unpickled one is not attached: callbacks that need it
-    refuse to train until ``attach(copy)``. A shallow copy shares everything, as in stock. A callback serves one trainer
-    at a time.
+    All of it belongs to this one trainer, and ``trainer.memopt_handle.remove()`` undoes it: callbacks that were added
+    are removed, all are unbound, and dataset, collator, loss and arguments are as before. A deep copy or an unpickled
+    trainer is not attached: callbacks that need it refuse to train until ``attach(copy)``. A shallow copy shares
+    everything, as in stock. A callback serves one trainer at a time.
+
+    Args:
+        trainer: a ``transformers.Trainer`` or an instance of a subclass.
+        callbacks: to be added, unless the trainer has them already.
+
+    Returns:
+        The trainer.
 
     Raises:
         RuntimeError: several GPUs in one process (``torch.nn.DataParallel``).
         TypeError: ``trainer`` is not a Trainer, or a callback is not an instance of ``TrainerCallback``.
         ValueError: data view, collator and arguments do not fit each other, two techniques or a technique and a
-            setting cannot work together (``hf_memopt.binding.conflicts``), fp16 training of float16 weights, or a
-            callback is attached to another Trainer.
+            setting are incompatible (``hf_memopt.binding.conflicts``), fp16 training of float16 weights, or a
+            callback is attached to another Trainer. The trainer is as before then.
     """
     _check_types(trainer, callbacks)
     refuse_data_parallel(trainer.args.n_gpu)
@@ -47,27 +58,35 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     for callback in (*trainer.callback_handler.callbacks, *callbacks):
         if (binding := _binding_of(callback)) is not None:
             binding.refuse_another(callback, trainer)
-    for part in (trainer.train_dataset, trainer.compute_loss_func):
-        bind_part = getattr(part, "bind_trainer", None)
-        if bind_part is not None:
-            record_changes(trainer, bind_part(trainer))
-    _bind_training_data(trainer)
-    _bind_evaluation(trainer)
     _check_master_weights(trainer)
-    adapt = getattr(trainer.data_collator, "adapt", None)
-    record_changes(trainer, () if adapt is None else adapt(trainer.model))
-    for callback in callbacks:
-        if callback not in trainer.callback_handler.callbacks:
-            trainer.add_callback(callback)
-    repair_gradient_scale(trainer)  # before any callback is bound: a memory report begins to measure there
-    outermost_last = sorted(trainer.callback_handler.callbacks, key=lambda callback: hasattr(callback, "binds_last"))
-    for callback in outermost_last:
-        bind = getattr(callback, "bind", None)
-        if bind is not None:
-            bind(trainer)
-        if (binding := _binding_of(callback)) is not None and binding.trainer is not trainer:
-            binding.to(trainer)
+    evaluated = trainer.eval_dataset
+    for dataset in evaluated.values() if isinstance(evaluated, dict) else (evaluated,):
+        _check_evaluation(trainer, dataset)
+    handles = [set_attribute(trainer, CHANGES, getattr(trainer, CHANGES, ()))]
+    try:
+        for part in (trainer.train_dataset, trainer.compute_loss_func, trainer.data_collator):
+            if isinstance(part, AttachedPart):
+                handles.append(part.bind_trainer(trainer))
+        handles += [_keep_used_columns(trainer), _evaluate_in_order(trainer)]
+        for callback in callbacks:
+            if callback not in trainer.callback_handler.callbacks:
+                trainer.add_callback(callback)
+                handles.append(UndoHandle(partial(trainer.remove_callback, callback)))
+        handles.append(repair_gradient_scale(trainer))  # before callbacks: a memory report begins to measure when bound
+        for callback in sorted(trainer.callback_handler.callbacks, key=_is_outermost):
+            if isinstance(callback, AttachedCallback):
+                handles.append(callback.bind(trainer))
+    except BaseException:
+        remove_all(handles)
+        raise
+    earlier = getattr(trainer, HANDLE, None)  # of an earlier call
+    setattr(trainer, HANDLE, undo_all(*([] if earlier is None else [earlier]), *handles))
     return trainer
+
+
+def _is_outermost(callback: TrainerCallback) -> bool:
+    """Return whether a callback's overrides must be around all others: detection sees what the Trainer sees."""
+    return getattr(callback, "technique", None) == "non-finite detection"
 
 
 def _binding_of(callback: Any) -> Binding | None:
@@ -126,14 +145,15 @@ def _check_master_weights(trainer: Any) -> None:
             )
 
 
-def _bind_training_data(trainer: Any) -> None:
+def _keep_used_columns(trainer: Any) -> UndoHandle:
     """Let a view or stream leave unused columns unread: now, and as they are when stock decides on them too."""
-    from hf_memopt.binding.handles import is_overridden, override_method
+    view = trainer.train_dataset
+    if not isinstance(view, TrainingView):
+        return undo_all()
 
     def keep_columns() -> None:
-        keep = getattr(trainer.train_dataset, "keep_columns", None)
-        if keep is not None:
-            keep(used_columns(trainer))
+        if isinstance(trainer.train_dataset, TrainingView):
+            trainer.train_dataset.keep_columns(used_columns(trainer))
 
     def keeping(before: Callable[..., Any]) -> Callable[..., Any]:
         def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
@@ -143,34 +163,28 @@ def _bind_training_data(trainer: Any) -> None:
         return get_train_dataloader
 
     keep_columns()
-    if hasattr(trainer.train_dataset, "keep_columns") and not is_overridden(
-        trainer, "get_train_dataloader", KEEPS_COLUMNS
-    ):
-        override_method(trainer, "get_train_dataloader", keeping, purpose=KEEPS_COLUMNS)
+    if is_overridden(trainer, "get_train_dataloader", KEEPS_COLUMNS):
+        return undo_all()
+    override = override_method(trainer, "get_train_dataloader", keeping, purpose=KEEPS_COLUMNS)
+    return undo_all(UndoHandle(partial(view.keep_columns, None)), override)
 
 
-def _bind_evaluation(trainer: Any) -> None:
+def _evaluate_in_order(trainer: Any) -> UndoHandle:
     """Let a sorted evaluation view put results back into its dataset's order, in evaluate and in predict, and refuse
     the views that are for training alone.
 
     ``evaluation_loop``, which both share, is public and meant to be overridden; here only on this instance.
     """
-    evaluated = trainer.eval_dataset
-    for dataset in evaluated.values() if isinstance(evaluated, dict) else (evaluated,):
-        _check_evaluation(trainer, dataset)
-    from hf_memopt.binding.handles import is_overridden, override_method
-
     if is_overridden(trainer, "evaluation_loop", RESTORES_ORDER):
-        return
+        return undo_all()
 
     def in_order(before: Callable[..., Any]) -> Callable[..., Any]:
         def evaluation_loop(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
             dataset = getattr(dataloader, "dataset", None)
             _check_evaluation(trainer, dataset)
-            evaluate = getattr(dataset, "evaluate_in_order", None)
-            if evaluate is None:
+            if not isinstance(dataset, EvaluationView):
                 return before(dataloader, *args, **kwargs)
-            return evaluate(trainer, before, dataloader, *args, **kwargs)
+            return dataset.evaluate_in_order(trainer, before, dataloader, *args, **kwargs)
 
         return evaluation_loop
 
@@ -182,12 +196,11 @@ def _bind_evaluation(trainer: Any) -> None:
 
         return get_dataloader
 
-    for name in ("get_eval_dataloader", "get_test_dataloader"):
-        override_method(trainer, name, checking)
-    override_method(trainer, "evaluation_loop", in_order, purpose=RESTORES_ORDER)
+    names = ("get_eval_dataloader", "get_test_dataloader")
+    checks = [override_method(trainer, name, checking) for name in names]
+    return undo_all(*checks, override_method(trainer, "evaluation_loop", in_order, purpose=RESTORES_ORDER))
 
 
 def _check_evaluation(trainer: Any, dataset: Any) -> None:
-    check = getattr(dataset, "check_evaluation", None)
-    if check is not None:
-        check(trainer)
+    if isinstance(dataset, TrainingView | EvaluationView):
+        dataset.check_evaluation(trainer)

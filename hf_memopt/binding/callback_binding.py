@@ -1,4 +1,4 @@
-"""To which trainer a callback belongs: one at a time, and never to one that it was not attached to."""
+"""``Binding``: the one trainer that a callback works for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Binding", "unbound_error"]
 class Binding:
     """The trainer that a callback works for, which is not kept alive, and what the callback put over it.
 
-    A callback has it as ``binding``. A copy is unbound, since what it would undo stands on the original's trainer.
+    A callback has it as ``binding``. A copy is unbound, since what it would undo belongs to the original's trainer.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What can be used together: one table, which ``attach`` enforces and from which README's matrix is printed.
+"""Which techniques and settings are incompatible: one table, which ``attach`` enforces and README prints.
 
 A technique is a callback, a data view or an optimizer class of this package that bears its name as ``technique``; a
 setting is what ``TrainingArguments`` or the launcher ask stock for. What is refused would train wrongly, hang or stop
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding import versions as compat
+from hf_memopt.binding import versions
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -23,7 +23,6 @@ __all__ = [
     "Refusal",
     "check_compatibility",
     "check_settings",
-    "compatibility_matrix",
     "refusal_of",
     "refusals_of",
     "settings_in_use",
@@ -113,7 +112,7 @@ REFUSALS = (
     Refusal(
         "gradient release",
         "micro-batching",
-        "gradients have to stay until the last piece, and a weight that has stepped cannot be taken back",
+        "gradients have to stay until the last micro-batch, and a weight that has stepped cannot be taken back",
         DROP_MICROBATCH,
     ),
     Refusal(
@@ -285,7 +284,7 @@ def optimizers_of(trainer: Any) -> tuple[Any, ...]:
 
 def settings_in_use(args: TrainingArguments, *, world_size: int = 1) -> tuple[str, ...]:
     """Return the names among ``SETTINGS`` that ``TrainingArguments`` ask for."""
-    is_checkpointed, options = compat.checkpointing_of(args)
+    is_checkpointed, options = versions.checkpointing_of(args)
     optim = str(getattr(args.optim, "value", args.optim))
     flags = (args.ddp_broadcast_buffers, args.ddp_find_unused_parameters)
     asked = {
@@ -306,34 +305,3 @@ def settings_in_use(args: TrainingArguments, *, world_size: int = 1) -> tuple[st
 def steps_in_backward(optim: str) -> bool:
     """Return whether stock's optimizer of this name steps each parameter within the backward pass."""
     return optim in ("lomo", "adalomo") or optim.endswith("_layerwise")
-
-
-def compatibility_matrix() -> str:
-    """Return the matrix in Markdown: technique by technique, technique by setting, and the reasons."""
-    numbered = {name: str(number) for number, name in enumerate(TECHNIQUES, 1)}
-    reasons = [f"{number}. {found.reason}" for number, found in enumerate(_distinct(), 1)]
-    return "\n\n".join([_table(numbered), _table({name: name for name in SETTINGS}), "\n".join(reasons)])
-
-
-def _table(columns: Mapping[str, str]) -> str:
-    """Return one table of all techniques by these columns, each with its head."""
-    numbers = {found.reason: number for number, found in enumerate(_distinct(), 1)}
-    lines = [f"| | {' | '.join(columns.values())} |", f"|---|{'---|' * len(columns)}"]
-    for number, row in enumerate(TECHNIQUES, 1):
-        cells = [_cell(row, column, numbers) for column in columns]
-        lines.append(f"| {number} {row} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _distinct() -> list[Refusal]:
-    """Return one refusal for each reason."""
-    return list({found.reason: found for found in reversed(REFUSALS)}.values())[::-1]
-
-
-def _cell(row: str, column: str, numbers: Mapping[str, int]) -> str:
-    if row == column:
-        return ""
-    found = refusal_of(row, column)
-    if found is not None:
-        return f"no ({numbers[found.reason]})"
-    return "yes" if column in TECHNIQUES or column in RUN else "?"

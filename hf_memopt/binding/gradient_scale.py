@@ -14,7 +14,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, set_attribute, undo_all
 from hf_memopt.binding.model_traits import used_columns
+from hf_memopt.binding.probing import undisturbed
 from hf_memopt.changes import Change, record_changes
 
 if TYPE_CHECKING:
@@ -25,23 +27,27 @@ __all__ = ["repair_gradient_scale"]
 logger = logging.getLogger(__name__)
 
 PROBE_EXAMPLES = 4
+# A public attribute, named in stock's docstring and read live at every step (5.8.1, 5.17.0, 5.23.0; pinned by a test).
+SWITCH = "model_accepts_loss_kwargs"
 PROBES = "gradient scale"  # the purpose of the override that probes at the first step
 
 
-def repair_gradient_scale(trainer: Any) -> None:
+def repair_gradient_scale(trainer: Any) -> UndoHandle:
     """Switch stock's own division by accumulation steps back on where the head ignores ``num_items_in_batch``."""
+    restore = set_attribute(trainer, SWITCH, trainer.model_accepts_loss_kwargs)
     if not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
-        return  # stock divides already, or the user's own loss counts
+        return restore  # stock divides already, or the user's own loss counts
     parameters = inspect.signature(trainer.compute_loss).parameters.values()
     if not any(p.name == "num_items_in_batch" or p.kind is p.VAR_KEYWORD for p in parameters):
-        return  # a subclass that calls its own compute_loss its own way
+        return restore  # a subclass that calls its own compute_loss its own way
     dataset = trainer.train_dataset
     if dataset is None:
-        return
+        return restore
     if _is_stream(dataset) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        _probe_at_first_step(trainer)
-    elif len(dataset) > 0:
+        return undo_all(restore, _probe_at_first_step(trainer))
+    if len(dataset) > 0:
         _probe(trainer, trainer.model, lambda: _first_batch(trainer), stacklevel=4)
+    return restore
 
 
 def _is_stream(dataset: Any) -> bool:
@@ -50,14 +56,12 @@ def _is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
-def _probe_at_first_step(trainer: Any) -> None:
+def _probe_at_first_step(trainer: Any) -> UndoHandle:
     """Probe with the first real batch: reading a stream beforehand could lose examples, and FSDP and DeepSpeed give
     the model its weights only when training begins.
     """
-    from hf_memopt.binding.handles import is_overridden, override_method
-
     if is_overridden(trainer, "training_step", PROBES):
-        return
+        return undo_all()
 
     def probing(before: Callable[..., Any]) -> Callable[..., Any]:
         def probing_step(model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -68,12 +72,11 @@ def _probe_at_first_step(trainer: Any) -> None:
         return probing_step
 
     handle = override_method(trainer, "training_step", probing, purpose=PROBES)
+    return handle
 
 
 def _probe(trainer: Any, model: nn.Module, read_batch: Callable[[], Any], *, stacklevel: int) -> None:
-    """Repair the scale if a few rows of the batch show that the head ignores the count; warn if they do not tell."""
-    from hf_memopt.binding.probing import undisturbed
-
+    """Repair the scale if a few rows show that the head ignores the count; warn if the result is unclear."""
     ignores, finding = False, ""
     with undisturbed(trainer, model):
         try:
@@ -81,14 +84,12 @@ def _probe(trainer: Any, model: nn.Module, read_batch: Callable[[], Any], *, sta
         except Exception as error:  # whatever the user's data, collator, model or compute_loss raise
             finding = f"{type(error).__name__}: {error}"
     if _any_process(trainer, ignores):
-        # A public attribute, named in stock's docstring and read live at every step (5.8.1, 5.17.0, 5.23.0; pinned by
-        # a test).
-        trainer.model_accepts_loss_kwargs = False
+        setattr(trainer, SWITCH, False)
         reason = (
             f"the loss of {type(trainer.model).__name__} ignores num_items_in_batch, so stock would multiply its "
             "gradients by accumulation steps x processes"
         )
-        change = Change("model_accepts_loss_kwargs", True, False, reason)
+        change = Change(SWITCH, True, False, reason)
         logger.info("%s", change)
         record_changes(trainer, (change,))
     elif finding:
@@ -111,7 +112,7 @@ def _any_process(trainer: Any, ignores: bool) -> bool:
 
 
 def _head_ignores_item_count(trainer: Any, model: nn.Module, batch: Mapping[str, Any]) -> tuple[bool, str]:
-    """Tell whether the loss stays the same when twice as many items are announced, and what was found if unclear."""
+    """Return whether the loss stays the same when twice as many items are announced, and what was found if unclear."""
     import torch
     from accelerate.utils import send_to_device
 

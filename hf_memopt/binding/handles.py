@@ -1,22 +1,23 @@
-"""How a change is taken back: the handle that a technique returns, and the override of a method on one object alone."""
+"""Handles that undo a change, and the override of a method or an attribute on one object alone."""
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["UndoHandle", "is_overridden", "override_method", "remove_all"]
+__all__ = ["UndoHandle", "is_overridden", "override_method", "remove_all", "set_attribute", "undo_all"]
 
 
 class UndoHandle(RemovableHandle):
     """torch's ``RemovableHandle`` for a change that is not a hook: ``remove()`` calls ``undo`` once.
 
-    It works as a context manager too, as torch's own handle does.
+    It works as a context manager too, as torch's own handle does. A copy undoes nothing: what it would undo belongs to
+    the original.
 
     Example:
         >>> undone = []
@@ -28,6 +29,9 @@ class UndoHandle(RemovableHandle):
     def __init__(self, undo: Callable[[], None]) -> None:
         super().__init__(OrderedDict())
         self._undo: Callable[[], None] | None = undo
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _removed, ()
 
     @property
     def is_removed(self) -> bool:
@@ -41,16 +45,50 @@ class UndoHandle(RemovableHandle):
             undo()
 
 
+def _removed() -> UndoHandle:
+    handle = UndoHandle(lambda: None)
+    handle.remove()
+    return handle
+
+
 def remove_all(handles: list[UndoHandle]) -> None:
-    """Take back what each handle stands for, the last first, and empty the list."""
+    """Remove each handle, the last first, and empty the list."""
     while handles:
         handles.pop().remove()
+
+
+def undo_all(*handles: UndoHandle) -> UndoHandle:
+    """Return one handle for several; it removes the last first."""
+    return UndoHandle(partial(remove_all, list(handles)))
+
+
+def set_attribute(owner: Any, name: str, value: Any) -> UndoHandle:
+    """Set an attribute of one object; the handle puts the value back that it had, or deletes it if it had none.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> args = SimpleNamespace(seed=1)
+        >>> handle = set_attribute(args, "seed", 2)
+        >>> args.seed; handle.remove(); args.seed
+        2
+        1
+    """
+    had, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+
+    def undo() -> None:
+        if had:
+            setattr(owner, name, before)
+        elif name in vars(owner):
+            delattr(owner, name)
+
+    return UndoHandle(undo)
 
 
 def override_method(
     owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, purpose: str = ""
 ) -> UndoHandle:
-    """Let ``wrap(method)`` stand in for the method ``name`` of this one object; its class stays as it is.
+    """Replace the method ``name`` of this one object by ``wrap(method)``; its class stays as it is.
 
     Overrides stack, the last one outermost, and may be removed in any order: once all are, the object has no attribute
     that it did not have before. They belong to this object alone: a deep copy and an unpickled one have the method
@@ -97,7 +135,7 @@ def is_overridden(owner: Any, name: str, purpose: str) -> bool:
 
 
 class _Override:
-    """One layer over a method; out of use it passes calls on until nothing stands on top of it."""
+    """One layer over a method; once removed, it passes calls on until no other layer is above it."""
 
     def __init__(
         self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], purpose: str

@@ -1,4 +1,4 @@
-"""What a model shows of itself that padding must know: how it counts positions and where its labels go."""
+"""Questions about a model that several techniques ask: positions, labels, decoder, the model inside its wrappers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ IGNORED_LABEL = -100
 
 
 def needs_position_ids(model: nn.Module) -> bool:
-    """Tell whether left padding shifts the positions of ``model`` and ``position_ids`` repair that.
+    """Return whether left padding shifts the positions of ``model`` and ``position_ids`` repair that.
 
     True for a forward that takes ``position_ids`` and would number the padded columns (GPT-2, BERT). False for rotary
-    positions, which are relative, and for models that number the real tokens themselves: RoBERTa and its kin from
-    ``input_ids``, starting above 0, OPT from ``attention_mask``.
+    positions, which are relative, and for models that number the real tokens themselves: RoBERTa and its descendants
+    from ``input_ids``, starting above 0, OPT from ``attention_mask``.
     """
     inside = unwrap_model(model)
     if "position_ids" not in inspect.signature(inside.forward).parameters:
@@ -41,7 +41,7 @@ def needs_position_ids(model: nn.Module) -> bool:
 
 
 def _is_free_of_columns(kind: type[nn.Module]) -> bool:
-    """Tell whether a module class shows positions that are relative, or counted from the tokens themselves."""
+    """Return whether a module class has positions that are relative, or counted from the tokens themselves."""
     if "Rotary" in kind.__name__ or kind.__name__ == "OPTLearnedPositionalEmbedding":
         return True
     name = "create_position_ids_from_input_ids"  # a method or a function of the module file, seen in 5.8.1 to 5.23.0
@@ -56,7 +56,7 @@ def unwrap_model(model: Any) -> Any:
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Tell whether the loss of ``model`` compares each token with the prediction made before it, by its class name.
+    """Return whether the loss of ``model`` compares each token with the prediction made before it, by its class name.
 
     Nothing in a model says so. Some of these classes do not shift their labels (``BartForCausalLM``, XLNet): they lose
     one label of each row that is padded on the left.
@@ -66,7 +66,7 @@ def is_causal_lm(model: nn.Module) -> bool:
 
 
 def has_decoder(model: nn.Module) -> bool | None:
-    """Tell whether the labels of ``model`` go to a decoder of its own; None if it has no config to tell by."""
+    """Return whether the labels of ``model`` go to a decoder of its own; None if it has no config."""
     inside = unwrap_model(model)
     if not hasattr(inside, "config"):
         return None

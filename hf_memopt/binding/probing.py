@@ -1,4 +1,4 @@
-"""Ask a trainer's loss about a few rows and leave no trace: what a probe of ``compute_loss`` must put back.
+"""``undisturbed``: call ``compute_loss`` on a few rows without any lasting effect on trainer and model.
 
 Subclasses of ``Trainer`` count and log in ``compute_loss`` (TRL keeps a list of readings for each metric), and models
 keep statistics in buffers. A probe is not a step, so all of it is as before once the probe is over.

@@ -1,6 +1,7 @@
-"""What differs between transformers 5.8, 5.17 and 5.23, what changed since 4.x, and one name of torch. Nowhere else.
+"""Version differences between transformers 5.8 and 5.23, and the names that changed since 4.x.
 
-Seen in 5.8.1, 5.17.0 and 5.23.0; ``tests/binding/test_versions.py`` pins each difference.
+All version checks of the package are here. Seen in 5.8.1, 5.17.0 and 5.23.0; ``tests/binding/test_versions.py`` pins
+each difference.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def checkpointing_of(args: TrainingArguments) -> tuple[bool, dict[str, Any]]:
 
 
 def can_offload_checkpoints() -> bool:
-    """Tell whether transformers can keep the inputs of checkpointed layers in host memory: from 5.17 on."""
+    """Return whether transformers can keep the inputs of checkpointed layers in host memory: from 5.17 on."""
     from transformers import PreTrainedModel
 
     renamed = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
@@ -114,7 +115,7 @@ def enable_checkpointing(model: Any, options: Mapping[str, Any]) -> None:
 
 
 def is_checkpointing(model: nn.Module) -> bool:
-    """Tell whether checkpointing of activations is switched on in a transformers model."""
+    """Return whether checkpointing of activations is switched on in a transformers model."""
     if hasattr(type(model), "is_activation_checkpointing"):
         return bool(model.is_activation_checkpointing)
     return bool(getattr(model, "is_gradient_checkpointing", False))

@@ -1,4 +1,4 @@
-"""Which order a Recipe gives the data of its Trainer: length-bucketed for training, sorted by length for evaluation."""
+"""The order in which a Recipe's Trainer reads its data: bucketed by length for training, sorted for evaluation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VIEWS = (BucketedBatches, BucketedExamples, BucketedStream)
 
 
 def training_view(name: str, dataset: Any, *, batch_size: int, pad_to_multiple_of: int) -> Any:
-    """Return a bucketed view of the training data, or the data itself where it cannot be bucketed, telling why."""
+    """Return a bucketed view of the training data, or the data itself, and log why, where it cannot be bucketed."""
     if dataset is None or isinstance(dataset, VIEWS):
         return dataset
     reason = _why_not(dataset)
@@ -42,7 +42,7 @@ def evaluation_view(name: str, dataset: Any, args: Any) -> Any:
         or not args.eval_do_concat_batches
         or args.train_sampling_strategy == "group_by_length"
     ):
-        reason: str | None = "the training arguments leave no way back into dataset order"
+        reason: str | None = "the training arguments cannot restore dataset order"
     elif not _is_map_style(dataset):
         reason = "a stream cannot be sorted"
     else:

@@ -1,7 +1,7 @@
-"""The presets: a literal ``Recipe`` for every common size of card, and the functions that hand them out.
+"""The presets: a literal ``Recipe`` for every common size of GPU, and the functions that return them.
 
 They are sized for a model of about 340 million parameters (BERT-large) on texts of about 128 tokens. None of their
-memory figures has been measured on a card yet; each purpose line says so.
+memory figures has been measured on a GPU yet; each purpose line says so.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["PRESETS", "preset", "recipe"]
 
-NOT_MEASURED = "for BERT-large and about 128 tokens; memory not yet measured on a card"
+NOT_MEASURED = "for BERT-large and about 128 tokens; memory not yet measured on a GPU"
 
 EIGHT_BIT = "about a quarter of AdamW's state: 2 bytes per parameter instead of 8, embeddings apart"
 PAGED = EIGHT_BIT + "; paged: what does not fit moves to the host instead of running out of memory"
-STREAMED = "evaluation outputs move to the host after every few batches, so they never pile up on the card"
+STREAMED = "evaluation outputs move to the host after every few batches, so they never pile up on the GPU"
 FITS_WHOLE = "the whole effective batch fits into one pass"
 FULL_STATE = "the full 32-bit state fits, and one fused kernel is fastest"
 
@@ -113,7 +113,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
             reasons={
                 "per_device_train_batch_size": FITS_WHOLE,
                 "optim": FULL_STATE,
-                "dataloader_num_workers": "a fast card would wait for the next batch",
+                "dataloader_num_workers": "a fast GPU would wait for the next batch",
             },
         ),
         "80gb-gpu": Recipe(
@@ -124,7 +124,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
             reasons={
                 "per_device_train_batch_size": FITS_WHOLE,
                 "optim": FULL_STATE,
-                "dataloader_num_workers": "a fast card would wait for the next batch",
+                "dataloader_num_workers": "a fast GPU would wait for the next batch",
             },
         ),
         "cpu": Recipe(
@@ -139,7 +139,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
 )
 """Every preset by its name; ``recipe("auto")`` chooses among them."""
 
-# A "12 GB" card reports a little less than 12 GiB, and a driver keeps some of that: 8 % below the name still counts.
+# A "12 GB" GPU reports a little less than 12 GiB, and a driver keeps some of that: 8 % below the name still counts.
 COVERED_FRACTION = 0.92
 
 
@@ -174,8 +174,8 @@ def _for_this_machine() -> Recipe:
     by_size = {parse_bytes(f"{gib}GiB"): name for name, gib in sizes.items()}
     covered = [size for size in by_size if reading.device_total_bytes >= COVERED_FRACTION * size]
     name = by_size[max(covered)] if covered else by_size[min(by_size)]
-    card = f"{reading.device_name} with {format_bytes(reading.device_total_bytes)}"
-    return PRESETS[name].replace(purpose=f"chosen by recipe('auto') for {card}: {PRESETS[name].purpose}")
+    gpu = f"{reading.device_name} with {format_bytes(reading.device_total_bytes)}"
+    return PRESETS[name].replace(purpose=f"chosen by recipe('auto') for {gpu}: {PRESETS[name].purpose}")
 
 
 def preset_rows(recipes: Mapping[str, Recipe]) -> list[dict[str, str]]:
@@ -198,7 +198,7 @@ def preset(
 ) -> TrainingArguments:
     """Return plain ``transformers.TrainingArguments`` of a preset, ready for ``Trainer(args=...)``.
 
-    Arguments alone cannot do everything a preset stands for. The rest is done by ``attach(trainer)`` (gradient scale
+    Arguments alone are not the whole preset. The rest is done by ``attach(trainer)`` (gradient scale
     under accumulation), ``Recipe.model_kwargs()`` (float32 weights under 16-bit autocast), and the callbacks, collator
     and bucketed data that ``Recipe.trainer`` wires by itself.
 

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_memopt.binding import versions as compat
-from hf_memopt.binding.attach import attach
+from hf_memopt.binding import versions
 from hf_memopt.binding.conflicts import refusals_of
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.errors import did_you_mean
@@ -31,7 +30,7 @@ __all__ = ["Recipe"]
 
 logger = logging.getLogger(__name__)
 
-EXPLAINED_BY_CARD = "follows the card at hand: bf16 where it is native, else fp16 with fp32 weights, else fp32"
+PRECISION_REASON = "follows the GPU: bf16 where it is native, else fp16 with fp32 weights, else fp32"
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Recipe:
 
     Attributes:
         name: what the recipe is called.
-        purpose: the card and the size of model it is meant for, and what of it was measured.
+        purpose: the GPU and the size of model it is meant for, and which of its figures were measured.
         effective_batch_size: examples per optimizer step, over accumulation and processes; it stays what it is whatever
             the batch is cut into.
         per_device_train_batch_size: examples of one forward and backward pass.
@@ -53,12 +52,12 @@ class Recipe:
         pad_to_multiple_of: what the longest row of a batch is rounded up to.
         freeze: patterns for ``hf_memopt.freeze``.
         attn_implementation: for ``from_pretrained``.
-        eval_accumulation_steps: evaluation batches whose outputs stay on the card before they move to the host; None
+        eval_accumulation_steps: evaluation batches whose outputs stay on the GPU before they move to the host; None
             for all of them.
         dataloader_num_workers: processes that prepare batches.
         autocast_cache: whether autocast keeps the 16-bit copy of each weight through a forward pass.
-        micro_batching: whether a batch that runs out of memory is cut into pieces and run again.
-        memory_report: whether the log tells the memory of each phase.
+        micro_batching: whether a batch that runs out of memory is cut into micro-batches and run again.
+        memory_report: whether the log has the memory of each phase.
         reasons: why a field has its value, by the field's name.
     """
 
@@ -152,7 +151,7 @@ class Recipe:
         """Return plain ``transformers.TrainingArguments``; ``overrides`` are any of its fields.
 
         Giving ``per_device_train_batch_size`` re-derives ``gradient_accumulation_steps`` so that the effective batch
-        stays, and the other way round; what was decided is logged and told by ``changes``.
+        stays, and the other way round; each decision is logged, and ``changes`` returns it.
 
         Raises:
             TypeError: an override that TrainingArguments does not have (a name of 4.x: the message says the new one).
@@ -186,7 +185,7 @@ class Recipe:
         }
         changes = []
         if self.checkpointing and not any(name.endswith("_checkpointing") for name in overrides):
-            arguments.update(compat.checkpointing_arguments())
+            arguments.update(versions.checkpointing_arguments())
         if on_cpu and "dataloader_pin_memory" not in overrides:
             arguments["dataloader_pin_memory"] = False
             changes.append(Change("dataloader_pin_memory", True, False, "there is no accelerator to copy to"))
@@ -305,6 +304,7 @@ class Recipe:
         """
         from transformers import Trainer
 
+        from hf_memopt.binding.attach import attach
         from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
 
         callbacks = tuple(callbacks)
@@ -338,18 +338,18 @@ class Recipe:
             callbacks=[*self._callbacks(args.optim), *callbacks],
             **trainer_kwargs,
         )
-        self._leave_out_what_is_refused(trainer, kept=callbacks)
+        self._remove_refused_callbacks(trainer, kept=callbacks)
         return attach(trainer)
 
-    def _leave_out_what_is_refused(self, trainer: Trainer, kept: Iterable[TrainerCallback]) -> None:
-        """Take the recipe's own callbacks out that cannot work with what the caller asked for."""
+    def _remove_refused_callbacks(self, trainer: Trainer, kept: Iterable[TrainerCallback]) -> None:
+        """Remove the recipe's own callbacks that are incompatible with what the caller asked for."""
         for refusal in refusals_of(trainer):
             for callback in tuple(trainer.callback_handler.callbacks):
                 name = getattr(callback, "technique", None)
                 if name in (refusal.one, refusal.other) and not any(callback is own for own in kept):
                     trainer.remove_callback(callback)
                     other = refusal.other if name == refusal.one else refusal.one
-                    change = Change(name, True, False, f"cannot work with {other}: {refusal.reason}")
+                    change = Change(name, True, False, f"incompatible with {other}: {refusal.reason}")
                     logger.info("%s: %s", self.name, change)
                     record_changes(trainer, (change,))
 
@@ -367,10 +367,10 @@ BITSANDBYTES_8BIT = (
 """The names of ``TrainingArguments(optim=...)`` whose state bitsandbytes keeps in 8 bits."""
 
 DEFAULT_REASONS = {
-    "effective_batch_size": "examples per optimizer step; never changed by a small card",
+    "effective_batch_size": "examples per optimizer step; never changed by a small GPU",
     "per_device_train_batch_size": "the whole effective batch at once is fastest where it fits",
     "per_device_eval_batch_size": "evaluation keeps no activations",
-    "precision": EXPLAINED_BY_CARD,
+    "precision": PRECISION_REASON,
     "optim": "one fused kernel; nothing cheaper in time",
     "embedding_bits": "gradients of rare and frequent tokens differ too much for 8 bits (arXiv 2110.02861)",
     "checkpointing": "recomputing costs one more forward pass per step",
@@ -378,23 +378,23 @@ DEFAULT_REASONS = {
     "pad_to_multiple_of": "tensor cores like multiples of 8",
     "freeze": "nothing is frozen unless asked for",
     "attn_implementation": "no attention matrix is kept",
-    "eval_accumulation_steps": "logits stay on the card until evaluation ends",
+    "eval_accumulation_steps": "logits stay on the GPU until evaluation ends",
     "dataloader_num_workers": "padding from Arrow is cheap beside a training step",
     "autocast_cache": "a weight is cast once per pass",
     "micro_batching": "a batch that is too large is cut, and the step repeated, instead of the run lost",
-    "memory_report": "the log tells the peak of each phase",
+    "memory_report": "the log has the peak of each phase",
 }
 
 
 def _check_names(overrides: Mapping[str, Any]) -> None:
-    known = compat.training_argument_names()
+    known = versions.training_argument_names()
     for name in overrides:
         if name in known:
             continue
-        if name in compat.RENAMED_ARGUMENTS:
+        if name in versions.RENAMED_ARGUMENTS:
             raise TypeError(
                 f"{name}={overrides[name]!r} is a name of transformers 4.x; expected a field of TrainingArguments 5.x. "
-                f"Instead: {compat.RENAMED_ARGUMENTS[name]}"
+                f"Instead: {versions.RENAMED_ARGUMENTS[name]}"
             )
         raise TypeError(
             f"{name}={overrides[name]!r} is not a field of TrainingArguments; expected one of its fields."

@@ -1,8 +1,8 @@
 """Bucketed views in the stock Trainer are exact: every example once an epoch, a resumed run equals the straight one.
 
 The grid is processes (two of them with gloo) x kind of view x gradient accumulation x workers x attached or not x where
-the run is resumed, all without dropout. The default run takes cases that cover every pair of choices; the whole grid is
-marked slow. One pair of processes goes through all of its cases.
+the run is resumed, all without dropout. The default run takes cases that cover every pair of choices but those with
+persistent workers; the whole grid is marked slow. One pair of processes goes through all of its cases.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Case(NamedTuple):
 
 
 GRID = [Case(*cell) for cell in itertools.product((1, 2), VIEWS, (1, 3), WORKERS, (True, False), RESUME)]
+QUICK = [case for case in GRID if "persistent" not in case.workers]  # they wait some seconds for each other at the end
 
 
 def resume_steps(batches: int, accumulation: int) -> dict[str, int]:
@@ -75,17 +76,21 @@ def pairs(case: Case) -> set[tuple[Any, ...]]:
 
 
 def covering(grid: list[Case]) -> list[Case]:
-    """Return few cases that hold every pair of choices: greedily the case with most pairs not seen yet."""
+    """Return few cases that hold every pair of choices: greedily the case with most pairs not seen yet, rather one
+    whose straight run is there already.
+    """
     missing, chosen = set().union(*map(pairs, grid)), []
     while missing:
-        chosen.append(max(grid, key=lambda case: len(pairs(case) & missing)))
+        straight = {case[:-1] for case in chosen}
+        costs = {case: 1.0 if case[:-1] in straight else 1.6 for case in grid}
+        chosen.append(max(grid, key=lambda case: len(pairs(case) & missing) / costs[case]))
         missing -= pairs(chosen[-1])
     return chosen
 
 
 def test_the_default_cases_hold_every_pair_of_choices():
-    assert set().union(*map(pairs, covering(GRID))) == set().union(*map(pairs, GRID))
-    assert len(covering(GRID)) < len(GRID) / 5
+    assert set().union(*map(pairs, covering(QUICK))) == set().union(*map(pairs, QUICK))
+    assert len(covering(QUICK)) < len(QUICK) / 5
 
 
 def train(case: Case, folder: str, checkpoint: str | None = None) -> tuple[Trainer, list[list[int]]]:
@@ -179,7 +184,7 @@ def check(ranks: list[list[dict[str, Any]]]) -> None:
         assert of_ranks[0]["seen"][0] != of_ranks[0]["seen"][1], case
 
 
-CASES = {"default": covering(GRID), "all": GRID}
+CASES = {"default": covering(QUICK), "all": GRID}
 
 
 def picked(cases: str, processes: int) -> list[Case]:

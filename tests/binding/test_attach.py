@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import json
@@ -24,13 +25,18 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, default_data_collator
 
+import hf_memopt
 import tiny
+from hf_memopt import MicrobatchCallback, OverflowCallback
 from hf_memopt.batching.collation.collators import BucketedCollator
 from hf_memopt.batching.exact_losses import exact_loss
 from hf_memopt.batching.views.bucketed_view import bucketed
+from hf_memopt.batching.views.sorted_view import sorted_by_length
 from hf_memopt.binding.attach import attach, refuse_data_parallel
 from hf_memopt.binding.callback_binding import unbound_error
+from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.binding.model_traits import used_columns
+from hf_memopt.binding.protocols import AttachedCallback, AttachedPart, EvaluationView, TrainingView
 from hf_memopt.changes import Change
 
 # DeBERTa-v2 of transformers 5.8 and 5.17 calls torch.jit.script when it is imported, which torch 2.13 deprecates
@@ -554,8 +560,9 @@ class Bound(TrainerCallback):
     def __init__(self) -> None:
         self.bound: list[tuple[Trainer, bool]] = []
 
-    def bind(self, trainer: Trainer) -> None:
+    def bind(self, trainer: Trainer) -> UndoHandle:
         self.bound.append((trainer, trainer.model_accepts_loss_kwargs))
+        return UndoHandle(self.bound.clear)
 
 
 def test_callbacks_are_added_once_and_bound_after_the_probe(tmp_path):
@@ -646,7 +653,7 @@ def test_several_cards_in_one_process_are_refused(tmp_path):
 
 def test_fp16_training_of_float16_weights_is_refused(tmp_path):
     trainer = bert_trainer(tmp_path, model=tiny.bert().half())
-    trainer.args.fp16 = True  # stock accepts it on a card only
+    trainer.args.fp16 = True  # stock accepts it on a GPU only
     with pytest.raises(ValueError) as error:
         attach(trainer)
     assert str(error.value) == (
@@ -689,3 +696,76 @@ def test_an_exact_loss_is_bound_and_its_changes_are_recorded(tmp_path):
     assert [change.name for change in attach(attach(trainer)).memopt_changes] == names
     assert trainer.model_accepts_loss_kwargs  # nothing to repair: the loss counts by itself
     assert trainer.train().global_step > 0
+
+
+# ---- undone
+
+
+def test_attach_is_undone_by_its_handle(tmp_path):
+    head = HEADS["t5"]
+    rows = Dataset.from_list(head.examples(8))
+    trainer = bert_trainer(
+        tmp_path,
+        model=head.build(),
+        train_dataset=bucketed(rows, batch_size=4),
+        eval_dataset=sorted_by_length(rows),
+        data_collator=BucketedCollator(tiny.tokenizer()),
+        train_sampling_strategy="random",
+        seed=7,
+    )
+    parts = (trainer, trainer.args, trainer.train_dataset, trainer.train_dataset.buckets, trainer.data_collator)
+    before, callbacks = [dict(vars(part)) for part in parts], list(trainer.callback_handler.callbacks)
+    attach(attach(trainer, MicrobatchCallback()), OverflowCallback(), Bound())
+    assert [change.name for change in trainer.memopt_changes] == [
+        "train_sampling_strategy",
+        "bucketed view seed",
+        "integer lists in labels",
+        "model_accepts_loss_kwargs",
+    ]
+    trainer.memopt_handle.remove()
+    del trainer.memopt_handle
+    assert trainer.callback_handler.callbacks == callbacks
+    assert [dict(vars(part)) for part in parts] == before
+
+
+def test_what_attach_undid_can_be_attached_again(tmp_path):
+    trainer, callback = bert_trainer(tmp_path / "one"), MicrobatchCallback()
+    attach(trainer, callback).memopt_handle.remove()
+    assert trainer.model_accepts_loss_kwargs
+    other = attach(bert_trainer(tmp_path / "other"), callback)
+    assert attach(trainer).memopt_changes == other.memopt_changes == (BERT_CHANGE,)
+
+
+def test_an_attach_that_fails_leaves_the_trainer_as_it_was(tmp_path):
+    class Failing(Bound):
+        def bind(self, trainer: Trainer) -> UndoHandle:
+            raise ValueError("no")
+
+    trainer, bound = bert_trainer(tmp_path), Bound()
+    before, callbacks = dict(vars(trainer)), list(trainer.callback_handler.callbacks)
+    with pytest.raises(ValueError, match=r"^no$"):
+        attach(trainer, bound, Failing())
+    assert (vars(trainer), trainer.callback_handler.callbacks, bound.bound) == (before, callbacks, [])
+
+
+def test_a_copy_of_an_attached_trainer_has_nothing_to_undo(tmp_path):
+    trainer = attach(bert_trainer(tmp_path), MicrobatchCallback())
+    copied = copy.deepcopy(trainer)
+    copied.memopt_handle.remove()
+    assert trainer.memopt_changes == (BERT_CHANGE,)
+    assert not trainer.memopt_handle.is_removed
+
+
+def test_every_callback_and_part_of_the_package_is_recognised():
+    rows = Dataset.from_list(tiny.rows())
+    callbacks = [
+        getattr(hf_memopt, name) for name in hf_memopt.__all__ if name.endswith("Callback") and not name.startswith("L")
+    ]
+    assert len(callbacks) == 10
+    for kind in callbacks:
+        assert issubclass(kind, AttachedCallback), kind
+    for part in (bucketed(rows, batch_size=4), bucketed(rows, max_tokens=64), bucketed(iter(rows), batch_size=4)):
+        assert isinstance(part, TrainingView)
+    assert isinstance(sorted_by_length(rows), EvaluationView)
+    assert isinstance(BucketedCollator(tiny.tokenizer()), AttachedPart)
+    assert isinstance(exact_loss(tiny.bert()), AttachedPart)

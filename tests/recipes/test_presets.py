@@ -6,7 +6,7 @@ import pytest
 
 from hf_memopt import estimate, recipe
 
-SMALLEST_CARDS = {
+SMALLEST_GPUS = {
     "4gb-gpu": ("GTX 1650", "RTX 3050 4GB"),
     "6gb-gpu": ("RTX 2060", "RTX 4050 Laptop"),
     "8gb-gpu": ("RTX 3050 8GB",),
@@ -16,17 +16,23 @@ SMALLEST_CARDS = {
     "40gb-gpu": ("A100 40GB",),
     "80gb-gpu": ("H100",),
 }
+QUICK = ("GTX 1650", "RTX 3050 8GB", "T4")  # checkpointing and paged state, 8-bit state, the full state
+EVERY_PAIR = [
+    pytest.param(name, gpu, marks=() if gpu in QUICK else pytest.mark.slow)
+    for name, gpus in SMALLEST_GPUS.items()
+    for gpu in gpus
+]
 
 
-@pytest.mark.parametrize(("name", "card"), [(name, card) for name, cards in SMALLEST_CARDS.items() for card in cards])
-def test_bert_large_at_128_tokens_fits_the_smallest_cards_of_a_preset(name, card) -> None:
+@pytest.mark.parametrize(("name", "gpu"), EVERY_PAIR)
+def test_bert_large_at_128_tokens_fits_the_smallest_gpus_of_a_preset(name, gpu) -> None:
     chosen = recipe(name)
     found = estimate(
         "bert-large-uncased",
         batch_size=chosen.per_device_train_batch_size,
         seq_len=128,
         recipe=chosen,
-        gpu=card,
+        gpu=gpu,
     )
     assert found.fits, found.table()
     assert found.settings.gradient_accumulation_steps * found.batch_size == 32

@@ -96,7 +96,7 @@ def test_printing_a_recipe_gives_every_choice_with_a_reason(name) -> None:
 
 def test_presets_say_that_their_memory_is_not_measured() -> None:
     for name in NAMES[:8]:
-        assert "memory not yet measured on a card" in PRESETS[name].purpose
+        assert "memory not yet measured on a GPU" in PRESETS[name].purpose
 
 
 def test_unknown_preset_names_the_nearest_and_all() -> None:
@@ -115,11 +115,11 @@ def test_unknown_preset_names_the_nearest_and_all() -> None:
 )  # fmt: skip
 def test_auto_takes_the_largest_preset_that_the_card_covers(monkeypatch, gib, chosen) -> None:
     here = memory_reading.read_memory("cpu")
-    card = replace(here, device="cuda:0", device_name="some card", device_total_bytes=round(gib * 2**30))
-    monkeypatch.setattr(memory_reading, "read_memory", lambda: card)
+    gpu = replace(here, device="cuda:0", device_name="some GPU", device_total_bytes=round(gib * 2**30))
+    monkeypatch.setattr(memory_reading, "read_memory", lambda: gpu)
     found = recipe("auto")
     assert found.name == chosen
-    assert found.purpose.startswith(f"chosen by recipe('auto') for some card with {gib:.2f} GiB: ")
+    assert found.purpose.startswith(f"chosen by recipe('auto') for some GPU with {gib:.2f} GiB: ")
     assert found.replace(purpose="") == PRESETS[chosen].replace(purpose="")
 
 
@@ -242,9 +242,9 @@ def test_a_file_in_place_of_the_output_folder_is_refused(tmp_path) -> None:
 
 
 def test_precision_follows_the_card_and_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(precision, "choose_precision", lambda **_: Precision("fp32", "a made-up card"))
+    monkeypatch.setattr(precision, "choose_precision", lambda **_: Precision("fp32", "a made-up GPU"))
     [change] = [c for c in recipe("16gb-gpu").changes() if c.name == "precision"]
-    assert str(change) == "precision: 'auto' -> 'fp32' (a made-up card)"
+    assert str(change) == "precision: 'auto' -> 'fp32' (a made-up GPU)"
 
 
 def test_an_explicit_precision_is_kept_or_refused() -> None:
@@ -407,8 +407,8 @@ def test_what_cannot_work_with_what_the_caller_asks_for_is_left_out_and_told(tmp
     trainer = wired(tmp_path, recipe("cpu"), dataset(), training_arguments=arguments, optimizer_cls_and_kwargs=released)
     assert not any(isinstance(c, MicrobatchCallback) for c in trainer.callback_handler.callbacks)
     assert [str(change) for change in trainer.memopt_changes if change.name == "micro-batching"] == [
-        "micro-batching: True -> False (cannot work with gradient release: gradients have to stay until the last "
-        "piece, and a weight that has stepped cannot be taken back)"
+        "micro-batching: True -> False (incompatible with gradient release: gradients have to stay until the last "
+        "micro-batch, and a weight that has stepped cannot be taken back)"
     ]
 
 
@@ -424,8 +424,8 @@ def test_a_callback_of_the_callers_own_is_refused_not_left_out(tmp_path) -> None
             callbacks=[MicrobatchCallback()],
         )
     assert str(error.value) == (
-        "gradient release and micro-batching cannot work together: gradients have to stay until the last piece, and a "
-        "weight that has stepped cannot be taken back; expected one of the two. Take MicrobatchCallback out of "
+        "gradient release and micro-batching cannot work together: gradients have to stay until the last micro-batch, "
+        "and a weight that has stepped cannot be taken back; expected one of the two. Take MicrobatchCallback out of "
         "callbacks="
     )
 

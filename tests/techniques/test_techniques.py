@@ -13,7 +13,6 @@ from transformers import TrainerCallback
 
 import technique_ranks
 import tiny
-from hf_memopt.binding import conflicts as compatibility
 from hf_memopt.binding.attach import attach
 from hf_memopt.binding.callback_binding import unbound_error
 from hf_memopt.binding.conflicts import (
@@ -21,7 +20,6 @@ from hf_memopt.binding.conflicts import (
     RUN_IN_ONE_PROCESS,
     SETTINGS,
     TECHNIQUES,
-    compatibility_matrix,
     refusal_of,
 )
 from hf_memopt.binding.versions import checkpointing_arguments
@@ -273,24 +271,3 @@ def test_every_name_in_a_refusal_is_known() -> None:
     for refusal in REFUSALS:
         assert refusal.one in TECHNIQUES
         assert refusal.other in TECHNIQUES or refusal.other in SETTINGS
-
-
-def test_the_matrix_tells_what_the_table_refuses() -> None:
-    *tables, notes = compatibility_matrix().split("\n\n")
-    reasons = dict(note.split(". ", 1) for note in notes.splitlines())
-    told = {}
-    for table in tables:
-        head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
-        columns = [TECHNIQUES[int(name) - 1] if name.isdigit() else name for name in head[1:]]
-        for row, (name, *cells) in zip(TECHNIQUES, lines, strict=True):
-            assert name == f"{TECHNIQUES.index(row) + 1} {row}"
-            told |= {(row, column): cell for column, cell in zip(columns, cells, strict=True)}
-    assert set(told) == {(row, column) for row in TECHNIQUES for column in (*TECHNIQUES, *SETTINGS)}
-    for (row, column), cell in told.items():
-        refusal = refusal_of(row, column)
-        if row == column:
-            assert cell == ""
-        elif refusal is not None:
-            assert reasons[cell.removeprefix("no (").removesuffix(")")] == refusal.reason
-        else:
-            assert cell == ("yes" if column in TECHNIQUES or column in compatibility.RUN else "?")
