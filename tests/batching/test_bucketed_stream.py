@@ -590,7 +590,7 @@ COUNTS_BATCHES = Change(
     "samples in the Trainer's log",
     "examples",
     "batches",
-    "an item of a max_tokens= stream is a whole batch, and a stream does not tell its examples beforehand",
+    "an item of a max_tokens= stream is a whole batch, and its number of examples is unknown before",
 )
 
 
@@ -598,7 +598,7 @@ def test_attach_lets_every_process_read_for_itself_and_keeps_only_what_the_model
     rows = [{**example(i), "text": "w" * 100} for i in range(8)]
     trainer, _ = make_trainer(tmp_path, BucketedStream(rows, max_tokens=64, buffer_examples=4))
     attach(attach(trainer))
-    reason = "every process reads the stream for itself: stock would cut up batches of the first process for the others"
+    reason = "each process reads the stream for itself: stock would cut up batches of the first one for all"
     assert trainer.memopt_changes == (
         COUNTS_BATCHES,
         Change("accelerator_config.dispatch_batches", None, False, reason),

@@ -254,8 +254,11 @@ def make_trainer(case: Case, dtype: torch.dtype, output_dir: Any, **settings: An
     return trainer, recorder
 
 
-def bind(trainer: Trainer) -> tuple[Change, ...]:
-    return trainer.compute_loss_func.bind_trainer(trainer)
+def bind(trainer: Trainer, loss: Any = None) -> tuple[Change, ...]:
+    """Bind the trainer's loss, or another one, and return what is recorded for it."""
+    before = getattr(trainer, "memopt_changes", ())
+    (loss or trainer.compute_loss_func).bind_trainer(trainer)
+    return trainer.memopt_changes[len(before) :] if hasattr(trainer, "memopt_changes") else ()
 
 
 def train_exactly(case: Case, dtype: torch.dtype, output_dir: Any, **settings: Any) -> float:
@@ -468,14 +471,14 @@ def test_label_smoothing_can_be_given_but_not_twice(tmp_path):
         "label_smoothing_factor=0.1 differs from exact_loss's label_smoothing=0.3; expected one amount. "
         "Call: exact_loss(model), which takes the former"
     )
-    assert exact_loss(model, label_smoothing=0.1).bind_trainer(trainer) == ()
+    assert bind(trainer, exact_loss(model, label_smoothing=0.1)) == ()
 
 
 def test_a_second_trainer_brings_its_own_smoothing(tmp_path):
     loss = exact_loss(tiny.bert())
     for name, smoothing in (("bert, smoothed", 0.1), ("bert", 0.0)):
         trainer, _ = make_trainer(CASES[name], torch.float32, tmp_path)
-        (change,) = loss.bind_trainer(trainer)
+        (change,) = bind(trainer, loss)
         assert change.new == smoothing
 
 

@@ -718,7 +718,7 @@ def test_attach_is_undone_by_its_handle(tmp_path):
     attach(attach(trainer, MicrobatchCallback()), OverflowCallback(), Bound())
     assert [change.name for change in trainer.memopt_changes] == [
         "train_sampling_strategy",
-        "bucketed view seed",
+        "seed of the bucketed view",
         "integer lists in labels",
         "model_accepts_loss_kwargs",
     ]

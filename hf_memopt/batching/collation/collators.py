@@ -14,7 +14,7 @@ from __future__ import annotations
 import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -34,8 +34,12 @@ from hf_memopt.batching.collation.columns import (
 )
 from hf_memopt.batching.collation.rows import RowBatch
 from hf_memopt.batching.plan.checks import check_counts
+from hf_memopt.binding.handles import UndoHandle, set_attribute, undo_all
 from hf_memopt.binding.model_traits import has_decoder, is_causal_lm, label_shifter, needs_position_ids
-from hf_memopt.changes import Change
+from hf_memopt.changes import Change, record_changes
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 __all__ = ["BucketedCollator", "DynamicPaddingCollator", "flatten", "needs_position_ids"]
 
@@ -131,6 +135,13 @@ class BucketedCollator:
         if model is not None:
             self.adapt(model)
             self._has_model = True
+
+    def bind_trainer(self, trainer: Trainer) -> UndoHandle:
+        """Adapt to the trainer's model; ``attach`` calls it."""
+        names = ("_has_decoder", "_shift_labels", "_predicts_next_token", "_adds_position_ids")
+        handles = [set_attribute(self, name, getattr(self, name)) for name in names]
+        record_changes(trainer, self.adapt(cast(nn.Module, trainer.model)))
+        return undo_all(*handles)
 
     def adapt(self, model: nn.Module) -> tuple[Change, ...]:
         """Set what depends on the model and return each choice; nothing changes if a model was given at construction.

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -41,7 +41,9 @@ from hf_memopt.batching.plan.checks import checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
 from hf_memopt.batching.views.descriptions import DescribedByDataset, is_map_style
 from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm
-from hf_memopt.changes import Change
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 __all__ = ["SortedExamples", "sorted_by_length"]
 
@@ -158,7 +160,7 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
 
     # ---- What attach calls ------------------------------------------------------------------------------------------
 
-    def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
+    def bind_trainer(self, trainer: Trainer) -> NoReturn:
         """Raise ValueError: an order for evaluation is none for training."""
         raise ValueError(
             "train_dataset=<SortedExamples> would show the longest examples first in every epoch; expected an order "
