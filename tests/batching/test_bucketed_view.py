@@ -515,16 +515,6 @@ def test_a_null_or_empty_row_is_named(cell):
     )
 
 
-@pytest.mark.parametrize("source", [list, iter])
-def test_more_processes_than_any_run_has_are_refused(source):
-    with pytest.raises(ValueError) as error:
-        bucketed(source(examples()), batch_size=4, world_size=10**9)
-    assert str(error.value) == (
-        "world_size=1000000000 is not a number of processes; expected 1 to 1048576. Leave world_size out: it is "
-        "read from the environment of torchrun"
-    )
-
-
 def test_bad_limits_are_refused_before_the_dataset_is_read():
     with pytest.raises(ValueError) as error:
         bucketed(None)

@@ -24,7 +24,6 @@ from hf_memopt.batching.plan.checks import (
     check_counts,
     check_seed,
     check_too_long,
-    check_world_size,
     checked_boundaries,
     checked_lengths,
     unknown_boundaries,
@@ -143,8 +142,7 @@ class LengthBuckets:
         too_long: Literal["error", "drop"] = "error",
     ) -> None:
         check_batch_limits(batch_size, max_tokens)
-        check_world_size(world_size)
-        check_counts(pad_to_multiple_of=pad_to_multiple_of)
+        check_counts(world_size=world_size, pad_to_multiple_of=pad_to_multiple_of)
         check_seed(seed)
         check_too_long(too_long)
         self.batch_size, self.max_tokens = batch_size, max_tokens

@@ -33,11 +33,9 @@ from hf_memopt.batching.collation.columns import round_up
 from hf_memopt.batching.collation.rows import RowBatch
 from hf_memopt.batching.plan.checks import (
     check_batch_limits,
-    check_column,
     check_counts,
     check_seed,
     check_too_long,
-    check_world_size,
     checked_boundaries,
 )
 from hf_memopt.batching.plan.lengths import are_token_ids
@@ -47,6 +45,7 @@ from hf_memopt.batching.views.trainer_checks import check_per_device, check_worl
 from hf_memopt.binding.handles import UndoHandle, set_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import check_value
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -284,9 +283,8 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
     # ---- Settings and the Trainer ----
 
     def _check_settings(self) -> None:
-        check_world_size(self.world_size)
-        check_column(self.column)
-        counts = ("buffer_examples", "pad_to_multiple_of")
+        check_value("column", self.column, str, example="input_ids")
+        counts = ("world_size", "buffer_examples", "pad_to_multiple_of")
         check_counts(**{name: getattr(self, name) for name in counts})
         check_seed(self.seed)
         check_too_long(self.too_long)

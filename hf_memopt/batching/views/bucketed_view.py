@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hf_memopt.batching.collation.rows import RowBatch, RowReader
 from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets
-from hf_memopt.batching.plan.checks import check_batch_limits, check_world_size, checked_position
+from hf_memopt.batching.plan.checks import check_batch_limits, check_counts, checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
 from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
 from hf_memopt.batching.views.descriptions import DescribedByDataset, is_map_style
@@ -86,7 +86,7 @@ def bucketed(
     check_batch_limits(batch_size, max_tokens)
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_world_size(world_size)
+    check_counts(world_size=world_size)
     if not is_map_style(dataset):
         _check_settings_of_stream(lengths, n_buckets, boundaries)
         stream = BucketedStream(
