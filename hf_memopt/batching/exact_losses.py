@@ -1,16 +1,16 @@
-"""Make the gradients of unequal micro-batches those of one big batch: a loss for ``Trainer(compute_loss_func=...)``.
+"""Make the gradients of unequal accumulation steps those of one big batch: a loss for ``Trainer(compute_loss_func=)``.
 
-A head that takes the mean over its own micro-batch weighs a label of a short micro-batch more than one of a long one.
-Here each micro-batch adds up its labels' losses and divides by ``num_items_in_batch``, the labels of the whole step:
-all its micro-batches on all its processes. With ``attach(trainer)`` two more things come right:
+A head that takes the mean over its own rows weighs a label of a short accumulation step more than one of a long one.
+Here each adds up its labels' losses and divides by ``num_items_in_batch``, the labels of the whole optimizer step: all
+its accumulation steps on all its processes. With ``attach(trainer)`` two more things come right:
 
 - A causal LM predicts nothing at a row's first position, yet stock counts a label there (5.8.1: always; 5.17.0, 5.23.0:
-  for heads such as GPT-2 whose class name does not tell): 11/12 of the gradient at length 12. Here it is not counted.
+  for heads such as GPT-2, whose class name hides it): 11/12 of the gradient at length 12. Here it is not counted.
 - Stock takes the labels out of the inputs of a model that is to have its loss computed elsewhere. An encoder-decoder
   then has nothing to make ``decoder_input_ids`` from (BART silently takes the source text). Here they are made before.
 
-Left out: question answering, multiple choice, contrastive and CTC losses, auxiliary losses (a router's), class weights,
-context and sequence parallelism, and generation in ``Seq2SeqTrainer.evaluate``, which asks no ``compute_loss_func``.
+Limitations: no question answering, multiple choice, contrastive or CTC losses, no auxiliary losses (a router's), class
+weights, context or sequence parallelism; ``Seq2SeqTrainer.evaluate`` with generation calls no ``compute_loss_func``.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def exact_loss(model: nn.Module, *, label_smoothing: float | None = None, task: 
     """
     if label_smoothing is not None and not 0 <= label_smoothing < 1:
         raise ValueError(
-            f"label_smoothing={label_smoothing!r} is no share of a target; expected 0 <= label_smoothing < 1. "
+            f"label_smoothing={label_smoothing!r} is out of range; expected 0 <= label_smoothing < 1. "
             "Call: exact_loss(model, label_smoothing=0.1)"
         )
     if task is not None and task not in TASKS:
@@ -126,7 +126,7 @@ def exact_loss(model: nn.Module, *, label_smoothing: float | None = None, task: 
     for name in ("output_router_logits", "z_loss_coefficient"):
         if getattr(config, name, None):
             raise ValueError(
-                f"{name}={getattr(config, name)!r} gives {type(inside).__name__} an auxiliary loss, which is no sum "
+                f"{name}={getattr(config, name)!r} gives {type(inside).__name__} an auxiliary loss, which is not a sum "
                 f"over labels; expected a model without. Leave compute_loss_func out and call attach(trainer), or set: "
                 f"model.config.{name} = {type(getattr(config, name))(0)!r}"
             )
@@ -150,7 +150,7 @@ class ExactLoss:
 
         Raises:
             ValueError: no labels, no logits, shapes that do not fit, an auxiliary loss in the outputs, smoothing of
-                targets that are no classes.
+                targets that are not classes.
             RuntimeError: a causal LM or encoder-decoder whose trainer is not bound, or torch.nn.DataParallel.
         """
         if labels is None:
@@ -212,7 +212,7 @@ class ExactLoss:
                 )
             return undo_all()
         if self._problem_type(None) in ("regression", "multi_label_classification"):
-            wanted = 0.0  # as stock, which warns of it for several labels
+            wanted = 0.0  # as stock, which warns about several labels
         before = self._smoothing_of_arguments
         if before != wanted:
             reason = "the TrainingArguments' label_smoothing_factor, which stock ignores beside a compute_loss_func"
@@ -307,7 +307,7 @@ class ExactLoss:
 def _find_task(model: Any) -> str | None:
     """Return the task of a transformers head, or None if its loss is none of those known here.
 
-    Heads of the library either call ``self.loss_function``, which tells by itself, or compute the loss inline; then the
+    Heads of the library either call ``self.loss_function``, whose kind is known, or compute the loss inline; then the
     class that defines ``forward`` decides, so a user's subclass with a forward of its own is not mistaken for its
     parent. Inline causal LMs are not known: those of 5.23.0 (``BartForCausalLM``, XLNet) do not shift their labels.
     """

@@ -471,7 +471,7 @@ def test_a_stream_takes_no_setting_that_needs_all_lengths(name, value):
     with pytest.raises(ValueError) as error:
         bucketed(StartsOver(examples()), batch_size=4, **{name: value})
     assert str(error.value) == (
-        f"{name}={value!r} needs all lengths beforehand, which a stream does not tell; expected it left out. Leave it "
+        f"{name}={value!r} needs all lengths beforehand, which are unknown in a stream; expected it left out. Leave it "
         "out, or pass boundaries=[64, 128, 256] to bound the shapes"
     )
 

@@ -620,7 +620,7 @@ def test_auxiliary_losses_are_refused(head, name, value, off):
     with pytest.raises(ValueError) as error:
         exact_loss(build(head, **{name: value}))
     assert str(error.value) == (
-        f"{name}={value!r} gives {head} an auxiliary loss, which is no sum over labels; expected a model without. "
+        f"{name}={value!r} gives {head} an auxiliary loss, which is not a sum over labels; expected a model without. "
         f"Leave compute_loss_func out and call attach(trainer), or set: model.config.{name} = {off}"
     )
 
@@ -698,7 +698,7 @@ def test_smoothing_out_of_range_is_refused(label_smoothing):
     with pytest.raises(ValueError) as error:
         exact_loss(tiny.bert(), label_smoothing=label_smoothing)
     assert str(error.value) == (
-        f"label_smoothing={label_smoothing!r} is no share of a target; expected 0 <= label_smoothing < 1. "
+        f"label_smoothing={label_smoothing!r} is out of range; expected 0 <= label_smoothing < 1. "
         "Call: exact_loss(model, label_smoothing=0.1)"
     )
 

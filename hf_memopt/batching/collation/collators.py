@@ -1,12 +1,13 @@
 """Pad a batch to its own longest row, column by column in numpy.
 
 Stock collators turn every padded row into Python lists and hand the nested lists to ``torch.tensor``, which costs far
-more than the padding. Here each column becomes one numpy array, filled row by row, wrapped by ``torch.from_numpy``.
+more than the padding. Here the rows of a column and their padding are joined into one array of numpy, wrapped
+by ``torch.from_numpy``.
 
 ``BucketedCollator``, also called ``DynamicPaddingCollator``, takes a list of examples or the whole-batch items of a
 token-budget view. It serves classification, regression, token labels, causal LM, MLM and encoder-decoders: what the
-labels are is read from their shape, and from the model once ``adapt`` has seen it. Left out: truncation, packing,
-multiple choice, whole-word masking and all that is not text (``inner=`` wraps the collator that knows it).
+labels are is read from their shape, and from the model once ``adapt`` has seen it. Limitations: no truncation, packing,
+multiple choice, whole-word masking or anything but text (``inner=`` wraps the collator that knows it).
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class BucketedCollator:
     Raises:
         ValueError: settings out of range or against each other, no pad token or mask token; on a call: no features,
             rows with different columns, a missing, ragged or partly None column.
-        TypeError: not a tokenizer; on a call: a row that is no dict, a cell that is no number, ids that are no ints.
+        TypeError: no tokenizer; on a call: rows that are not dicts, cells that are not numbers, ids that are not ints.
 
     Example:
         >>> from tokenizers import Tokenizer, models
@@ -148,7 +149,7 @@ class BucketedCollator:
 
         For an encoder-decoder, lists of ints are always decoder labels and ``decoder_input_ids`` are made from them,
         which label smoothing in the ``Trainer`` needs. For any other model they must fit ``input_ids`` or have one
-        size. What is repaired on left padding stands at the class.
+        size. The class's docstring says what is repaired on left padding.
         """
         if self.inner is not None or self._has_model:
             return ()
@@ -322,7 +323,7 @@ DynamicPaddingCollator = BucketedCollator
 
 
 def flatten(features: Iterable[Any]) -> list[Any]:
-    """Return the examples of ``features``, in order; an item that is a list or tuple stands for the examples in it.
+    """Return the examples of ``features``, in order; an item that is a list or tuple is replaced by the examples in it.
 
     Example:
         >>> flatten([{"label": 0}, [{"label": 1}, {"label": 2}]])

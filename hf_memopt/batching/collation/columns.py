@@ -1,9 +1,9 @@
-"""Columns of a batch in numpy: read the cells of every row, tell what a column is, pad it to one array.
+"""Columns of a batch in numpy: read the cells of every row, find out what a column is, pad it to one array.
 
 ``collators.py`` decides with what value and on which side to pad. A ``Column`` leaves as one of three dtypes, as
 ``torch.tensor`` would give it: int64, float32 or bool. Lists of Python ints, nearly all text data, go through
 ``struct``, which refuses a float among the ints instead of rounding it. Every error names row, column and the line that
-fixes it. Left out: strings, images, sound (``inner=`` of a collator).
+fixes it. Limitations: no strings, images or sound (``inner=`` of a collator takes them).
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def count_ids(columns: dict[str, Column]) -> list[int]:
 
 
 def column_kind(name: str, column: Column, lengths: list[int]) -> Literal["fixed", "token", "decoder"]:
-    """Tell how a column that is not the labels becomes one array: stacked, padded with the tokens, padded by itself.
+    """Return how a column that is not the labels becomes one array: stacked, padded with the tokens, padded by itself.
 
     A vector whose size happens to be the number of tokens of every row counts as one entry per token.
 
@@ -281,10 +281,10 @@ def _listed(shapes: list[tuple[int, ...]]) -> str:
 def label_kind(
     labels: Column, lengths: list[int], has_decoder: bool | None = None, name: str = "labels"
 ) -> Literal["class", "target", "token", "decoder"]:
-    """Tell what the labels are: ``class`` and ``target`` are stacked as int64 and float32, the others padded.
+    """Return what the labels are: ``class`` and ``target`` are stacked as int64 and float32, the others padded.
 
     ``has_decoder`` is what is known of the model: True makes every list of ints decoder labels, False none. None
-    tells by length, so a batch whose decoder labels are all as long as its inputs counts as token labels.
+    decides by length, so a batch whose decoder labels are all as long as its inputs counts as token labels.
 
     Raises:
         ValueError: the labels mix shapes, or differ from ``input_ids`` under a model without decoder.

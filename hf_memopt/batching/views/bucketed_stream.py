@@ -189,8 +189,9 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
             rest = rest or buffer.held
 
     def _deal(self, group: list[Entry], generator: np.random.Generator) -> Iterator[list[Any]]:
-        """Cut a group into what all processes take at a time, and deal that out like cards: to each one of the longest
-        rows, so that they pad to the same length.
+        """Cut a group into turns, what all processes take at a time, and give each process every ``world_size``-th row.
+
+        The rows are sorted, so each process has one of the longest, and all pad to nearly the same length.
         """
         rows, world = [entry[-1] for entry in group], self.world_size
         if self.max_tokens is not None:

@@ -58,7 +58,8 @@ def bucketed(
 ) -> BucketedExamples | BucketedBatches | BucketedStream:
     """Return a view of a dataset in length-bucketed order, reshuffled every epoch; of a stream, a ``BucketedStream``.
 
-    Read it in order: ``TrainingArguments(train_sampling_strategy="sequential")``, or a DataLoader without shuffle.
+    It is read in order: ``attach`` sets ``train_sampling_strategy="sequential"`` in the Trainer's arguments. Without
+    ``attach`` set it yourself, or use a DataLoader without shuffle.
 
     Args:
         dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied. Or a stream:
@@ -74,7 +75,7 @@ def bucketed(
         column: the column whose length counts.
         world_size: processes that share the view; from the environment of torchrun unless given.
         pad_to_multiple_of: as in the collator.
-        too_long: see ``LengthBuckets``; ``view.buckets.dropped`` tells how many were left out.
+        too_long: see ``LengthBuckets``; ``view.buckets.dropped`` counts those left out.
         buffer_examples: of a stream: examples held at most, 8192 per process unless given; see ``BucketedStream``.
 
     Raises:
@@ -135,7 +136,7 @@ def _check_settings_of_stream(lengths: Any, n_buckets: Any, boundaries: Any) -> 
     for name, value in given.items():
         if needs_lengths[name]:
             raise ValueError(
-                f"{name}={value!r} needs all lengths beforehand, which a stream does not tell; expected it left out. "
+                f"{name}={value!r} needs all lengths beforehand, which are unknown in a stream; expected it left out. "
                 "Leave it out, or pass boundaries=[64, 128, 256] to bound the shapes"
             )
 
@@ -322,7 +323,7 @@ class BucketedBatches(_BucketedView):
 
 
 def _follow_each_other(positions: Sequence[int]) -> bool:
-    """Tell whether positions ascend by one, without a look at every pair."""
+    """Return whether positions ascend by one, without a look at every pair."""
     return list(positions) == list(range(positions[0], positions[0] + len(positions)))
 
 
