@@ -1,24 +1,23 @@
-"""Make the gradients of unequal micro-batches those of one big batch: a loss for ``Trainer(compute_loss_func=...)``.
+"""Make the gradients of unequal accumulation steps those of one big batch: a loss for ``Trainer(compute_loss_func=)``.
 
-A head that takes the mean over its own micro-batch weighs a label of a short micro-batch more than one of a long one.
-Here each micro-batch adds up its labels' losses and divides by ``num_items_in_batch``, the labels of the whole step:
-all its micro-batches on all its processes. With ``attach(trainer)`` two more things come right:
+A head that takes the mean over its own rows weighs a label of a short accumulation step more than one of a long one.
+Here each adds up its labels' losses and divides by ``num_items_in_batch``, the labels of the whole optimizer step: all
+its accumulation steps on all its processes. With ``attach(trainer)`` two more things come right:
 
 - A causal LM predicts nothing at a row's first position, yet stock counts a label there (5.8.1: always; 5.17.0, 5.23.0:
-  for heads such as GPT-2 whose class name does not tell): 11/12 of the gradient at length 12. Here it is not counted.
+  for heads such as GPT-2, whose class name hides it): 11/12 of the gradient at length 12. Here it is not counted.
 - Stock takes the labels out of the inputs of a model that is to have its loss computed elsewhere. An encoder-decoder
   then has nothing to make ``decoder_input_ids`` from (BART silently takes the source text). Here they are made before.
 
-Left out: question answering, multiple choice, contrastive and CTC losses, auxiliary losses (a router's), class weights,
-context and sequence parallelism, and generation in ``Seq2SeqTrainer.evaluate``, which asks no ``compute_loss_func``.
+Limitations: no question answering, multiple choice, contrastive or CTC losses, no auxiliary losses (a router's), class
+weights, context or sequence parallelism; ``Seq2SeqTrainer.evaluate`` with generation calls no ``compute_loss_func``.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from functools import wraps
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -38,9 +37,13 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_memopt.binding.attach import refuse_data_parallel
+from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, set_attribute, undo_all
 from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_model
-from hf_memopt.changes import Change
+from hf_memopt.changes import Change, record_changes
 from hf_memopt.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 __all__ = ["TASKS", "ExactLoss", "exact_loss"]
 
@@ -67,7 +70,8 @@ OF_THEIR_OWN_KIND = {
     "ProphetNetForConditionalGeneration",
     "ShieldGemma2ForImageClassification",
 }
-COUNTED = "counts_predictions"  # marks the counts of a trainer that attach has bound
+COUNTING_METHOD = "_get_num_items_in_batch"
+COUNTED = "counts_predictions"  # marks the counts of a trainer that attach has bound, and the override that makes them
 
 
 def exact_loss(model: nn.Module, *, label_smoothing: float | None = None, task: str | None = None) -> ExactLoss:
@@ -101,7 +105,7 @@ def exact_loss(model: nn.Module, *, label_smoothing: float | None = None, task: 
     """
     if label_smoothing is not None and not 0 <= label_smoothing < 1:
         raise ValueError(
-            f"label_smoothing={label_smoothing!r} is no share of a target; expected 0 <= label_smoothing < 1. "
+            f"label_smoothing={label_smoothing!r} is out of range; expected 0 <= label_smoothing < 1. "
             "Call: exact_loss(model, label_smoothing=0.1)"
         )
     if task is not None and task not in TASKS:
@@ -122,7 +126,7 @@ def exact_loss(model: nn.Module, *, label_smoothing: float | None = None, task: 
     for name in ("output_router_logits", "z_loss_coefficient"):
         if getattr(config, name, None):
             raise ValueError(
-                f"{name}={getattr(config, name)!r} gives {type(inside).__name__} an auxiliary loss, which is no sum "
+                f"{name}={getattr(config, name)!r} gives {type(inside).__name__} an auxiliary loss, which is not a sum "
                 f"over labels; expected a model without. Leave compute_loss_func out and call attach(trainer), or set: "
                 f"model.config.{name} = {type(getattr(config, name))(0)!r}"
             )
@@ -146,7 +150,7 @@ class ExactLoss:
 
         Raises:
             ValueError: no labels, no logits, shapes that do not fit, an auxiliary loss in the outputs, smoothing of
-                targets that are no classes.
+                targets that are not classes.
             RuntimeError: a causal LM or encoder-decoder whose trainer is not bound, or torch.nn.DataParallel.
         """
         if labels is None:
@@ -167,53 +171,53 @@ class ExactLoss:
             return total / items.to(total.device).clamp(min=1)
         return total / max(items, 1)
 
-    def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
-        """Make ``trainer`` count what the head predicts and give a decoder its inputs; return each change.
-
-        ``attach`` calls it; calling it again changes nothing.
+    def bind_trainer(self, trainer: Trainer) -> UndoHandle:
+        """Make ``trainer`` count what the head predicts and give a decoder its inputs; ``attach`` calls it.
 
         Raises:
             ValueError: two different amounts of label smoothing, or processes that do not share their counts.
         """
-        changes = self._take_smoothing(trainer.args)
         if trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
             raise ValueError(
                 "average_tokens_across_devices=False gives each process the same weight, however few labels it has; "
                 "expected True beside exact_loss. Pass TrainingArguments(..., average_tokens_across_devices=True)"
             )
-        if not self._needs_trainer or hasattr(vars(trainer).get("_get_num_items_in_batch"), COUNTED):
-            return changes
-        _bind_count(trainer, shifts_labels=self.task == "causal-lm")
+        smoothing = self._take_smoothing(trainer)
+        if not self._needs_trainer or is_overridden(trainer, COUNTING_METHOD, COUNTED):
+            return smoothing
+        count = _bind_count(trainer, shifts_labels=self.task == "causal-lm")
         if self.task == "causal-lm":
             reason = f"{self.model_name} predicts no token from nothing"
-            return (*changes, Change("num_items_in_batch", "labels", "labels without those of position 0", reason))
-        _bind_decoder_inputs(trainer, self.model_name)
+            change = Change("num_items_in_batch", "labels", "labels without those of position 0", reason)
+            record_changes(trainer, [change])
+            return undo_all(smoothing, count)
         reason = (
             f"{self.model_name} could not make them itself, as compute_loss_func takes the labels out of the inputs"
         )
-        return (*changes, Change("decoder_input_ids", None, "made from the labels where missing", reason))
+        record_changes(trainer, [Change("decoder_input_ids", None, "made from the labels where missing", reason)])
+        return undo_all(smoothing, count, _bind_decoder_inputs(trainer, self.model_name))
 
     @property
     def _needs_trainer(self) -> bool:
         return self.task in ("causal-lm", "seq2seq-lm")
 
-    def _take_smoothing(self, args: Any) -> tuple[Change, ...]:
+    def _take_smoothing(self, trainer: Trainer) -> UndoHandle:
         """Take ``label_smoothing_factor``, which stock ignores beside a ``compute_loss_func``."""
-        wanted = args.label_smoothing_factor
+        wanted = trainer.args.label_smoothing_factor
         if self.label_smoothing is not None:
             if wanted not in (0, self.label_smoothing):
                 raise ValueError(
                     f"label_smoothing_factor={wanted!r} differs from exact_loss's label_smoothing="
                     f"{self.label_smoothing!r}; expected one amount. Call: exact_loss(model), which takes the former"
                 )
-            return ()
+            return undo_all()
         if self._problem_type(None) in ("regression", "multi_label_classification"):
-            wanted = 0.0  # as stock, which warns of it for several labels
-        before, self._smoothing_of_arguments = self._smoothing_of_arguments, wanted
-        if before == wanted:
-            return ()
-        reason = "the TrainingArguments' label_smoothing_factor, which stock ignores beside a compute_loss_func"
-        return (Change("exact_loss label_smoothing", before, wanted, reason),)
+            wanted = 0.0  # as stock, which warns about several labels
+        before = self._smoothing_of_arguments
+        if before != wanted:
+            reason = "the TrainingArguments' label_smoothing_factor, which stock ignores beside a compute_loss_func"
+            record_changes(trainer, [Change("exact_loss label_smoothing", before, wanted, reason)])
+        return set_attribute(self, "_smoothing_of_arguments", wanted)
 
     def _read_logits(self, outputs: Any) -> torch.Tensor:
         """Return the logits of a model output or tuple, 16-bit ones as float32."""
@@ -303,7 +307,7 @@ class ExactLoss:
 def _find_task(model: Any) -> str | None:
     """Return the task of a transformers head, or None if its loss is none of those known here.
 
-    Heads of the library either call ``self.loss_function``, which tells by itself, or compute the loss inline; then the
+    Heads of the library either call ``self.loss_function``, whose kind is known, or compute the loss inline; then the
     class that defines ``forward`` decides, so a user's subclass with a forward of its own is not mistaken for its
     parent. Inline causal LMs are not known: those of 5.23.0 (``BartForCausalLM``, XLNet) do not shift their labels.
     """
@@ -325,25 +329,25 @@ def _find_task(model: Any) -> str | None:
     return None
 
 
-def _bind_count(trainer: Any, *, shifts_labels: bool) -> None:
+def _bind_count(trainer: Trainer, *, shifts_labels: bool) -> UndoHandle:
     """Let ``trainer`` count the labels of a step, in training and evaluation, without those of position 0 if shifted.
 
-    They are counted by stock itself, over the micro-batches and processes of the step, but shown as ignored. The method
-    is private; the same in 5.8.1, 5.17.0 and 5.23.0, pinned by tests.
+    They are counted by stock itself, over the accumulation steps and processes of the step, with the others shown as
+    ignored. The method is private; the same in 5.8.1, 5.17.0 and 5.23.0, pinned by tests.
     """
-    stock = trainer._get_num_items_in_batch
 
-    @wraps(stock)
-    def count(batch_samples: list[Any], device: Any) -> Any:
-        if shifts_labels:
-            batch_samples = [_without_first_labels(batch) for batch in batch_samples]
-        items = stock(batch_samples, device)
-        if torch.is_tensor(items):
-            setattr(items, COUNTED, True)
-        return items
+    def counting(before: Callable[..., Any]) -> Callable[..., Any]:
+        def count(batch_samples: list[Any], device: torch.device) -> Any:
+            if shifts_labels:
+                batch_samples = [_without_first_labels(batch) for batch in batch_samples]
+            items = before(batch_samples, device)
+            if torch.is_tensor(items):
+                setattr(items, COUNTED, True)
+            return items
 
-    setattr(count, COUNTED, True)
-    trainer._get_num_items_in_batch = count
+        return count
+
+    return override_method(trainer, COUNTING_METHOD, counting, purpose=COUNTED)
 
 
 def _without_first_labels(batch: Any) -> Any:
@@ -355,21 +359,22 @@ def _without_first_labels(batch: Any) -> Any:
     return {**batch, "labels": labels}
 
 
-def _bind_decoder_inputs(trainer: Any, model_name: str) -> None:
+def _bind_decoder_inputs(trainer: Trainer, model_name: str) -> UndoHandle:
     """Let ``trainer`` make ``decoder_input_ids`` from the labels, as the model would if it saw them."""
-    stock = trainer.compute_loss
 
-    @wraps(stock)
-    def compute_loss(model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        names = ("decoder_input_ids", "decoder_inputs_embeds")
-        if "labels" in inputs and all(inputs.get(name) is None for name in names):
-            shift_labels = getattr(unwrap_model(trainer.model), "prepare_decoder_input_ids_from_labels", None)
-            if shift_labels is None:
-                raise ValueError(
-                    f"decoder_input_ids are missing, and {model_name} has no prepare_decoder_input_ids_from_labels; "
-                    "expected them in the data. Leave compute_loss_func out, or add the column."
-                )
-            inputs = {**inputs, "decoder_input_ids": shift_labels(labels=inputs["labels"])}
-        return stock(model, inputs, *args, **kwargs)
+    def completing(before: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            names = ("decoder_input_ids", "decoder_inputs_embeds")
+            if "labels" in inputs and all(inputs.get(name) is None for name in names):
+                shift_labels = getattr(unwrap_model(trainer.model), "prepare_decoder_input_ids_from_labels", None)
+                if shift_labels is None:
+                    raise ValueError(
+                        f"decoder_input_ids are missing, and {model_name} has no prepare_decoder_input_ids_from_labels;"
+                        " expected them in the data. Leave compute_loss_func out, or add the column."
+                    )
+                inputs = {**inputs, "decoder_input_ids": shift_labels(labels=inputs["labels"])}
+            return before(model, inputs, *args, **kwargs)
 
-    trainer.compute_loss = compute_loss
+        return compute_loss
+
+    return override_method(trainer, "compute_loss", completing)

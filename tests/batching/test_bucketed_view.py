@@ -35,7 +35,9 @@ def examples(count: int = COUNT) -> list[dict[str, Any]]:
 VIEWS = {"examples": {"batch_size": 4, "n_buckets": 3}, "batches": {"max_tokens": 96, "n_buckets": 3}}
 
 
-def make_trainer(output_dir: Any, view: Any, **settings: Any) -> tuple[Trainer, list[list[int]]]:
+def make_trainer(
+    output_dir: Any, view: Any, *, sequential: bool = True, **settings: Any
+) -> tuple[Trainer, list[list[int]]]:
     """Return a trainer on a tiny BERT and the list that its forward passes fill with the examples of each batch."""
     model, seen = tiny.bert(), []
     model.register_forward_pre_hook(
@@ -43,7 +45,9 @@ def make_trainer(output_dir: Any, view: Any, **settings: Any) -> tuple[Trainer, 
         with_kwargs=True,
     )
     settings.setdefault("per_device_train_batch_size", view.buckets.batch_size or 1)
-    settings = {"train_sampling_strategy": "sequential", "num_train_epochs": 2, "optim": "adamw_torch", **settings}
+    if sequential:
+        settings.setdefault("train_sampling_strategy", "sequential")
+    settings = {"num_train_epochs": 2, "optim": "adamw_torch", **settings}
     args = tiny.arguments(output_dir, learning_rate=1e-3, **settings)
     return Trainer(model, args, train_dataset=view, data_collator=BucketedCollator(tiny.tokenizer())), seen
 
@@ -270,16 +274,31 @@ def test_a_batch_beyond_the_end_is_an_index_error():
     assert str(error.value) == f"position={len(view)} is not a batch of this view; expected 0 to {len(view) - 1}"
 
 
+# What attach sets
+
+
+@pytest.mark.parametrize("strategy", [{}, {"train_sampling_strategy": "group_by_length"}], ids=["default", "by length"])
+@pytest.mark.parametrize("kind", VIEWS)
+def test_an_attached_trainer_reads_the_view_in_its_own_order(kind, strategy, tmp_path):
+    view = bucketed(examples(), **VIEWS[kind])
+    trainer, seen = make_trainer(tmp_path, view, sequential=False, num_train_epochs=1, **strategy)
+    old = strategy.get("train_sampling_strategy", "random")
+    assert trainer.args.train_sampling_strategy == old
+    reason = "the bucketed view brings its own shuffled order, grouped by length"
+    attach(attach(trainer))
+    changes = [change for change in trainer.memopt_changes if change.name == "train_sampling_strategy"]
+    assert changes == [Change("train_sampling_strategy", old, "sequential", reason)]
+    trainer.train()
+    plan = bucketed(examples(), **VIEWS[kind], seed=trainer.args.seed).plan
+    assert seen == [plan.batch(i).tolist() for i in range(len(plan))]
+    trainer.memopt_handle.remove()
+    assert trainer.args.train_sampling_strategy == old
+
+
 # What attach refuses
 
 
 REFUSED = {
-    "random": (
-        "examples",
-        {"train_sampling_strategy": "random"},
-        "train_sampling_strategy='random' would read the bucketed view out of order; expected \"sequential\", since "
-        'the view brings its own shuffled order. Pass TrainingArguments(..., train_sampling_strategy="sequential")',
-    ),
     "auto_find_batch_size": (
         "batches",
         {"auto_find_batch_size": True},
@@ -452,7 +471,7 @@ def test_a_stream_takes_no_setting_that_needs_all_lengths(name, value):
     with pytest.raises(ValueError) as error:
         bucketed(StartsOver(examples()), batch_size=4, **{name: value})
     assert str(error.value) == (
-        f"{name}={value!r} needs all lengths beforehand, which a stream does not tell; expected it left out. Leave it "
+        f"{name}={value!r} needs all lengths beforehand, which are unknown in a stream; expected it left out. Leave it "
         "out, or pass boundaries=[64, 128, 256] to bound the shapes"
     )
 
@@ -493,16 +512,6 @@ def test_a_null_or_empty_row_is_named(cell):
     assert str(error.value) == (
         "lengths[1]=0 is an example without tokens (empty or null); expected 1 or more. Drop such rows: "
         'dataset.filter(lambda row: row["input_ids"])'
-    )
-
-
-@pytest.mark.parametrize("source", [list, iter])
-def test_more_processes_than_any_run_has_are_refused(source):
-    with pytest.raises(ValueError) as error:
-        bucketed(source(examples()), batch_size=4, world_size=10**9)
-    assert str(error.value) == (
-        "world_size=1000000000 is not a number of processes; expected 1 to 1048576. Leave world_size out: it is "
-        "read from the environment of torchrun"
     )
 
 

@@ -971,13 +971,11 @@ def test_labels_of_the_data_that_a_language_model_cannot_use_are_refused():
 BAD_SETTINGS = {
     "pad_to_multiple_of=0": (
         {"pad_to_multiple_of": 0},
-        "pad_to_multiple_of=0 is not a count; expected an integer of 1 or more. "
-        "Pass, for example, pad_to_multiple_of=32",
+        "pad_to_multiple_of=0 is invalid; expected an integer of 1 or more. Pass pad_to_multiple_of=32",
     ),
     "pad_to_multiple_of=8.0": (
         {"pad_to_multiple_of": 8.0},
-        "pad_to_multiple_of=8.0 is not a count; expected an integer of 1 or more. "
-        "Pass, for example, pad_to_multiple_of=32",
+        "pad_to_multiple_of=8.0 is invalid; expected an integer of 1 or more. Pass pad_to_multiple_of=32",
     ),
     "mlm_probability=0": (
         {"mlm_probability": 0},

@@ -254,8 +254,11 @@ def make_trainer(case: Case, dtype: torch.dtype, output_dir: Any, **settings: An
     return trainer, recorder
 
 
-def bind(trainer: Trainer) -> tuple[Change, ...]:
-    return trainer.compute_loss_func.bind_trainer(trainer)
+def bind(trainer: Trainer, loss: Any = None) -> tuple[Change, ...]:
+    """Bind the trainer's loss, or another one, and return what is recorded for it."""
+    before = getattr(trainer, "memopt_changes", ())
+    (loss or trainer.compute_loss_func).bind_trainer(trainer)
+    return trainer.memopt_changes[len(before) :] if hasattr(trainer, "memopt_changes") else ()
 
 
 def train_exactly(case: Case, dtype: torch.dtype, output_dir: Any, **settings: Any) -> float:
@@ -468,14 +471,14 @@ def test_label_smoothing_can_be_given_but_not_twice(tmp_path):
         "label_smoothing_factor=0.1 differs from exact_loss's label_smoothing=0.3; expected one amount. "
         "Call: exact_loss(model), which takes the former"
     )
-    assert exact_loss(model, label_smoothing=0.1).bind_trainer(trainer) == ()
+    assert bind(trainer, exact_loss(model, label_smoothing=0.1)) == ()
 
 
 def test_a_second_trainer_brings_its_own_smoothing(tmp_path):
     loss = exact_loss(tiny.bert())
     for name, smoothing in (("bert, smoothed", 0.1), ("bert", 0.0)):
         trainer, _ = make_trainer(CASES[name], torch.float32, tmp_path)
-        (change,) = loss.bind_trainer(trainer)
+        (change,) = bind(trainer, loss)
         assert change.new == smoothing
 
 
@@ -617,7 +620,7 @@ def test_auxiliary_losses_are_refused(head, name, value, off):
     with pytest.raises(ValueError) as error:
         exact_loss(build(head, **{name: value}))
     assert str(error.value) == (
-        f"{name}={value!r} gives {head} an auxiliary loss, which is no sum over labels; expected a model without. "
+        f"{name}={value!r} gives {head} an auxiliary loss, which is not a sum over labels; expected a model without. "
         f"Leave compute_loss_func out and call attach(trainer), or set: model.config.{name} = {off}"
     )
 
@@ -695,7 +698,7 @@ def test_smoothing_out_of_range_is_refused(label_smoothing):
     with pytest.raises(ValueError) as error:
         exact_loss(tiny.bert(), label_smoothing=label_smoothing)
     assert str(error.value) == (
-        f"label_smoothing={label_smoothing!r} is no share of a target; expected 0 <= label_smoothing < 1. "
+        f"label_smoothing={label_smoothing!r} is out of range; expected 0 <= label_smoothing < 1. "
         "Call: exact_loss(model, label_smoothing=0.1)"
     )
 

@@ -228,9 +228,7 @@ def test_a_missing_column_names_those_there_are(make_dataset):
 def test_a_column_that_is_not_text_is_refused(make_dataset, column):
     with pytest.raises(ValueError) as error:
         token_lengths(make_dataset([{"input_ids": [5]}]), column)
-    assert str(error.value) == (
-        f'column={column!r} is not the name of a column; expected text. Pass column="input_ids"'
-    )
+    assert str(error.value) == (f"column={column!r} is invalid; expected a string. Pass column='input_ids'")
 
 
 ROW = {"input_ids": [5, 6], "label": 1}

@@ -268,7 +268,7 @@ def test_many_examples_are_replayed_on_a_sample_with_the_longest_one():
         (
             [3],
             {"max_length": 0},
-            "max_length=0 is not a count; expected an integer of 1 or more. Pass, for example, max_length=32",
+            "max_length=0 is invalid; expected an integer of 1 or more. Pass max_length=32",
         ),
     ],
 )

@@ -202,7 +202,7 @@ def test_a_rank_out_of_range_is_refused(kind, rank):
 def test_an_epoch_out_of_range_is_refused():
     with pytest.raises(ValueError) as error:
         make("tokens").set_epoch(-1)
-    assert str(error.value) == "epoch=-1 is no epoch; expected an integer from 0 to 2**63 - 1. Pass epoch=0"
+    assert str(error.value) == "epoch=-1 is invalid; expected an integer of 0 or more. Pass epoch=0"
 
 
 def test_diagnostics_are_those_of_the_plan():

@@ -717,8 +717,8 @@ def test_attach_is_undone_by_its_handle(tmp_path):
     before, callbacks = [dict(vars(part)) for part in parts], list(trainer.callback_handler.callbacks)
     attach(attach(trainer, MicrobatchCallback()), OverflowCallback(), Bound())
     assert [change.name for change in trainer.memopt_changes] == [
+        "seed of the bucketed view",
         "train_sampling_strategy",
-        "bucketed view seed",
         "integer lists in labels",
         "model_accepts_loss_kwargs",
     ]

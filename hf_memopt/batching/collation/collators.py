@@ -1,12 +1,13 @@
 """Pad a batch to its own longest row, column by column in numpy.
 
 Stock collators turn every padded row into Python lists and hand the nested lists to ``torch.tensor``, which costs far
-more than the padding. Here each column becomes one numpy array, filled row by row, wrapped by ``torch.from_numpy``.
+more than the padding. Here the rows of a column and their padding are joined into one array of numpy, wrapped
+by ``torch.from_numpy``.
 
 ``BucketedCollator``, also called ``DynamicPaddingCollator``, takes a list of examples or the whole-batch items of a
 token-budget view. It serves classification, regression, token labels, causal LM, MLM and encoder-decoders: what the
-labels are is read from their shape, and from the model once ``adapt`` has seen it. Left out: truncation, packing,
-multiple choice, whole-word masking and all that is not text (``inner=`` wraps the collator that knows it).
+labels are is read from their shape, and from the model once ``adapt`` has seen it. Limitations: no truncation, packing,
+multiple choice, whole-word masking or anything but text (``inner=`` wraps the collator that knows it).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -34,8 +35,12 @@ from hf_memopt.batching.collation.columns import (
 )
 from hf_memopt.batching.collation.rows import RowBatch
 from hf_memopt.batching.plan.checks import check_counts
+from hf_memopt.binding.handles import UndoHandle, set_attribute, undo_all
 from hf_memopt.binding.model_traits import has_decoder, is_causal_lm, label_shifter, needs_position_ids
-from hf_memopt.changes import Change
+from hf_memopt.changes import Change, record_changes
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 __all__ = ["BucketedCollator", "DynamicPaddingCollator", "flatten", "needs_position_ids"]
 
@@ -73,7 +78,7 @@ class BucketedCollator:
     Raises:
         ValueError: settings out of range or against each other, no pad token or mask token; on a call: no features,
             rows with different columns, a missing, ragged or partly None column.
-        TypeError: not a tokenizer; on a call: a row that is no dict, a cell that is no number, ids that are no ints.
+        TypeError: no tokenizer; on a call: rows that are not dicts, cells that are not numbers, ids that are not ints.
 
     Example:
         >>> from tokenizers import Tokenizer, models
@@ -132,12 +137,19 @@ class BucketedCollator:
             self.adapt(model)
             self._has_model = True
 
+    def bind_trainer(self, trainer: Trainer) -> UndoHandle:
+        """Adapt to the trainer's model; ``attach`` calls it."""
+        names = ("_has_decoder", "_shift_labels", "_predicts_next_token", "_adds_position_ids")
+        handles = [set_attribute(self, name, getattr(self, name)) for name in names]
+        record_changes(trainer, self.adapt(cast(nn.Module, trainer.model)))
+        return undo_all(*handles)
+
     def adapt(self, model: nn.Module) -> tuple[Change, ...]:
         """Set what depends on the model and return each choice; nothing changes if a model was given at construction.
 
         For an encoder-decoder, lists of ints are always decoder labels and ``decoder_input_ids`` are made from them,
         which label smoothing in the ``Trainer`` needs. For any other model they must fit ``input_ids`` or have one
-        size. What is repaired on left padding stands at the class.
+        size. The class's docstring says what is repaired on left padding.
         """
         if self.inner is not None or self._has_model:
             return ()
@@ -202,23 +214,22 @@ class BucketedCollator:
             )
         return tensors
 
-    def _width(self, lengths: Array, width: int | None) -> int:
+    def _width(self, lengths: list[int], width: int | None) -> int:
         """Return the width that the batch is padded to: the one that is asked for, or its longest row, rounded up."""
-        longest = max(lengths.tolist())
+        longest = max(lengths)
         if width is None:
             return round_up(longest, self.pad_to_multiple_of)
         if longest > width:
             raise ValueError(
-                f"width={width} is too short for features[{int(lengths.argmax())}]['input_ids'] with {longest} ids; "
+                f"width={width} is too short for features[{lengths.index(longest)}]['input_ids'] with {longest} ids; "
                 "expected the longest row to fit. Give the view the true lengths: "
                 "bucketed(dataset, ..., lengths=token_lengths(dataset))."
             )
         return width
 
-    def _pad_inputs(self, columns: dict[str, Column], lengths: Array, width: int) -> dict[str, Array]:
+    def _pad_inputs(self, columns: dict[str, Column], lengths: list[int], width: int) -> dict[str, Array]:
         """Return every column but the labels as one array, plus ``attention_mask`` and ``position_ids`` if wanted."""
         side = self.tokenizer.padding_side
-        padding = where_padding(lengths, width, side)
         batch = {}
         for name, column in columns.items():
             kind = column_kind(name, column, lengths)
@@ -228,12 +239,13 @@ class BucketedCollator:
                 own_width = round_up(max(size for (size,) in column.shapes), self.pad_to_multiple_of)
                 batch[name] = column.pad(own_width, self._pad_value(name), "right")
             else:
-                batch[name] = column.pad(width, self._pad_value(name), side, padding)
+                batch[name] = column.pad(width, self._pad_value(name), side)
         if "attention_mask" not in batch:
-            batch["attention_mask"] = (~padding).astype(np.int64)
+            batch["attention_mask"] = (~where_padding(lengths, width, side)).astype(np.int64)
         if self._adds_position_ids and "position_ids" not in batch:
             first = batch["attention_mask"].argmax(axis=1)
-            batch["position_ids"] = np.clip(np.arange(width) - first[:, None], 0, None) * ~padding
+            positions = np.clip(np.arange(width) - first[:, None], 0, None)
+            batch["position_ids"] = positions * ~where_padding(lengths, width, side)
         return batch
 
     def _pad_value(self, name: str) -> int:
@@ -244,7 +256,7 @@ class BucketedCollator:
         return 1 if name == "special_tokens_mask" else 0
 
     def _pad_labels(
-        self, name: str, labels: Column | None, lengths: Array, batch: dict[str, Array]
+        self, name: str, labels: Column | None, lengths: list[int], batch: dict[str, Array]
     ) -> dict[str, Array]:
         """Return ``labels`` as one array, or nothing; and ``decoder_input_ids`` where the model makes them."""
         if labels is None:
@@ -311,7 +323,7 @@ DynamicPaddingCollator = BucketedCollator
 
 
 def flatten(features: Iterable[Any]) -> list[Any]:
-    """Return the examples of ``features``, in order; an item that is a list or tuple stands for the examples in it.
+    """Return the examples of ``features``, in order; an item that is a list or tuple is replaced by the examples in it.
 
     Example:
         >>> flatten([{"label": 0}, [{"label": 1}, {"label": 2}]])

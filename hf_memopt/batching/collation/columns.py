@@ -1,32 +1,30 @@
-"""Columns of a batch in numpy: read the cells of every row, tell what a column is, pad it to one array.
+"""Columns of a batch in numpy: read the cells of every row, find out what a column is, pad it to one array.
 
 ``collators.py`` decides with what value and on which side to pad. A ``Column`` leaves as one of three dtypes, as
 ``torch.tensor`` would give it: int64, float32 or bool. Lists of Python ints, nearly all text data, go through
 ``struct``, which refuses a float among the ints instead of rounding it. Every error names row, column and the line that
-fixes it. Left out: strings, images, sound (``inner=`` of a collator).
+fixes it. Limitations: no strings, images or sound (``inner=`` of a collator takes them).
 """
 
 from __future__ import annotations
 
+import math
 import reprlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from hf_memopt.batching.plan.lengths import LENGTH_COLUMN
 
 __all__ = [
     "Array",
+    "Cell",
     "Column",
-    "Room",
-    "Windows",
     "column_kind",
     "count_ids",
     "label_kind",
@@ -38,6 +36,7 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
+Cell = Any  # the entries of one row: a contiguous array, or a memoryview, whose shape mypy takes for optional
 
 _DTYPES = {"b": np.dtype(np.bool_), "i": np.dtype(np.int64), "u": np.dtype(np.int64), "f": np.dtype(np.float32)}
 _LABELS = ("labels", "label", "label_ids")
@@ -50,157 +49,94 @@ def torch_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return _DTYPES[dtype.kind]
 
 
-class Windows(dict[int, Array]):
-    """An array as windows, by their width: window i is ``array[i : i + width]``."""
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
-
-    def __missing__(self, width: int) -> Array:
-        array = self.array
-        shape, strides = (len(array) - width + 1, width), (array.itemsize, array.itemsize)
-        self[width] = np.ndarray(shape, array.dtype, array, 0, strides)
-        return self[width]
-
-
-@dataclass(slots=True)
-class Room:
-    """What lies beside rows in memory and may be read with them; columns whose rows lie alike share one.
-
-    Args:
-        before: how many entries before each row may be read, ``(batch,)``, and
-        to_end: how many from its start on, negative, ``(batch,)``.
-        sizes: of the rows, ``(batch,)``.
-    """
-
-    before: Array
-    to_end: Array
-    sizes: Array
-    _after: int | None = None
-
-    def fits(self, width: int, side: str) -> bool:
-        """Tell whether every row, with what lies on the ``side`` to pad, fills ``width`` entries that may be read."""
-        # Of so few numbers Python finds the least faster than numpy.
-        if side == "left":
-            return bool(min((self.before + self.sizes).tolist()) >= width)
-        if self._after is None:
-            self._after = -max(self.to_end.tolist())
-        return self._after >= width
-
-
 @dataclass(slots=True)
 class Column:
-    """One column of a batch, its rows still unpadded somewhere in one array.
+    """One column of a batch, its rows still unpadded.
 
     Args:
-        values: the numbers of all rows, and maybe others: ``(batch,)`` in the order of the rows where each is one
-            number; else row i is ``values[starts[i] : starts[i] + sizes[i]]``, of shape ``(sizes[i], ...)``.
-        dtype: int64, float32 or bool: what the numbers become.
-        starts: ``(batch,)``, or None where each row is one number; as ``sizes``.
-        sizes: ``(batch,)``; the same object as another column's where the rows are known to be as long.
-        room: what may be read beside the rows, and
-        windows: of ``values``; None: nothing.
-        odd_shapes: the shape of every row where they do not follow from ``values``: rows that do not go into one array
-            (then ``sizes`` is None and ``values`` empty), and those among vectors of rows that are empty.
+        cells: the cell of each row, ``(batch,)``: buffers of ``stored``, of any shapes; where each row is one number,
+            one array of them.
+        stored: the dtype of the cells. An empty one may have another.
+        dtype: int64, float32 or bool: the dtype of the padded array.
+        sizes: the number of entries of each row, ``(batch,)``; None where the rows cannot be padded to one array.
+        ndim: the number of dimensions of a row; None where they differ.
     """
 
-    values: Array
+    cells: Sequence[Cell] | Array
+    stored: np.dtype[Any]
     dtype: np.dtype[Any]
-    starts: Array | None = None
-    sizes: Array | None = None
-    room: Room | None = None
-    windows: Windows | None = None
-    odd_shapes: list[tuple[int, ...]] | None = None
+    sizes: list[int] | None
+    ndim: int | None
 
     @classmethod
-    def of_rows(cls, rows: list[Array]) -> Column:
+    def of_arrays(cls, arrays: list[Array]) -> Column:
         """Return the column of arrays of one dtype.
 
         Example:
-            >>> Column.of_rows([np.array([5, 6]), np.array([7])]).sizes
-            array([2, 1])
+            >>> Column.of_arrays([np.array([5, 6]), np.array([7])]).sizes
+            [2, 1]
         """
-        shapes = [row.shape for row in rows]
-        if not any(shapes):
-            return cls(np.stack(rows), rows[0].dtype)
-        filled = [row for row in rows if row.shape and len(row)]
-        if not all(shapes) or len({row.shape[1:] for row in filled}) > 1:
-            return cls(np.empty(0), rows[0].dtype, odd_shapes=shapes)
-        sizes = np.array([shape[0] for shape in shapes])
-        odd_shapes = shapes if len(set(map(len, shapes))) > 1 else None
-        values = np.concatenate(filled or rows[:1])
-        return cls(values, values.dtype, sizes.cumsum() - sizes, sizes, odd_shapes=odd_shapes)
+        dtype, dimensions = arrays[0].dtype, {found.ndim for found in arrays}
+        if dimensions == {0}:
+            return cls(np.stack(arrays), dtype, dtype, None, 0)
+        can_pad = 0 not in dimensions and len({found.shape[1:] for found in arrays if len(found)}) <= 1
+        sizes = [len(found) for found in arrays] if can_pad else None
+        return cls(arrays, dtype, dtype, sizes, dimensions.pop() if len(dimensions) == 1 else None)
+
+    @classmethod
+    def of_lists(cls, cells: list[Cell], sizes: list[int], stored: np.dtype[Any]) -> Column:
+        """Return the column of flat buffers of one dtype."""
+        dtype = torch_dtype(stored)
+        if dtype.kind != "i" and not all(sizes):
+            # As from Python lists: an empty one shows neither floats nor bools, so it counts as ints.
+            dtype = np.dtype(np.float32 if dtype.kind == "f" and any(sizes) else np.int64)
+        return cls(cells, stored, dtype, sizes, 1)
+
+    @classmethod
+    def of_numbers(cls, numbers: list[Any], stored: np.dtype[Any]) -> Column:
+        """Return the column of one number per row."""
+        dtype = torch_dtype(stored)
+        return cls(np.array(numbers, stored).astype(dtype, copy=False), dtype, dtype, None, 0)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shape of every row."""
-        if self.odd_shapes is not None:
-            return self.odd_shapes
-        if self.sizes is None:
-            return [()] * len(self.values)
-        return [(size, *self.values.shape[1:]) for size in self.sizes.tolist()]
-
-    @property
-    def ndim(self) -> int | None:
-        """The number of dimensions of every row, or None where they differ."""
-        if self.odd_shapes is None:
-            return 0 if self.sizes is None else self.values.ndim
-        dimensions = set(map(len, self.odd_shapes))
-        return dimensions.pop() if len(dimensions) == 1 else None
+        return [cell.shape for cell in self.cells]
 
     def stack(self) -> Array:
         """Return rows of one shape as one array, ``(batch, ...)``."""
-        if self.sizes is None:
-            return self.values.astype(self.dtype, copy=False)
-        return self.pad(int(self.sizes[0]), 0)
+        if self.ndim == 0:
+            return np.asarray(self.cells).astype(self.dtype, copy=False)
+        return self.pad(len(self.cells[0]), 0)
 
-    def pad(self, width: int, value: float, side: str = "right", padding: Array | None = None) -> Array:
+    def pad(self, width: int, value: int, side: str = "right") -> Array:
         """Return the rows as one array ``(batch, width, ...)`` with ``value`` on the ``side`` given.
 
-        ``padding`` is ``where_padding(sizes, width, side)``, for callers that have it already.
-
         Example:
-            >>> Column.of_rows([np.array([5, 6]), np.array([7])]).pad(3, 0, "left")
+            >>> Column.of_arrays([np.array([5, 6]), np.array([7])]).pad(3, 0, "left")
             array([[0, 5, 6],
                    [0, 0, 7]])
         """
-        if self.starts is None or self.sizes is None:
-            raise TypeError("rows of one number have no width; expected rows of shape (n, ...). Call: column.stack().")
-        if self.windows is None or self.room is None or not self.room.fits(width, side):
-            return self._pad_row_by_row(self.starts.tolist(), self.sizes.tolist(), width, value, side)
-        if padding is None:
-            padding = where_padding(self.sizes, width, side)
-        # A row and its neighbours in memory, which the padding then covers.
-        first = self.starts if side == "right" else self.starts + (self.sizes - width)
-        padded = self.windows[width][first]
-        if padded.dtype.kind != "f":  # no unsigned integer holds -100; floats of a neighbour may be out of range
-            padded = padded.astype(self.dtype, copy=False)
-        np.copyto(padded, value, where=padding)
-        return padded.astype(self.dtype, copy=False)
-
-    def _pad_row_by_row(self, starts: list[int], sizes: list[int], width: int, value: float, side: str) -> Array:
-        inside = self.values.shape[1:]
-        padded = np.full((len(sizes), width, *inside), value, dtype=self.dtype)
-        flat = padded.reshape(-1, *inside)
-        for row, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            first = row * width if side == "right" else (row + 1) * width - size
-            flat[first : first + size] = self.values[start : start + size]
-        return padded
+        # One join of bytes, row, padding, row, padding ..., is several times faster than an assignment for each row,
+        # and a bytearray, unlike bytes, makes a tensor that can be written to.
+        cells, stored = self.cells, self.stored
+        if np.array(value).astype(stored) != value:  # -100 among unsigned integers
+            cells, stored = [np.asarray(cell).astype(self.dtype) for cell in cells], self.dtype
+        inside = next(filter(len, cells), cells[0]).shape[1:]  # an empty row among (n, 3) may have shape (0,)
+        entry = math.prod(inside)
+        padding = np.full(width * entry, value, stored).data
+        rests = [padding[len(cell) * entry :] for cell in cells]
+        parts: list[Any] = [None] * (2 * len(cells))
+        parts[0::2], parts[1::2] = (cells, rests) if side == "right" else (rests, cells)
+        joined = bytearray().join(parts)
+        return np.ndarray((len(cells), width, *inside), stored, joined).astype(self.dtype, copy=False)
 
 
-def where_padding(sizes: Array, width: int, side: str) -> Array:
-    """Return where rows of sizes up to ``width`` are padding, ``(batch, width)``."""
-    is_padding: Array = _padding_of_sizes(width, side)[sizes]
+def where_padding(sizes: list[int], width: int, side: str) -> Array:
+    """Return where rows of these sizes are padding, ``(batch, width)``."""
+    places, column = np.arange(width), np.array(sizes)[:, None]
+    is_padding: Array = places < width - column if side == "left" else places >= column
     return is_padding
-
-
-@lru_cache(maxsize=256)
-def _padding_of_sizes(width: int, side: str) -> Array:
-    """Return where a row of each size from 0 to ``width`` is padding, ``(width + 1, width)``, in 2 * width bytes."""
-    places = np.arange(2 * width)
-    if side == "left":
-        return sliding_window_view(places < width, width)
-    return sliding_window_view(places >= width, width)[::-1]
 
 
 def read_columns(features: Sequence[Any]) -> dict[str, Column]:
@@ -230,7 +166,7 @@ def read_columns(features: Sequence[Any]) -> dict[str, Column]:
             )
         if not missing and name != LENGTH_COLUMN:
             arrays = [_cell_array(cell, name, row) for row, cell in enumerate(cells)]
-            columns[name] = Column.of_rows(_alike(arrays) if len({found.dtype for found in arrays}) > 1 else arrays)
+            columns[name] = Column.of_arrays(_alike(arrays) if len({found.dtype for found in arrays}) > 1 else arrays)
     return columns
 
 
@@ -258,7 +194,7 @@ def _cell_array(cell: Any, name: str, row: int) -> Array:
         return np.empty(0, dtype=np.int64)
     if found.dtype.kind not in _DTYPES or (name == "input_ids" and found.dtype.kind not in "iu"):
         raise TypeError(_cell_error(cell, name, row))
-    return found.astype(_DTYPES[found.dtype.kind], copy=False)
+    return found.astype(_DTYPES[found.dtype.kind], order="C", copy=False)
 
 
 def _cell_error(cell: Any, name: str, row: int) -> str:
@@ -288,7 +224,7 @@ def take_labels(columns: dict[str, Column]) -> tuple[str, Column | None]:
     return (names[0], columns.pop(names[0])) if names else ("labels", None)
 
 
-def count_ids(columns: dict[str, Column]) -> Array:
+def count_ids(columns: dict[str, Column]) -> list[int]:
     """Return the number of ids of every row, ``(batch,)``."""
     if "input_ids" not in columns:
         raise ValueError(
@@ -305,8 +241,8 @@ def count_ids(columns: dict[str, Column]) -> Array:
     return ids.sizes
 
 
-def column_kind(name: str, column: Column, lengths: Array) -> Literal["fixed", "token", "decoder"]:
-    """Tell how a column that is not the labels becomes one array: stacked, padded with the tokens, padded by itself.
+def column_kind(name: str, column: Column, lengths: list[int]) -> Literal["fixed", "token", "decoder"]:
+    """Return how a column that is not the labels becomes one array: stacked, padded with the tokens, padded by itself.
 
     A vector whose size happens to be the number of tokens of every row counts as one entry per token.
 
@@ -315,7 +251,7 @@ def column_kind(name: str, column: Column, lengths: Array) -> Literal["fixed", "
     """
     if name in _OF_DECODER and column.ndim == 1:
         return "decoder"
-    if column.sizes is not None and (column.sizes is lengths or np.logical_and.reduce(column.sizes == lengths)):
+    if column.sizes == lengths:
         return "token"
     shapes = column.shapes
     sizes = [shape[0] if shape else -1 for shape in shapes]
@@ -333,7 +269,7 @@ def column_kind(name: str, column: Column, lengths: Array) -> Literal["fixed", "
     return "fixed"
 
 
-def _first_different(sizes: list[int], lengths: Array) -> int | None:
+def _first_different(sizes: list[int], lengths: list[int]) -> int | None:
     """Return the first row whose size is not its number of ids."""
     return next((i for i, (size, length) in enumerate(zip(sizes, lengths, strict=True)) if size != length), None)
 
@@ -343,12 +279,12 @@ def _listed(shapes: list[tuple[int, ...]]) -> str:
 
 
 def label_kind(
-    labels: Column, lengths: Array, has_decoder: bool | None = None, name: str = "labels"
+    labels: Column, lengths: list[int], has_decoder: bool | None = None, name: str = "labels"
 ) -> Literal["class", "target", "token", "decoder"]:
-    """Tell what the labels are: ``class`` and ``target`` are stacked as int64 and float32, the others padded.
+    """Return what the labels are: ``class`` and ``target`` are stacked as int64 and float32, the others padded.
 
     ``has_decoder`` is what is known of the model: True makes every list of ints decoder labels, False none. None
-    tells by length, so a batch whose decoder labels are all as long as its inputs counts as token labels.
+    decides by length, so a batch whose decoder labels are all as long as its inputs counts as token labels.
 
     Raises:
         ValueError: the labels mix shapes, or differ from ``input_ids`` under a model without decoder.

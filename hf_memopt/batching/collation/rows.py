@@ -1,23 +1,22 @@
-"""The rows of a dataset, read as late as possible: by our collators column by column, by anything else row by row.
+"""Read the rows of a dataset as late as possible: column by column from Arrow for our collators, as rows for others.
 
-``RowReader.read`` gives a ``RowBatch``, a list that stays unread until something looks at it. Our collators do not
-look: they take the columns straight from Arrow, which makes fetching and padding a batch one step without a Python
-object per row. Everything else (another collator, a wrapper, user code) gets the very rows that the dataset gives.
+``RowReader.read`` returns a ``RowBatch``, a list whose rows are read when something looks at them. Our collators do not
+look: they take the columns straight from Arrow, without a Python object per token. Another collator, a wrapper or user
+code gets the rows that the dataset itself returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
+from datasets import Dataset
 
 from hf_memopt.batching.collation.arrow_columns import ArrowColumns
 from hf_memopt.batching.collation.columns import Array, Column
 
 __all__ = ["RowBatch", "RowReader"]
-
-_TABLES = ("arrow", "polars")  # formats whose rows are tables, which no collator takes: read as plain rows
 
 
 class RowReader:
@@ -32,7 +31,7 @@ class RowReader:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._names: frozenset[str] | None = None
-        self._prepared: tuple[Any, tuple[Any, ArrowColumns | None]] | None = None
+        self._prepared: tuple[Any, Any, ArrowColumns | None] | None = None  # fingerprint, dataset of rows, columns
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared": None}
@@ -43,63 +42,59 @@ class RowReader:
         self._prepared = None
 
     def read(self, indices: Sequence[int] | Array, width: int | None = None) -> RowBatch:
-        """Return the rows at ``indices``, unread; ``width`` is what a collator must pad them to (None: as it likes)."""
-        batch = RowBatch.__new__(RowBatch)
-        list.__init__(batch, (_UNREAD,) * len(indices))
-        batch.width = width
-        batch._unread = (self, indices)
+        """Return the rows at ``indices``, unread; a collator pads them to ``width``, None: to the longest row."""
+        batch = RowBatch([_UNREAD] * len(indices))
+        batch.width, batch._unread = width, (self, indices)
         return batch
 
     def columns(self, indices: Sequence[int] | Array) -> dict[str, Column] | None:
         """Return the columns at ``indices`` straight from Arrow, or None if the rows must be read one by one."""
-        arrow = self._prepare()[1]
+        _, arrow = self._sources()
         return None if arrow is None else arrow.read(np.asarray(indices, dtype=np.int64))
 
     def rows(self, indices: Sequence[int] | Array) -> list[Any]:
-        """Return the dataset's own rows at ``indices``, of the columns to keep."""
-        dataset = self._prepare()[0]
+        """Return the dataset's own rows at ``indices``, with the kept columns only."""
+        (dataset, _), names = self._sources(), self._names
         wanted = np.asarray(indices).tolist()
         fetch = getattr(dataset, "__getitems__", None)
         rows = list(fetch(wanted)) if fetch is not None and wanted else [dataset[i] for i in wanted]
-        if self._names is None:
+        if names is None:
             return rows
         return [
-            {name: cell for name, cell in row.items() if name in self._names} if isinstance(row, Mapping) else row
+            {name: cell for name, cell in row.items() if name in names} if isinstance(row, Mapping) else row
             for row in rows
         ]
 
-    def _prepare(self) -> tuple[Any, ArrowColumns | None]:
-        """Return what to read rows from and the Arrow columns, made anew when the dataset was changed in place."""
+    def _sources(self) -> tuple[Any, ArrowColumns | None]:
+        """Return what to read rows from and the Arrow columns, prepared again once the dataset was changed in place."""
         # `_fingerprint` is private; set_format and set_transform, which change a dataset in place, change it too
         # (datasets 3.0 to 5.2; pinned by a test).
         fingerprint = getattr(self.dataset, "_fingerprint", None)
         if self._prepared is None or self._prepared[0] != fingerprint:
-            self._prepared = (fingerprint, self._described())
-        return self._prepared[1]
+            is_plain = type(self.dataset) is Dataset  # a subclass may read its rows in another way
+            sources = _prepare(self.dataset, self._names) if is_plain else (self.dataset, None)
+            self._prepared = (fingerprint, *sources)
+        return self._prepared[1:]
 
-    def _described(self) -> tuple[Any, ArrowColumns | None]:
-        from datasets import Dataset
 
-        dataset = self.dataset
-        if type(dataset) is not Dataset:  # a subclass may read its rows in another way
-            return dataset, None
-        shape = dataset.format
-        if shape["type"] in _TABLES:
-            dataset = dataset.with_format(None, shape["columns"], shape["output_all_columns"])
-        arrow = ArrowColumns.of(dataset, self._names)
-        if self._names is None or shape["type"] == "custom":
-            return dataset, arrow
-        kept = [name for name in dataset.column_names if name in self._names]
-        return dataset.select_columns(kept) if kept else dataset, arrow
+def _prepare(dataset: Dataset, names: frozenset[str] | None) -> tuple[Dataset, ArrowColumns | None]:
+    form = dataset.format
+    if form["type"] in ("arrow", "polars"):  # their rows are tables, which no collator takes
+        dataset = dataset.with_format(None, form["columns"], form["output_all_columns"])
+    arrow = ArrowColumns.of(dataset, names)
+    if names is None or form["type"] == "custom":  # a transform sees all columns
+        return dataset, arrow
+    kept = [name for name in dataset.column_names if name in names]
+    return dataset.select_columns(kept) if kept else dataset, arrow
 
 
 class RowBatch(list[Any]):
-    """A batch of rows: an ordinary list whose items are read from the dataset at the first use of any of them.
+    """A batch of rows: a list, as tokenizers and collators ask for, that reads its rows at the first use of any.
 
     ``len`` is known without reading. Copies, slices and pickles are plain lists.
 
     Attributes:
-        width: what the collator must pad the batch to; None: its longest row, rounded up.
+        width: the width that the collator must pad the batch to; None: its longest row, rounded up.
     """
 
     width: int | None = None
@@ -107,37 +102,20 @@ class RowBatch(list[Any]):
 
     def columns(self) -> dict[str, Column] | None:
         """Return the columns straight from Arrow, or None if the rows were looked at or must be read one by one."""
-        if self._unread is None:
-            return None
-        reader, indices = self._unread
-        return reader.columns(indices)
+        return None if self._unread is None else self._unread[0].columns(self._unread[1])
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return list, (list(self),)
 
     def __radd__(self, other: Any) -> Any:
-        _read(self)  # list + RowBatch takes the items without asking for them; list.__add__ does the rest
+        _fill(self)  # list + RowBatch takes the items without asking for them; list.__add__ does the rest
         return NotImplemented
 
 
-class _Unread:
-    """What stands in a ``RowBatch`` for a row that was not read: of no use to anything that takes items by force."""
-
-    __slots__ = ()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # protocols are looked for, and not being there is their answer
-            raise AttributeError(name)
-        raise RuntimeError(
-            f"row=<unread>.{name} was taken out of a RowBatch without reading it; expected a row of the dataset. "
-            "Call: list(batch)."
-        )
+_UNREAD = type("UnreadRow", (), {})()  # C code that takes items without asking gets these, and fails by this name
 
 
-_UNREAD = _Unread()
-
-
-def _read(batch: Any) -> None:
+def _fill(batch: Any) -> None:
     """Put the rows into a ``RowBatch`` that is still unread."""
     if isinstance(batch, RowBatch) and batch._unread is not None:
         reader, indices = batch._unread
@@ -146,29 +124,20 @@ def _read(batch: Any) -> None:
         list.__init__(batch, rows)
 
 
-def _reading_first(name: str) -> Callable[..., Any]:
+def _filled_first(name: str) -> Callable[..., Any]:
+    """Return list's method of that name for a ``RowBatch``: it reads the rows of all its arguments first."""
     method = getattr(list, name)
 
-    def call(self: RowBatch, *args: Any, **kwargs: Any) -> Any:
-        _read(self)
-        for arg in args:
-            _read(arg)  # another RowBatch, whose items list's own method would take as they are
-        return method(self, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for arg in args:  # the batch itself, and another one that it is compared with or extended by
+            _fill(arg)
+        return method(*args, **kwargs)
 
-    call.__name__, call.__doc__ = name, method.__doc__
     return call
 
 
-# What of a list does not look at its items. All the rest reads first, whatever a later Python adds.
-_WITHOUT_ITEMS = {
-    "__new__",
-    "__init__",
-    "__len__",
-    "__sizeof__",
-    "__hash__",
-    "__getattribute__",
-    "__class_getitem__",
-    "__doc__",
-}
-for _name in vars(list).keys() - _WITHOUT_ITEMS:
-    setattr(RowBatch, _name, _reading_first(_name))
+_WITHOUT_ITEMS = {"__new__", "__init__", "__len__", "__sizeof__", "__hash__", "__getattribute__", "__doc__"}
+for _name in (
+    vars(list).keys() - _WITHOUT_ITEMS - {"__class_getitem__"}
+):  # all that a later Python adds to list reads first as well
+    setattr(RowBatch, _name, _filled_first(_name))

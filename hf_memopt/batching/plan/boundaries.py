@@ -1,6 +1,6 @@
-"""Where one length bucket ends and the next begins: the limits that waste least, by dynamic programming.
+"""Choose the length limits of buckets that waste the fewest padded tokens, by dynamic programming.
 
-Left out: quantile or geometric limits, which pad more with as many buckets.
+Quantile or geometric limits pad more with as many buckets, so they are not offered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 __all__ = ["bucket_numbers", "optimal_boundaries"]
 
-FINEST_GRID = 512  # distinct limits the dynamic programme looks at: it costs the square of it
+FINEST_GRID = 512  # distinct limits the dynamic programme considers: its cost grows with their square
 LONGEST_TABLE = 2**20  # longer examples are looked up by bisection instead of in a table
 
 
@@ -30,6 +30,9 @@ def optimal_boundaries(
         >>> optimal_boundaries(np.array([3, 4, 5, 60, 61]), 2)
         array([ 8, 64])
     """
+    # Candidates are the multiples of a grid that occur, at most FINEST_GRID of them ("cells"). best[i] is the least
+    # cost of all examples up to limits[i] with the buckets used so far; each round allows one more bucket, which spans
+    # the cells from its begin to i. Following the begins of all rounds backwards gives the limits.
     grid = pad_to_multiple_of * max(1, -(-int(lengths.max()) // (pad_to_multiple_of * FINEST_GRID)))
     counts = np.bincount(np.maximum(1, -(-lengths // grid)))  # counts[c]: examples of c * grid tokens at most
     occupied = np.flatnonzero(counts)

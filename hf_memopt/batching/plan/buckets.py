@@ -2,17 +2,16 @@
 
 Inside a bucket the examples are shuffled anew every epoch; batches are cut from the longest bucket downwards, so what
 does not fill a batch of its own bucket tops up with the next shorter one and only the rest at the very end is partial.
-Whole batches are then shuffled, the largest one first: a card that is too small says so at step 1. The number of
+Whole batches are then shuffled, the largest one first, so that a GPU that is too small fails at step 1. The number of
 batches is the same every epoch.
 
-A plan holds 4 bytes per example beside the 4 of its length. Left out: packing (its rows need attention that does not
-look across examples), and lengths that are not known beforehand (``streaming.py``).
+A plan holds 4 bytes per example beside the 4 of its length. Limitations: no packing (its rows need attention that does
+not look across examples); lengths that are unknown beforehand are the task of ``views/bucketed_stream.py``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,7 +23,6 @@ from hf_memopt.batching.plan.checks import (
     check_counts,
     check_seed,
     check_too_long,
-    check_world_size,
     checked_boundaries,
     checked_lengths,
     unknown_boundaries,
@@ -44,7 +42,7 @@ class PlanDiagnostics:
     ``kept``, ``dropped``: examples. ``padding_efficiency``: real over padded tokens. ``fill``, ``budget_use``: padded
     and real tokens of a batch over ``max_tokens``, on average; None without a budget. ``shapes``: distinct (rows,
     width). ``over_budget``: batches above ``max_tokens``. ``straggler_ratio``: padded tokens of the largest batch of a
-    step over the mean of its ranks, on average; 1.0 is no waiting.
+    step over the mean of its ranks, on average; at 1.0 no rank waits.
     """
 
     kept: int
@@ -98,7 +96,7 @@ class _Cuts(NamedTuple):
 
     starts: NDArray[np.int64]  # (batches + 1,)
     limits: NDArray[np.int64]  # (batches,), the limit of the longest bucket that the batch's group touches
-    whole: int  # batches that stand in groups of world_size and are shuffled with them; the others stay at the end
+    whole: int  # batches in groups of world_size, which are shuffled as groups; the others stay at the end
 
 
 class LengthBuckets:
@@ -143,8 +141,7 @@ class LengthBuckets:
         too_long: Literal["error", "drop"] = "error",
     ) -> None:
         check_batch_limits(batch_size, max_tokens)
-        check_world_size(world_size)
-        check_counts(pad_to_multiple_of=pad_to_multiple_of)
+        check_counts(world_size=world_size, pad_to_multiple_of=pad_to_multiple_of)
         check_seed(seed)
         check_too_long(too_long)
         self.batch_size, self.max_tokens = batch_size, max_tokens
@@ -168,6 +165,8 @@ class LengthBuckets:
             if max_tokens is not None:  # beyond FINEST_GRID the limits are coarser than the padding
                 self.boundaries = np.minimum(self.boundaries, self._longest_allowed())
         self.n_examples = len(fitting)
+        self._bucket_ends = self._find_bucket_ends()
+        self._cuts = self._cut()
 
     @property
     def dropped(self) -> int:
@@ -206,9 +205,8 @@ class LengthBuckets:
 
     # ---- The batches, alike in every epoch --------------------------------------------------------------------------
 
-    @cached_property
-    def _bucket_ends(self) -> NDArray[np.int64]:
-        """Where each bucket ends in the order from the longest bucket to the shortest, shape (buckets,)."""
+    def _find_bucket_ends(self) -> NDArray[np.int64]:
+        """Return where each bucket ends in the order from the longest bucket to the shortest, shape (buckets,)."""
         counts = np.bincount(bucket_numbers(self.lengths, self.boundaries), minlength=len(self.boundaries))
         return np.cumsum(counts[: len(self.boundaries)][::-1])
 
@@ -217,16 +215,17 @@ class LengthBuckets:
             return np.full(len(self.boundaries), self.batch_size, dtype=np.int64)
         return np.maximum(1, self.max_tokens // self.boundaries)
 
-    @cached_property
-    def _cuts(self) -> _Cuts:
-        pieces, position, total, rows = [np.zeros(1, dtype=np.int64)], 0, self.n_examples, 0
+    def _cut(self) -> _Cuts:
+        # From the longest bucket downwards; a group is one batch for each process. The last group of a bucket takes the
+        # longest examples of the next one, rather than being partial, so it is padded like its own bucket.
+        found, position, total, rows = [np.zeros(1, dtype=np.int64)], 0, self.n_examples, 0
         for end, size in zip(self._bucket_ends.tolist(), self._rows_per_batch()[::-1].tolist(), strict=True):
             group = size * self.world_size
             groups = min(max(0, -(-(end - position) // group)), (total - position) // group)
             if groups:
-                pieces.append(position + size * np.arange(1, groups * self.world_size + 1))
+                found.append(position + size * np.arange(1, groups * self.world_size + 1))
                 position, rows = position + groups * group, size
-        starts = np.concatenate(pieces)
+        starts = np.concatenate(found)
         if self.batch_size is not None:  # full batches and one partial one, which stay at the end
             whole = len(starts) - 1
             starts = np.concatenate([starts, np.arange(position + self.batch_size, total, self.batch_size)])

@@ -1,32 +1,25 @@
-"""What the settings of buckets, samplers, views and streams must be: each wrong one raises, with the fix."""
+"""Check the settings of buckets, samplers, views and streams."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hf_memopt.plain_data import Count, CountOrZero, check_value
+
 __all__ = [
     "check_batch_limits",
-    "check_column",
     "check_counts",
     "check_seed",
     "check_too_long",
-    "check_world_size",
     "checked_boundaries",
     "checked_lengths",
     "checked_position",
     "unknown_boundaries",
 ]
-
-
-MOST_PROCESSES = 2**20
-
-
-def _is_integer(value: Any) -> TypeGuard[int]:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def checked_lengths(lengths: ArrayLike) -> NDArray[np.int32]:
@@ -85,9 +78,9 @@ def checked_boundaries(
 
 
 def unknown_boundaries(boundaries: Any) -> ValueError:
-    """Return the error for boundaries that are no limits at all."""
+    """Return the error for boundaries that are not ascending limits."""
     return ValueError(
-        f"boundaries={boundaries!r} are no length limits; expected 'auto' or ascending integers of 1 or more. "
+        f"boundaries={boundaries!r} is invalid; expected 'auto' or ascending integers of 1 or more. "
         "Pass boundaries=[64, 128, 256]"
     )
 
@@ -103,28 +96,10 @@ def check_batch_limits(batch_size: int | None, max_tokens: int | None) -> None:
     check_counts(**{name: value})
 
 
-def check_column(column: Any) -> None:
-    """Raise ValueError unless it is text."""
-    if not isinstance(column, str):
-        raise ValueError(f'column={column!r} is not the name of a column; expected text. Pass column="input_ids"')
-
-
 def check_counts(**counts: Any) -> None:
-    """Raise ValueError unless every value is an integer of 1 or more."""
+    """Raise ValueError unless every value is an integer of 1 or more, of Python or of numpy."""
     for name, value in counts.items():
-        if not _is_integer(value) or value < 1:
-            raise ValueError(
-                f"{name}={value!r} is not a count; expected an integer of 1 or more. Pass, for example, {name}=32"
-            )
-
-
-def check_world_size(world_size: Any) -> None:
-    """Raise ValueError unless it is a number of processes that a run may have."""
-    if not _is_integer(world_size) or not 1 <= world_size <= MOST_PROCESSES:
-        raise ValueError(
-            f"world_size={world_size!r} is not a number of processes; expected 1 to {MOST_PROCESSES}. "
-            "Leave world_size out: it is read from the environment of torchrun"
-        )
+        check_value(name, _plain(value), Count, example=1 if name == "world_size" else 32)
 
 
 def checked_position(position: Any, size: int, item: str = "an example") -> int:
@@ -148,11 +123,14 @@ def checked_position(position: Any, size: int, item: str = "an example") -> int:
 
 def check_seed(seed: Any, name: str = "seed") -> None:
     """Raise ValueError unless ``seed`` is an integer that keys a Philox generator."""
-    if not _is_integer(seed) or not 0 <= seed < 2**63:
-        raise ValueError(f"{name}={seed!r} is no {name}; expected an integer from 0 to 2**63 - 1. Pass {name}=0")
+    check_value(name, _plain(seed), CountOrZero, example=0)
 
 
 def check_too_long(too_long: Any) -> None:
     """Raise ValueError unless it is one of the two ways to treat examples that fit into no batch."""
-    if too_long not in ("error", "drop"):
-        raise ValueError(f"too_long={too_long!r} is unknown; expected 'error' or 'drop'. Pass too_long='drop'")
+    check_value("too_long", too_long, Literal["error", "drop"], example="drop")
+
+
+def _plain(value: Any) -> Any:
+    """Return a numpy integer as one of Python."""
+    return int(value) if isinstance(value, np.integer) else value

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from hf_memopt.batching.plan.checks import check_column
 from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import check_value
 
 __all__ = ["LENGTH_COLUMN", "are_token_ids", "lengths_of", "token_lengths"]
 
@@ -45,7 +45,7 @@ def token_lengths(dataset: Any, column: str = "input_ids") -> NDArray[np.int32]:
         >>> token_lengths([{"input_ids": [5, 6, 7]}, {"input_ids": [5]}])
         array([3, 1], dtype=int32)
     """
-    check_column(column)
+    check_value("column", column, str, example="input_ids")
     _check_rows(dataset)
     if len(dataset) == 0:
         raise ValueError("dataset=<0 examples> is empty; expected at least one example. Check the filter that made it")

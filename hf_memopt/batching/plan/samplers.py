@@ -107,7 +107,7 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
     # ---- State ------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, position: int | None = None) -> dict[str, Any]:
-        """Return where the sampler stands, for ``load_state_dict``.
+        """Return the position of the sampler, for ``load_state_dict``.
 
         Args:
             position: items of this epoch that were trained on; None: all that were handed out, which includes those

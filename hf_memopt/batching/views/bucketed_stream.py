@@ -21,8 +21,8 @@ import copy
 import itertools
 import reprlib
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NoReturn
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -33,21 +33,25 @@ from hf_memopt.batching.collation.columns import round_up
 from hf_memopt.batching.collation.rows import RowBatch
 from hf_memopt.batching.plan.checks import (
     check_batch_limits,
-    check_column,
     check_counts,
     check_seed,
     check_too_long,
-    check_world_size,
     checked_boundaries,
 )
 from hf_memopt.batching.plan.lengths import are_token_ids
+from hf_memopt.batching.plan.stream_buffer import Entry, StreamBuffer
 from hf_memopt.batching.views.descriptions import DescribedByDataset
-from hf_memopt.changes import Change
+from hf_memopt.batching.views.trainer_checks import check_per_device, check_world_size_of_run, take_seed
+from hf_memopt.binding.handles import UndoHandle, set_attribute, undo_all
+from hf_memopt.changes import Change, record_changes
 from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import check_value
 
-__all__ = ["BUFFER_EXAMPLES", "BucketedStream", "seed_of_run"]
+if TYPE_CHECKING:
+    from transformers import Trainer
 
-Entry = tuple[int, float, int, Any]  # padded length, random tie-break, position in the pass, example
+__all__ = ["BUFFER_EXAMPLES", "BucketedStream"]
+
 EPOCH, DROPPED = 0, 1  # places in the shared memory
 BUFFER_EXAMPLES = 8192
 
@@ -167,7 +171,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         capacity = self.buffer_examples // self.group_examples * self.group_examples
         for number in itertools.count(self.epoch):
             generator = np.random.Generator(np.random.Philox(key=[self.seed, number]))
-            buffer = _Buffer(self._rows_at, self.world_size, generator, full_only=self.max_tokens is None)
+            buffer = StreamBuffer(self._rows_at, self.world_size, generator, full_only=self.max_tokens is None)
             is_empty = True
             for entry in self._entries(source, number, generator, counts=worker == 0):
                 is_empty = False
@@ -185,8 +189,9 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
             rest = rest or buffer.held
 
     def _deal(self, group: list[Entry], generator: np.random.Generator) -> Iterator[list[Any]]:
-        """Cut a group into what all processes take at a time, and deal that out like cards: to each one of the longest
-        rows, so that they pad to the same length.
+        """Cut a group into turns, what all processes take at a time, and give each process every ``world_size``-th row.
+
+        The rows are sorted, so each process has one of the longest, and all pad to nearly the same length.
         """
         rows, world = [entry[-1] for entry in group], self.world_size
         if self.max_tokens is not None:
@@ -279,9 +284,8 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
     # ---- Settings and the Trainer ----
 
     def _check_settings(self) -> None:
-        check_world_size(self.world_size)
-        check_column(self.column)
-        counts = ("buffer_examples", "pad_to_multiple_of")
+        check_value("column", self.column, str, example="input_ids")
+        counts = ("world_size", "buffer_examples", "pad_to_multiple_of")
         check_counts(**{name: getattr(self, name) for name in counts})
         check_seed(self.seed)
         check_too_long(self.too_long)
@@ -303,7 +307,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         """Hand out only these columns, None: all; an attached Trainer calls it when it makes its DataLoader."""
         self._kept_columns = None if names is None else frozenset(names)
 
-    def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
+    def bind_trainer(self, trainer: Trainer) -> UndoHandle:
         """Let every process read the stream for itself, and check the Trainer's arguments; ``attach`` calls it.
 
         Stock reads a stream in the first process and cuts each batch up for the others, so unequal batches crash. The
@@ -312,100 +316,29 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         Raises:
             ValueError: arguments or collator do not fit the stream.
         """
-        _check_trainer(self, trainer)
+        check_world_size_of_run(trainer, self.world_size, of="bucketed stream")
+        for name in ("dispatch_batches", "split_batches"):
+            if getattr(trainer.args.accelerator_config, name):
+                raise ValueError(
+                    f"accelerator_config.{name}=True would cut the batches of the bucketed stream up; expected False. "
+                    f'Pass TrainingArguments(..., accelerator_config={{"{name}": False}})'
+                )
+        check_per_device(trainer, self.batch_size, of="bucketed stream")
+        handles = [take_seed(trainer, self, may_change=self.takes_seed, of="bucketed stream")]
+        changes = []
         if self.batch_size is not None:
-            self._rows_per_turn = trainer.args.per_device_train_batch_size
-        self.seed, changes = seed_of_run(trainer.args, self.seed, may_change=self.takes_seed, of="bucketed stream")
-        if self.max_tokens is not None:
-            reason = (
-                "an item of a max_tokens= stream is a whole batch, and a stream does not tell its examples beforehand"
-            )
-            changes = (*changes, Change("samples in the Trainer's log", "examples", "batches", reason))
+            handles.append(set_attribute(self, "_rows_per_turn", trainer.args.per_device_train_batch_size))
+        else:
+            reason = "an item of a max_tokens= stream is a whole batch, and its number of examples is unknown before"
+            changes.append(Change("samples in the Trainer's log", "examples", "batches", reason))
         config = trainer.accelerator.dataloader_config
-        if config.dispatch_batches is False:
-            return changes
-        change = Change(
-            "accelerator_config.dispatch_batches",
-            config.dispatch_batches,
-            False,
-            "every process reads the stream for itself: stock would cut up batches of the first process for the others",
-        )
-        config.dispatch_batches = False
-        return (*changes, change)
-
-
-class _Buffer:
-    """The examples that are held, sorted by padded length, and how they are cut into groups.
-
-    Args:
-        rows_at: how many rows of a padded length a batch holds.
-        world_size: batches of a group.
-        generator: draws the group to hand out.
-        full_only: whether batches with fewer rows than that are never cut.
-    """
-
-    def __init__(
-        self, rows_at: Callable[[int], int], world_size: int, generator: np.random.Generator, *, full_only: bool
-    ) -> None:
-        self.held: list[Entry] = []
-        self.rows_at, self.world_size, self.generator, self.full_only = rows_at, world_size, generator, full_only
-
-    def take(self) -> list[Entry]:
-        """Remove one group, drawn at random, and return it, longest example first."""
-        cuts = self._cuts()
-        drawn = int(self.generator.integers(len(cuts)))
-        # The last cut has what the others left, so it is drawn as a full group of the shortest instead.
-        start, end = (0, self._shortest_group()) if drawn == len(cuts) - 1 else cuts[drawn]
-        group = self.held[start:end][::-1]
-        del self.held[start:end]
-        return group
-
-    def drain(self) -> Iterator[list[Entry]]:
-        """Yield all groups in random order and leave what fills none."""
-        cuts = self._cuts()
-        for i in self.generator.permutation(len(cuts)):
-            start, end = cuts[i]
-            yield self.held[start:end][::-1]
-        del self.held[cuts[-1][0] if cuts else len(self.held) :]
-
-    def _cuts(self) -> list[tuple[int, int]]:
-        """Return where the groups begin and end, from the longest examples downwards."""
-        cuts, end = [], len(self.held)
-        while end >= self.world_size:
-            size = self.rows_at(self.held[end - 1][0]) * self.world_size
-            if self.full_only and end < size:
-                break
-            size = min(size, end - end % self.world_size)
-            cuts.append((end - size, end))
-            end -= size
-        return cuts
-
-    def _shortest_group(self) -> int:
-        """Return how many of the shortest examples fill one group."""
-        size = self.world_size
-        while size + self.world_size <= len(self.held):
-            if size // self.world_size + 1 > self.rows_at(self.held[size + self.world_size - 1][0]):
-                break
-            size += self.world_size
-        return size
-
-
-def seed_of_run(args: Any, seed: int, *, may_change: bool, of: str) -> tuple[int, tuple[Change, ...]]:
-    """Return the seed of the order of the data under these training arguments, and what that changed.
-
-    Raises:
-        ValueError: the order has a seed of its own, and ``data_seed`` is another one.
-    """
-    name = "seed" if args.data_seed is None else "data_seed"
-    wanted = getattr(args, name)
-    if wanted != seed and may_change:
-        return wanted, (Change(f"seed of the {of}", seed, wanted, f"that of TrainingArguments({name}=...)"),)
-    if wanted != seed and args.data_seed is not None:
-        raise ValueError(
-            f"seed={seed} of the {of} differs from data_seed={wanted} of the training arguments; expected one seed for "
-            "the order of the data. Leave seed out of bucketed(...)"
-        )
-    return seed, ()
+        if config.dispatch_batches is not False:
+            reason = "each process reads the stream for itself: stock would cut up batches of the first one for all"
+            name = "accelerator_config.dispatch_batches"
+            changes.append(Change(name, config.dispatch_batches, False, reason))
+            handles.append(set_attribute(config, "dispatch_batches", False))
+        record_changes(trainer, changes)
+        return undo_all(*handles)
 
 
 def _read_whole(source: Iterable[Any]) -> Iterator[Any]:
@@ -449,29 +382,3 @@ def _check_source(dataset: Any) -> None:
             f"dataset=<{name}> is split by node already, so a part of its examples would never be seen; expected the "
             "whole stream in every process. Leave out split_dataset_by_node"
         )
-
-
-def _check_trainer(stream: BucketedStream, trainer: Any) -> None:
-    """Raise ValueError where arguments or collator do not fit the stream."""
-    from hf_memopt.batching.views.bucketed_view import check_whole_batches  # which imports this module
-
-    args, per_device = trainer.args, trainer.args.per_device_train_batch_size
-    if args.world_size != stream.world_size:
-        raise ValueError(
-            f"world_size={stream.world_size} of the bucketed stream differs from the run's {args.world_size}; expected "
-            f"the same. Build it in the launched script, or pass bucketed(..., world_size={args.world_size})"
-        )
-    for name in ("dispatch_batches", "split_batches"):
-        if getattr(args.accelerator_config, name):
-            raise ValueError(
-                f"accelerator_config.{name}=True would cut the batches of the bucketed stream up; expected False. "
-                f'Pass TrainingArguments(..., accelerator_config={{"{name}": False}})'
-            )
-    if stream.batch_size is not None:
-        if stream.batch_size % per_device != 0:
-            raise ValueError(
-                f"per_device_train_batch_size={per_device} does not divide the bucketed stream's "
-                f"batch_size={stream.batch_size}; expected a divisor. Pass bucketed(..., batch_size={per_device})"
-            )
-    else:
-        check_whole_batches(trainer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -19,12 +19,21 @@ from numpy.typing import ArrayLike, NDArray
 
 from hf_memopt.batching.collation.rows import RowBatch, RowReader
 from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets
-from hf_memopt.batching.plan.checks import check_batch_limits, check_world_size, checked_position
+from hf_memopt.batching.plan.checks import check_batch_limits, check_counts, checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
-from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream, seed_of_run
+from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
 from hf_memopt.batching.views.descriptions import DescribedByDataset, is_map_style
-from hf_memopt.binding.handles import is_overridden, override_method
-from hf_memopt.changes import Change
+from hf_memopt.batching.views.trainer_checks import (
+    check_per_device,
+    check_world_size_of_run,
+    flattens_batches,
+    read_in_order,
+    take_seed,
+)
+from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, set_attribute, undo_all
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 __all__ = ["BucketedBatches", "BucketedExamples", "bucketed"]
 
@@ -49,7 +58,8 @@ def bucketed(
 ) -> BucketedExamples | BucketedBatches | BucketedStream:
     """Return a view of a dataset in length-bucketed order, reshuffled every epoch; of a stream, a ``BucketedStream``.
 
-    Read it in order: ``TrainingArguments(train_sampling_strategy="sequential")``, or a DataLoader without shuffle.
+    It is read in order: ``attach`` sets ``train_sampling_strategy="sequential"`` in the Trainer's arguments. Without
+    ``attach`` set it yourself, or use a DataLoader without shuffle.
 
     Args:
         dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied. Or a stream:
@@ -65,7 +75,7 @@ def bucketed(
         column: the column whose length counts.
         world_size: processes that share the view; from the environment of torchrun unless given.
         pad_to_multiple_of: as in the collator.
-        too_long: see ``LengthBuckets``; ``view.buckets.dropped`` tells how many were left out.
+        too_long: see ``LengthBuckets``; ``view.buckets.dropped`` counts those left out.
         buffer_examples: of a stream: examples held at most, 8192 per process unless given; see ``BucketedStream``.
 
     Raises:
@@ -77,7 +87,7 @@ def bucketed(
     check_batch_limits(batch_size, max_tokens)
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_world_size(world_size)
+    check_counts(world_size=world_size)
     if not is_map_style(dataset):
         _check_settings_of_stream(lengths, n_buckets, boundaries)
         stream = BucketedStream(
@@ -126,7 +136,7 @@ def _check_settings_of_stream(lengths: Any, n_buckets: Any, boundaries: Any) -> 
     for name, value in given.items():
         if needs_lengths[name]:
             raise ValueError(
-                f"{name}={value!r} needs all lengths beforehand, which a stream does not tell; expected it left out. "
+                f"{name}={value!r} needs all lengths beforehand, which are unknown in a stream; expected it left out. "
                 "Leave it out, or pass boundaries=[64, 128, 256] to bound the shapes"
             )
 
@@ -221,10 +231,14 @@ class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
         """Read only these columns, None: all; an attached Trainer calls it when it makes its DataLoader."""
         self.reader.keep(names)
 
-    def _take_seed(self, trainer: Any) -> tuple[Change, ...]:
-        may_change, old = self.takes_seed, self.buckets.seed
-        self.buckets.seed, changes = seed_of_run(trainer.args, old, may_change=may_change, of="bucketed view")
-        return changes
+    def _bind(self, trainer: Trainer) -> UndoHandle:
+        """Check the processes, then take the order and the seed of the run."""
+        check_world_size_of_run(trainer, self.buckets.world_size, of="bucketed view")
+        seed = take_seed(trainer, self.buckets, may_change=self.takes_seed, of="bucketed view")
+        return undo_all(UndoHandle(self._forget_plan), seed, read_in_order(trainer))
+
+    def _forget_plan(self) -> None:
+        self._planned = None
 
 
 class BucketedExamples(_BucketedView):
@@ -265,23 +279,14 @@ class BucketedExamples(_BucketedView):
         width = None if plan.widths is None else int(plan.widths[plan.sequence[numbers]].max())
         return self._read(plan.order[plan.starts[plan.sequence[numbers]] + within], width)
 
-    def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
-        """Fit the view to a Trainer; ``attach`` calls it. Returns what was changed.
+    def bind_trainer(self, trainer: Trainer) -> UndoHandle:
+        """Fit the view to a Trainer, which reads it in order from now on; ``attach`` calls it.
 
         Raises:
-            ValueError: the Trainer's arguments would spoil the order.
+            ValueError: the Trainer's arguments do not fit the view.
         """
-        from hf_memopt.batching.collation.collators import BucketedCollator
-
-        _check_arguments(trainer.args, self.buckets.world_size)
-        per_device, of_view = trainer.args.per_device_train_batch_size, self.buckets.batch_size or 1
-        if of_view % per_device != 0:
-            raise ValueError(
-                f"per_device_train_batch_size={per_device} does not divide the bucketed view's batch_size={of_view}; "
-                f"expected a divisor. Pass bucketed(..., batch_size={per_device})"
-            )
-        self._as_batches = isinstance(trainer.data_collator, BucketedCollator)
-        return self._take_seed(trainer)
+        check_per_device(trainer, self.buckets.batch_size, of="bucketed view")
+        return undo_all(self._bind(trainer), set_attribute(self, "_as_batches", flattens_batches(trainer)))
 
 
 class BucketedBatches(_BucketedView):
@@ -307,65 +312,29 @@ class BucketedBatches(_BucketedView):
         """Return the dataset's indices of all examples in the batches at ``positions`` of the current epoch."""
         return [int(index) for position in positions for index in self.plan.batch(position % len(self))]
 
-    def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
-        """Fit the view to a Trainer and make the Trainer count examples; ``attach`` calls it. Returns what was changed.
+    def bind_trainer(self, trainer: Trainer) -> UndoHandle:
+        """Fit the view to a Trainer, which reads it in order and counts examples from now on; ``attach`` calls it.
 
         Raises:
             ValueError: the Trainer's arguments or collator do not fit whole batches.
         """
-        _check_arguments(trainer.args, self.buckets.world_size)
-        check_whole_batches(trainer)
-        changes = self._take_seed(trainer)
-        count_examples(trainer)
-        return changes
+        check_per_device(trainer, None, of="bucketed view")
+        return undo_all(self._bind(trainer), count_examples(trainer))
 
 
 def _follow_each_other(positions: Sequence[int]) -> bool:
-    """Tell whether positions ascend by one, without a look at every pair."""
+    """Return whether positions ascend by one, without a look at every pair."""
     return list(positions) == list(range(positions[0], positions[0] + len(positions)))
 
 
-def _check_arguments(args: Any, world_size: int) -> None:
-    """Raise ValueError where the training arguments would spoil the order of a bucketed view."""
-    if args.train_sampling_strategy != "sequential":
-        raise ValueError(
-            f"train_sampling_strategy={args.train_sampling_strategy!r} would read the bucketed view out of order; "
-            f'expected "sequential", since the view brings its own shuffled order. Pass {IN_ORDER}'
-        )
-    if args.world_size != world_size:
-        raise ValueError(
-            f"world_size={world_size} of the bucketed view differs from the run's {args.world_size}; "
-            "expected the same. Build it in the launched script, or pass bucketed(..., "
-            f"world_size={args.world_size})"
-        )
-
-
-def check_whole_batches(trainer: Any) -> None:
-    """Raise ValueError unless the Trainer takes one whole batch at a time and its collator can flatten it."""
-    from hf_memopt.batching.collation.collators import BucketedCollator
-
-    per_device = trainer.args.per_device_train_batch_size
-    if per_device != 1:
-        raise ValueError(
-            f"per_device_train_batch_size={per_device} would join whole batches of the max_tokens view; expected "
-            "1. Pass TrainingArguments(..., per_device_train_batch_size=1)"
-        )
-    if not isinstance(trainer.data_collator, BucketedCollator):
-        raise ValueError(
-            f"data_collator=<{type(trainer.data_collator).__name__}> cannot flatten the whole batches of the "
-            "max_tokens view; expected BucketedCollator. Pass Trainer(..., "
-            "data_collator=BucketedCollator(tokenizer))"
-        )
-
-
-def count_examples(trainer: Any) -> None:
+def count_examples(trainer: Trainer) -> UndoHandle:
     """Make the Trainer count the examples of a view whose items are whole batches.
 
     ``Num examples``, ``Total train batch size`` (its mean) and ``train_samples_per_second`` are right then. Both
     methods are public; ``get_total_train_batch_size`` feeds nothing else (5.8.1, 5.17.0, 5.23.0; pinned by a test).
     """
     if is_overridden(trainer, "num_examples", COUNTS_EXAMPLES):
-        return
+        return undo_all()
 
     def counting_batches(before: Callable[..., Any]) -> Callable[..., Any]:
         def get_total_train_batch_size(args: Any) -> Any:
@@ -383,5 +352,5 @@ def count_examples(trainer: Any) -> None:
 
         return num_examples
 
-    override_method(trainer, "get_total_train_batch_size", counting_batches)
-    override_method(trainer, "num_examples", counting_items, purpose=COUNTS_EXAMPLES)
+    batch_size = override_method(trainer, "get_total_train_batch_size", counting_batches)
+    return undo_all(batch_size, override_method(trainer, "num_examples", counting_items, purpose=COUNTS_EXAMPLES))

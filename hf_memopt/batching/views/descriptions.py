@@ -1,4 +1,4 @@
-"""What a view tells about its dataset to those who take it for one: columns, features, where the data came from."""
+"""Give a view the descriptions of its dataset: columns, features, where the data came from."""
 
 from __future__ import annotations
 

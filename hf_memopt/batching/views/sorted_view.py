@@ -1,6 +1,6 @@
 """Evaluate and predict with little padding: a view sorted by length, and results in the order of the dataset.
 
-``sorted_by_length`` shows the longest example first, so a card that is too small says so in the first batch, and
+``sorted_by_length`` shows the longest example first, so that a GPU that is too small fails in the first batch, and
 ``per_device_eval_batch_size`` neighbours need hardly any padding. After ``attach(trainer)``, ``trainer.evaluate`` and
 ``trainer.predict`` return predictions and labels in dataset order, ``compute_metrics`` gets them so, and the metrics
 have one more loss, which does not depend on how rows are batched:
@@ -10,22 +10,22 @@ have one more loss, which does not depend on how rows are batched:
   of -100 do not count, nor does the first of a causal LM's row. ``eval_loss`` is a mean of batch means there, in any
   order.
 
-With several processes the rows that fill up the last step count once; they cost one more forward pass of it. While a
-view is evaluated, the loss of a batch is the mean over its own labels, in its own process: ``eval_loss`` is not
+With several processes the rows that fill up the last step count once; they cost one more forward pass of that step.
+While a view is evaluated, the loss of a batch is the mean over its own labels, in its own process: ``eval_loss`` is not
 multiplied by the number of processes, as stock does for heads that ignore ``num_items_in_batch``.
 
-Left out: losses that are no mean over labels (a router's auxiliary loss, contrastive losses): what is named per example
-or per token is then a weighted mean of batch losses. Labels under another name than ``labels`` get no second loss.
-Tensor and context parallelism, where processes share rows, were not tried. Read without ``attach`` the view raises,
-since predictions would come back in its own order, unless it was made with ``restore_by_hand=True``: for a loop of
-your own, which saves padding and calls ``restore_order`` with its predictions.
+Limitations: for losses that are not a mean over labels (a router's auxiliary loss, contrastive losses) the additional
+metric is a weighted mean of batch losses. Labels under another name than ``labels`` get no additional metric. Tensor
+and context parallelism, where processes share rows, were not tested. Reading the view without ``attach`` raises, since
+predictions would come back in its own order, unless it was made with ``restore_by_hand=True``, for a loop of your own
+that calls ``restore_order`` with its predictions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -40,8 +40,11 @@ from hf_memopt.batching.exact_losses import ExactLoss
 from hf_memopt.batching.plan.checks import checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
 from hf_memopt.batching.views.descriptions import DescribedByDataset, is_map_style
+from hf_memopt.binding.handles import set_attribute
 from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm
-from hf_memopt.changes import Change
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 __all__ = ["SortedExamples", "sorted_by_length"]
 
@@ -87,7 +90,7 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
 
     Attributes:
         dataset: the dataset itself.
-        order: which example stands at each position, shape (examples,).
+        order: the dataset's index of the example at each position, shape (examples,).
     """
 
     def __init__(self, dataset: Any, order: NDArray[np.int64], *, restore_by_hand: bool = False) -> None:
@@ -125,14 +128,14 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
             )
 
     def restore_order(self, values: Any) -> Any:
-        """Return values that stand in the order of this view in the order of the dataset.
+        """Return values, which are in the order of this view, in the order of the dataset.
 
         Args:
             values: arrays or tensors of shape (examples, ...), None, or tuples, lists and dicts of them, as
-                ``predictions`` and ``label_ids`` are. They stay as they are; the result is a copy.
+                ``predictions`` and ``label_ids`` are. They are not changed; the result is a copy.
 
         Raises:
-            ValueError: an array has not one row per example.
+            ValueError: an array does not have one row per example.
             TypeError: anything else, a list of strings for example.
         """
         if values is None:
@@ -158,15 +161,15 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
 
     # ---- What attach calls ------------------------------------------------------------------------------------------
 
-    def bind_trainer(self, trainer: Any) -> tuple[Change, ...]:
-        """Raise ValueError: an order for evaluation is none for training."""
+    def bind_trainer(self, trainer: Trainer) -> NoReturn:
+        """Raise ValueError: this order is for evaluation only."""
         raise ValueError(
             "train_dataset=<SortedExamples> would show the longest examples first in every epoch; expected an order "
             "for training. Pass Trainer(..., train_dataset=bucketed(view.dataset, batch_size=32))"
         )
 
     def check_evaluation(self, trainer: Any) -> None:
-        """Raise ValueError where the arguments would lose the way back into dataset order, or it is left to hand."""
+        """Raise ValueError where predictions could not be put back into dataset order."""
         if self.restore_by_hand:
             raise ValueError(
                 "restore_by_hand=True leaves predictions in the order of the view, and an attached Trainer restores "
@@ -202,8 +205,7 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
     ) -> Any:
         """Run the Trainer's ``evaluation_loop`` over this view; return its output in dataset order with the exact loss.
 
-        With ``batch_eval_metrics=True`` compute_metrics gets each batch as it was read, which is all that stock
-        promises there.
+        With ``batch_eval_metrics=True`` compute_metrics gets each batch as it was read, in the order of the view.
 
         Raises:
             ValueError: a sampler that does not read from front to back; an output of the model that has not one row
@@ -223,9 +225,12 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
         replaced = {"prediction_step": loss.prediction_step, "compute_loss": loss.compute_loss}
         if trainer.compute_metrics is not None and not trainer.args.batch_eval_metrics:
             replaced["compute_metrics"] = _restoring(trainer.compute_metrics, restore)
-        local_counts = _replaced(trainer.args, {"average_tokens_across_devices": False})
-        is_read = _replaced(self, {"_restored_for": id(dataloader)})
-        with _replaced(trainer, replaced), local_counts, is_read, self._without_unused_columns(dataloader):
+        with ExitStack() as stack:
+            for name, value in replaced.items():
+                stack.enter_context(set_attribute(trainer, name, value))
+            stack.enter_context(set_attribute(trainer.args, "average_tokens_across_devices", False))
+            stack.enter_context(set_attribute(self, "_restored_for", id(dataloader)))
+            stack.enter_context(self._without_unused_columns(dataloader))
             output = evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         output.metrics.update(loss.result(metric_key_prefix))
         return output._replace(predictions=restore(output.predictions), label_ids=restore(output.label_ids))
@@ -248,7 +253,7 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
 
 
 def _restoring(compute_metrics: Callable[..., Any], restore: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return ``compute_metrics`` for values that stand in the order of the view."""
+    """Return ``compute_metrics`` for values in the order of the view."""
 
     def in_order(prediction: Any) -> Any:
         return compute_metrics(
@@ -265,7 +270,7 @@ def _restoring(compute_metrics: Callable[..., Any], restore: Callable[[Any], Any
 
 def _check_sequential(dataloader: Any) -> None:
     batches = dataloader.batch_sampler
-    while hasattr(batches, "batch_sampler"):  # accelerate's share of this process stands around it
+    while hasattr(batches, "batch_sampler"):  # accelerate wraps it to pick the share of this process
         batches = batches.batch_sampler
     sampler = getattr(batches, "sampler", batches)
     if not isinstance(sampler, SequentialSampler):
@@ -276,24 +281,11 @@ def _check_sequential(dataloader: Any) -> None:
         )
 
 
-@contextmanager
-def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Set attributes of one object for a while, whether it has them itself or from its class."""
-    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    vars(owner).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del vars(owner)[name]
-        vars(owner).update(own)
-
-
 class _ExactLoss:
     """Sum the loss of one evaluation over its labels: the mean loss of a batch times the number of its labels.
 
-    ``num_items_in_batch`` is kept from the model, so that its loss is a mean over the batch whatever the head makes of
-    that count; the user's ``compute_loss_func``, which may rely on it, gets the count of this batch.
+    The model does not get ``num_items_in_batch``, so that its loss is a mean over the batch whatever the head does with
+    it; the user's ``compute_loss_func``, which may rely on it, gets the count of this batch.
     """
 
     def __init__(self, trainer: Any, examples: int) -> None:

@@ -1,0 +1,82 @@
+"""What the views ask of a ``Trainer``: arguments that fit them, a sequential order, one seed for the order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.binding.handles import UndoHandle, set_attribute, undo_all
+from hf_memopt.changes import Change, record_changes
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = ["check_per_device", "check_world_size_of_run", "flattens_batches", "read_in_order", "take_seed"]
+
+
+def check_world_size_of_run(trainer: Trainer, world_size: int, of: str) -> None:
+    """Raise ValueError where the run has another number of processes than the view was built for."""
+    if trainer.args.world_size != world_size:
+        raise ValueError(
+            f"world_size={world_size} of the {of} differs from the run's {trainer.args.world_size}; expected the same. "
+            f"Build it in the launched script, or pass bucketed(..., world_size={trainer.args.world_size})"
+        )
+
+
+def check_per_device(trainer: Trainer, batch_size: int | None, of: str) -> None:
+    """Raise ValueError where the Trainer's batches would mix buckets; ``batch_size`` None: items are whole batches."""
+    per_device = trainer.args.per_device_train_batch_size
+    if batch_size is not None:
+        if batch_size % per_device != 0:
+            raise ValueError(
+                f"per_device_train_batch_size={per_device} does not divide the {of}'s batch_size={batch_size}; "
+                f"expected a divisor. Pass bucketed(..., batch_size={per_device})"
+            )
+        return
+    if per_device != 1:
+        raise ValueError(
+            f"per_device_train_batch_size={per_device} would join whole batches of the max_tokens view; expected "
+            "1. Pass TrainingArguments(..., per_device_train_batch_size=1)"
+        )
+    if not flattens_batches(trainer):
+        raise ValueError(
+            f"data_collator=<{type(trainer.data_collator).__name__}> cannot flatten the whole batches of the "
+            "max_tokens view; expected BucketedCollator. Pass Trainer(..., "
+            "data_collator=BucketedCollator(tokenizer))"
+        )
+
+
+def flattens_batches(trainer: Trainer) -> bool:
+    """Return whether the Trainer's collator takes an item that is a whole batch."""
+    from hf_memopt.batching.collation.collators import BucketedCollator  # imports transformers, which a view need not
+
+    return isinstance(trainer.data_collator, BucketedCollator)
+
+
+def read_in_order(trainer: Trainer) -> UndoHandle:
+    """Set ``train_sampling_strategy="sequential"``, as a view brings its own shuffled order; record the change."""
+    args = trainer.args
+    if args.train_sampling_strategy == "sequential":
+        return undo_all()
+    reason = "the bucketed view brings its own shuffled order, grouped by length"
+    record_changes(trainer, [Change("train_sampling_strategy", args.train_sampling_strategy, "sequential", reason)])
+    return set_attribute(args, "train_sampling_strategy", "sequential")
+
+
+def take_seed(trainer: Trainer, owner: Any, *, may_change: bool, of: str) -> UndoHandle:
+    """Give ``owner.seed``, that of an order, the value that the training arguments have for it; record the change.
+
+    Raises:
+        ValueError: the order has a seed of its own, and ``data_seed`` is another one.
+    """
+    args, seed = trainer.args, owner.seed
+    name = "seed" if args.data_seed is None else "data_seed"
+    wanted = getattr(args, name)
+    if wanted == seed or not (may_change or name == "data_seed"):
+        return undo_all()
+    if not may_change:
+        raise ValueError(
+            f"seed={seed} of the {of} differs from data_seed={wanted} of the training arguments; expected one seed for "
+            "the order of the data. Leave seed out of bucketed(...)"
+        )
+    record_changes(trainer, [Change(f"seed of the {of}", seed, wanted, f"that of TrainingArguments({name}=...)")])
+    return set_attribute(owner, "seed", wanted)
