@@ -12,7 +12,7 @@ from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.timeline import COMPONENTS, Timeline
 
 MIB = 2**20
-SMALL = Gpu("Card 4GB", 4096 * MIB, 3891 * MIB, 400 * MIB, (8, 6), "made up for the tests")
+SMALL = Gpu("GPU 4GB", 4096 * MIB, 3891 * MIB, 400 * MIB, (8, 6), "made up for the tests")
 
 # Name of the phase and, event by event, MiB of weights, gradients, optimizer state, activations, logits and loss,
 # temporaries, workspace, inputs; the peak is the first event of the second backward pass.

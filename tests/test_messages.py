@@ -14,8 +14,9 @@ import hf_memopt
 PACKAGE = Path(hf_memopt.__file__).parent
 ERRORS = ("ValueError", "TypeError", "RuntimeError", "FileNotFoundError", "NotADirectoryError")
 RULE = re.compile(r"expected .+[.:](\{\})? .+", re.DOTALL)  # ...; expected <rule>. <action>
-# Clauses that the caller completes: parse_object's about "it", and those that end in a value with rule or action.
-CLAUSE = re.compile(r"^it (is|has) |\{\}$")
+# Clauses that the caller completes: parse_object's about "it", those that end in a value with rule or action, why a
+# column is read row by row, and what is wrong with a configuration.
+CLAUSE = re.compile(r"^it (is|has) |\{\}$|^null in a list$|^\{\}=\{\} is negative$")
 
 
 def literal(node: ast.expr) -> str:

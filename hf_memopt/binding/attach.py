@@ -73,14 +73,16 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
                 trainer.add_callback(callback)
                 handles.append(UndoHandle(partial(trainer.remove_callback, callback)))
         handles.append(repair_gradient_scale(trainer))  # before callbacks: a memory report begins to measure when bound
+        bound_again: list[UndoHandle] = []
         for callback in sorted(trainer.callback_handler.callbacks, key=_is_outermost):
             if isinstance(callback, AttachedCallback):
-                handles.append(callback.bind(trainer))
+                is_new = (binding := _binding_of(callback)) is None or binding.trainer is not trainer
+                (handles if is_new else bound_again).append(callback.bind(trainer))
     except BaseException:
-        remove_all(handles)
+        remove_all(handles)  # but what an earlier call bound stays
         raise
     earlier = getattr(trainer, HANDLE, None)  # of an earlier call
-    setattr(trainer, HANDLE, undo_all(*([] if earlier is None else [earlier]), *handles))
+    setattr(trainer, HANDLE, undo_all(*([] if earlier is None else [earlier]), *handles, *bound_again))
     return trainer
 
 

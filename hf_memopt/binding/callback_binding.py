@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hf_memopt.binding.handles import UndoHandle, remove_all
+from hf_memopt.binding.handles import UndoHandle, nothing_to_undo, remove_all
 
 __all__ = ["Binding", "unbound_error"]
 
@@ -20,10 +20,15 @@ class Binding:
 
     def __init__(self) -> None:
         self._trainer: Callable[[], Any] = lambda: None
-        self._handle: UndoHandle | None = None
+        self._handle = nothing_to_undo()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Binding, ()
+
+    @property
+    def handle(self) -> UndoHandle:
+        """The handle of the last ``to``."""
+        return self._handle
 
     @property
     def trainer(self) -> Any:
@@ -45,8 +50,7 @@ class Binding:
 
     def end(self) -> None:
         """Belong to no trainer any more."""
-        if self._handle is not None:
-            self._handle.remove()
+        self._handle.remove()
 
     def serving(self, callback: object, state: Any) -> Any:
         """Return the trainer whose state this is.

@@ -84,7 +84,7 @@ class Refusal:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.one} and {self.other} cannot work together: {self.reason}; expected one of the two. {self.fix}"
+        return f"{self.one} and {self.other} are incompatible: {self.reason}; expected only one of them. {self.fix}"
 
 
 DROP_RELEASE = "Train with the plain optimizer class"
@@ -229,7 +229,7 @@ REFUSALS = (
 
 
 def check_compatibility(trainer: Trainer, *callbacks: TrainerCallback) -> None:
-    """Refuse techniques and settings that cannot work together: those of a Trainer, and callbacks it is to get.
+    """Refuse techniques and settings that are incompatible: those of a Trainer, and callbacks it is to get.
 
     Raises:
         ValueError: naming the first such pair, the reason and the fix.

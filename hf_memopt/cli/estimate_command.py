@@ -140,8 +140,8 @@ def _refuse_beside_compare(options: EstimateOptions) -> None:
         if value not in (None, ()):
             shown = str(value) if isinstance(value, Path) else value
             raise ValueError(
-                f"{name}={shown!r}, compare=True cannot work together: every rung of a ladder has its own set-up; "
-                f"expected one of the two. Drop --compare or --{name.replace('_', '-')}"
+                f"{name}={shown!r}, compare=True are incompatible: every rung of a ladder has its own set-up; "
+                f"expected only one of them. Drop --compare or --{name.replace('_', '-')}"
             )
 
 

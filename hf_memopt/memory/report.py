@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding
+from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.devices.memory_reading import (
     MemoryReading,
     PeakMeter,
@@ -129,13 +130,12 @@ class MemoryReportCallback(TrainerCallback):
             rows.append([phase.replace("_", "+"), *(format_bytes(peaks[kind]) for kind in kinds)])
         return "\n".join(f"{first:<18}" + "".join(f"{cell:>16}" for cell in cells) for first, *cells in rows)
 
-    def bind(self, trainer: Trainer) -> None:
+    def bind(self, trainer: Trainer) -> UndoHandle:
         """Move to the front of the trainer's callbacks, before the sinks of ``report_to``; ``attach`` calls this."""
         handler = trainer.callback_handler
         handler.callbacks[:] = [self, *(callback for callback in handler.callbacks if callback is not self)]
-        if self.binding.trainer is not trainer:
-            self.binding.to(trainer)
         self._begin(trainer.args).meter.skip()  # what attach itself runs is not loading
+        return self.binding.to(trainer)
 
     def _begin(self, args: TrainingArguments) -> PhasePeaks:
         """Return the peaks; the first call ends the span before the Trainer was created."""

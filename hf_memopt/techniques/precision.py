@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding, unbound_error
 from hf_memopt.binding.conflicts import check_compatibility
-from hf_memopt.binding.handles import UndoHandle, nothing_to_undo, override_method
+from hf_memopt.binding.handles import UndoHandle, nothing_to_undo, override_method, undo_all
 from hf_memopt.binding.model_traits import unwrap_optimizer
 from hf_memopt.binding.versions import checkpointing_of, is_checkpointing
 from hf_memopt.changes import Change, add_change
@@ -209,17 +209,19 @@ class PrecisionCallback(TrainerCallback):
         # a copy starts unused and unbound: handles belong to this process, its trainer and its model
         return type(self), (self.autocast_cache, self.master_weights)
 
-    def bind(self, trainer: Trainer) -> None:
+    def bind(self, trainer: Trainer) -> UndoHandle:
         """Change what only the trainer has; called by ``attach``."""
         if self.binding.trainer is trainer:
-            return
-        self.binding.to(
+            return self.binding.handle
+        is_kept = self._handles.model is trainer.model  # since the Trainer was built
+        bound = self.binding.to(
             trainer,
             self._disable_autocast_cache(trainer),
             override_method(trainer, "call_model_init", lambda before: self._with_master_weights(trainer.args, before)),
         )
         # before train(): a resumed run loads float32 weights and states into these
         self._keep_master_weights(trainer.args, trainer.model, trainer.optimizer)
+        return undo_all(bound, *([] if is_kept else [UndoHandle(self._handles.remove)]))
 
     def on_init_end(
         self,

@@ -627,8 +627,8 @@ CUT_UP = "=True would cut the batches of the bucketed stream up; expected False.
 REFUSED = {
     "auto_find_batch_size": (
         {"auto_find_batch_size": True},
-        "length buckets and auto_find_batch_size cannot work together: it would shrink the batches that the buckets "
-        "are made for; expected one of the two. Leave auto_find_batch_size out",
+        "length buckets and auto_find_batch_size are incompatible: it would shrink the batches that the buckets "
+        "are made for; expected only one of them. Leave auto_find_batch_size out",
     ),
     "dispatch_batches": (
         {"accelerator_config": {"dispatch_batches": True}},

@@ -162,8 +162,8 @@ def test_a_callback_to_come_is_checked_with_what_is_there(tmp_path: Any) -> None
     with pytest.raises(ValueError) as error:
         check_compatibility(trainer, MicrobatchCallback())
     assert str(error.value) == (
-        "gradient release and micro-batching cannot work together: gradients have to stay until the last micro-batch, "
-        "and a weight that has stepped cannot be taken back; expected one of the two. Take MicrobatchCallback out of "
+        "gradient release and micro-batching are incompatible: gradients have to stay until the last micro-batch, "
+        "and a weight that has stepped cannot be taken back; expected only one of them. Take MicrobatchCallback out of "
         "callbacks="
     )
 

@@ -77,7 +77,7 @@ ANSWERED_AT_ONCE = {
     "estimate gpt2 --gpu RTX-9999": (2, "gpu='RTX-9999' "),
     "estimate gpt2 --gpu-memory 4": (2, "memory='4' is not an amount of memory; "),
     "estimate gpt2 --preset 9gb": (2, "name='9gb' is not a preset; "),
-    "estimate gpt2 --precision fp17": (2, "precision='fp17' is unknown; "),
+    "estimate gpt2 --precision fp17": (2, "precision='fp17' is invalid; "),
     "estimate gpt2 --optim adamm": (2, "optim='adamm' is not an optimizer whose memory is known; "),
     "estimate gpt2 --optim adamw_anyprecision": (2, "not estimable: optim='adamw_anyprecision': "),
     "estimate gpt2 --precision fp16 --optim lomo": (2, "optim='lomo', precision='fp16' "),

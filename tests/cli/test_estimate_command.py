@@ -232,18 +232,18 @@ def test_the_picture_is_drawn_and_named(tmp_path) -> None:
         ),
         (
             ["--compare", "--optim", "sgd"],
-            "optim='sgd', compare=True cannot work together: every rung of a ladder has its own set-up; expected one "
-            "of the two. Drop --compare or --optim",
+            "optim='sgd', compare=True are incompatible: every rung of a ladder has its own set-up; expected only "
+            "one of them. Drop --compare or --optim",
         ),
         (
             ["--compare", "--no-checkpointing"],
-            "checkpointing=False, compare=True cannot work together: every rung of a ladder has its own set-up; "
-            "expected one of the two. Drop --compare or --checkpointing",
+            "checkpointing=False, compare=True are incompatible: every rung of a ladder has its own set-up; "
+            "expected only one of them. Drop --compare or --checkpointing",
         ),
         (
             ["--compare", "--plot", "p.png"],
-            "plot='p.png', compare=True cannot work together: every rung of a ladder has its own set-up; expected one "
-            "of the two. Drop --compare or --plot",
+            "plot='p.png', compare=True are incompatible: every rung of a ladder has its own set-up; expected only "
+            "one of them. Drop --compare or --plot",
         ),
     ],
 )

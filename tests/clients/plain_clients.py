@@ -262,13 +262,13 @@ def processes(folder: Path, arrange: Arrange, *, build: Any = causal, **flags: A
 
 
 DEFAULT_FLAGS = (
-    "micro-batching and DDP, default flags cannot work together: a forward pass that is run again would wait for the "
-    "buffers of processes that do not run it; expected one of the two. Set ddp_broadcast_buffers=False, "
+    "micro-batching and DDP, default flags are incompatible: a forward pass that is run again would wait for the "
+    "buffers of processes that do not run it; expected only one of them. Set ddp_broadcast_buffers=False, "
     "ddp_find_unused_parameters=False"
 )
 NEFTUNE = (
-    "micro-batching and NEFTune cannot work together: its noise is scaled by the padded length, which is another one "
-    "in a part of a batch; expected one of the two. Leave neftune_noise_alpha out"
+    "micro-batching and NEFTune are incompatible: its noise is scaled by the padded length, which is another one "
+    "in a part of a batch; expected only one of them. Leave neftune_noise_alpha out"
 )
 
 CLIENTS = {

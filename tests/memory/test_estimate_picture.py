@@ -101,7 +101,7 @@ def test_the_picture_names_peak_phases_steps_and_limits(monkeypatch, tmp_path) -
     for text in (
         f"{describe(hand_made())}\n{verdict(hand_made())}",
         "peak 1.59 GiB, backward\nbert.encoder.layer.23",
-        "usable on Card 4GB, without the context:\n3.41 GiB (above the picture)",
+        "usable on GPU 4GB, without the context:\n3.41 GiB (above the picture)",
         "reserved, peak 1.59 GiB",
         "allocated at the peak 1.59 GiB:",
         "memory in GiB",
@@ -132,7 +132,7 @@ def test_what_never_holds_a_byte_is_not_explained(monkeypatch, tmp_path) -> None
 @pytest.mark.parametrize(
     ("gpu", "label", "inside"),
     [
-        (replace(SMALL, usable_bytes=2400 * MIB), "usable on Card 4GB, without the context:\n1.95 GiB", True),
+        (replace(SMALL, usable_bytes=2400 * MIB), "usable on GPU 4GB, without the context:\n1.95 GiB", True),
         (LARGE, "usable on Card 80GB, without the context:\n77.73 GiB (above the picture)", False),
     ],
 )

@@ -52,7 +52,7 @@ def test_the_whole_table() -> None:
         "Moved to the host: 3.0 MiB.\n"
         "Note: batches hold padding\n"
         "Note: the context is the table's\n"
-        "fits Card 4GB: 1.99 GiB of 3.80 GiB, 1.81 GiB to spare"
+        "fits GPU 4GB: 1.99 GiB of 3.80 GiB, 1.81 GiB to spare"
     )
 
 
@@ -115,9 +115,9 @@ def test_the_set_up_in_one_line(settings, text) -> None:
 def test_a_gpu_that_is_just_large_enough_fits() -> None:
     found = hand_made()
     exact = replace(SMALL, usable_bytes=found.total_bytes)
-    assert verdict(replace(found, gpu=exact)) == "fits Card 4GB: 1.99 GiB of 1.99 GiB, 0 B to spare"
+    assert verdict(replace(found, gpu=exact)) == "fits GPU 4GB: 1.99 GiB of 1.99 GiB, 0 B to spare"
     short = replace(SMALL, usable_bytes=found.total_bytes - 1)
-    assert verdict(replace(found, gpu=short)).startswith("does not fit Card 4GB: 1.99 GiB of 1.99 GiB, 1 B over; try ")
+    assert verdict(replace(found, gpu=short)).startswith("does not fit GPU 4GB: 1.99 GiB of 1.99 GiB, 1 B over; try ")
 
 
 @pytest.mark.parametrize("context_bytes", [400 * MIB, None])
@@ -143,7 +143,7 @@ def test_the_verdict_on_fragmentation(context_bytes) -> None:
 
 def test_the_verdict_without_a_known_context() -> None:
     assert verdict(hand_made(context_bytes=None)) == (
-        "fits Card 4GB: 1.59 GiB (and CUDA's context, whose size is unknown) of 3.80 GiB, 2.21 GiB to spare"
+        "fits GPU 4GB: 1.59 GiB (and CUDA's context, whose size is unknown) of 3.80 GiB, 2.21 GiB to spare"
     )
 
 
@@ -244,7 +244,7 @@ def mostly(component: str, **changed: Any) -> Estimate:
 )
 def test_the_verdict_names_a_change_that_helps(component, changed, advice) -> None:
     assert verdict(mostly(component, **changed)) == (
-        f"does not fit Card 4GB: 5.07 GiB of 3.80 GiB, 1.27 GiB over; try {advice}"
+        f"does not fit GPU 4GB: 5.07 GiB of 3.80 GiB, 1.27 GiB over; try {advice}"
     )
 
 
@@ -262,7 +262,7 @@ def test_json_says_everything_in_bytes() -> None:
     assert read["components"] == found.components
     assert list(read["components"]) == list(COMPONENTS)
     assert read["gpu"] == {**asdict(SMALL), "compute_capability": [8, 6], "bf16": True}
-    assert (read["gpu"]["name"], read["gpu"]["usable_bytes"]) == ("Card 4GB", 3891 * MIB)
+    assert (read["gpu"]["name"], read["gpu"]["usable_bytes"]) == ("GPU 4GB", 3891 * MIB)
     assert read["versions"] == {
         "hf-memopt": __version__,
         "torch": importlib.metadata.version("torch"),

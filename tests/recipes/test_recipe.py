@@ -425,8 +425,8 @@ def test_a_callback_of_the_callers_own_is_refused_not_left_out(tmp_path) -> None
             callbacks=[MicrobatchCallback()],
         )
     assert str(error.value) == (
-        "gradient release and micro-batching cannot work together: gradients have to stay until the last micro-batch, "
-        "and a weight that has stepped cannot be taken back; expected one of the two. Take MicrobatchCallback out of "
+        "gradient release and micro-batching are incompatible: gradients have to stay until the last micro-batch, "
+        "and a weight that has stepped cannot be taken back; expected only one of them. Take MicrobatchCallback out of "
         "callbacks="
     )
 

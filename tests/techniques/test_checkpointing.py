@@ -500,8 +500,8 @@ def test_reentrant_checkpointing_in_the_arguments_is_refused(tmp_path: Path) -> 
     with pytest.raises(ValueError) as error:
         train(tmp_path, CheckpointingCallback(), **reentrant)
     assert str(error.value) == (
-        "checkpointing policy and reentrant checkpointing cannot work together: policies need the non-reentrant "
-        'variant; expected one of the two. Leave activation_checkpointing_kwargs={"use_reentrant": True} out'
+        "checkpointing policy and reentrant checkpointing are incompatible: policies need the non-reentrant "
+        'variant; expected only one of them. Leave activation_checkpointing_kwargs={"use_reentrant": True} out'
     )
 
 

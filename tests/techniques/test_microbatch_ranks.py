@@ -35,7 +35,7 @@ def test_out_of_memory_while_gradients_are_shared_says_what_to_set(ranks: list[d
 
 def test_default_flags_are_refused(ranks: list[dict[str, Any]]) -> None:
     assert [found["flags"] for found in ranks] == [
-        "micro-batching and DDP, default flags cannot work together: a forward pass that is run again would wait for "
-        "the buffers of processes that do not run it; expected one of the two. Set ddp_broadcast_buffers=False, "
+        "micro-batching and DDP, default flags are incompatible: a forward pass that is run again would wait for "
+        "the buffers of processes that do not run it; expected only one of them. Set ddp_broadcast_buffers=False, "
         "ddp_find_unused_parameters=False"
     ] * 2

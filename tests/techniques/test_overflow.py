@@ -425,7 +425,7 @@ def test_settings_that_became_incompatible_are_refused(tmp_path: Any) -> None:
         nonfinite_models.make_trainer(tiny.llama(), nonfinite_models.rows(4), tmp_path), OverflowCallback()
     )
     trainer.args.optim = "lomo"
-    with pytest.raises(ValueError, match=r"^non-finite detection and layer-wise optimizer cannot work together: "):
+    with pytest.raises(ValueError, match=r"^non-finite detection and layer-wise optimizer are incompatible: "):
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 

@@ -254,7 +254,7 @@ def test_attach_refuses_what_cannot_work_together(refusal, tmp_path, monkeypatch
     with pytest.raises(ValueError) as error:
         attach(trainer)
     assert str(error.value) == (
-        f"{refusal.one} and {refusal.other} cannot work together: {refusal.reason}; expected one of the two. "
+        f"{refusal.one} and {refusal.other} are incompatible: {refusal.reason}; expected only one of them. "
         f"{refusal.fix}"
     )
     assert state_of(trainer) == before

@@ -296,8 +296,8 @@ def test_several_processes_are_refused_without_attach(tmp_path: Path, monkeypatc
     with pytest.raises(ValueError) as error:
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
     assert str(error.value) == (
-        "gradual unfreezing and DDP, default flags cannot work together: which parameters have gradients is settled "
-        "when the model is wrapped; expected one of the two. Take GradualUnfreezeCallback out of callbacks=, or "
+        "gradual unfreezing and DDP, default flags are incompatible: which parameters have gradients is settled "
+        "when the model is wrapped; expected only one of them. Take GradualUnfreezeCallback out of callbacks=, or "
         "train in one process"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.handles import UndoHandle, set_attribute, undo_all
@@ -59,7 +60,9 @@ def read_in_order(trainer: Trainer) -> UndoHandle:
         return undo_all()
     reason = "the bucketed view brings its own shuffled order, grouped by length"
     record_changes(trainer, [Change("train_sampling_strategy", args.train_sampling_strategy, "sequential", reason)])
-    return set_attribute(args, "train_sampling_strategy", "sequential")
+    own = copy.copy(args)  # another Trainer may use these arguments too
+    own.train_sampling_strategy = "sequential"
+    return set_attribute(trainer, "args", own)
 
 
 def take_seed(trainer: Trainer, owner: Any, *, may_change: bool, of: str) -> UndoHandle:

@@ -163,13 +163,13 @@ class CheckpointingCallback(TrainerCallback):
         # a copy starts unused: handles belong to this process and its model
         return partial(type(self), self.policy, offload=self.offload), ()
 
-    def bind(self, trainer: Trainer) -> None:
+    def bind(self, trainer: Trainer) -> UndoHandle:
         """Set a budget within this trainer's training steps; other policies need no binding."""
         if self._parsed.kind != "budget":
-            return
+            return self.binding.to(trainer)
         _check_compiled(self.policy, trainer.args)
         if self.binding.trainer is trainer:
-            return
+            return self.binding.handle
         fraction = self._parsed.fraction
 
         def within_budget(before: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,6 +180,7 @@ class CheckpointingCallback(TrainerCallback):
             return training_step
 
         self.handle = self.binding.to(trainer, override_method(trainer, "training_step", within_budget))
+        return self.handle
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any

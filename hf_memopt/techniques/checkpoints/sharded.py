@@ -241,10 +241,10 @@ class ShardedCheckpointCallback(TrainerCallback):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.max_shard_bytes,)  # a copy starts unbound
 
-    def bind(self, trainer: Trainer) -> None:
+    def bind(self, trainer: Trainer) -> UndoHandle:
         """Override what saves and resumes on this trainer; called by ``attach``."""
         if self.binding.trainer is trainer:
-            return
+            return self.binding.handle
         self.handle = self.binding.to(
             trainer,
             override_method(trainer, "save_model", self._wrap_save_model),
@@ -252,6 +252,7 @@ class ShardedCheckpointCallback(TrainerCallback):
             override_method(trainer, "train", self._wrap_train),
             UndoHandle(self._loading.close),
         )
+        return self.handle
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

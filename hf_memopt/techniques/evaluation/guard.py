@@ -73,10 +73,11 @@ class EvaluationGuardCallback(TrainerCallback):
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), **self._arguments), ()  # a copy starts unbound: the handle belongs to one trainer
 
-    def bind(self, trainer: Trainer) -> None:
+    def bind(self, trainer: Trainer) -> UndoHandle:
         """Guard this trainer's evaluations; called by ``attach``."""
         if self.binding.trainer is not trainer:
             self.handle = self.binding.to(trainer, guard_evaluation(trainer, **self._arguments))
+        return self.binding.handle
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding
-from hf_memopt.binding.handles import UndoHandle
+from hf_memopt.binding.handles import UndoHandle, undo_all
 from hf_memopt.changes import Change, add_change
 from hf_memopt.techniques.checkpointing.input_gradients import INPUT_GRADIENTS_DROPPED, drop_input_gradients
 from hf_memopt.techniques.layer_names import checked_patterns, matching_parameters, shown_patterns
@@ -135,9 +135,11 @@ class FreezeCallback(TrainerCallback):
         """Freeze before the optimizer is built."""
         self._freeze(model)
 
-    def bind(self, trainer: Trainer) -> None:
+    def bind(self, trainer: Trainer) -> UndoHandle:
         """Freeze for a Trainer that was built without this callback; ``attach`` calls it."""
+        is_frozen = self._handles.model is trainer.model  # since the Trainer was built
         self._freeze(trainer.model)
+        return undo_all(self.binding.to(trainer), *([] if is_frozen else [UndoHandle(self._handles.remove)]))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any

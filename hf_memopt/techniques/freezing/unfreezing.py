@@ -32,7 +32,7 @@ from hf_memopt.techniques.layer_names import checked_patterns, matching_paramete
 from hf_memopt.techniques.model_handles import ModelHandles
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["GradualUnfreezeCallback", "Schedule", "unfreeze_by_schedule"]
 
@@ -133,6 +133,10 @@ class GradualUnfreezeCallback(TrainerCallback):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.schedule,)  # a copy starts unused: handles belong to this process and its model
+
+    def bind(self, trainer: Trainer) -> UndoHandle:
+        """Belong to this trainer; ``attach`` calls it."""
+        return self.binding.to(trainer)
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any

@@ -157,15 +157,16 @@ class MicrobatchCallback(TrainerCallback):
         """The same as ``limits``, under its former name."""
         return self.limits
 
-    def bind(self, trainer: Trainer) -> None:
+    def bind(self, trainer: Trainer) -> UndoHandle:
         """Split this trainer's batches; called by ``attach``."""
         if self.binding.trainer is trainer:
-            return
+            return self.binding.handle
         self.handle = self.binding.to(
             trainer,
             run_in_microbatches(trainer, self.limits, changes=self.changes),
             override_method(trainer, "train", self._wrap_train),
         )
+        return self.handle
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

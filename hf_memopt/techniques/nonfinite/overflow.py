@@ -84,12 +84,13 @@ class OverflowCallback(NonfiniteRecord, TrainerCallback):
         )
         return unbound, ()
 
-    def bind(self, trainer: Trainer) -> None:
+    def bind(self, trainer: Trainer) -> UndoHandle:
         """Watch this trainer's steps; a second ``attach`` makes it the outermost override again."""
         if self.binding.trainer is not trainer:
             _warn_of_bfloat16_family(trainer)
         self.binding.end()
         self.handle = self.binding.to(trainer, detect_nonfinite(trainer, self))
+        return self.handle
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -36,7 +36,7 @@ from hf_memopt.techniques.optimizers.state_bytes import optimizer_state_bytes
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["EmbeddingBitsCallback", "override_embedding_bits"]
 
@@ -134,6 +134,10 @@ class EmbeddingBitsCallback(TrainerCallback):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # a copy starts unused: handles belong to this process and its optimizer
+
+    def bind(self, trainer: Trainer) -> UndoHandle:
+        """Belong to this trainer; ``attach`` calls it."""
+        return self.binding.to(trainer)
 
     def on_train_begin(
         self,
