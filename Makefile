@@ -11,7 +11,7 @@ CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 .PHONY: demo test test-full test-compat test-clients test-upstream lint format bench bench-batching bench-gpu clean
 
-demo: $(READY)            ## the main job: three set-ups of the stock Trainer on real text, side by side
+demo: $(READY)            ## the main job: four set-ups of the stock Trainer on real text, side by side
 	$(BIN)/python -m hf_memopt demo
 
 test: $(READY)            ## the test suite
@@ -45,6 +45,7 @@ bench: $(READY)           ## the benchmarks behind the figures; appends to bench
 	$(BIN)/python benchmarks/checkpointing.py
 	$(BIN)/python benchmarks/resume.py
 	$(BIN)/python benchmarks/accuracy.py
+	$(BIN)/python benchmarks/command_line.py
 	$(MAKE) bench-batching
 
 bench-batching: $(READY)  ## samplers side by side: ours, stock, lhotse, fairseq's rule, TRL
