@@ -45,6 +45,7 @@ def _run(environment: dict[str, str], command: tuple[str, ...], log: Path) -> No
         os.dup2(output, stream)
     os.environ.clear()
     os.environ.update(environment)
+    multiprocessing.set_start_method("fork", force=True)  # as in a program of its own, not the server's
     import torch
 
     torch.set_num_threads(1)

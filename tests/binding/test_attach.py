@@ -764,7 +764,11 @@ def test_every_callback_and_part_of_the_package_is_recognised():
     assert len(callbacks) == 10
     for kind in callbacks:
         assert issubclass(kind, AttachedCallback), kind
-    for part in (bucketed(rows, batch_size=4), bucketed(rows, max_tokens=64), bucketed(iter(rows), batch_size=4)):
+    for part in (
+        bucketed(rows, batch_size=4),
+        bucketed(rows, max_tokens=64),
+        bucketed(rows.to_iterable_dataset(), batch_size=4),
+    ):
         assert isinstance(part, TrainingView)
     assert isinstance(sorted_by_length(rows), EvaluationView)
     assert isinstance(BucketedCollator(tiny.tokenizer()), AttachedPart)

@@ -103,7 +103,7 @@ class Kill:
 
 @pytest.mark.parametrize(
     ("build", "max_shard_bytes"),
-    [(tiny.llama, "1GB"), (tiny.llama, "20KB"), (lora, "1GB")],
+    [(tiny.llama, "1GB"), (tiny.llama, "40KB"), (lora, "1GB")],
     ids=["one", "many", "lora"],
 )
 def test_killed_at_any_write_a_run_is_resumed_that_was_saved_whole(tmp_path, build, max_shard_bytes) -> None:
