@@ -37,7 +37,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_memopt.binding.attach import refuse_data_parallel
-from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, set_attribute, undo_all
+from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, share_attribute, undo_all
 from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_model
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.errors import did_you_mean
@@ -217,7 +217,7 @@ class ExactLoss:
         if before != wanted:
             reason = "the TrainingArguments' label_smoothing_factor, which stock ignores beside a compute_loss_func"
             record_changes(trainer, [Change("exact_loss label_smoothing", before, wanted, reason)])
-        return set_attribute(self, "_smoothing_of_arguments", wanted)
+        return share_attribute(self, "_smoothing_of_arguments", wanted)
 
     def _read_logits(self, outputs: Any) -> torch.Tensor:
         """Return the logits of a model output or tuple, 16-bit ones as float32."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.hooks import RemovableHandle
+
 from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.gradient_scale import repair_gradient_scale
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all, set_attribute, undo_all
@@ -33,10 +35,10 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     batch, so its list is complete after the first step. A repaired scale weighs the accumulation steps of an optimizer
     step equally, however many labels each has.
 
-    All of it belongs to this one trainer, and ``trainer.memopt_handle.remove()`` undoes it: callbacks that were added
-    are removed, all are unbound, and dataset, collator, loss and arguments are as before. A deep copy or an unpickled
-    trainer is not attached: callbacks that need it refuse to train until ``attach(copy)``. A shallow copy shares
-    everything, as in stock. A callback serves one trainer at a time.
+    All of it belongs to this one trainer, and ``trainer.memopt_handle.remove()`` undoes it (not while it trains):
+    callbacks that were added are removed, all are unbound, and dataset, collator, loss and arguments are as before. A
+    deep copy or an unpickled trainer is not attached: callbacks that need it refuse to train until ``attach(copy)``. A
+    shallow copy shares everything, as in stock. A callback serves one trainer at a time.
 
     Args:
         trainer: a ``transformers.Trainer`` or an instance of a subclass.
@@ -63,27 +65,49 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     for dataset in evaluated.values() if isinstance(evaluated, dict) else (evaluated,):
         _check_evaluation(trainer, dataset)
     handles = [set_attribute(trainer, CHANGES, getattr(trainer, CHANGES, ()))]
+    bound_again: list[UndoHandle] = []
     try:
         for part in (trainer.train_dataset, trainer.compute_loss_func, trainer.data_collator):
             if isinstance(part, AttachedPart):
-                handles.append(part.bind_trainer(trainer))
+                handles.append(_checked(part, part.bind_trainer(trainer)))
         handles += [_keep_used_columns(trainer), _evaluate_in_order(trainer)]
         for callback in callbacks:
             if callback not in trainer.callback_handler.callbacks:
                 trainer.add_callback(callback)
-                handles.append(UndoHandle(partial(trainer.remove_callback, callback)))
+                handles.append(UndoHandle(partial(_remove_callback, trainer, callback)))
         handles.append(repair_gradient_scale(trainer))  # before callbacks: a memory report begins to measure when bound
-        bound_again: list[UndoHandle] = []
         for callback in sorted(trainer.callback_handler.callbacks, key=_is_outermost):
             if isinstance(callback, AttachedCallback):
                 is_new = (binding := _binding_of(callback)) is None or binding.trainer is not trainer
-                (handles if is_new else bound_again).append(callback.bind(trainer))
+                (handles if is_new else bound_again).append(_checked(callback, callback.bind(trainer)))
     except BaseException:
         remove_all(handles)  # but what an earlier call bound stays
+        _keep_handles(trainer, bound_again)
         raise
-    earlier = getattr(trainer, HANDLE, None)  # of an earlier call
-    setattr(trainer, HANDLE, undo_all(*([] if earlier is None else [earlier]), *handles, *bound_again))
+    _keep_handles(trainer, [*handles, *bound_again])
     return trainer
+
+
+def _keep_handles(trainer: Trainer, handles: list[UndoHandle]) -> None:
+    """Add handles to those that ``trainer.memopt_handle`` removes."""
+    earlier = getattr(trainer, HANDLE, None)
+    if handles:
+        setattr(trainer, HANDLE, undo_all(*([] if earlier is None else [earlier]), *handles))
+
+
+def _remove_callback(trainer: Trainer, callback: TrainerCallback) -> None:
+    trainer.pop_callback(callback)  # unlike remove_callback no error if the user has removed it already
+
+
+def _checked(owner: object, handle: Any) -> UndoHandle:
+    """Return the handle of a part or callback, which may be a user's own."""
+    if not isinstance(handle, RemovableHandle):
+        name = "bind" if isinstance(owner, AttachedCallback) else "bind_trainer"
+        raise TypeError(
+            f"{name} of <{type(owner).__name__}> returned {handle!r}; expected the handle that undoes it "
+            "(hf_memopt.binding.protocols). Return UndoHandle(...) or nothing_to_undo()"
+        )
+    return handle  # type: ignore[return-value]
 
 
 def _is_outermost(callback: TrainerCallback) -> bool:

@@ -17,6 +17,7 @@ __all__ = [
     "override_method",
     "remove_all",
     "set_attribute",
+    "share_attribute",
     "undo_all",
 ]
 
@@ -62,8 +63,14 @@ def nothing_to_undo() -> UndoHandle:
 
 def remove_all(handles: list[UndoHandle]) -> None:
     """Remove each handle, the last first, and empty the list."""
+    failed: Exception | None = None
     while handles:
-        handles.pop().remove()
+        try:
+            handles.pop().remove()
+        except Exception as error:  # the others have to be removed all the same
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def undo_all(*handles: UndoHandle) -> UndoHandle:
@@ -90,6 +97,30 @@ def set_attribute(owner: Any, name: str, value: Any) -> UndoHandle:
             setattr(owner, name, before)
         elif name in vars(owner):
             delattr(owner, name)
+
+    return UndoHandle(undo)
+
+
+def share_attribute(owner: Any, name: str, value: Any) -> UndoHandle:
+    """Set an attribute of an object that several trainers may share, a dataset view for example.
+
+    The last value that is still asked for is in force: handles may be removed in any order.
+    """
+    name_of_values = f"_values_of_{name}"
+    own = [vars(owner)[name]] if name in vars(owner) else []  # else that of the class
+    values: list[list[Any]] = vars(owner).setdefault(name_of_values, [own])
+    asked = [value]
+    values.append(asked)
+    setattr(owner, name, value)
+
+    def undo() -> None:
+        values[:] = [other for other in values if other is not asked]
+        if values[-1]:
+            setattr(owner, name, values[-1][0])
+        else:
+            vars(owner).pop(name, None)
+        if len(values) == 1:
+            vars(owner).pop(name_of_values, None)
 
     return UndoHandle(undo)
 

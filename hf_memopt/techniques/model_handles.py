@@ -38,3 +38,13 @@ class ModelHandles:
     def remove(self) -> None:
         """Undo all changes to the last model."""
         remove_all(self._handles)
+
+    def handle_of(self, model: Any) -> UndoHandle:
+        """Return a handle that undoes all changes to this model, unless another one has become the last."""
+        reference = weakref.ref(model)
+
+        def undo() -> None:
+            if reference() is not None and self._model() is reference():
+                self.remove()
+
+        return UndoHandle(undo)

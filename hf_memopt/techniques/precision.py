@@ -220,8 +220,12 @@ class PrecisionCallback(TrainerCallback):
             override_method(trainer, "call_model_init", lambda before: self._with_master_weights(trainer.args, before)),
         )
         # before train(): a resumed run loads float32 weights and states into these
-        self._keep_master_weights(trainer.args, trainer.model, trainer.optimizer)
-        return undo_all(bound, *([] if is_kept else [UndoHandle(self._handles.remove)]))
+        try:
+            self._keep_master_weights(trainer.args, trainer.model, trainer.optimizer)
+        except BaseException:
+            bound.remove()
+            raise
+        return undo_all(bound, *([] if is_kept else [self._handles.handle_of(trainer.model)]))
 
     def on_init_end(
         self,

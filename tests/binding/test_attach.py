@@ -27,7 +27,7 @@ from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, defa
 
 import hf_memopt
 import tiny
-from hf_memopt import MicrobatchCallback, OverflowCallback
+from hf_memopt import FreezeCallback, MicrobatchCallback, OverflowCallback, PrecisionCallback
 from hf_memopt.batching.collation.collators import BucketedCollator
 from hf_memopt.batching.exact_losses import exact_loss
 from hf_memopt.batching.views.bucketed_view import bucketed
@@ -773,3 +773,81 @@ def test_every_callback_and_part_of_the_package_is_recognised():
     assert isinstance(sorted_by_length(rows), EvaluationView)
     assert isinstance(BucketedCollator(tiny.tokenizer()), AttachedPart)
     assert isinstance(exact_loss(tiny.bert()), AttachedPart)
+
+
+# ---- what several trainers share
+
+
+def test_undoing_one_trainer_leaves_what_another_shares(tmp_path):
+    view, model = bucketed(Dataset.from_list(tiny.rows()), batch_size=4), tiny.bert()
+    loss, collator = exact_loss(model), BucketedCollator(tiny.tokenizer())
+    settings = {"seed": 7, "label_smoothing_factor": 0.1, "train_dataset": view, "data_collator": collator}
+    for first, second in ((0, 1), (1, 0)):
+        both = [
+            attach(bert_trainer(tmp_path / str(i), model=model, compute_loss_func=loss, **settings)) for i in range(2)
+        ]
+        both[first].memopt_handle.remove()
+        assert (view.buckets.seed, loss._smoothing_of_arguments, view._as_batches) == (7, 0.1, True)
+        both[second].memopt_handle.remove()
+        assert (view.buckets.seed, loss._smoothing_of_arguments, view._as_batches) == (0, 0.0, False)
+
+
+def test_arguments_are_read_in_order_by_the_trainer_of_the_view_alone(tmp_path):
+    rows = Dataset.from_list(tiny.rows())
+    args = tiny.arguments(tmp_path, train_sampling_strategy="random")
+    with_view = attach(Trainer(tiny.bert(), args, train_dataset=bucketed(rows, batch_size=args.train_batch_size)))
+    plain = Trainer(tiny.bert(), args, train_dataset=rows)
+    assert with_view.args.train_sampling_strategy == "sequential"
+    assert (args.train_sampling_strategy, plain.args.train_sampling_strategy) == ("random", "random")
+    args.num_train_epochs = 3  # what is set in either object is set in both
+    with_view.args.learning_rate = 0.5
+    assert (with_view.args.num_train_epochs, args.learning_rate) == (3, 0.5)
+    for copied in (pickle.loads(pickle.dumps(with_view.args)), copy.copy(with_view.args)):
+        assert (type(copied), copied.train_sampling_strategy) == (type(args), "sequential")
+    with_view.train_dataset = rows
+    assert with_view.args.train_sampling_strategy == "random"
+    with_view.memopt_handle.remove()
+    assert with_view.args is args
+
+
+def test_undoing_goes_on_after_an_error(tmp_path):
+    class Failing(Bound):
+        def bind(self, trainer: Trainer) -> UndoHandle:
+            return UndoHandle(lambda: [].remove(1))
+
+    trainer, removed = bert_trainer(tmp_path), MicrobatchCallback()
+    before = dict(vars(trainer))
+    attach(trainer, removed, Failing())
+    trainer.remove_callback(removed)
+    with pytest.raises(ValueError, match=r"^list.remove"):
+        trainer.memopt_handle.remove()
+    del trainer.memopt_handle
+    assert vars(trainer) == before
+
+
+def test_a_callback_of_ones_own_has_to_return_a_handle(tmp_path):
+    class Without(TrainerCallback):
+        def bind(self, trainer: Trainer) -> None:
+            pass
+
+    with pytest.raises(TypeError) as error:
+        attach(bert_trainer(tmp_path), Without())
+    assert str(error.value) == (
+        "bind of <Without> returned None; expected the handle that undoes it (hf_memopt.binding.protocols). "
+        "Return UndoHandle(...) or nothing_to_undo()"
+    )
+
+
+@pytest.mark.parametrize("callback", [FreezeCallback("base"), PrecisionCallback()])
+def test_a_callback_that_has_moved_on_keeps_its_new_model(callback, tmp_path):
+    one, other = (
+        bert_trainer(tmp_path / str(i), model=tiny.bert().to(torch.bfloat16), bf16=True, use_cpu=True) for i in range(2)
+    )
+    attach(one, callback)
+    callback.handle.remove()
+    attach(other, callback)
+    changed = [(weight.dtype, weight.requires_grad) for weight in other.model.parameters()]
+    one.memopt_handle.remove()
+    assert [(weight.dtype, weight.requires_grad) for weight in other.model.parameters()] == changed
+    other.memopt_handle.remove()
+    assert {(weight.dtype, weight.requires_grad) for weight in other.model.parameters()} == {(torch.bfloat16, True)}

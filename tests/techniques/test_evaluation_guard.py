@@ -375,17 +375,20 @@ def test_other_errors_pass(tmp_path: Path) -> None:
         trainer.evaluate()
 
 
-def test_recovery_is_bound_once_and_leaves_nothing(tmp_path: Path) -> None:
-    trainer, _ = make_trainer("bert", tmp_path)
+def test_two_techniques_recover_and_either_may_end(tmp_path: Path) -> None:
+    trainer, _ = make_trainer("bert", tmp_path, rows=3)
+    whole, _ = make_trainer("bert", tmp_path)
+    expected = whole.evaluate()["eval_loss"]
     before = dict(vars(trainer))
-    handle = recover_predictions(trainer)
-    assert not handle.is_removed
-    assert recover_predictions(trainer).is_removed
-    handle.remove()
-    assert vars(trainer) == before
-    second = recover_predictions(trainer)
-    assert second is not None
-    second.remove()
+    for first in (0, 1):
+        handles = [recover_predictions(trainer), recover_predictions(trainer)]
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-6)
+        handles[first].remove()
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-6)
+        handles[1 - first].remove()
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.evaluate()
+    assert vars(trainer).keys() - {"model_preparation_time"} == before.keys()
 
 
 def test_handles_do_not_keep_a_trainer_alive(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from hf_memopt.batching.plan.lengths import are_token_ids
 from hf_memopt.batching.plan.stream_buffer import Entry, StreamBuffer
 from hf_memopt.batching.views.descriptions import DescribedByDataset
 from hf_memopt.batching.views.trainer_checks import check_per_device, check_world_size_of_run, take_seed
-from hf_memopt.binding.handles import UndoHandle, set_attribute, undo_all
+from hf_memopt.binding.handles import UndoHandle, set_attribute, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import check_value
@@ -327,7 +327,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         handles = [take_seed(trainer, self, may_change=self.takes_seed, of="bucketed stream")]
         changes = []
         if self.batch_size is not None:
-            handles.append(set_attribute(self, "_rows_per_turn", trainer.args.per_device_train_batch_size))
+            handles.append(share_attribute(self, "_rows_per_turn", trainer.args.per_device_train_batch_size))
         else:
             reason = "an item of a max_tokens= stream is a whole batch, and its number of examples is unknown before"
             changes.append(Change("samples in the Trainer's log", "examples", "batches", reason))

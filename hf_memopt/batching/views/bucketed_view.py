@@ -30,7 +30,7 @@ from hf_memopt.batching.views.trainer_checks import (
     read_in_order,
     take_seed,
 )
-from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, set_attribute, undo_all
+from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, share_attribute, undo_all
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -286,7 +286,7 @@ class BucketedExamples(_BucketedView):
             ValueError: the Trainer's arguments do not fit the view.
         """
         check_per_device(trainer, self.buckets.batch_size, of="bucketed view")
-        return undo_all(self._bind(trainer), set_attribute(self, "_as_batches", flattens_batches(trainer)))
+        return undo_all(self._bind(trainer), share_attribute(self, "_as_batches", flattens_batches(trainer)))
 
 
 class BucketedBatches(_BucketedView):

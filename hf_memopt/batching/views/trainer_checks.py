@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
+import weakref
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.handles import UndoHandle, set_attribute, undo_all
+from hf_memopt.binding.handles import UndoHandle, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainingArguments
 
 __all__ = ["check_per_device", "check_world_size_of_run", "flattens_batches", "read_in_order", "take_seed"]
 
@@ -60,9 +60,45 @@ def read_in_order(trainer: Trainer) -> UndoHandle:
         return undo_all()
     reason = "the bucketed view brings its own shuffled order, grouped by length"
     record_changes(trainer, [Change("train_sampling_strategy", args.train_sampling_strategy, "sequential", reason)])
-    own = copy.copy(args)  # another Trainer may use these arguments too
-    own.train_sampling_strategy = "sequential"
-    return set_attribute(trainer, "args", own)
+    trainer.args = own = _in_order(trainer)
+
+    def undo() -> None:
+        if trainer.args is own:
+            trainer.args = args
+
+    return UndoHandle(undo)
+
+
+def _restored(kind: type[TrainingArguments], values: dict[str, Any]) -> TrainingArguments:
+    arguments: TrainingArguments = object.__new__(kind)
+    vars(arguments).update(values)
+    return arguments
+
+
+def _in_order(trainer: Trainer) -> TrainingArguments:
+    """Return the trainer's arguments with ``train_sampling_strategy="sequential"`` while it reads a bucketed view.
+
+    Another Trainer may have the same arguments, and has to shuffle. So it is not the value that changes: the result is
+    a second object over the same values, whose class reads this one as "sequential". What is set in either is set in
+    both. A copy or a pickle (``training_args.bin``) is of the original class.
+    """
+    args, name, reference = trainer.args, "train_sampling_strategy", weakref.ref(trainer)
+
+    def read(self: TrainingArguments) -> Any:
+        owner = reference()
+        has_view = owner is not None and getattr(owner.train_dataset, "technique", None) == "length buckets"
+        return "sequential" if has_view else vars(self)[name]
+
+    def write(self: TrainingArguments, value: Any) -> None:
+        vars(self)[name] = value
+
+    def reduce(self: TrainingArguments, protocol: Any) -> Any:
+        return _restored, (type(args), {**vars(self), name: read(self)})
+
+    kind = type(type(args).__name__, (type(args),), {name: property(read, write), "__reduce_ex__": reduce})
+    own: TrainingArguments = object.__new__(kind)
+    own.__dict__ = vars(args)
+    return own
 
 
 def take_seed(trainer: Trainer, owner: Any, *, may_change: bool, of: str) -> UndoHandle:
@@ -74,12 +110,13 @@ def take_seed(trainer: Trainer, owner: Any, *, may_change: bool, of: str) -> Und
     args, seed = trainer.args, owner.seed
     name = "seed" if args.data_seed is None else "data_seed"
     wanted = getattr(args, name)
-    if wanted == seed or not (may_change or name == "data_seed"):
-        return undo_all()
     if not may_change:
+        if name == "seed" or wanted == seed:
+            return undo_all()
         raise ValueError(
             f"seed={seed} of the {of} differs from data_seed={wanted} of the training arguments; expected one seed for "
             "the order of the data. Leave seed out of bucketed(...)"
         )
-    record_changes(trainer, [Change(f"seed of the {of}", seed, wanted, f"that of TrainingArguments({name}=...)")])
-    return set_attribute(owner, "seed", wanted)
+    if wanted != seed:
+        record_changes(trainer, [Change(f"seed of the {of}", seed, wanted, f"that of TrainingArguments({name}=...)")])
+    return share_attribute(owner, "seed", wanted)

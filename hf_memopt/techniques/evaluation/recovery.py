@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from hf_memopt.binding.handles import UndoHandle, is_overridden, nothing_to_undo, override_method, remove_all
+from hf_memopt.binding.handles import UndoHandle, override_method, remove_all, set_attribute
 from hf_memopt.binding.model_traits import IGNORED_LABEL
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.techniques.microbatching.loss_rules import LossWeights
@@ -43,7 +43,7 @@ __all__ = ["recover_predictions"]
 
 logger = logging.getLogger(__name__)
 
-RECOVERS = "recovery of predictions"  # the purpose of the override
+RECOVERING = "_memopt_is_recovering"  # the attribute that a trainer has while a batch is predicted
 
 
 def recover_predictions(trainer: Trainer) -> UndoHandle:
@@ -55,17 +55,15 @@ def recover_predictions(trainer: Trainer) -> UndoHandle:
     the others within a batch.
 
     Returns:
-        A handle that takes it off again; if the Trainer recovers already, one that has nothing to undo.
+        A handle that takes it off again. Of several such overrides the outermost recovers.
 
     Raises:
         torch.OutOfMemoryError: in evaluation, a single row does not fit, or rows depend on each other; the message says
             what to try.
     """
-    if is_overridden(trainer, "prediction_step", RECOVERS):
-        return nothing_to_undo()
     recovery = _Recovery(trainer)
     handles = [
-        override_method(trainer, "prediction_step", recovery.wrap_prediction_step, purpose=RECOVERS),
+        override_method(trainer, "prediction_step", recovery.wrap_prediction_step),
         override_method(trainer, "evaluation_loop", recovery.wrap_evaluation_loop),
     ]
     return UndoHandle(partial(remove_all, handles))
@@ -101,9 +99,11 @@ class _Recovery:
             def predict(rows: Mapping[str, Any]) -> Any:
                 return before(model, rows, prediction_loss_only, *args, **kwargs)
 
+            if hasattr(self.trainer, RECOVERING):  # another technique's recovery, around this one
+                return predict(inputs)
             self.batches += 1
             count = _ItemCount(self.trainer, inputs)
-            with count.once_per_batch():
+            with set_attribute(self.trainer, RECOVERING, True), count.once_per_batch():
                 return self._predict(model, inputs, predict, count)
 
         return prediction_step

@@ -139,7 +139,10 @@ class FreezeCallback(TrainerCallback):
         """Freeze for a Trainer that was built without this callback; ``attach`` calls it."""
         is_frozen = self._handles.model is trainer.model  # since the Trainer was built
         self._freeze(trainer.model)
-        return undo_all(self.binding.to(trainer), *([] if is_frozen else [UndoHandle(self._handles.remove)]))
+        return undo_all(
+            self.binding.to(trainer),
+            *([] if is_frozen else [self._handles.handle_of(trainer.model)]),
+        )
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any

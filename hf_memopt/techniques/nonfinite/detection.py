@@ -33,7 +33,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_memopt.binding.conflicts import check_compatibility
-from hf_memopt.binding.handles import UndoHandle, override_method
+from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method
 from hf_memopt.changes import Change, add_change
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.plain_data import Count, check_value
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 __all__ = ["NonfiniteRecord", "detect_nonfinite"]
 
 logger = logging.getLogger(__name__)
+
+DETECTS = "non-finite detection"  # the purpose of the override of training_step
 
 
 class NonfiniteRecord:
@@ -85,7 +87,7 @@ def detect_nonfinite(trainer: Trainer, record: NonfiniteRecord | None = None) ->
         A handle whose ``remove()`` takes everything off the Trainer again.
 
     Raises:
-        ValueError: when training begins, a setting or another technique is incompatible.
+        ValueError: the Trainer has it already; when training begins, a setting or another technique is incompatible.
         RuntimeError: in training, when a limit is reached. The weights are then those of the last good step.
 
     Example:
@@ -99,8 +101,13 @@ def detect_nonfinite(trainer: Trainer, record: NonfiniteRecord | None = None) ->
         0
         >>> handle.remove()
     """
+    if is_overridden(trainer, "training_step", DETECTS):
+        raise ValueError(
+            f"trainer=<{type(trainer).__name__}> has non-finite detection already; expected a Trainer without. Keep "
+            "one OverflowCallback in callbacks=, or call handle.remove() first"
+        )
     detection = _Detection(trainer, NonfiniteRecord() if record is None else record)
-    override = override_method(trainer, "training_step", detection.wrap_training_step)
+    override = override_method(trainer, "training_step", detection.wrap_training_step, purpose=DETECTS)
     trainer.add_callback(detection)
     reference = weakref.ref(trainer)
 
@@ -108,7 +115,8 @@ def detect_nonfinite(trainer: Trainer, record: NonfiniteRecord | None = None) ->
         detection.end_run()
         override.remove()
         if (alive := reference()) is not None:
-            alive.remove_callback(detection)
+            handler = alive.callback_handler  # a new list: stock may be going through the old one
+            handler.callbacks = [callback for callback in handler.callbacks if callback is not detection]
 
     return UndoHandle(undo)
 
