@@ -9,6 +9,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -190,7 +191,7 @@ def gradient_norms(trainer: Trainer) -> list[float]:
 
 
 def main(output_dir: str) -> None:
-    """Print the norms of every head on this many processes, attached and not, and how far the processes agree."""
+    """Write the norms of every head on this many processes, attached and not, and how far the processes agree."""
     gc.freeze()  # the Trainer collects garbage at the start of each run, 0.5 s with all that was imported
     norms: dict[str, dict[str, Any]] = {}
     for name, head in HEADS.items():
@@ -201,8 +202,7 @@ def main(output_dir: str) -> None:
                 attach(trainer)
             norms[name][way] = gradient_norms(trainer)
         norms[name]["weights"] = float(sum(p.detach().double().sum() for p in trainer.model.parameters()))
-    if trainer.args.process_index == 0:
-        print("RESULT " + json.dumps(norms))
+    Path(output_dir, f"rank{trainer.args.process_index}.json").write_text(json.dumps(norms), encoding="utf-8")
 
 
 if __name__ == "__main__":

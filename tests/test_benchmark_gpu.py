@@ -597,7 +597,7 @@ def test_private_names_of_torch_are_there() -> None:
 # ---- Tiny runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 8))])
 def test_every_model_and_every_setup_runs_tiny_on_the_host(gpu_case, setups, tmp_path, index) -> None:
     case, out = setups.ordered_cases(tiny=True)[index], tmp_path / "out.json"
     gpu_case.run(case, "cpu", {}, out, None)

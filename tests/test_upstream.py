@@ -78,6 +78,7 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow  # two runs of pytest with all imports; make test-upstream does the same
 def test_runs_a_checkout_stock_and_attached(compare: ModuleType, tmp_path: Path) -> None:
     source = checkout(tmp_path)
     assert compare.versions_of(source).startswith("tests of transformers 5.99.0 (")

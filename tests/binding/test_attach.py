@@ -5,13 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import json
 import logging
-import os
 import pickle
 import random
-import subprocess
-import sys
 import weakref
 from typing import Any
 
@@ -38,6 +34,7 @@ from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.binding.model_traits import used_columns
 from hf_memopt.binding.protocols import AttachedCallback, AttachedPart, EvaluationView, TrainingView
 from hf_memopt.changes import Change
+from two_ranks import run_pair
 
 # DeBERTa-v2 of transformers 5.8 and 5.17 calls torch.jit.script when it is imported, which torch 2.13 deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -126,14 +123,7 @@ def test_the_split_of_a_batch_changes_neither_gradient_nor_weights(name, smoothi
 
 
 def test_two_processes_give_the_gradient_of_one(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run = subprocess.run(
-        [*launch, heads.__file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    (line,) = (line for line in run.stdout.splitlines() if line.startswith("RESULT "))
-    results = json.loads(line.removeprefix("RESULT "))
+    results, _ = run_pair(tmp_path, heads.__file__, str(tmp_path))
     assert set(results) == set(HEADS)
     for name, result in results.items():
         trainer = attach(make_trainer(HEADS[name], tmp_path, 8, 1))
