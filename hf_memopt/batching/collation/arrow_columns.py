@@ -7,6 +7,7 @@ else is left to the dataset.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import getitem, sub
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,7 @@ class ArrowColumns:
         rows = [batch.num_rows for batch in batches]
         self._ends = np.cumsum(rows)  # (chunks,): the row after the last one of each chunk
         self._begins = self._ends - rows  # (chunks,)
+        self._rows = sum(rows)
         self._columns: dict[str, _Chunks] = {}
         self._indices: ArrowColumns | None = None
         for name in table.column_names:
@@ -79,22 +81,25 @@ class ArrowColumns:
                 return None
             [column] = mapped.values()
             rows = column.stack()
-        if len(rows) == 0 or len(self._ends) == 0 or rows.min() < 0 or rows.max() >= self._ends[-1]:
+        numbers = rows.tolist()  # for a batch, lists and loops in C (map) are faster than arrays
+        if not numbers or min(numbers) < 0 or max(numbers) >= self._rows:
             return None
         chunk = self._ends.searchsorted(rows, side="right")
-        places = [*zip(chunk.tolist(), (rows - self._begins[chunk]).tolist(), strict=True)]
+        chunks, within = chunk.tolist(), (rows - self._begins[chunk]).tolist()
+        after = [row + 1 for row in within]
         cuts: dict[int, tuple[list[slice], list[int]]] = {}
         found = {}
         for name, (dtype, values, offsets) in self._columns.items():
+            cells = map(values.__getitem__, chunks)
             if offsets is None:
-                found[name] = Column.of_numbers([values[chunk].item(row) for chunk, row in places], dtype)
+                found[name] = Column.of_numbers([*map(getitem, cells, within)], dtype)
                 continue
             if id(offsets) not in cuts:
-                ends = [(offsets[chunk][row], offsets[chunk][row + 1]) for chunk, row in places]
-                cuts[id(offsets)] = [slice(*pair) for pair in ends], [end - begin for begin, end in ends]
+                begins = [*map(getitem, map(offsets.__getitem__, chunks), within)]
+                ends = [*map(getitem, map(offsets.__getitem__, chunks), after)]
+                cuts[id(offsets)] = [*map(slice, begins, ends)], [*map(sub, ends, begins)]
             where, sizes = cuts[id(offsets)]
-            cells = [values[chunk][cut] for (chunk, _), cut in zip(places, where, strict=True)]
-            found[name] = Column.of_lists(cells, sizes, dtype)
+            found[name] = Column.of_lists([*map(getitem, cells, where)], sizes, dtype)
         return found
 
 

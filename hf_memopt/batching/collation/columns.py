@@ -13,6 +13,7 @@ import reprlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -120,16 +121,27 @@ class Column:
         # One join of bytes, row, padding, row, padding ..., is several times faster than an assignment for each row,
         # and a bytearray, unlike bytes, makes a tensor that can be written to.
         cells, stored = self.cells, self.stored
-        if np.array(value).astype(stored) != value:  # -100 among unsigned integers
+        if not _holds(stored, value):  # -100 among unsigned integers
             cells, stored = [np.asarray(cell).astype(self.dtype) for cell in cells], self.dtype
         inside = next(filter(len, cells), cells[0]).shape[1:]  # an empty row among (n, 3) may have shape (0,)
-        entry = math.prod(inside)
-        padding = np.full(width * entry, value, stored).data
-        rests = [padding[len(cell) * entry :] for cell in cells]
+        paddings = _paddings(1 << width.bit_length(), math.prod(inside), value, stored)
+        rests = map(paddings.__getitem__, map(width.__sub__, map(len, cells)))
         parts: list[Any] = [None] * (2 * len(cells))
         parts[0::2], parts[1::2] = (cells, rests) if side == "right" else (rests, cells)
         joined = bytearray().join(parts)
         return np.ndarray((len(cells), width, *inside), stored, joined).astype(self.dtype, copy=False)
+
+
+@lru_cache(256)
+def _holds(dtype: np.dtype[Any], value: int) -> bool:
+    return bool(np.array(value).astype(dtype) == value)
+
+
+@lru_cache(64)
+def _paddings(most: int, entry: int, value: int, dtype: np.dtype[Any]) -> list[Cell]:
+    """Return the padding of 0, 1, ... ``most`` entries, each of ``entry`` numbers: made once, looked up for every row."""
+    padding = np.full(most * entry, value, dtype).data
+    return [padding[: size * entry] for size in range(most + 1)]
 
 
 def where_padding(sizes: list[int], width: int, side: str) -> Array:
