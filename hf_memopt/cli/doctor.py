@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
+from unittest.mock import patch
 
 from hf_memopt.devices.memory_reading import read_memory
 from hf_memopt.devices.precision_support import accelerator_type, choose_precision
@@ -37,7 +38,10 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Return the results of all checks; nothing is changed."""
+    """Return the results of all checks.
+
+    Meant for a process of its own: where bitsandbytes is not imported yet, its CPU functions stay uncompiled.
+    """
     return [*_versions(), *_device(), *_several_gpus(), _eight_bit(), *_nvml(), *_windows()]
 
 
@@ -125,7 +129,9 @@ def _eight_bit() -> Finding:
     import torch
 
     try:
-        import bitsandbytes
+        # bitsandbytes wraps some CPU functions in torch.compile, which imports inductor: half of this command's time
+        with patch("torch.compile", lambda function=None, **options: function or (lambda inner: inner)):
+            import bitsandbytes
     except Exception as error:  # a broken native library raises other errors than ImportError
         return Finding("8-bit optimizer", "error", f"{type(error).__name__}: {error}", "pip install -U bitsandbytes")
     parameter = torch.nn.Parameter(torch.ones(4096, device=accelerator_type()))

@@ -139,7 +139,7 @@ def _holds(dtype: np.dtype[Any], value: int) -> bool:
 
 @lru_cache(64)
 def _paddings(most: int, entry: int, value: int, dtype: np.dtype[Any]) -> list[Cell]:
-    """Return the padding of 0, 1, ... ``most`` entries, each of ``entry`` numbers: made once, looked up for every row."""
+    """Return the padding of 0, 1, ... ``most`` entries, each of ``entry`` numbers: made once, used for all rows."""
     padding = np.full(most * entry, value, dtype).data
     return [padding[: size * entry] for size in range(most + 1)]
 
