@@ -32,7 +32,8 @@ class Estimate:
         peak_reserved_bytes: the peak of what torch's allocator holds.
         context_bytes: of CUDA's context on the GPU; None where it is unknown.
         components: what the bytes of the allocated peak are for, by the names in ``COMPONENTS``.
-        phase: when the allocated peak is reached: "load", "forward", "backward", "optimizer" or "evaluation".
+        phase: when the allocated peak is reached: "load", "forward", "backward", "optimizer", "generation" or
+            "evaluation".
         module: the module whose operation reaches it; "" between modules.
         host_bytes: what is moved to the host: paged optimizer state, offloaded activations.
         parameters: elements of all parameters.

@@ -23,6 +23,8 @@ _KINDS: Mapping[str, Any] = {
     "micro_batch_size": Count | None,
     "eval_batch_size": Count | None,
     "eval_accumulation_steps": Count | None,
+    "generation_max_length": Count | None,
+    "generation_num_beams": Count | None,
     "torch_empty_cache_steps": Count | None,
 }
 """What the fields may hold whose values are checked one by one."""
@@ -61,6 +63,9 @@ class StepSettings:
         eval_accumulation_steps: evaluation batches whose logits are gathered on the GPU; None for all of them.
         eval_do_concat_batches: whether gathered logits are concatenated, a copy at every batch, or stay a list.
         batch_eval_metrics: whether metrics are computed batch by batch, so that no logits are gathered.
+        predict_with_generate: whether evaluation generates, as ``Seq2SeqTrainer`` does, and gathers tokens, not logits.
+        generation_max_length: tokens to generate at most; None for the model's own limit (20 unless it has one).
+        generation_num_beams: beams of the search; None for the model's own number.
         torch_empty_cache_steps: steps between two calls of ``torch.cuda.empty_cache()``.
         expandable_segments: whether the allocator runs with ``expandable_segments:True``.
         prepare: functions that change the model, the same as in the real run: freeze, LoRA, checkpoint policies.
@@ -88,6 +93,9 @@ class StepSettings:
     eval_accumulation_steps: int | None = None
     eval_do_concat_batches: bool = True
     batch_eval_metrics: bool = False
+    predict_with_generate: bool = False
+    generation_max_length: int | None = None
+    generation_num_beams: int | None = None
     torch_empty_cache_steps: int | None = None
     expandable_segments: bool = False
     prepare: tuple[Callable[[Any], Any], ...] = ()

@@ -91,6 +91,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._recomputing = -1
         self._stack = [0]
         self._entered: tuple[list[int], list[int]] = ([-1], [0])
+        self._answers: Callable[[str, torch.dtype], bool | int] | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -115,9 +116,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self._add_hidden(self._hidden(func, args, kwargs, out))
         return out
 
-    def _answer(self, func: Any, dtype: torch.dtype) -> bool:
+    def _answer(self, func: Any, dtype: torch.dtype) -> bool | int:
         """Answer transformers' code whether a mask is all ones; refuse every other read of values."""
-        module, line = _asker()
+        module, line, function = _asker()
+        if self._answers is not None and module.startswith("transformers.") and ".generation" in module:
+            return self._answers(function, dtype)
         number = func is not _aten.equal.default and dtype != torch.bool
         if module in _MASK_CODE and not number:
             return not self._padding
@@ -131,6 +134,15 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             "only real data has them; expected a pass that depends on shapes and settings alone. Estimate the model "
             "without that branch"
         )
+
+    @contextmanager
+    def answering(self, answers: Callable[[str, torch.dtype], bool | int]) -> Iterator[None]:
+        """Answer transformers' code for generation by ``answers(function, dtype)`` when it reads from a meta tensor."""
+        self._answers = answers
+        try:
+            yield
+        finally:
+            self._answers = None
 
     def add(self, tensor: torch.Tensor) -> int:
         """Return the number of the tensor's storage, a new one if it is new; -1 where it is not counted."""
@@ -276,15 +288,15 @@ _QUESTIONS = {_aten._local_scalar_dense.default, _aten.equal.default}
 _MASK_CODE = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
 
 
-def _asker() -> tuple[str, int]:
-    """Return module and line of the code outside torch and this package that reads a value."""
+def _asker() -> tuple[str, int, str]:
+    """Return module, line and function of the code outside torch and this package that reads a value."""
     frame = inspect.currentframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if module.partition(".")[0] != "torch" and not module.startswith("hf_memopt.memory."):
-            return module, frame.f_lineno
+            return module, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
-    return "torch", 0
+    return "torch", 0, ""
 
 
 @contextmanager

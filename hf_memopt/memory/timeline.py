@@ -32,7 +32,8 @@ class Timeline:
     Attributes:
         components: (events, len(COMPONENTS)) int64, allocated bytes after each event.
         reserved: (events,) int64, what the allocator holds after each event.
-        phases: (first event, name) of each phase, in order: "load", "forward", "backward", "optimizer", "evaluation".
+        phases: (first event, name) of each phase, in order: "load", "forward", "backward", "optimizer",
+            "generation", "evaluation".
         steps: (first event, step number from 1) of each optimizer step.
     """
 

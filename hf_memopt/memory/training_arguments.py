@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions as compat
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
@@ -51,7 +52,25 @@ def settings_of_arguments(args: TrainingArguments) -> StepSettings:
         eval_do_concat_batches=args.eval_do_concat_batches,
         batch_eval_metrics=args.batch_eval_metrics,
         torch_empty_cache_steps=args.torch_empty_cache_steps,
+        **_generation(args),
     )
+
+
+def _generation(args: TrainingArguments) -> dict[str, Any]:
+    """Return what ``Seq2SeqTrainingArguments`` say about generation in evaluation."""
+    if not getattr(args, "predict_with_generate", False):
+        return {}
+    config = getattr(args, "generation_config", None)
+    if isinstance(config, str | os.PathLike):
+        raise NotEstimableError(
+            f"not estimable: generation_config={os.fspath(config)!r} is not read; expected a GenerationConfig or None. "
+            "Pass GenerationConfig.from_pretrained(path)"
+        )
+    return {
+        "predict_with_generate": True,
+        "generation_max_length": getattr(args, "generation_max_length", None) or getattr(config, "max_length", None),
+        "generation_num_beams": getattr(args, "generation_num_beams", None) or getattr(config, "num_beams", None),
+    }
 
 
 def notes_of_arguments(args: TrainingArguments) -> tuple[str, ...]:

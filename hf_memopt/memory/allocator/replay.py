@@ -247,15 +247,19 @@ class _Run:
         besides the tensor that they were copied into, until the next forward pass is over, as are the inputs of the
         last training step. As a list, each batch's outputs are held once.
         """
-        self.phase("evaluation")
         events = self._classified(part)
+        border = max(part.generation_end - part.start, 0)
         sizes = [self._tracker.sizes[number] for number in part.outputs]
         last = self.plan.eval_batches - 1
         for batch in range(self.plan.eval_batches):
             for number in self.trace.evaluation_inputs:
                 self.malloc(("evaluated", batch, number), self._tracker.sizes[number], _INPUTS)
             if batch < 2 or batch == last:
-                self._play(events)
+                if border:
+                    self.phase("generation")
+                    self._play(events[:border])
+                self.phase("evaluation")
+                self._play(events[border:])
             self._forget(part)
             self._gather(batch, sizes)
             for number in self.trace.evaluation_inputs:

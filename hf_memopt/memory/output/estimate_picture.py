@@ -43,6 +43,7 @@ PHASE_SHADES = {
     "forward": "#D9D9D9",
     "backward": "#B3B3B3",
     "optimizer": "#595959",
+    "generation": "#F0D9B5",
     "evaluation": "#D6CBE6",
 }
 

@@ -160,7 +160,7 @@ def _advice(estimate: Estimate, gpu: Gpu) -> str:
             f"{format_bytes(estimate.components['logits and loss'])} of the peak are logits and loss that are "
             "gathered on the GPU"
         )
-    if estimate.phase == "evaluation" and (settings.eval_batch_size or 1) > 1:
+    if estimate.phase in ("generation", "evaluation") and (settings.eval_batch_size or 1) > 1:
         return f"eval_batch_size={_half(settings.eval_batch_size or 1)}: the peak is reached in the evaluation"
     for name in sorted(COMPONENTS, key=lambda name: estimate.components[name], reverse=True):
         fix = _fix(name, estimate)

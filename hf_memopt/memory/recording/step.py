@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from torch.utils._pytree import tree_leaves
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker, recording
+
+if TYPE_CHECKING:
+    from hf_memopt.memory.recording.generation import DecodingSteps
 
 __all__ = ["RecordedPass", "StepTrace", "autocast_dtype", "record_step"]
 
@@ -42,6 +45,7 @@ class RecordedPass:
         logits_event: the event at which the first of them was allocated; ``forward_end`` if there are none.
         logits_sequences: autograd's sequence numbers from that event to the loss.
         outputs: numbers of the storages that evaluation gathers.
+        generation_end: first event after what evaluation generates; 0 where it generates nothing.
         releases: (event, index of the trainable parameter, number of its gradient) for each gradient that was released.
     """
 
@@ -53,6 +57,7 @@ class RecordedPass:
     logits_sequences: range = range(0)
     outputs: tuple[int, ...] = ()
     releases: tuple[tuple[int, int, int], ...] = ()
+    generation_end: int = 0
 
 
 @dataclass(slots=True)
@@ -218,30 +223,65 @@ class _Recorder:
         return RecordedPass(start, forward_end, len(self._tracker.events), *logits_of, (), releases)
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> RecordedPass:
+        if not self._settings.predict_with_generate or self._settings.prediction_loss_only:
+            return self._evaluate(batch)
+        from hf_memopt.memory.recording.generation import RUN_STEPS, DecodingSteps, add_missing_steps
+
+        steps = DecodingSteps(RUN_STEPS if batch["labels"].is_meta else None)  # a real device runs them all
+        found = self._evaluate(batch, steps)
+        inserted = add_missing_steps(self._tracker, steps)
+        if inserted is None:
+            return self._evaluate(batch, DecodingSteps(limit=None))
+        events, storages, first = inserted
+        return replace(
+            found,
+            forward_end=found.forward_end + events,
+            end=found.end + events,
+            logits=frozenset(number + storages for number in found.logits),
+            logits_event=found.logits_event + events,
+            generation_end=found.generation_end + events,
+            outputs=tuple(number + storages if number >= first else number for number in found.outputs),
+        )
+
+    def _evaluate(self, batch: Mapping[str, torch.Tensor], steps: DecodingSteps | None = None) -> RecordedPass:
         start = len(self._tracker.events)
         self._model.eval()
+        generated = () if steps is None else self._generated(batch, steps)
+        generation_end = 0 if steps is None else len(self._tracker.events)
         with torch.no_grad():
             loss, outputs, logits = self._forward(batch)
             loss = loss.mean()
         ignored = {"loss", *getattr(self._model.config, "keys_to_ignore_at_inference", ("past_key_values",))}
         kept = {name: value for name, value in outputs.items() if name not in ignored}
         kept |= {name: batch[name] for name in ("labels", "start_positions", "end_positions") if name in batch}
-        gathered = () if self._settings.prediction_loss_only else _numbers(kept, self._tracker)
+        gathered = () if self._settings.prediction_loss_only else _numbers(generated or kept, self._tracker)
         forward_end = len(self._tracker.events)
-        del outputs, kept, loss
-        return RecordedPass(start, forward_end, len(self._tracker.events), *self._logits(logits), gathered)
+        del outputs, kept, loss, generated
+        of_logits = self._logits(logits)
+        end = len(self._tracker.events)
+        return RecordedPass(start, forward_end, end, *of_logits, gathered, generation_end=generation_end)
+
+    def _generated(self, batch: Mapping[str, torch.Tensor], steps: DecodingSteps) -> tuple[torch.Tensor, ...]:
+        """Return the tokens and labels that evaluation gathers instead of logits."""
+        from hf_memopt.memory.recording.generation import generate
+
+        around = (self._tracker, self._semantics, self._as_returned)
+        return generate(self._model, batch, self._settings, *around, steps)
+
+    def _as_returned(self, outputs: Any) -> Any:
+        """Return the outputs as accelerate does: in float32 under autocast."""
+        from accelerate.utils import convert_to_fp32
+
+        return outputs if autocast_dtype(self._settings.precision) is None else convert_to_fp32(outputs)
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any, frozenset[int]]:
         """Return the loss, the outputs that accelerate returns, and the storages of the logits that the model made."""
-        from accelerate.utils import convert_to_fp32
-
         inputs = dict(batch)
         labels = inputs.pop("labels") if self._smoother is not None and "labels" in inputs else None
         with self._semantics.autocast_region():
             outputs = self._model(**inputs)
         made = frozenset(_numbers({name: value for name, value in outputs.items() if "logits" in name}, self._tracker))
-        if autocast_dtype(self._settings.precision) is not None:
-            outputs = convert_to_fp32(outputs)
+        outputs = self._as_returned(outputs)
         if labels is None or self._smoother is None:
             return outputs["loss"], outputs, made
         return self._smoother(outputs, labels, shift_labels=_is_causal(self._model)), outputs, made

@@ -88,6 +88,10 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
     evaluation_batch = None
     if settings.eval_batch_size is not None:
         evaluation_batch = example_batch(loaded.model, batch_size=settings.eval_batch_size, **lengths)
+        if settings.predict_with_generate:
+            from hf_memopt.memory.recording.generation import check_generation  # imports transformers' generation
+
+            check_generation(loaded.model)
     rows = settings.micro_batch_size
     model = _prepared(loaded.model, settings)
     _check_scaled_gradients(model, settings)
