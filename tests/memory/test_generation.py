@@ -171,13 +171,13 @@ def allocator_peak(family: str, beams: int) -> int:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize(("family", "own_bytes"), [("t5", 0), ("whisper", 0), ("gpt2", 0)])
+@pytest.mark.parametrize(("family", "own_bytes"), [("t5", 128), ("gpt2", 128), ("whisper", 8192)])
 def test_peak_is_that_of_the_cpu_allocator(family: str, own_bytes: int, beams: int) -> None:
-    """Whisper's own ``generate`` runs here, of which the recording leaves out what surrounds the decoding."""
+    """Left are scalars; and what surrounds the decoding in Whisper's own ``generate``, which runs whole here: up to 0.9 %."""
     with torch.backends.mkldnn.flags(enabled=False):
         allocated = allocator_peak(family, beams)
     tracked = peak_bytes(record(family, "meta", settings(beams)))
-    assert abs(allocated - tracked) <= own_bytes + 0.01 * allocated, (allocated, tracked)
+    assert 0 <= allocated - tracked <= own_bytes
 
 
 def test_generation_is_a_phase_of_an_estimate() -> None:
