@@ -173,7 +173,7 @@ def allocator_peak(family: str, beams: int) -> int:
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize(("family", "own_bytes"), [("t5", 128), ("gpt2", 128), ("whisper", 8192)])
 def test_peak_is_that_of_the_cpu_allocator(family: str, own_bytes: int, beams: int) -> None:
-    """Left are scalars, and what surrounds the decoding in Whisper's ``generate``, which runs whole here: up to 0.9 %."""
+    """Left are scalars, and of Whisper what its own ``generate``, which runs whole here, does around the decoding."""
     with torch.backends.mkldnn.flags(enabled=False):
         allocated = allocator_peak(family, beams)
     tracked = peak_bytes(record(family, "meta", settings(beams)))
