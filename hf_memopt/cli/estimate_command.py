@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.progress import spinner
 from hf_memopt.devices.gpus import custom_gpu, find_gpu
-from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.memory.models.known import known_models, known_name
 from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
@@ -34,8 +33,8 @@ FITS, DOES_NOT_FIT = 0, 1
 MOST = {"batch_size": 10**6, "seq_len": 10**6, "eval_batch_size": 10**6, "gradient_accumulation_steps": 10**4}
 """Limits within which an estimate takes seconds: sizes have 63 bits, and every accumulation step is simulated."""
 DEFAULT_BATCH_SIZE, LADDER_BATCH_SIZE = 8, 32
-WEIGHTS = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""The values of --weights, and ``weights_dtype`` for each."""
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The short values of --weights, and ``weights_dtype`` for each, which is accepted too."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +120,8 @@ def _check_count(name: str, count: int, most: int) -> None:
 
 def _check_weights(options: EstimateOptions) -> None:
     """Refuse what --weights and --load-in do not know, and quantised weights without adapters."""
-    if options.weights is not None and options.weights not in WEIGHTS:
-        raise ValueError(
-            f"weights={options.weights!r} is unknown; expected one of {', '.join(WEIGHTS)}."
-            f"{did_you_mean(options.weights, WEIGHTS)} Pass --weights bf16"
-        )
+    if options.weights is not None and options.weights not in (*SHORT_DTYPES, *SHORT_DTYPES.values()):
+        raise ValueError(f"weights={options.weights!r} is unknown; expected float32, bf16 or fp16. Pass --weights bf16")
     if options.load_in not in (None, "nf4", "int8"):
         near = "int8" if "8" in str(options.load_in) else "nf4"
         raise ValueError(
@@ -188,7 +184,7 @@ def _set_up(options: EstimateOptions) -> tuple[Recipe | None, int, dict[str, Any
     """Return the preset's recipe, the batch size and the fields of ``StepSettings`` that the options themselves set."""
     named = {
         "precision": options.precision,
-        "weights_dtype": None if options.weights is None else WEIGHTS[options.weights],
+        "weights_dtype": SHORT_DTYPES.get(options.weights or "", options.weights),
         "load_in": options.load_in,
         "lora": options.lora,
         "optim": options.optim,
