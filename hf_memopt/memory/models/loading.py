@@ -263,10 +263,10 @@ _LOAD_IN: Mapping[str, Mapping[str, Any]] = {
 }
 """Options of ``BitsAndBytesConfig``; for 4 bits those of QLoRA (Dettmers et al. 2023, section 3)."""
 NEW_HEADS: Mapping[str, tuple[str, ...]] = {
-    "sequence-classification": ("classifier", "score"),
+    "sequence-classification": ("pre_classifier", "classifier", "score"),
     "token-classification": ("classifier", "score"),
     "question-answering": ("qa_outputs",),
-    "multiple-choice": ("classifier",),
+    "multiple-choice": ("pre_classifier", "classifier"),
     "image-classification": ("classifier",),
 }
 """Heads that a checkpoint usually lacks, so that they are trained whole, by the names that PEFT gives them."""
