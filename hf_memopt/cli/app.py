@@ -215,6 +215,11 @@ def estimate(
     compute_capability: Annotated[str | None, typer.Option(help="Compute capability of that GPU, such as 7.5.")] = None,
     preset: Annotated[str | None, typer.Option(help="Start from a preset; the other options override it.")] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, bf16 or fp16.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="The dtype the weights are loaded in: float32, bf16 or fp16.")
+    ] = None,
+    load_in: Annotated[str | None, typer.Option(help="Quantise the weights: nf4 or int8; needs --lora.")] = None,
+    lora: Annotated[int | None, typer.Option(min=1, help="Train LoRA adapters of this rank, 16 for example.")] = None,
     optim: Annotated[str | None, typer.Option(help="An optimizer, by its name in TrainingArguments.")] = None,
     checkpointing: Annotated[bool | None, typer.Option(help="Recompute activations instead of keeping them.")] = None,
     gradient_accumulation_steps: Annotated[
@@ -253,6 +258,9 @@ def estimate(
         compute_capability=compute_capability,
         preset=preset,
         precision=precision,
+        weights=weights,
+        load_in=load_in,
+        lora=lora,
         optim=optim,
         checkpointing=checkpointing,
         gradient_accumulation_steps=gradient_accumulation_steps,

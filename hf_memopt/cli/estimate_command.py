@@ -7,7 +7,6 @@ name of an attention implementation and patterns of ``--freeze`` wait for the mo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,8 @@ FITS, DOES_NOT_FIT = 0, 1
 MOST = {"batch_size": 10**6, "seq_len": 10**6, "eval_batch_size": 10**6, "gradient_accumulation_steps": 10**4}
 """Limits within which an estimate takes seconds: sizes have 63 bits, and every accumulation step is simulated."""
 DEFAULT_BATCH_SIZE, LADDER_BATCH_SIZE = 8, 32
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The short values of --weights, and ``weights_dtype`` for each, which is accepted too."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class EstimateOptions:
     compute_capability: str | None = None
     preset: str | None = None
     precision: str | None = None
+    weights: str | None = None
+    load_in: str | None = None
+    lora: int | None = None
     optim: str | None = None
     checkpointing: bool | None = None
     gradient_accumulation_steps: int | None = None
@@ -98,6 +102,7 @@ def _check_options(options: EstimateOptions) -> Gpu | None:
     elif options.plot is not None:
         check_picture(options.plot, purpose="the picture of an estimate")
     check_task(options.task)
+    _check_weights(options)
     if options.optim is not None:
         check_optimizer(options.optim)
     if options.preset != "auto":  # which would import torch to look for a GPU
@@ -111,6 +116,23 @@ def _check_count(name: str, count: int, most: int) -> None:
     if count > most:
         option = name.replace("_", "-")
         raise ValueError(f"{name}={count} is too large to simulate; expected 1 to {most}. Pass --{option} 32")
+
+
+def _check_weights(options: EstimateOptions) -> None:
+    """Refuse what --weights and --load-in do not know, and quantised weights without adapters."""
+    if options.weights is not None and options.weights not in (*SHORT_DTYPES, *SHORT_DTYPES.values()):
+        raise ValueError(f"weights={options.weights!r} is unknown; expected float32, bf16 or fp16. Pass --weights bf16")
+    if options.load_in not in (None, "nf4", "int8"):
+        near = "int8" if "8" in str(options.load_in) else "nf4"
+        raise ValueError(
+            f"load_in={options.load_in!r} is not a quantisation that is known; expected nf4 (4 bits) or int8 (8 bits). "
+            f"Pass --load-in {near}"
+        )
+    if options.load_in is not None and options.lora is None:
+        raise ValueError(
+            f"load_in={options.load_in!r} leaves nothing to train: quantised weights have no gradient, and the Trainer "
+            "refuses such a model; expected adapters too. Pass --lora 16"
+        )
 
 
 def _read_gpu(name: str | None, memory: str | None, compute_capability: str | None) -> Gpu | None:
@@ -135,7 +157,8 @@ def _read_gpu(name: str | None, memory: str | None, compute_capability: str | No
 
 
 def _refuse_beside_compare(options: EstimateOptions) -> None:
-    for name in ("preset", "precision", "optim", "checkpointing", "freeze", "eval_batch_size", "plot"):
+    refused = ("preset", "precision", "weights", "load_in", "lora", "optim", "checkpointing", "freeze")
+    for name in (*refused, "eval_batch_size", "plot"):
         value = getattr(options, name)
         if value not in (None, ()):
             shown = str(value) if isinstance(value, Path) else value
@@ -161,6 +184,9 @@ def _set_up(options: EstimateOptions) -> tuple[Recipe | None, int, dict[str, Any
     """Return the preset's recipe, the batch size and the fields of ``StepSettings`` that the options themselves set."""
     named = {
         "precision": options.precision,
+        "weights_dtype": SHORT_DTYPES.get(options.weights or "", options.weights),
+        "load_in": options.load_in,
+        "lora": options.lora,
         "optim": options.optim,
         "checkpointing": options.checkpointing,
         "gradient_accumulation_steps": options.gradient_accumulation_steps,
@@ -168,9 +194,13 @@ def _set_up(options: EstimateOptions) -> tuple[Recipe | None, int, dict[str, Any
         "eval_batch_size": options.eval_batch_size,
     }
     settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    if options.freeze:
+        settings["freeze"] = options.freeze
     if options.preset is None:
         return None, options.batch_size or DEFAULT_BATCH_SIZE, settings
     chosen = recipe(options.preset)
+    if options.freeze:
+        settings["freeze"] = (*chosen.freeze, *options.freeze)  # beside what the preset freezes
     batch_size, settings["gradient_accumulation_steps"] = _cut(
         chosen, options.batch_size, options.gradient_accumulation_steps
     )
@@ -204,8 +234,6 @@ def _run_one(options: EstimateOptions, gpu: Gpu | None, console: Console, errors
         from hf_memopt.memory.output.estimate_text import as_dict, print_estimate
 
         chosen, batch_size, settings = _set_up(options)
-        if options.freeze:
-            settings["prepare"] = _prepare(options, chosen)
         if options.task is not None:
             settings["task"] = options.task
         found = estimate(
@@ -220,15 +248,6 @@ def _run_one(options: EstimateOptions, gpu: Gpu | None, console: Console, errors
         if options.plot is not None:
             console.out(f"Picture: {options.plot}", highlight=False)
     return DOES_NOT_FIT if found.fits is False else FITS
-
-
-def _prepare(options: EstimateOptions, chosen: Recipe | None) -> tuple[Callable[[Any], Any], ...]:
-    """Return what the preset does to the model, and the freezing that the options ask for."""
-    from hf_memopt.cli.technique_ladder import frozen
-
-    start = StepSettings() if chosen is None else chosen.step_settings()
-    checkpointing = bool(start.checkpointing if options.checkpointing is None else options.checkpointing)
-    return (*start.prepare, *frozen(options.freeze, checkpointing=checkpointing))
 
 
 def _run_ladder(options: EstimateOptions, gpu: Gpu | None, console: Console, errors: Console) -> int:

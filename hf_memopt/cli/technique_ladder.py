@@ -22,8 +22,6 @@ from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.output.estimate_text import as_dict
 from hf_memopt.memory.timeline import COMPONENTS
 from hf_memopt.recipes.effective_batch import largest_divisor
-from hf_memopt.techniques.checkpointing.input_gradients import drop_input_gradients
-from hf_memopt.techniques.freezing.freezing import freeze
 from hf_memopt.units import format_bytes, to_gib
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
     from hf_memopt.memory.result import Estimate
 
-__all__ = ["Row", "Rung", "frozen", "ladder", "ladder_rungs", "print_ladder"]
+__all__ = ["Row", "Rung", "ladder", "ladder_rungs", "print_ladder"]
 
 TABLE_COLUMNS = 79
 SHOWN_ALONE = ("weights", "gradients", "optimizer state", "activations")
@@ -74,12 +72,6 @@ class Row:
         }
 
 
-def frozen(patterns: tuple[str, ...], *, checkpointing: bool) -> tuple[Callable[[Any], Any], ...]:
-    """Return the functions that ``FreezeCallback`` applies to the model."""
-    first = partial(freeze, patterns=patterns)
-    return (first, drop_input_gradients) if checkpointing else (first,)
-
-
 def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool = True) -> list[Rung]:
     """Return the baseline and the rungs of the ladders; ``bf16`` says whether the GPU computes in bfloat16."""
     stock = {"precision": "fp32", "optim": "adamw_torch_fused", "gradient_accumulation_steps": 1}
@@ -91,7 +83,7 @@ def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool =
         f"+ accumulation 1 x {effective_batch_size}": {"batch_size": 1},
         "+ checkpointing": {"checkpointing": True},
         "+ Adafactor": {"optim": "adafactor"},
-        "+ frozen body": {"prepare": frozen(("base",), checkpointing=True)},
+        "+ frozen body": {"freeze": ("base",)},
         **half,
     }
     eight_bit = {"+ 8-bit Adam": {"optim": "adamw_8bit", "embedding_bits": 32}}

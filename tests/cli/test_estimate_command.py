@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from hf_memopt.memory.models.known import known_models
 from hf_memopt.memory.output.estimate_text import as_dict, estimate_table
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.techniques.checkpointing.input_gradients import drop_input_gradients
-from hf_memopt.techniques.freezing.freezing import freeze
 
 runner = CliRunner()
 MIB = 2**20
@@ -124,10 +121,9 @@ def test_json_prints_nothing_else(simulation, options, code) -> None:
 def test_every_option_reaches_the_simulation(simulation) -> None:
     options = ["--precision", "bf16", "--optim", "adafactor", "--no-checkpointing", "--attn", "eager", "--task"]
     options += ["causal-lm", "--eval-batch-size", "4", "--gradient-accumulation-steps", "2", "--freeze", "embeddings"]
+    options += ["--lora", "8", "--load-in", "nf4", "--weights", "bf16"]
     assert run(*options, "--freeze", "layers:0-3", "--gpu-memory", "4GiB", "--compute-capability", "7.5").exit_code == 1
     [call] = simulation.calls
-    [prepare] = call.pop("prepare")
-    assert (prepare.func, prepare.args, prepare.keywords) == (freeze, (), {"patterns": ("embeddings", "layers:0-3")})
     assert call == {
         "model": "bert-large",
         "batch_size": 8,
@@ -135,6 +131,10 @@ def test_every_option_reaches_the_simulation(simulation) -> None:
         "recipe": None,
         "gpu": custom_gpu("4GiB", "7.5"),
         "precision": "bf16",
+        "weights_dtype": "bfloat16",
+        "load_in": "nf4",
+        "lora": 8,
+        "freeze": ("embeddings", "layers:0-3"),
         "optim": "adafactor",
         "checkpointing": False,
         "attn_implementation": "eager",
@@ -174,21 +174,13 @@ def test_a_preset_keeps_its_effective_batch_unless_both_are_given(simulation, op
     ]
 
 
-def test_freezing_is_what_the_callback_does_and_adds_to_the_presets(simulation) -> None:
+def test_freezing_adds_to_what_the_preset_freezes(simulation, monkeypatch) -> None:
+    frozen = recipe("4gb-gpu").replace(freeze=("embeddings",))
+    monkeypatch.setattr("hf_memopt.cli.estimate_command.recipe", lambda name: frozen)
     run("--preset", "4gb-gpu", "--optim", "sgd", "--freeze", "layers:0")
-    run("--preset", "4gb-gpu", "--no-checkpointing", "--freeze", "layers:0")
     run("--checkpointing", "--freeze", "layers:0")
-    assert recipe("4gb-gpu").checkpointing
     assert simulation.calls[0]["optim"] == "sgd"
-    assert [[_name(function) for function in call["prepare"]] for call in simulation.calls] == [
-        ["freeze", "drop_input_gradients"],
-        ["freeze"],
-        ["freeze", "drop_input_gradients"],
-    ]
-
-
-def _name(function: Any) -> str:
-    return (function.func if isinstance(function, partial) else function).__name__
+    assert [call["freeze"] for call in simulation.calls] == [("embeddings", "layers:0"), ("layers:0",)]
 
 
 def test_the_picture_is_drawn_and_named(tmp_path) -> None:
@@ -244,6 +236,25 @@ def test_the_picture_is_drawn_and_named(tmp_path) -> None:
             ["--compare", "--plot", "p.png"],
             "plot='p.png', compare=True are incompatible: every rung of a ladder has its own set-up; expected only "
             "one of them. Drop --compare or --plot",
+        ),
+        (
+            ["--compare", "--lora", "16"],
+            "lora=16, compare=True are incompatible: every rung of a ladder has its own set-up; expected only one of "
+            "them. Drop --compare or --lora",
+        ),
+        (
+            ["--weights", "int8"],
+            "weights='int8' is unknown; expected float32, bf16 or fp16. Pass --weights bf16",
+        ),
+        (
+            ["--load-in", "8bit", "--lora", "8"],
+            "load_in='8bit' is not a quantisation that is known; expected nf4 (4 bits) or int8 (8 bits). "
+            "Pass --load-in int8",
+        ),
+        (
+            ["--load-in", "nf4"],
+            "load_in='nf4' leaves nothing to train: quantised weights have no gradient, and the Trainer refuses such "
+            "a model; expected adapters too. Pass --lora 16",
         ),
     ],
 )
@@ -349,8 +360,7 @@ def test_the_ladders_climb_from_one_baseline_and_keep_the_effective_batch() -> N
     stock = {"precision": "fp32", "optim": "adamw_torch_fused", "gradient_accumulation_steps": 1}
     assert rungs[0].settings == stock
     top = dict(rungs[5].settings)
-    prepare, dropped = top.pop("prepare")
-    assert (prepare.func, prepare.keywords, dropped) == (freeze, {"patterns": ("base",)}, drop_input_gradients)
+    assert top.pop("freeze") == ("base",)
     assert top == {**stock, "optim": "adafactor", "gradient_accumulation_steps": 32, "checkpointing": True}
     common = {
         "precision": "bf16",
@@ -381,7 +391,7 @@ def test_the_ladder_computes_in_what_the_card_knows(simulation, capability, prec
 
 def test_a_rung_that_cannot_be_is_a_row_with_its_reason(simulation, monkeypatch) -> None:
     def tied(model: Any, **given: Any) -> Estimate:
-        if "prepare" in given:
+        if "freeze" in given:
             raise NotEstimableError("not estimable: all is frozen")
         return simulation(model, **given)
 
