@@ -23,7 +23,7 @@ KEPT_UNITS = 5
 """The first three units of a run and the last two: enough to compare the middle one with both of its neighbours."""
 
 _LONGEST_PERIOD = 8
-_PLAIN = (str, bytes, bool, float, complex, type(None), torch.dtype, torch.device, torch.Size, type)
+_PLAIN = (bytes, bool, float, complex, type(None), torch.dtype, torch.device, torch.Size, type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,8 @@ class _Comparison:
             return True
         if type(one) is not type(other):
             return False
+        if isinstance(one, str):
+            return one == other or self._same_names(one, other)
         if isinstance(one, _PLAIN):
             return bool(one == other)
         if isinstance(one, int):
@@ -153,6 +155,14 @@ class _Comparison:
         if isinstance(one, set | frozenset):
             return bool(one == other)
         return hasattr(one, "__dict__") and not hasattr(one, "__slots__") and self.same(vars(one), vars(other))
+
+    def _same_names(self, one: str, other: str) -> bool:
+        """Return whether two names of modules, such as PEFT keeps, differ in nothing but the layer's number."""
+        parts, other_parts = one.split("."), other.split(".")
+        return len(parts) == len(other_parts) and all(
+            part == its or (part.isdecimal() and its.isdecimal() and int(part) - int(its) == self._distance)
+            for part, its in zip(parts, other_parts, strict=True)
+        )
 
     def _same_items(self, one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
         if len(one) != len(other):

@@ -184,7 +184,7 @@ def _watched(value: int, look: Callable[[], None]) -> int:
 def state_kept(model: nn.Module) -> Iterator[None]:
     """Restore what the modules of a model refer to, such as a cache that a forward pass fills, at the end."""
     kept = [(vars(module), dict(vars(module))) for module in model.modules()]
-    inside = [(held, dict(held)) for _, values in kept for held in values.values() if type(held) is dict]
+    inside = [(held, dict(held)) for _, values in kept for held in values.values() if isinstance(held, dict)]
     try:
         yield
     finally:
