@@ -143,7 +143,7 @@ class _Comparison:
         if isinstance(one, _PLAIN):
             return bool(one == other)
         if isinstance(one, int):
-            return one == other or one - other == self._distance  # the layer's number
+            return one in (other, other + self._distance)  # equal, or the layer's number
         pair = id(one), id(other)
         if pair in self._seen:
             return True

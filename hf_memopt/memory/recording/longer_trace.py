@@ -87,6 +87,7 @@ class _Lengthened:
         self._events = trace.tracker.events
         modules = trace.tracker.modules
         self._module_numbers = {name: number for number, name in enumerate(modules)}
+        self._parameter_numbers = {name: number for number, name in enumerate(layers.parameters)}
         self._units = [self._kept(name) for name in modules]
         self._modules = [trace.tracker.module_number(number) for number in range(len(trace.tracker.sizes))]
         self._marks = self._marks_by_event()
@@ -96,10 +97,8 @@ class _Lengthened:
         self._owners: dict[int, tuple[int, int, int]] = {}  # by storage: sweep, place, event within the unit
         for index, sweep in enumerate(self._sweeps):
             for place, (begin, end) in sweep.spans.items():
-                for event in range(begin, end):
-                    number, delta = self._events[event]
-                    if self._is_allocation(event):
-                        self._owners[number] = (index, place, event - begin)
+                for event in filter(self._is_allocation, range(begin, end)):
+                    self._owners[self._events[event][0]] = (index, place, event - begin)
         for sweep in self._sweeps:
             self._check(sweep)
         self._new = _Columns(releases=[[] for _ in trace.micro_batches])
@@ -248,7 +247,9 @@ class _Lengthened:
             at = sweep.end
         self._copy(at, len(self._events), None)
         trace, tracker, new = self._trace, self._tracker, self._new
-        flops = [flops + self._missing_flops(part) for part, flops in zip(trace.micro_batches, trace.flops, strict=True)]
+        flops = [
+            flops + self._missing_flops(part) for part, flops in zip(trace.micro_batches, trace.flops, strict=True)
+        ]
         passes = [self._translated(part, index) for index, part in enumerate(trace.micro_batches)]
         evaluation = None if trace.evaluation is None else self._translated(trace.evaluation, None)
         trace.gradients = self._gradients(passes[0])
@@ -323,7 +324,9 @@ class _Lengthened:
     def _is_of_all(self, number: int, unit: _Unit | None) -> bool:
         """Return whether the middle unit allocated the storage, seen from where that is not a neighbour."""
         owner = self._owners.get(number)
-        return owner is not None and owner[1] == _MIDDLE and not self._is_near(self._sweeps[owner[0]].run, _MIDDLE, unit)
+        return (
+            owner is not None and owner[1] == _MIDDLE and not self._is_near(self._sweeps[owner[0]].run, _MIDDLE, unit)
+        )
 
     @staticmethod
     def _is_near(run: int, place: int, unit: _Unit | None) -> bool:
@@ -391,7 +394,7 @@ class _Lengthened:
         return self._module_numbers[self._name(self._tracker.modules[module], unit)]
 
     def _parameter(self, index: int, unit: _Unit | None) -> int:
-        return self._layers.parameters.index(self._name(self._layers.parameters[index], unit))
+        return self._parameter_numbers[self._name(self._layers.parameters[index], unit)]
 
     def _translated(self, part: RecordedPass, index: int | None) -> RecordedPass:
         positions = self._positions
@@ -410,26 +413,18 @@ class _Lengthened:
 
     def _gradients(self, first: RecordedPass) -> tuple[int, ...]:
         """Return the gradients of the whole model: those held after the passes by parameter, then those released."""
-        gradients = self._trace.gradient_of
-        indices = {name: index for index, name in enumerate(self._layers.parameters)}
+        gradients, names = self._trace.gradient_of, self._layers.names
         held = []
         for index, name in enumerate(self._layers.parameters):
-            found = self._layers.names.unit_of(name)
-            if found is None or self._kept(name) is not None:
-                if index in gradients:
-                    place = None if found is None else (self._kept(name) or (0, 0))[1]
-                    held.append(self._gradient(gradients[index], found, place))
-                continue
-            run, unit = found
-            original = self._layers.names.moved(name, _MIDDLE - unit)
-            if indices[original] in gradients:
-                held.append(self._gradient(gradients[indices[original]], found, _MIDDLE))
+            found, kept, unit = names.unit_of(name), self._kept(name), None
+            if found is not None:
+                place = _MIDDLE if kept is None else kept[1]
+                unit = _Unit(found[0], place, found[1])
+            if found is not None and kept is None:
+                index = self._parameter_numbers[names.moved(name, _MIDDLE - found[1])]
+            if index in gradients:
+                held.append(self._number(gradients[index], unit))
         return tuple(dict.fromkeys(held + [number for _, _, number in first.releases]))
-
-    def _gradient(self, number: int, unit: tuple[int, int] | None, place: int | None) -> int:
-        if unit is None or place is None:
-            return self._number(number, None)
-        return self._number(number, _Unit(unit[0], place, unit[1]))
 
     def _missing_flops(self, part: RecordedPass) -> int:
         """Return the operations of the units that were left out of a pass.

@@ -176,7 +176,9 @@ def _watched(value: int, look: Callable[[], None]) -> int:
         return watched
 
     asked = ("eq", "ne", "lt", "le", "gt", "ge", "sub", "rsub", "add", "radd", "mod", "rmod", "floordiv", "rfloordiv")
-    kind = type("_Watched", (int,), {"__hash__": int.__hash__} | {f"__{name}__": method(f"__{name}__") for name in asked})
+    kind = type(
+        "_Watched", (int,), {"__hash__": int.__hash__} | {f"__{name}__": method(f"__{name}__") for name in asked}
+    )
     return int.__new__(kind, value)
 
 
