@@ -54,7 +54,7 @@ def find_runs(model: nn.Module) -> list[LayerRun]:
     found: list[LayerRun] = []
     outer: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{other}.") for other in outer):
+        if not name or not isinstance(module, nn.ModuleList) or any(name.startswith(f"{other}.") for other in outer):
             continue
         outer.append(name)
         if len(module) > KEPT_UNITS + 1:
@@ -107,13 +107,20 @@ def _kinds(layers: list[nn.Module], options: list[list[Any]]) -> list[int]:
     for number, layer in enumerate(layers):
         for kind, example in enumerate(examples):
             same_options = all(values[number] == values[example] for values in options)
-            if same_options and _Comparison(number - example).same(layer, layers[example]):
+            if same_options and _same_layers(layer, layers[example], number - example):
                 kinds.append(kind)
                 break
         else:
             kinds.append(len(examples))
             examples.append(number)
     return kinds
+
+
+def _same_layers(one: nn.Module, other: nn.Module, distance: int) -> bool:
+    try:
+        return _Comparison(distance).same(one, other)
+    except RecursionError:  # objects that hold each other in a long chain
+        return False
 
 
 class _Comparison:
@@ -180,9 +187,14 @@ class _Comparison:
         return len(one) == len(other) and all(map(self.same, one, other))
 
     def _same_functions(self, one: Any, other: Any) -> bool:
-        return one.__code__ is other.__code__ and self.same(
-            (one.__defaults__, one.__kwdefaults__, [cell.cell_contents for cell in one.__closure__ or ()]),
-            (other.__defaults__, other.__kwdefaults__, [cell.cell_contents for cell in other.__closure__ or ()]),
+        if one.__code__ is not other.__code__:
+            return False
+        try:
+            held = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other)]
+        except ValueError:  # a variable without a value
+            return False
+        return self.same(
+            (one.__defaults__, one.__kwdefaults__, held[0]), (other.__defaults__, other.__kwdefaults__, held[1])
         )
 
     def _same_tensors(self, one: Any, other: Any) -> bool:
