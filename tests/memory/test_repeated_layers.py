@@ -397,6 +397,8 @@ def long_models() -> list[str]:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", long_models())
 def test_estimates_of_known_models(name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if checkpointing and name.startswith("albert"):
+        pytest.skip("transformers has no checkpointing for ALBERT")
     of_images, of_sound = name.startswith("vit"), name.startswith("whisper")
     lengths: dict[str, Any] = (
         {} if of_images else {"seq_len": 3000, "labels_length": 64} if of_sound else {"seq_len": 64}
