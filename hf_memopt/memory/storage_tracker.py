@@ -57,6 +57,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         sequences: autograd's sequence number at the allocation of a storage: of the operation in a forward pass, of the
             node whose backward runs in a backward pass; -1 where it belongs to none.
         places: index in ``modules`` at the allocation of a storage in a forward pass; -1 in a backward pass.
+        flops_at: floating-point operations before the one that allocated a storage.
         recomputed: (first event, last event) of every stretch of recomputation inside a backward pass.
         after_recomputation: called at the end of each such stretch.
         modules: names of the watched modules; ``module_of`` returns that of a storage.
@@ -77,6 +78,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.allocated_at: list[int] = []
         self.sequences: list[int] = []
         self.places: list[int] = []
+        self.flops_at: list[int] = []
         self.recomputed: list[tuple[int, int]] = []
         self.modules: list[str] = [""]
         self.flops = 0
@@ -172,7 +174,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         key = storage._cdata
         number, _ = self._live.pop(key, (-1, None))
         if number == len(self.sizes) - 1 >= 0:
-            for column in (self.events, self.sizes, self.allocated_at, self.sequences, self.places):
+            for column in (self.events, self.sizes, self.allocated_at, self.sequences, self.places, self.flops_at):
                 column.pop()
         self.ignored.add(key)
         weakref.finalize(storage, self.ignored.discard, key)
@@ -191,6 +193,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         number = len(self.sizes)
         self.sizes.append(size_bytes)
         self.allocated_at.append(len(self.events))
+        self.flops_at.append(self.flops)
         self._note_origin()
         self.events.append((number, size_bytes))
         return number
@@ -221,6 +224,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.places.append(-1)
 
     # ---- Modules and phases -----------------------------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass runs."""
+        return self._backward
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -276,11 +284,15 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def module_of(self, number: int) -> str:
         """Return the name of the module that ran when a storage was allocated; "" for none."""
+        return self.modules[self.module_number(number)]
+
+    def module_number(self, number: int) -> int:
+        """Return the index in ``modules`` of the module that ran when a storage was allocated."""
         place = self.places[number]
         if place < 0:
             sequences, places = self._entered
             place = places[max(bisect_right(sequences, self.sequences[number]) - 1, 0)]
-        return self.modules[place]
+        return place
 
 
 _FLOPS = {**flop_registry, _aten._int_mm: flop_registry[_aten.mm]}

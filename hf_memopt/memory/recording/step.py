@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
+from hf_memopt.memory.recording.repeated_layers import RepeatedLayers
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker, recording
 
@@ -65,13 +66,15 @@ class StepTrace:
     """A recorded step: the tracker's events, the passes among them, and which storages are what.
 
     ``micro_batches`` has the first pass of a step, whose gradients are new, and, where a step has several, the second,
-    which adds to them. ``notes`` say what was changed in the model for the recording.
+    which adds to them. ``gradient_of`` has the gradients that are held after them, by the index of the trainable
+    parameter. ``notes`` say what was changed in the model for the recording.
     """
 
     tracker: StorageTracker
     weights: tuple[int, ...]
     inputs: tuple[int, ...]
     gradients: tuple[int, ...] = ()
+    gradient_of: dict[int, int] = field(default_factory=dict)
     micro_batches: list[RecordedPass] = field(default_factory=list)
     evaluation: RecordedPass | None = None
     evaluation_inputs: tuple[int, ...] = ()
@@ -90,6 +93,7 @@ def record_step(
     evaluation_batch: Mapping[str, torch.Tensor] | None = None,
     tracker: StorageTracker | None = None,
     semantics: CudaSemantics | None = None,
+    layers: RepeatedLayers | None = None,
 ) -> StepTrace:
     """Record a step of ``model`` on ``batch``; both stay on their device, meta or a real CPU.
 
@@ -104,6 +108,7 @@ def record_step(
         evaluation_batch: of one evaluation pass; None for no evaluation.
         tracker: counts; a new one for the meta device unless given.
         semantics: of the device to simulate; CUDA's, unless given.
+        layers: of ``model``: most of them are left out, and ``lengthen`` has to add their events; None for all layers.
 
     Raises:
         ValueError: the model has no trainable parameter.
@@ -133,13 +138,17 @@ def record_step(
                 around.enter_context(context)
             around.enter_context(torch.inference_mode(False))  # whatever the caller is in; gradients are on with it
             trace.notes = around.enter_context(_every_layer(model))
+            if layers is not None:
+                around.enter_context(layers.cut(model, tracker))
             for _ in range(count):
                 flops = tracker.flops
                 trace.micro_batches.append(recorder.train(batch if micro_batch is None else micro_batch))
                 trace.flops.append(tracker.flops - flops)
-            held = [tracker.number(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            gradients = ((index, parameter.grad) for index, parameter in enumerate(parameters))
+            trace.gradient_of = {index: tracker.number(grad) for index, grad in gradients if grad is not None}
+            del gradients
             released = [number for _, _, number in trace.micro_batches[0].releases]
-            trace.gradients = tuple(dict.fromkeys(held + released))
+            trace.gradients = tuple(dict.fromkeys([*trace.gradient_of.values(), *released]))
             model.zero_grad()
             if evaluation_batch is not None:
                 trace.evaluation_inputs = _numbers(evaluation_batch, tracker)

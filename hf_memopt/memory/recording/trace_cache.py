@@ -8,7 +8,7 @@ module or a function may behave differently at the next call.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -28,8 +28,10 @@ from hf_memopt.memory.cuda.semantics import CudaSemantics
 from hf_memopt.memory.models.example_batch import cut_batch, example_batch
 from hf_memopt.memory.models.loading import LoadedModel
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, parameter_facts
+from hf_memopt.memory.recording.longer_trace import lengthen
+from hf_memopt.memory.recording.repeated_layers import NotRepeatableError, RepeatedLayers, state_kept
 from hf_memopt.memory.recording.step import StepTrace, autocast_dtype, record_step
-from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
 
 __all__ = ["RecordedStep", "Shape", "forget_traces", "record_or_reuse"]
@@ -99,23 +101,29 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
     rows = settings.micro_batch_size
     model = _prepared(loaded.model, settings)
     _check_scaled_gradients(model, settings)
-    tracker = StorageTracker(padding=settings.padding, hidden=partial(_hidden, chip))
-    semantics = CudaSemantics(
-        autocast=autocast_dtype(settings.precision),
-        capability=chip.capability,
-        cache=settings.autocast_cache,
-        tracker=tracker,
-    )
-    trace = record_step(
-        model,
-        batch,
-        settings,
-        micro_batch=cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None,
-        releases_gradients=_releases(settings),
-        evaluation_batch=evaluation_batch,
-        tracker=tracker,
-        semantics=semantics,
-    )
+    micro_batch = cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None
+
+    def record(layers: RepeatedLayers | None) -> StepTrace:
+        tracker = StorageTracker(padding=settings.padding, hidden=partial(_hidden, chip))
+        semantics = CudaSemantics(
+            autocast=autocast_dtype(settings.precision),
+            capability=chip.capability,
+            cache=settings.autocast_cache,
+            tracker=tracker,
+        )
+        return record_step(
+            model,
+            batch,
+            settings,
+            micro_batch=micro_batch,
+            releases_gradients=_releases(settings),
+            evaluation_batch=evaluation_batch,
+            tracker=tracker,
+            semantics=semantics,
+            layers=layers,
+        )
+
+    trace = _of_some_layers(model, record) or record(None)
     facts = tuple(parameter_facts(model))
     notes = (*_notes(model), *trace.notes)
     found = RecordedStep(trace, facts, _count(model), notes)
@@ -129,6 +137,22 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
 def forget_traces() -> None:
     """Drop the recordings kept for later calls."""
     _traces.clear()
+
+
+def _of_some_layers(model: nn.Module, record: Callable[[RepeatedLayers], StepTrace]) -> StepTrace | None:
+    """Return the trace that was recorded with a few of many identical layers; None where it needs all of them."""
+    layers = RepeatedLayers.of(model)
+    if layers is None:
+        return None
+    try:
+        with state_kept(model):
+            trace = record(layers)
+        if trace.host_bytes:
+            return None  # how much the host holds is no event
+        lengthen(trace, layers)
+    except (NotEstimableError, NotRepeatableError):  # the whole model says it better, or runs
+        return None
+    return trace
 
 
 def _hidden(chip: Chip, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, ...]:
