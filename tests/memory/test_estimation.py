@@ -1133,7 +1133,14 @@ def test_a_model_without_head_is_refused() -> None:
     )
 
 
-def test_an_unknown_gpu_lists_the_known_ones() -> None:
+def test_what_was_assumed_of_a_gpu_is_in_the_notes() -> None:
+    for name in ("8GB", "MI300X"):
+        notes = find_gpu(name).notes
+        assert len(notes) == 1
+        assert notes[0] in estimate(tiny.bert_config(), batch_size=2, seq_len=8, gpu=name).notes
+
+
+def test_an_unknown_gpu_gets_the_nearest_ones() -> None:
     with pytest.raises(ValueError) as expected:
         find_gpu("RTX 3065")
     with pytest.raises(ValueError) as error:
