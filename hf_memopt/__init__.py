@@ -137,7 +137,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        did_you_mean = import_module("hf_memopt.errors").did_you_mean
+        meant = "" if name.startswith("_") else did_you_mean(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{meant and '.'}{meant}")
     value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value

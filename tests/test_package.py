@@ -175,6 +175,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError) as error:
         _ = hf_memopt.no_such_name
     assert str(error.value) == "module 'hf_memopt' has no attribute 'no_such_name'"
+    with pytest.raises(AttributeError) as error:
+        hf_memopt.Bucketed  # noqa: B018
+    assert str(error.value) == "module 'hf_memopt' has no attribute 'Bucketed'. Did you mean 'bucketed'?"
 
 
 def test_subpackage_inits_are_empty() -> None:

@@ -80,7 +80,13 @@ def _probe(trainer: Any, model: nn.Module, read_batch: Callable[[], Any], *, sta
     ignores, finding = False, ""
     with undisturbed(trainer, model):
         try:
-            ignores, finding = _head_ignores_item_count(trainer, model, _first_rows(read_batch(), _most_rows(trainer)))
+            batch = read_batch()
+        except Exception as error:
+            batch, finding = None, _reading_failure(trainer, error)
+        try:
+            if not finding:
+                rows = _first_rows(batch, _most_rows(trainer))
+                ignores, finding = _head_ignores_item_count(trainer, model, rows)
         except Exception as error:  # whatever the user's data, collator, model or compute_loss raise
             finding = f"{type(error).__name__}: {error}"
     if _any_process(trainer, ignores):
@@ -99,6 +105,19 @@ def _probe(trainer: Any, model: nn.Module, read_batch: Callable[[], Any], *, sta
             "is a mean over the batch, set: trainer.model_accepts_loss_kwargs = False",
             stacklevel=stacklevel,
         )
+
+
+def _reading_failure(trainer: Any, error: Exception) -> str:
+    """Return why no batch could be read; stock's collator without a tokenizer only stacks rows of one length."""
+    from transformers import default_data_collator
+
+    cause = f"{type(error).__name__}: {error}"
+    stacks = trainer.processing_class is None and trainer.data_collator is default_data_collator
+    if not (stacks and isinstance(error, ValueError)):
+        return cause
+    return (
+        f"the collator could not make a batch: {cause}; pass processing_class=tokenizer to the Trainer, so that it pads"
+    )
 
 
 def _any_process(trainer: Any, ignores: bool) -> bool:

@@ -7,6 +7,7 @@ size; its ``source`` then says "derived".
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,11 +15,24 @@ from fractions import Fraction
 from statistics import median_low
 from types import MappingProxyType
 
-from hf_memopt.devices.gpu_table import CAPABILITIES, ROWS, Row
-from hf_memopt.errors import did_you_mean
+from hf_memopt.devices.gpu_table import CAPABILITIES, ROWS, Architecture, Row
 from hf_memopt.units import format_bytes, parse_bytes
 
-__all__ = ["GPUS", "Gpu", "current_gpu", "custom_gpu", "find_gpu"]
+__all__ = ["GPUS", "Gpu", "PeakRates", "current_gpu", "custom_gpu", "find_gpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class PeakRates:
+    """Floating-point operations per second of dense matrix products that accumulate in float32, by the operands.
+
+    They are what a GPU's specification promises, without sparsity; None where it is unknown or the GPU lacks the
+    format. ``fp16`` and ``bf16`` of a GeForce are half of what is advertised, which accumulates in float16.
+    """
+
+    fp32: int | None = None
+    tf32: int | None = None
+    fp16: int | None = None
+    bf16: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +44,13 @@ class Gpu:
         memory_bytes: what it is sold with; for a GPU of this machine that is not in the table, the driver's figure.
         usable_bytes: what all processes together can use, contexts included.
         context_bytes: what a process holds besides torch's allocator; None where it is unknown.
-        compute_capability: NVIDIA's, as (major, minor).
+        compute_capability: NVIDIA's, as (major, minor); of an AMD GPU that of the kernels that are simulated for it.
         source: where the figures come from.
         bandwidth_bytes_per_second: of its memory, by its specification; None where it is unknown.
         multiprocessors: their number; kernels split their work by it, so the buffers for partial results grow with it.
             None where it is unknown.
+        peak_flops_per_second: of matrix products, by the format of their operands.
+        notes: what was assumed of it; an estimate for this GPU says so too.
     """
 
     name: str
@@ -45,6 +61,8 @@ class Gpu:
     source: str
     bandwidth_bytes_per_second: int | None = None
     multiprocessors: int | None = None
+    peak_flops_per_second: PeakRates = PeakRates()
+    notes: tuple[str, ...] = ()
 
     @property
     def bf16(self) -> bool:
@@ -54,7 +72,7 @@ class Gpu:
 
 def _typical_context(capability: tuple[int, int]) -> tuple[int | None, str]:
     """Return the median of the contexts known for a compute capability, and the words for its source."""
-    found = [parse_bytes(row.context[0]) for row in ROWS if row.context and row.capability == capability]
+    found = [parse_bytes(row.context[0]) for row in ROWS if row.context and row.architecture.capability == capability]
     if not found:
         return None, "unknown"
     return median_low(found), "derived from the GPUs of compute capability {}.{}".format(*capability)
@@ -62,37 +80,65 @@ def _typical_context(capability: tuple[int, int]) -> tuple[int | None, str]:
 
 def _typical_usable(memory_bytes: int) -> int:
     """Return how much of a GPU's memory is usable, by the median share of the GPUs nearest in size."""
-    found = [(parse_bytes(row.memory), parse_bytes(row.usable[0])) for row in ROWS if row.usable]
+    found = [(row.memory_gib * GIB, parse_bytes(row.usable[0])) for row in ROWS if row.usable]
     nearest_size = min((memory for memory, _ in found), key=lambda memory: abs(memory - memory_bytes))
     share = median_low([Fraction(usable, memory) for memory, usable in found if memory == nearest_size])
     return int(memory_bytes * share)
 
 
+def _peak_rates(row: Row) -> PeakRates:
+    """Return operations per clock of all multiprocessors times the clock that a specification counts with."""
+    per_clock = row.architecture
+    matrix_hz = (row.matrix_mhz or row.boost_mhz) * 10**6
+
+    def rate(operations: int | None, hz: int = matrix_hz) -> int | None:
+        return None if operations is None else row.multiprocessors * operations * hz
+
+    return PeakRates(
+        fp32=rate(per_clock.fp32, row.boost_mhz * 10**6),
+        tf32=rate(per_clock.tf32),
+        fp16=rate(per_clock.fp16),
+        bf16=rate(per_clock.bf16),
+    )
+
+
 def _gpu_of_row(row: Row) -> Gpu:
-    memory_bytes = parse_bytes(row.memory)
+    memory_bytes = row.memory_gib * GIB
+    architecture = row.architecture
     usable_bytes, usable_source = _typical_usable(memory_bytes), "derived from the GPUs nearest in size"
     if row.usable:
         usable_bytes, usable_source = parse_bytes(row.usable[0]), row.usable[1]
-    context_bytes, context_source = _typical_context(row.capability)
+    context_bytes, context_source = (
+        (None, "unknown") if architecture.is_amd else _typical_context(architecture.capability)
+    )
     if row.context:
         context_bytes, context_source = parse_bytes(row.context[0]), row.context[1]
-    cores_of_one = 64 if row.capability <= (8, 0) else 128  # 6.1 has 128, and no GPU of the table has 6.1
     return Gpu(
         name=row.name,
         memory_bytes=memory_bytes,
         usable_bytes=usable_bytes,
         context_bytes=context_bytes,
-        compute_capability=row.capability,
+        compute_capability=architecture.capability,
         source=(
             f"usable memory: {usable_source}; context: {context_source}; "
-            f"size and bandwidth: {row.specification}; "
-            f"multiprocessors: {row.cores} cores, {cores_of_one} in each, {row.cores_list or row.specification}; "
-            f"compute capability: {row.capability_list}"
+            f"size, bandwidth, multiprocessors and clock: {PAGES}{row.page}; "
+            f"operations per clock: {architecture.source}; "
+            f"compute capability: {_capability_source(architecture)}"
         ),
-        bandwidth_bytes_per_second=parse_bytes(row.bandwidth),
-        multiprocessors=row.cores // cores_of_one,
+        bandwidth_bytes_per_second=round(row.bandwidth_gb * 10**9),
+        multiprocessors=row.multiprocessors,
+        peak_flops_per_second=_peak_rates(row),
+        notes=(f"{row.name} is an AMD GPU: {STANDS_IN}",) if architecture.is_amd else (),
     )
 
+
+def _capability_source(architecture: Architecture) -> str:
+    return "that of the simulated kernels" if architecture.is_amd else architecture.capability_list
+
+
+GIB = 2**30
+PAGES = "https://www.techpowerup.com/gpu-specs/"
+STANDS_IN = "kernels and workspaces of compute capability 8.0 stand in for those of ROCm"
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({row.name: _gpu_of_row(row) for row in ROWS})
 """The GPUs that are known by name."""
@@ -100,20 +146,26 @@ GPUS: Mapping[str, Gpu] = MappingProxyType({row.name: _gpu_of_row(row) for row i
 
 # ---- by name
 
-_MAKERS = {
-    *("nvidia", "geforce", "tesla", "gpu", "card", "graphics"),
-    *("pcie", "sxm", "sxm2", "sxm4", "sxm5", "hbm2", "hbm3"),
+_NOISE = {
+    *("nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "gpu", "card", "graphics", "oam", "vf"),
+    *("sxm", "sxm2", "sxm3", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e"),
+    *("pascal", "blackwell", "generation", "workstation", "server", "edition", "max", "q"),
 }
-_FAMILIES = {"gtx", "rtx"}
+_FAMILIES = {"gtx", "rtx", "quadro", "ada", "pro"}
 
 
-def _words(name: str) -> frozenset[str]:
-    """Return the words of a name that distinguish GPUs, in one spelling: ``{"rtx", "3060", "laptop", "6gb"}``."""
-    text = re.sub(r"[-_/,()]", " ", name.lower())
+def _spelling(name: str) -> list[str]:
+    """Return the words of a name that distinguish GPUs, in one spelling: ``["rtx", "3060", "laptop", "6gb"]``."""
+    text = re.sub(r"with max-?q design|mobile|notebook", "laptop", name.lower())
+    text = re.sub(r"[-_/,()]", " ", text)
     text = re.sub(r"\b(\d+)\s*gi?b\b", r"\1gb", text)
     text = re.sub(r"\b([gr]tx)(?=\d)", r"\1 ", text)
     text = re.sub(r"\b(\d{4})(?=(ti|super)\b)", r"\1 ", text)
-    return frozenset("laptop" if word == "mobile" else word for word in text.split()) - _MAKERS
+    return [word for word in text.split() if word not in _NOISE]
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(_spelling(name))
 
 
 def _model(words: frozenset[str]) -> frozenset[str]:
@@ -121,31 +173,58 @@ def _model(words: frozenset[str]) -> frozenset[str]:
     return frozenset(word for word in words - _FAMILIES - {"laptop"} if not re.fullmatch(r"\d+gb", word))
 
 
-_WORDS = {row.name: _words(f"{row.name} {row.memory} {row.also}") for row in ROWS}
+_SIZE = re.compile(r"\s*[0-9]+(\.[0-9]+)?\s*[mg]i?b\s*", flags=re.IGNORECASE | re.ASCII)
+
+
+def _whole(name: str) -> frozenset[str]:
+    return _words(name) - {"gtx", "rtx"}
+
+
+_NAMES = [(row, name) for row in ROWS for name in (row.name, row.alias) if name]
+_WHOLE_NAMES = {_whole(name): row.name for row, name in _NAMES}
+_WORDS = [(row.name, _words(f"{name} {row.memory_gib}GB")) for row, name in _NAMES]
 
 
 def _candidates(name: str) -> list[Gpu]:
-    """Return the GPUs of the table that a name may mean."""
+    """Return the GPUs of the table that a name may mean, the larger first."""
     words = _words(name)
-    return [GPUS[known] for known, all_of in _WORDS.items() if words <= all_of and _model(words) == _model(all_of)]
+    known = dict.fromkeys(row for row, all_of in _WORDS if words <= all_of and _model(words) == _model(all_of))
+    if not known and "pcie" in words:  # only the H100 has a row of its own for it
+        return _candidates(" ".join(words - {"pcie"}))
+    return sorted((GPUS[row] for row in known), key=lambda gpu: -gpu.memory_bytes)
+
+
+def _narrowed(found: list[Gpu], name: str) -> list[Gpu]:
+    """Return the one GPU that a name means by itself: its whole name, or the only one that is not of a laptop."""
+    for gpu in found:
+        if _WHOLE_NAMES.get(_whole(name)) == gpu.name:
+            return [gpu]
+    desktop = [gpu for gpu in found if "laptop" not in _words(gpu.name)]
+    return desktop if len(desktop) == 1 and "laptop" not in _words(name) else found
 
 
 def find_gpu(gpu: str | Gpu) -> Gpu:
     """Return a GPU of the table by its name, in any usual spelling; a ``Gpu`` is returned as it is.
 
-    Case, spaces, dashes, the maker ("NVIDIA", "GeForce", "Tesla") and the form ("PCIe", "SXM4") are ignored. Size and
-    "Laptop" may be omitted where no two GPUs of the table differ in them alone.
+    Case, spaces, dashes, the maker ("NVIDIA", "GeForce", "Tesla") and the form ("PCIe", "SXM4") are ignored, so that
+    names may be those of ``nvidia-smi``. Size and "Laptop" may be omitted where the rest means one GPU; without
+    "Laptop", a GPU of a desktop has priority. An amount of memory such as ``"8GB"`` is a GPU of that size
+    (``custom_gpu``).
 
     Raises:
-        ValueError: the table has no such GPU, or several; the message lists them.
+        ValueError: the table has no such GPU, or several; the message lists them, the larger first.
 
     Example:
-        >>> find_gpu("NVIDIA GeForce RTX 3050 Laptop GPU").name, find_gpu("a100-sxm4-80gb").name
-        ('RTX 3050 4GB', 'A100 80GB')
+        >>> find_gpu("NVIDIA GeForce RTX 4060 Laptop GPU").name, find_gpu("a100-sxm4-80gb").name
+        ('RTX 4060 Laptop', 'A100 80GB')
+        >>> find_gpu("8GB").name
+        'custom 8.00 GiB'
     """
     if isinstance(gpu, Gpu):
         return gpu
-    found = _candidates(gpu) if isinstance(gpu, str) else []
+    if _SIZE.fullmatch(str(gpu)):
+        return custom_gpu(gpu)
+    found = _narrowed(_candidates(gpu), gpu) if isinstance(gpu, str) else []
     if len(found) == 1:
         return found[0]
     if found:
@@ -154,16 +233,32 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
             f"gpu={gpu!r} matches several GPUs; expected one of: {', '.join(names)}. Pass gpu={names[0]!r}."
         )
     raise ValueError(
-        f"gpu={gpu!r} is not a GPU of the table; expected one of: {', '.join(GPUS)}.{did_you_mean(str(gpu), GPUS)} "
-        "Pass gpu=custom_gpu('4GiB', compute_capability='7.5'), or --gpu-memory 4GiB --compute-capability 7.5."
+        f"gpu={gpu!r} is not a GPU of the table; expected one of its {len(GPUS)} names, which list(hf_memopt.GPUS) "
+        f"shows.{_nearest(gpu)} Pass its size: gpu='8GB' (--gpu 8GB), or custom_gpu('8GB', compute_capability='8.6')."
     )
+
+
+def _nearest(name: object) -> str:
+    """Return the three GPUs whose names are nearest as a hint for an error text, or an empty string."""
+    if not isinstance(name, str):
+        return ""
+    spelled: dict[str, list[str]] = {}
+    for known in GPUS:
+        spelled.setdefault(_without_size(known), []).append(known)
+    matches = difflib.get_close_matches(_without_size(name), spelled, n=3, cutoff=0.6)
+    found = [known for match in matches for known in spelled[match]][:3]
+    return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+def _without_size(name: str) -> str:
+    return " ".join(word for word in _spelling(name) if not re.fullmatch(r"\d+gb", word))
 
 
 # ---- by size
 
 _SMALLEST_BYTES = 2**20
 _LARGEST_BYTES = 2**50  # the simulation's sizes have 63 bits
-_OLDEST_SUPPORTED = (7, 5)  # by CUDA 13
+_ASSUMED_CAPABILITY = (8, 6)  # the GPUs of 4 to 24 GB that most people have are of 8.6 or newer
 
 
 def custom_gpu(
@@ -172,8 +267,9 @@ def custom_gpu(
     """Return a GPU that is not in the table.
 
     Args:
-        memory: what a process can use: bytes, or text such as ``"4GiB"``. All of it counts as usable.
-        compute_capability: ``"8.6"``, ``8.6`` or ``(8, 6)``; None for 7.5, the oldest that CUDA 13 supports.
+        memory: what a process can use: bytes, or text such as ``"8GB"``, which for a GPU is 8 GiB. All of it counts as
+            usable.
+        compute_capability: ``"8.6"``, ``8.6`` or ``(8, 6)``; None assumes 8.6, and an estimate says so.
         name: None for a name made of its size.
 
     Raises:
@@ -181,28 +277,36 @@ def custom_gpu(
             invalid.
 
     Example:
-        >>> custom_gpu("4GiB", compute_capability="7.5").name
+        >>> custom_gpu("4GB", compute_capability="7.5").name
         'custom 4.00 GiB'
     """
+    in_gib = re.sub(r"(?i)(?<=[kmgt])b\s*$", "iB", memory) if isinstance(memory, str) else memory
     try:
-        memory_bytes = parse_bytes(memory)
+        memory_bytes = parse_bytes(in_gib)
     except ValueError as error:
-        raise ValueError(str(error).replace("size=", "memory=", 1)) from None
+        raise ValueError(str(error).replace(f"size={in_gib!r}", f"memory={memory!r}", 1)) from None
     if not _SMALLEST_BYTES <= memory_bytes <= _LARGEST_BYTES:
         raise ValueError(
             f"memory={memory!r} is too {'little' if memory_bytes < _SMALLEST_BYTES else 'much'} for a GPU; expected "
             f"{format_bytes(_SMALLEST_BYTES)} to {format_bytes(_LARGEST_BYTES)}. Pass memory='4GiB'."
         )
-    capability = _OLDEST_SUPPORTED if compute_capability is None else _parse_capability(compute_capability)
-    assumed = "; compute capability: assumed" if compute_capability is None else ""
+    capability = _ASSUMED_CAPABILITY if compute_capability is None else _parse_capability(compute_capability)
     context_bytes, context_source = _typical_context(capability)
+    name = f"custom {format_bytes(memory_bytes)}" if name is None else name
+    assumed = ""
+    notes: tuple[str, ...] = ()
+    if compute_capability is None:
+        assumed = "; compute capability: assumed"
+        text = "assumed of {}: compute capability {}.{} (its kernels, bf16 and context), all of {} usable"
+        notes = (text.format(name, *capability, format_bytes(memory_bytes)),)
     return Gpu(
-        name=f"custom {format_bytes(memory_bytes)}" if name is None else name,
+        name=name,
         memory_bytes=memory_bytes,
         usable_bytes=memory_bytes,
         context_bytes=context_bytes,
         compute_capability=capability,
         source=f"given{assumed}; context: {context_source}",
+        notes=notes,
     )
 
 
@@ -252,7 +356,7 @@ def current_gpu() -> Gpu | None:
 
 def _described(name: str, total_bytes: int, capability: tuple[int, int]) -> Gpu:
     """Return the GPU that a driver describes; the rest comes from the table, if it is there."""
-    same = [gpu for gpu in _candidates(name) if _is_size_of(gpu, total_bytes)]
+    same = _narrowed([gpu for gpu in _candidates(name) if _is_size_of(gpu, total_bytes)], name)
     if len(same) == 1:
         source = f"usable memory and multiprocessors: this machine; else {same[0].source}"
         return replace(same[0], usable_bytes=total_bytes, source=source)

@@ -260,7 +260,7 @@ def _own_dtype(model: nn.Module, asked: str | None) -> str:
 
 
 def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple[str, ...]:
-    notes = []
+    notes = [] if gpu is None else [*gpu.notes]
     if gpu is None:
         notes.append("no GPU given: kernels of compute capability 8.0, and the context is not in the total")
     elif gpu.context_bytes is None:

@@ -13,7 +13,7 @@ from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.effective_batch import process_count
 
-__all__ = ["evaluation_view", "training_view", "view_arguments"]
+__all__ = ["column_names", "evaluation_view", "training_view", "view_arguments"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +81,15 @@ def _is_map_style(dataset: Any) -> bool:
 
 def _why_not(dataset: Any) -> str | None:
     """Return why a dataset stays in its own order, or None."""
-    names: Iterable[str] | None = getattr(dataset, "column_names", None)
-    if names is None and not _is_map_style(dataset):
+    if getattr(dataset, "column_names", None) is None and not _is_map_style(dataset):
         return "a stream that does not name its columns is bucketed on request only: bucketed(stream, batch_size=...)"
-    if names is None:
+    return None if "input_ids" in column_names(dataset) else "the examples have no input_ids whose length could count"
+
+
+def column_names(dataset: Any) -> list[str]:
+    """Return the columns of a dataset by its own word, or by the first example; none where neither says."""
+    names: Iterable[str] | None = getattr(dataset, "column_names", None)
+    if names is None and dataset is not None and _is_map_style(dataset):
         first = dataset[0] if len(dataset) else {}
         names = first if isinstance(first, Mapping) else []
-    return None if "input_ids" in names else "the examples have no input_ids whose length could count"
+    return list(names or ())

@@ -75,7 +75,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "12gb-gpu": Recipe(
             name="12gb-gpu",
-            purpose=f"RTX 3060, RTX 4070, Titan Xp ... ({NOT_MEASURED})",
+            purpose=f"RTX 3060 12GB, RTX 4070, TITAN Xp ... ({NOT_MEASURED})",
             optim="adamw_8bit",
             eval_accumulation_steps=16,
             reasons={

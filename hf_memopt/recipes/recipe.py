@@ -171,7 +171,9 @@ class Recipe:
     def _resolve(
         self, effective_batch_size: int | None, overrides: Mapping[str, Any]
     ) -> tuple[dict[str, Any], tuple[Change, ...]]:
-        _check_names(overrides)
+        from hf_memopt.recipes.trainer_inputs import check_argument_names
+
+        check_argument_names(overrides)
         use_cpu = bool(overrides.get("use_cpu", False))
         from hf_memopt.devices.precision_support import accelerator_type
 
@@ -264,11 +266,11 @@ class Recipe:
             wanted.append(MemoryReportCallback())
         return wanted
 
-    def collator(self, tokenizer: Any) -> BucketedCollator:
-        """Return the collator that pads every batch to its own longest row."""
+    def collator(self, tokenizer: Any, *, causal_lm: bool = False) -> BucketedCollator:
+        """Return the collator that pads every batch to its own longest row, and labels the tokens of a causal LM."""
         from hf_memopt.batching.collation.collators import BucketedCollator
 
-        return BucketedCollator(tokenizer, pad_to_multiple_of=self.pad_to_multiple_of)
+        return BucketedCollator(tokenizer, causal_lm=causal_lm, pad_to_multiple_of=self.pad_to_multiple_of)
 
     def trainer(
         self,
@@ -286,7 +288,8 @@ class Recipe:
             model: as for Trainer; or ``model_init=`` among the other keywords.
             train_dataset: tokenised examples, read in bucketed order; ``eval_dataset=`` among the other keywords is
                 read sorted by length, with the results in its own order.
-            processing_class: the tokenizer; not needed if ``data_collator=`` is given.
+            processing_class: the tokenizer; not needed for images, or if ``data_collator=`` is given. A causal LM whose
+                examples have no labels learns to predict their tokens.
             training_arguments: fields of TrainingArguments, and ``effective_batch_size``.
             callbacks: yours, after the recipe's.
             trainer_kwargs: anything else that Trainer takes.
@@ -298,15 +301,12 @@ class Recipe:
 
         from hf_memopt.binding.attach import attach
         from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
+        from hf_memopt.recipes.trainer_inputs import check_trainer_inputs, needs_causal_labels, takes_images
 
         callbacks = tuple(callbacks)
-        if training_arguments is not None and not isinstance(training_arguments, Mapping):
-            raise TypeError(
-                f"training_arguments=<{type(training_arguments).__name__}> is not a mapping; expected a dict of "
-                "fields. "
-                'Pass training_arguments={"output_dir": "out", "learning_rate": 3e-5}'
-            )
-        if processing_class is None and "data_collator" not in trainer_kwargs:
+        check_trainer_inputs(model, training_arguments, trainer_kwargs)
+        has_images = takes_images(model, train_dataset)
+        if processing_class is None and "data_collator" not in trainer_kwargs and not has_images:
             raise ValueError(
                 "processing_class=None leaves nothing to pad with; expected the tokenizer. Pass "
                 "processing_class=tokenizer, or data_collator=..."
@@ -319,9 +319,14 @@ class Recipe:
             batch = {"batch_size": args.per_device_train_batch_size, "pad_to_multiple_of": self.pad_to_multiple_of}
             train_dataset = training_view(self.name, train_dataset, **batch)
             trainer_kwargs["eval_dataset"] = evaluation_view(self.name, trainer_kwargs.get("eval_dataset"), args)
-        trainer_kwargs.setdefault("data_collator", None)
-        if trainer_kwargs["data_collator"] is None:
-            trainer_kwargs["data_collator"] = self.collator(processing_class)
+        changes: tuple[Change, ...] = ()
+        if trainer_kwargs.get("data_collator") is None and not has_images:
+            causal_lm = needs_causal_labels(model, train_dataset)
+            trainer_kwargs["data_collator"] = self.collator(processing_class, causal_lm=causal_lm)
+            if causal_lm:
+                reason = f"{type(model).__name__} predicts tokens, and the data has no labels of its own"
+                changes = (Change("labels", None, "input_ids", reason),)
+                logger.info("%s: %s", self.name, changes[0])
         trainer = Trainer(
             model=model,
             args=args,
@@ -330,6 +335,7 @@ class Recipe:
             callbacks=[*self._callbacks(args.optim), *callbacks],
             **trainer_kwargs,
         )
+        record_changes(trainer, changes)
         self._remove_refused_callbacks(trainer, kept=callbacks)
         return attach(trainer)
 
@@ -376,19 +382,3 @@ DEFAULT_REASONS = {
     "micro_batching": "a batch that is too large is cut, and the step repeated, instead of the run lost",
     "memory_report": "the log has the peak of each phase",
 }
-
-
-def _check_names(overrides: Mapping[str, Any]) -> None:
-    known = versions.training_argument_names()
-    for name in overrides:
-        if name in known:
-            continue
-        if name in versions.RENAMED_ARGUMENTS:
-            raise TypeError(
-                f"{name}={overrides[name]!r} is a name of transformers 4.x; expected a field of TrainingArguments 5.x. "
-                f"Instead: {versions.RENAMED_ARGUMENTS[name]}"
-            )
-        raise TypeError(
-            f"{name}={overrides[name]!r} is not a field of TrainingArguments; expected one of its fields."
-            f"{did_you_mean(name, known)} List them: help(transformers.TrainingArguments)"
-        )

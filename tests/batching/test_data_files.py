@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -351,7 +352,13 @@ def test_a_broken_file_is_named_in_one_line_with_the_cause(tmp_path, name, conte
     kind = KINDS["." + name.split(".")[1]]
     assert "\n" not in message
     assert message.startswith(f"path={str(tmp_path / name)!r} cannot be read as {kind} (")  # the cause is pyarrow's
-    assert message.endswith("); expected a complete file. Write it again")
+    rule = re.search(
+        r"\((line \d+): .*\); expected complete JSON\. Correct (line \d+), or write the file again$", message
+    )
+    if rule is None:
+        assert message.endswith("); expected a complete file. Write it again")
+    else:
+        assert rule.group(1) == rule.group(2)
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "stream.arrow", "a.jsonl", "array.json", "a.jsonl.gz"])
@@ -369,17 +376,34 @@ def test_a_file_that_was_cut_off_is_never_counted_by_half(tmp_path, name):
         ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "json", "UnicodeError: its encoding is utf-16, not utf-8"),
         ("a.json", '[{"text": "a"}]'.encode("utf-16-le"), "json", "UnicodeError: its encoding is utf-16-le, not utf-8"),
         ("a.csv", "text,label\na,1\n".encode("utf-16-be"), "csv", "UnicodeError: its encoding is utf-16-be, not utf-8"),
-        ("a.jsonl", b'\n{"text": "a"}\n{"text": ]\n', "json", "ArrowInvalid: line 3: Expecting value"),
-        ("a.json", b'{\n "text": "a",\n "x": }\n', "json", "ArrowInvalid: line 3: Expecting value"),
-        ("a.jsonl", b'{"text": "a"}\n"b"\n', "json", "ArrowInvalid: line 2: 'b' is not an object"),
+        ("a.jsonl", b'\n{"text": "a"}\n{"text": ]\n', "json", "line 3: Expecting value"),
+        ("a.json", b'{\n "text": "a",\n "x": }\n', "json", "line 3: Expecting value"),
+        ("a.jsonl", b'{"text": "a"}\n"b"\n', "json", "line 2: 'b' is not an object"),
         ("a.json", b" \n[]\n", "json", "EOFError: it holds no rows"),
         ("a.jsonl", b"\n\n", "json", "EOFError: it holds no rows"),
     ],
 )
 def test_what_no_reader_should_guess_is_told_in_whole(tmp_path, name, content, kind, cause):
     (tmp_path / name).write_bytes(content)
-    assert error_of(tmp_path / name) == (
-        f"path={str(tmp_path / name)!r} cannot be read as {kind} ({cause}); expected a complete file. Write it again"
+    rule = "a complete file. Write it again"
+    if cause.startswith("line "):
+        rule = f"complete JSON. Correct {cause.partition(':')[0]}, or write the file again"
+    assert (
+        error_of(tmp_path / name)
+        == f"path={str(tmp_path / name)!r} cannot be read as {kind} ({cause}); expected {rule}"
+    )
+
+
+def test_a_row_that_is_cut_off_is_named_by_its_own_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "b"\n')
+    assert "(line 2: " in error_of(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("name", ["imdb", "stanfordnlp/imdb"])
+def test_a_dataset_of_the_hub_is_to_be_saved_first(name):
+    assert error_of(name) == (
+        f"path={name!r} does not exist; expected a file or a folder. Save a dataset of the hub first: "
+        f"load_dataset({name!r}, split='train').to_parquet('imdb.parquet')"
     )
 
 
@@ -389,7 +413,7 @@ def test_deep_nesting_is_an_error_and_not_the_end_of_the_process(tmp_path, rows,
     depth = 100_000
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + rows % f"{opening * depth}1{closing * depth}")
     assert error_of(tmp_path / "a.jsonl").startswith(
-        f"path={str(tmp_path / 'a.jsonl')!r} cannot be read as json (ArrowInvalid: line 2: maximum recursion depth"
+        f"path={str(tmp_path / 'a.jsonl')!r} cannot be read as json (line 2: maximum recursion depth"
     )
 
 

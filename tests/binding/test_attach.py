@@ -361,6 +361,12 @@ class HalfCounted(Trainer):
     [
         (Trainer, {"data_collator": raise_value_error}, "ValueError: these rows do not fit"),
         (Trainer, {"train_dataset": BrokenRows(tiny.rows())}, "KeyError: 'row'"),
+        (
+            Trainer,
+            {"train_dataset": [*tiny.rows(1, length=5), *tiny.rows(3, length=7)]},
+            "the collator could not make a batch: ValueError: expected sequence of length 5 at dim 1 (got 7); "
+            "pass processing_class=tokenizer to the Trainer, so that it pads",
+        ),
         (HalfCounted, {}, "it was 2 for 8 items and 1.5 for 16"),
     ],
 )

@@ -473,7 +473,7 @@ def test_a_narrow_terminal_cuts_no_figure_of_the_comparison() -> None:
             "512MiB",
             1,
             "none of them fits custom 512.0 MiB, 512.0 MiB usable: the least, '+\n"
-            "checkpointing' (the usual ladder), needs 1.73 GiB",
+            "checkpointing' (the usual ladder), needs 1.81 GiB",
         ),
         ("50GiB", 0, "fits custom 50.00 GiB, 50.00 GiB usable: already the baseline"),
     ],

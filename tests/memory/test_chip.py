@@ -46,6 +46,8 @@ def test_thor_and_spark_have_the_threads_of_small_chips() -> None:
 def test_largest_chip_of_a_capability_is_at_least_every_gpu_of_the_table() -> None:
     for gpu in GPUS.values():
         assert gpu.multiprocessors is not None
+        if gpu.name.startswith("MI"):  # AMD's, for which the kernels of a smaller chip stand in
+            continue
         assert gpu.multiprocessors <= MOST_MULTIPROCESSORS[gpu.compute_capability]
     assert Chip.of((8, 6)).multiprocessors == 84
     assert Chip.of((10, 3)).multiprocessors == max(MOST_MULTIPROCESSORS.values())  # not known

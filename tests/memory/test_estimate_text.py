@@ -282,7 +282,7 @@ def test_json_says_everything_in_bytes() -> None:
     assert read["settings"]["precision"] == "fp32"
     assert read["components"] == found.components
     assert list(read["components"]) == list(COMPONENTS)
-    assert read["gpu"] == {**asdict(SMALL), "compute_capability": [8, 6], "bf16": True}
+    assert read["gpu"] == {**asdict(SMALL), "compute_capability": [8, 6], "notes": [], "bf16": True}
     assert (read["gpu"]["name"], read["gpu"]["usable_bytes"]) == ("GPU 4GB", 3891 * MIB)
     assert read["versions"] == {
         "hf-memopt": __version__,

@@ -28,6 +28,7 @@ from hf_memopt.memory import estimation
 from hf_memopt.memory.allocator.replay import ReplayPlan, replay
 from hf_memopt.memory.estimation import estimate, estimate_from_arguments
 from hf_memopt.memory.models.example_batch import example_batch
+from hf_memopt.memory.models.known import known_models
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.optimizers.optimizer_memory import optimizer_memory, parameter_facts
 from hf_memopt.memory.recording import trace_cache
@@ -1136,7 +1137,26 @@ def test_a_model_without_head_is_refused() -> None:
     )
 
 
-def test_an_unknown_gpu_lists_the_known_ones() -> None:
+QUICK_MODELS = ("pythia-70m", "deberta-v3-xsmall", "opt-125m", "gpt-neo-125m")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK_MODELS else pytest.mark.slow) for name in known_models()]
+)
+def test_every_known_model_is_estimated(name: str) -> None:
+    seq_len = None if known_models()[name]["task"] == "image-classification" else 16
+    found = estimate(name, batch_size=1, seq_len=seq_len, gpu="H200", optim="sgd", precision="bf16")
+    assert found.peak_allocated_bytes > 8 * found.parameters  # weights and gradients in float32
+
+
+def test_what_was_assumed_of_a_gpu_is_in_the_notes() -> None:
+    for name in ("8GB", "MI300X"):
+        notes = find_gpu(name).notes
+        assert len(notes) == 1
+        assert notes[0] in estimate(tiny.bert_config(), batch_size=2, seq_len=8, gpu=name).notes
+
+
+def test_an_unknown_gpu_gets_the_nearest_ones() -> None:
     with pytest.raises(ValueError) as expected:
         find_gpu("RTX 3065")
     with pytest.raises(ValueError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_memopt import estimate, recipe
+from hf_memopt import estimate, find_gpu, recipe
 
 SMALLEST_GPUS = {
     "4gb-gpu": ("GTX 1650", "RTX 3050 4GB"),
@@ -36,3 +36,10 @@ def test_bert_large_at_128_tokens_fits_the_smallest_gpus_of_a_preset(name, gpu) 
     )
     assert found.fits, found.table()
     assert found.settings.gradient_accumulation_steps * found.batch_size == 32
+
+
+@pytest.mark.parametrize("name", SMALLEST_GPUS)
+def test_a_preset_names_known_gpus_of_its_size(name) -> None:
+    named = recipe(name).purpose.split(" ...")[0].split(", ")
+    for gpu in named:
+        assert find_gpu(gpu).memory_bytes >= int(name.removesuffix("gb-gpu")) * 2**30

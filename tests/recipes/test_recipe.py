@@ -213,6 +213,11 @@ def test_batches_that_do_not_fit_are_refused(overrides, message) -> None:
             "'learning_rate'? List them: help(transformers.TrainingArguments)",
         ),
         (
+            {"batch_size": 4},
+            "batch_size=4 is not a field of TrainingArguments; expected one of its fields. Did you mean "
+            "'per_device_train_batch_size'? List them: help(transformers.TrainingArguments)",
+        ),
+        (
             {"evaluation_strategy": "steps"},
             "evaluation_strategy='steps' is a name of transformers 4.x; expected a field of TrainingArguments 5.x. "
             'Instead: eval_strategy="steps"',
@@ -560,6 +565,90 @@ def test_no_tokenizer_and_no_collator_is_an_error(tmp_path) -> None:
         "processing_class=None leaves nothing to pad with; expected the tokenizer. Pass processing_class=tokenizer, or "
         "data_collator=..."
     )
+
+
+LOAD = "Pass model=AutoModelForSequenceClassification.from_pretrained({}, **recipe.model_kwargs())"
+
+
+@pytest.mark.parametrize(
+    ("given_to_trainer", "kind", "message"),
+    [
+        (
+            {},
+            ValueError,
+            "model=None leaves nothing to train; expected a loaded model, or model_init. " + LOAD.format("name"),
+        ),
+        (
+            {"model": "bert-base-uncased"},
+            TypeError,
+            "model='bert-base-uncased' is a name; expected a loaded model. "
+            + LOAD.format("'bert-base-uncased'")
+            + ", or another class",
+        ),
+        (
+            {"args": Precision("fp32", "any object")},
+            TypeError,
+            "args=<Precision> would replace the arguments of the recipe; expected a dict of fields. "
+            'Pass training_arguments={"output_dir": "out", "learning_rate": 3e-5}',
+        ),
+        (
+            {"learning_rate": 1e-4},
+            TypeError,
+            "learning_rate=0.0001 is a field of TrainingArguments; expected it in training_arguments. "
+            'Pass training_arguments={"learning_rate": 0.0001}',
+        ),
+    ],
+)
+def test_what_the_trainer_is_not_given_right_is_named_first(given_to_trainer, kind, message) -> None:
+    with pytest.raises(kind) as error:
+        recipe("cpu").trainer(**given_to_trainer)
+    assert str(error.value) == message
+
+
+def test_an_unknown_keyword_names_the_nearest() -> None:
+    with pytest.raises(
+        TypeError, match=r"^train_data=<list> is not a parameter of Trainer; .* Did you mean 'train_dataset'\?"
+    ):
+        recipe("cpu").trainer(train_data=[])
+
+
+def test_a_causal_model_without_labels_learns_its_tokens_and_says_so(tmp_path) -> None:
+    unlabelled = dataset().remove_columns("labels")
+    trainer = wired(tmp_path, recipe("cpu"), unlabelled, model=tiny.llama(), training_arguments={"max_steps": 1})
+    assert trainer.data_collator.causal_lm
+    change = next(change for change in trainer.memopt_changes if change.name == "labels")
+    assert (change.new, change.reason) == (
+        "input_ids",
+        "LlamaForCausalLM predicts tokens, and the data has no labels of its own",
+    )
+    assert trainer.train().training_loss > 0
+
+
+@pytest.mark.parametrize("model", [tiny.llama, tiny.bert])
+def test_labels_of_the_data_or_another_model_leave_labels_alone(tmp_path, model) -> None:
+    data = dataset() if model is tiny.llama else dataset().remove_columns("labels")
+    if model is tiny.llama:
+        data = data.map(lambda row: {"labels": row["input_ids"]})
+    trainer = recipe("cpu").trainer(
+        model=model(),
+        train_dataset=data if model is tiny.llama else None,
+        processing_class=tiny.tokenizer(),
+        training_arguments={"output_dir": str(tmp_path), "use_cpu": True},
+    )
+    assert not trainer.data_collator.causal_lm
+    assert "labels" not in [change.name for change in getattr(trainer, "memopt_changes", ())]
+
+
+def test_a_model_of_images_needs_no_processing_class(tmp_path) -> None:
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, num_labels=3
+    )
+    images = [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 3} for i in range(32)]
+    model = transformers.ViTForImageClassification(config)
+    trainer = wired(
+        tmp_path, recipe("cpu"), images, model=model, processing_class=None, training_arguments={"max_steps": 1}
+    )
+    assert trainer.train().global_step == 1
 
 
 def test_training_arguments_must_be_a_mapping(tmp_path) -> None:

@@ -149,9 +149,13 @@ def _find(path: Path) -> tuple[str, list[Path]]:
     """Return the kind of the files and their paths; a saved dataset's folder counts as one file."""
     if not path.exists():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        action = "Call: hf-memopt lengths FILE"
+        if re.fullmatch(r"[\w-]+(/[\w.-]+)?", str(path)):  # could be the name of a dataset on the hub
+            name, file = str(path), f"{path.name}.parquet"
+            action = f"Save a dataset of the hub first: load_dataset({name!r}, split='train').to_parquet({file!r})"
         raise ValueError(
             f"path={str(path)!r} does not exist; expected a file or a folder.{did_you_mean(path.name, siblings)} "
-            "Call: hf-memopt lengths FILE"
+            f"{action}"
         )
     if not path.is_dir():
         kind = _kind(path)

@@ -38,16 +38,17 @@ def reading(source: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, EOFError, KeyError, TypeError, OverflowError, UnicodeError) as error:
-        raise ValueError(
-            f"path={str(source)!r} cannot be read as {kind} ({first_line(error)}); expected a complete file. "
-            "Write it again"
-        ) from error
+        cause, action = first_line(error), "a complete file. Write it again"
+        if cause.startswith("line "):
+            action = f"complete JSON. Correct {cause.partition(':')[0]}, or write the file again"
+        raise ValueError(f"path={str(source)!r} cannot be read as {kind} ({cause}); expected {action}") from error
 
 
 def first_line(error: Exception) -> str:
-    """Return the type of an error and the first line of its message."""
+    """Return the type of an error and the first line of its message; the message alone if it names a line."""
     lines = str(error).strip().splitlines() or ["no cause given"]
-    return f"{type(error).__name__}: {lines[0].rsplit('Invalid: ', 1)[-1].rstrip('.')}"  # pyarrow nests its errors
+    text = lines[0].rsplit("Invalid: ", 1)[-1].rstrip(".")  # pyarrow nests its errors
+    return text if text.startswith("line ") else f"{type(error).__name__}: {text}"
 
 
 def open_source(source: Path, kind: str) -> tuple[pa.Schema, Read]:
@@ -169,7 +170,7 @@ def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 def _parse_json(text: str, number: int) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text.rstrip())  # an object that is cut off ends on its own line
     except (ValueError, RecursionError) as error:  # not JSON or a number of thousands of digits; nested too deeply
         line = number + getattr(error, "lineno", 1) - 1
         raise pa.ArrowInvalid(f"line {line}: {getattr(error, 'msg', error)}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -19,10 +20,22 @@ def known_models() -> dict[str, dict[str, Any]]:
 
 
 def known_name(text: str) -> str | None:
-    """Return the well-known name that ``text`` means."""
+    """Return the well-known name that ``text`` means: itself, or the model that it is a variant of.
+
+    A variant has the same configuration and other weights: ``-Instruct``, ``-it``, ``-Chat``, ``-Base``, ``-v0.2``.
+
+    Example:
+        >>> known_name("Qwen/Qwen2.5-1.5B-Instruct"), known_name("HuggingFaceTB/SmolLM2-360M-Instruct-v0.2")
+        ('Qwen2.5-1.5B', 'SmolLM2-360M')
+    """
     organisation, _, name = text.lower().rpartition("/")
-    for known, facts in known_models().items():
-        names = (known.lower(), *(other.lower() for other in facts.get("other_names", ())))
-        if name in names and organisation in ("", facts["organisation"].lower()):
-            return known
+    tuned_words = {"instruct", "it", "chat", "base", "pt", "hf", "sft"}
+    first, *rest = name.split("-")
+    untuned = "-".join((first, *(word for word in rest if word not in tuned_words)))
+    unversioned = re.sub(r"-v\d+(\.\d+)?$", "", untuned)
+    for spelling in dict.fromkeys((name, untuned, unversioned)):
+        for known, facts in known_models().items():
+            names = {known.lower(), *(other.lower() for other in facts.get("other_names", ()))}
+            if (spelling in names and organisation in ("", facts["organisation"].lower())) or text.lower() in names:
+                return known
     return None
