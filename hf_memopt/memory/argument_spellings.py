@@ -67,7 +67,8 @@ def in_own_names(given: Mapping[str, Any]) -> dict[str, Any]:
             )
         spelled = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         found["precision"] = (spelled, chosen[0] if chosen else "fp32")
-    found |= {"checkpointing": _checkpointing(given, *names) for names in _checkpointing_names(given)}
+    for names in _checkpointing_names(given):
+        found["checkpointing"] = _checkpointing(given, *names)
     for name, (spelled, value) in found.items():
         if own.get(name, value) != value:
             raise ValueError(

@@ -11,7 +11,7 @@ What cannot be simulated raises ``NotEstimableError``; ``estimate`` lists it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan, replay
 from hf_memopt.memory.argument_spellings import in_own_names
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
+from hf_memopt.memory.hints import find_hints
 from hf_memopt.memory.models.example_batch import DEFAULT_LENGTH, default_length
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.optimizers.optimizer_memory import (
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, TrainingArguments
 
-__all__ = ["estimate", "estimate_from_arguments"]
+__all__ = ["estimate", "estimate_from_arguments", "with_hints"]
 
 DEFAULT_BATCH_SIZE = 8
 _ASSUMED_CAPABILITY = (8, 0)
@@ -61,6 +62,7 @@ def estimate(
     gpu: str | Gpu | None = None,
     task: str | None = None,
     labels_length: int | None = None,
+    hints: bool = False,
     **overrides: Any,
 ) -> Estimate:
     """Return the memory that a training step of the stock ``Trainer`` needs on a GPU, without the GPU.
@@ -77,6 +79,7 @@ def estimate(
             are those of compute capability 8.0, precision "auto" is fp32, and the context is unknown.
         task: the head to build where ``model`` is not a module; by default the configuration's own, or the usual one.
         labels_length: tokens of the targets of an encoder-decoder; ``seq_len`` unless given.
+        hints: whether changes that make it fit are looked for where it does not, which simulates up to 24 of them.
         overrides: fields of ``StepSettings``, or their names in ``TrainingArguments`` such as ``bf16=True``; they
             replace those of the recipe.
 
@@ -102,7 +105,35 @@ def estimate(
     overrides = in_own_names({**overrides, **({} if batch_size is None else {"batch_size": batch_size})})
     shape = Shape(overrides.pop("batch_size", DEFAULT_BATCH_SIZE), seq_len, labels_length)
     settings = _settings(recipe, overrides)
-    return _estimate(model, shape, settings, found_gpu, task=task, weights_dtype=overrides.get("weights_dtype"))
+    found = _estimate(model, shape, settings, found_gpu, task=task, weights_dtype=overrides.get("weights_dtype"))
+    return with_hints(model, found, task=task, labels_length=labels_length) if hints else found
+
+
+def with_hints(
+    model: nn.Module | PretrainedConfig | str | os.PathLike[str],
+    found: Estimate,
+    *,
+    task: str | None = None,
+    labels_length: int | None = None,
+    announce: Callable[[str], object] = lambda text: None,
+) -> Estimate:
+    """Return an estimate with its ``hints``; ``announce`` is called with a text before each simulation."""
+    if found.fits is not False:
+        return found
+
+    def simulate(changes: Mapping[str, Any]) -> Estimate:
+        sizes = {name: changes.get(name, getattr(found, name)) for name in ("batch_size", "seq_len")}
+        settings = {name: value for name, value in changes.items() if name not in sizes}
+        return _estimate(
+            model,
+            Shape(**sizes, labels_length=labels_length),
+            found.settings.replace(**settings),
+            found.gpu,
+            task=task,
+            weights_dtype=settings.get("weights_dtype"),
+        )
+
+    return replace(found, hints=find_hints(found, simulate, announce=announce))
 
 
 def estimate_from_arguments(
