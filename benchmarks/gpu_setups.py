@@ -143,8 +143,8 @@ def build_model(case: Case, device: str) -> Any:
 
 def freeze_body(model: Any) -> None:
     """Freeze the embeddings and all layers but the last, so that a tied head leaves something to train."""
+    from hf_memopt.binding.layer_names import layer_stacks
     from hf_memopt.techniques.freezing.freezing import freeze
-    from hf_memopt.techniques.layer_names import layer_stacks
 
     last = min(len(layers) for layers in layer_stacks(model).values()) - 1
     freeze(model, ["embeddings", f"layers:0-{last - 1}"])

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hf_memopt.batching.views.bucketed_view import bucketed
     from hf_memopt.batching.views.sorted_view import sorted_by_length
     from hf_memopt.binding.attach import attach
+    from hf_memopt.binding.quantized_weights import prepare_quantized
     from hf_memopt.changes import Change
     from hf_memopt.devices.gpus import GPUS, Gpu, custom_gpu, find_gpu
     from hf_memopt.devices.memory_reading import MemoryReading, read_memory
@@ -54,6 +55,7 @@ _MODULES = {
     "hf_memopt.batching.plan.samplers": ("LengthBucketedBatchSampler", "LengthBucketedSampler"),
     "hf_memopt.batching.views.bucketed_view": ("bucketed",),
     "hf_memopt.binding.attach": ("attach",),
+    "hf_memopt.binding.quantized_weights": ("prepare_quantized",),
     "hf_memopt.changes": ("Change",),
     "hf_memopt.errors": ("BudgetError", "MissingExtraError"),
     "hf_memopt.devices.gpus": ("GPUS", "Gpu", "custom_gpu", "find_gpu"),
@@ -120,6 +122,7 @@ __all__ = [
     "gradient_release",
     "override_embedding_bits",
     "padding_report",
+    "prepare_quantized",
     "preset",
     "print_gpu_utilization",
     "print_summary",

@@ -57,6 +57,7 @@ PUBLIC = {
     "freeze",
     "override_embedding_bits",
     "padding_report",
+    "prepare_quantized",
     "preset",
     "print_gpu_utilization",
     "print_summary",

@@ -7,7 +7,7 @@ name of an attention implementation and patterns of ``--freeze`` wait for the mo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -191,9 +191,13 @@ def _set_up(options: EstimateOptions) -> tuple[Recipe | None, int, dict[str, Any
         "eval_batch_size": options.eval_batch_size,
     }
     settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    if options.freeze:
+        settings["freeze"] = options.freeze
     if options.preset is None:
         return None, options.batch_size or DEFAULT_BATCH_SIZE, settings
     chosen = recipe(options.preset)
+    if options.freeze:
+        settings["freeze"] = (*chosen.freeze, *options.freeze)  # beside what the preset freezes
     batch_size, settings["gradient_accumulation_steps"] = _cut(
         chosen, options.batch_size, options.gradient_accumulation_steps
     )
@@ -234,8 +238,6 @@ def _run_one(
         from hf_memopt.memory.output.estimate_text import as_dict, print_estimate
 
         chosen, batch_size, settings = _set_up(options)
-        if options.freeze:
-            settings["prepare"] = _prepare(options, chosen)
         if options.task is not None:
             settings["task"] = options.task
         found = estimate(
@@ -270,15 +272,6 @@ def _with_length_of_data(options: EstimateOptions, errors: Console) -> tuple[Est
 
         seq_len, note = length_of_data(options.model, options.data, options.column, options.tokenizer, options.task)
     return replace(options, seq_len=seq_len), (note,)
-
-
-def _prepare(options: EstimateOptions, chosen: Recipe | None) -> tuple[Callable[[Any], Any], ...]:
-    """Return what the preset does to the model, and the freezing that the options ask for."""
-    from hf_memopt.cli.technique_ladder import frozen
-
-    start = StepSettings() if chosen is None else chosen.step_settings()
-    checkpointing = bool(start.checkpointing if options.checkpointing is None else options.checkpointing)
-    return (*start.prepare, *frozen(options.freeze, checkpointing=checkpointing))
 
 
 def _run_ladder(

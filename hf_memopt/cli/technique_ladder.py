@@ -21,13 +21,12 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices.gpus import current_gpu
+from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.output.estimate_text import as_dict
 from hf_memopt.memory.output.ladder_picture import Bar
 from hf_memopt.memory.timeline import COMPONENTS
 from hf_memopt.recipes.effective_batch import largest_divisor
-from hf_memopt.techniques.checkpointing.input_gradients import drop_input_gradients
-from hf_memopt.techniques.freezing.freezing import freeze
 from hf_memopt.units import format_bytes, to_gib
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
     from hf_memopt.memory.result import Estimate
 
-__all__ = ["Row", "Rung", "frozen", "ladder", "ladder_rungs", "print_ladder"]
+__all__ = ["Row", "Rung", "ladder", "ladder_rungs", "print_ladder"]
 
 TABLE_COLUMNS, FIRST_COLUMNS = 79, 22
 SHOWN_ALONE = ("weights", "gradients", "optimizer state", "activations")
@@ -85,12 +84,6 @@ class Row:
         }
 
 
-def frozen(patterns: tuple[str, ...], *, checkpointing: bool) -> tuple[Callable[[Any], Any], ...]:
-    """Return the functions that ``FreezeCallback`` applies to the model."""
-    first = partial(freeze, patterns=patterns)
-    return (first, drop_input_gradients) if checkpointing else (first,)
-
-
 def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool = True) -> list[Rung]:
     """Return the baseline and the rungs of the ladders; ``bf16`` says whether the GPU computes in bfloat16."""
     stock = {"precision": "fp32", "optim": "adamw_torch_fused", "gradient_accumulation_steps": 1}
@@ -103,7 +96,7 @@ def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool =
         **single,
         "+ checkpointing": {"checkpointing": True},
         "+ Adafactor": {"optim": "adafactor"},
-        "+ frozen body": {"prepare": frozen(("base",), checkpointing=True)},
+        "+ frozen body": {"freeze": ("base",)},
         **half,
     }
     eight_bit = {"+ 8-bit Adam": {"optim": "adamw_8bit", "embedding_bits": 32}}
@@ -135,7 +128,7 @@ def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool =
     }
     dtype = "bfloat16" if bf16 else "float16"
     sixteen_bit: dict[str, dict[str, Any]] = {
-        "bf16 weights, 8-bit Adam": {"weights_dtype": dtype, "optim": "adamw_8bit", "precision": precision},
+        "bf16, 8-bit Adam": {"weights_dtype": dtype, "optim": "adamw_8bit", "precision": precision},
         **checkpointed,
         **single,
     }
@@ -195,7 +188,7 @@ def ladder(
         settings = {**rung.settings, **overrides}
         try:
             found = estimate(model, batch_size=rung.batch_size, seq_len=rung.seq_len, gpu=gpu, **settings)
-        except ValueError as error:
+        except (ValueError, MissingExtraError) as error:
             return Row(rung, None, str(error))
         return Row(replace(rung, seq_len=found.seq_len), found)
 

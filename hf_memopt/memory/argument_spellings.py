@@ -29,7 +29,6 @@ REFUSED = {
 """Arguments of ``TrainingArguments`` that ask for something that is not simulated, with the reason."""
 
 _INSTEAD = {
-    "quantization_config": "Pass load_in='nf4' or load_in='int8', or a model whose config.quantization_config is set",
     "load_in_4bit": "Pass load_in='nf4'",
     "load_in_8bit": "Pass load_in='int8'",
     "peft_config": "Pass lora=16, or lora=LoraConfig(...)",

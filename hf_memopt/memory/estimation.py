@@ -83,6 +83,9 @@ def estimate(
         overrides: fields of ``StepSettings``, or their names in ``TrainingArguments`` such as ``bf16=True``; they
             replace those of the recipe.
 
+    LoRA, quantised weights and frozen parameters are settings of the step: ``estimate("Llama-3.1-8B", batch_size=1,
+    seq_len=512, lora=16, load_in="nf4", gpu="RTX 4060")``.
+
     Repeated calls with the same model reuse the recorded step where it is the same: for another optimizer or another
     accumulation only the replay runs again. A module, and a step with ``prepare``, are recorded at every call.
 
@@ -193,11 +196,16 @@ def _estimate(
     weights_dtype: str | None = None,
 ) -> Estimate:
     """Return the estimate; ``weights_dtype`` is the caller's, None where the settings have the default."""
-    settings = _with_precision(settings, gpu)
+    settings, quantised = _with_16_bits(_with_precision(settings, gpu), gpu, weights_dtype)
     chip = Chip.of(_ASSUMED_CAPABILITY) if gpu is None else Chip.of(gpu.compute_capability, gpu.multiprocessors)
     with torch.inference_mode(False):  # weights created in the caller's inference mode could not be trained
         loaded = load_model(
-            model, attn_implementation=settings.attn_implementation, weights_dtype=settings.weights_dtype, task=task
+            model,
+            attn_implementation=settings.attn_implementation,
+            weights_dtype=settings.weights_dtype,
+            task=task,
+            load_in=settings.load_in,
+            compute_dtype=_sixteen_bits(gpu),
         )
         if loaded.key is None:
             settings = settings.replace(weights_dtype=_own_dtype(loaded.model, weights_dtype))
@@ -225,7 +233,13 @@ def _estimate(
         trainable_parameters=sum(fact.elements for fact in step.trainable),
         flops=step.trace.flops[0] * plan.batches * plan.micro_batches,
         timeline=replayed.timeline,
-        notes=(*_length_notes(assumed_length), *_notes(gpu, settings, replayed), *step.notes, *optimizer.notes),
+        notes=(
+            *_length_notes(assumed_length),
+            *_notes(gpu, settings, replayed),
+            *quantised,
+            *step.notes,
+            *optimizer.notes,
+        ),
     )
 
 
@@ -251,6 +265,26 @@ def _with_precision(settings: StepSettings, gpu: Gpu | None) -> StepSettings:
         return settings
     native = "fp32" if gpu is None else "bf16" if gpu.bf16 else "fp16"
     return settings.replace(precision=native)
+
+
+def _sixteen_bits(gpu: Gpu | None) -> str:
+    return "bfloat16" if gpu is None or gpu.bf16 else "float16"
+
+
+def _with_16_bits(settings: StepSettings, gpu: Gpu | None, asked: str | None) -> tuple[StepSettings, tuple[str, ...]]:
+    """Return the settings with 16-bit weights beside quantised ones, unless the caller asked for a dtype; and notes."""
+    if settings.load_in is None:
+        return settings, ()
+    notes = []
+    if asked is None and settings.weights_dtype == "float32":
+        settings = settings.replace(weights_dtype=_sixteen_bits(gpu))
+        notes.append(f"weights that are not quantised are {settings.weights_dtype}: give weights_dtype for another")
+    if not settings.prepare and settings.weights_dtype != "float32":
+        notes.append(
+            "embeddings, norms and head as loaded: call hf_memopt.prepare_quantized, not peft's "
+            "prepare_model_for_kbit_training, which makes them float32"
+        )
+    return settings, tuple(notes)
 
 
 def _own_dtype(model: nn.Module, asked: str | None) -> str:

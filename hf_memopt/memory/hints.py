@@ -15,6 +15,7 @@ from itertools import combinations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.errors import MissingExtraError
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ def find_hints(
 
     Args:
         found: the estimate of a set-up that does not fit its GPU.
-        simulate: returns the estimate of the set-up with changes, or raises ValueError or TypeError where they do not
-            apply to it.
+        simulate: returns the estimate of the set-up with changes, or raises ValueError where they do not apply to it,
+            MissingExtraError where they need a package.
         announce: called before each trial with a text that names it.
 
     Returns:
@@ -118,7 +119,7 @@ class _Search:
         self._announce(f"trying {', '.join(f'{name}={value!r}' for name, value in changes.items())}")
         try:
             found = self._simulate(changes)
-        except (ValueError, TypeError):
+        except (ValueError, MissingExtraError):
             return None
         if found.gpu is None:
             return None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt.binding.conflicts import refusal_of, steps_in_backward
 from hf_memopt.memory.argument_spellings import in_own_names, unknown_setting
 from hf_memopt.plain_data import Count, check_value
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 __all__ = ["NotEstimableError", "StepSettings"]
 
@@ -39,7 +43,8 @@ class StepSettings:
     Attributes:
         precision: of the autocast region; ``"auto"`` follows the GPU, ``"tf32"`` needs as much memory as fp32.
         weights_dtype: of the weights as loaded; 16 bits without autocast is "pure" 16-bit training. A module keeps its
-            own, which an ``Estimate`` of it shows here (of mixed weights, the dtype that most bytes have).
+            own, which an ``Estimate`` of it shows here (of mixed weights, the dtype that most bytes have). With
+            ``load_in`` that of the weights that are not quantised.
         autocast_cache: whether autocast keeps the 16-bit copy of each trainable weight through a forward pass.
         optim: a name that ``TrainingArguments(optim=...)`` accepts.
         optim_args: extra arguments as text, as in ``TrainingArguments(optim_args=...)``.
@@ -63,7 +68,12 @@ class StepSettings:
         batch_eval_metrics: whether metrics are computed batch by batch, so that no logits are gathered.
         torch_empty_cache_steps: steps between two calls of ``torch.cuda.empty_cache()``.
         expandable_segments: whether the allocator runs with ``expandable_segments:True``.
-        prepare: functions that change the model, the same as in the real run: freeze, LoRA, checkpoint policies.
+        load_in: what bitsandbytes quantises the linears to: ``"nf4"`` (4 bits, double quantisation, as in QLoRA) or
+            ``"int8"`` (LLM.int8); None for weights as they are. Needs adapters, as in the Trainer.
+        lora: the adapters that PEFT adds: their rank, for all linear layers but the head, or a ``peft.LoraConfig``;
+            None for none. Their weights are float32, as ``get_peft_model`` makes them.
+        freeze: patterns of parameters that are not trained, as ``hf_memopt.freeze`` takes them.
+        prepare: functions that change the model, the same as in the real run, after all of the above.
     """
 
     precision: str = "auto"
@@ -90,6 +100,9 @@ class StepSettings:
     batch_eval_metrics: bool = False
     torch_empty_cache_steps: int | None = None
     expandable_segments: bool = False
+    load_in: str | None = None
+    lora: int | LoraConfig | None = field(default=None, hash=False)
+    freeze: tuple[str, ...] = ()
     prepare: tuple[Callable[[Any], Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -106,8 +119,45 @@ class StepSettings:
                 f"label_smoothing_factor={self.label_smoothing_factor!r} is invalid; expected a number from 0 to below "
                 "1. Pass label_smoothing_factor=0.1"
             )
+        self._read_freeze()
+        self._read_lora()
+        self._check_load_in()
         self._check_conflicts()
         self._check_stock()
+
+    def _read_lora(self) -> None:
+        """Check the adapters, and keep a copy of a ``LoraConfig``, which may change later (PEFT changes it itself)."""
+        # a LoraConfig is recognised without importing peft, which takes seconds
+        if getattr(self.lora, "peft_type", None) == "LORA":
+            object.__setattr__(self, "lora", copy.deepcopy(self.lora))
+        elif self.lora is not None and (isinstance(self.lora, bool) or not isinstance(self.lora, int) or self.lora < 1):
+            raise ValueError(
+                f"lora={self.lora!r} is invalid; expected a rank of 1 or more, a peft.LoraConfig, or None. Pass lora=16"
+            )
+
+    def _check_load_in(self) -> None:
+        if self.load_in not in (None, "nf4", "int8"):
+            near = "int8" if "8" in str(self.load_in) else "nf4"
+            raise ValueError(
+                f"load_in={self.load_in!r} is not a quantisation of bitsandbytes that is known; expected 'nf4' "
+                f"(4 bits), 'int8' (8 bits), or None. Pass load_in={near!r}"
+            )
+        if self.load_in is not None and self.lora is None and not self.prepare:
+            raise ValueError(
+                f"load_in={self.load_in!r}, lora=None leave nothing to train: quantised weights have no gradient, and "
+                "the Trainer refuses such a model; expected adapters. Pass lora=16"
+            )
+
+    def _read_freeze(self) -> None:
+        """Make a tuple of the patterns. Whether they match is known when there is a model."""
+        given: Any = self.freeze  # one pattern too, or a list
+        patterns = (given,) if isinstance(given, str) else given
+        if not isinstance(patterns, tuple | list) or not all(isinstance(name, str) and name for name in patterns):
+            raise ValueError(
+                f"freeze={self.freeze!r} is invalid; expected a pattern of hf_memopt.freeze, or a tuple of them. "
+                "Pass freeze=('embeddings',)"
+            )
+        object.__setattr__(self, "freeze", tuple(patterns))
 
     def _check_conflicts(self) -> None:
         """Refuse what the table of conflicts does, so that ``attach`` would in a real run."""
@@ -156,6 +206,12 @@ class StepSettings:
         """
         changed = in_own_names(changed)
         known = [item.name for item in fields(self)]
+        if "quantization_config" in changed:
+            raise TypeError(
+                f"quantization_config=<{type(changed['quantization_config']).__name__}> is not a setting of a step; "
+                "expected load_in, or a configuration that has it. Pass load_in='nf4', lora=16; or set "
+                "config.quantization_config and pass model=config"
+            )
         for name in changed:
             if name not in known:
                 raise unknown_setting(name, changed[name], known)

@@ -7,9 +7,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt.binding import versions
@@ -227,14 +226,6 @@ class Recipe:
 
     def step_settings(self) -> StepSettings:
         """Return what of the recipe changes the bytes of a step, for ``estimate``; freezing by the same function."""
-        prepare: list[Callable[[Any], Any]] = []
-        if self.freeze:
-            from hf_memopt.techniques.checkpointing.input_gradients import drop_input_gradients
-            from hf_memopt.techniques.freezing.freezing import freeze
-
-            prepare.append(partial(freeze, patterns=self.freeze))
-            if self.checkpointing:
-                prepare.append(drop_input_gradients)
         return StepSettings(
             precision=self.precision,
             optim=self.optim,
@@ -245,7 +236,7 @@ class Recipe:
             attn_implementation=self.attn_implementation,
             eval_batch_size=self.per_device_eval_batch_size,
             eval_accumulation_steps=self.eval_accumulation_steps,
-            prepare=tuple(prepare),
+            freeze=self.freeze,
         )
 
     def callbacks(self) -> list[TrainerCallback]:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from hand_made import hand_made
 from hf_memopt import recipe
+from hf_memopt.binding.input_gradients import drop_input_gradients
 from hf_memopt.cli import estimate_command
 from hf_memopt.cli import technique_ladder as estimate_ladder
 from hf_memopt.cli.app import app
@@ -24,7 +25,6 @@ from hf_memopt.memory.models.known import known_models
 from hf_memopt.memory.output.estimate_text import as_dict, estimate_table
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.techniques.checkpointing.input_gradients import drop_input_gradients
 from hf_memopt.techniques.freezing.freezing import freeze
 
 runner = CliRunner()

@@ -117,8 +117,8 @@ def test_a_name_from_elsewhere_is_explained(name: str, value: Any, rest: str) ->
 
 def test_a_long_value_is_not_repeated() -> None:
     with pytest.raises(TypeError) as error:
-        StepSettings().replace(quantization_config={"x" * 100: 1})
-    assert str(error.value).startswith("quantization_config=<dict> is not a setting of a step; expected another name")
+        StepSettings().replace(peft_config={"x" * 100: 1})
+    assert str(error.value).startswith("peft_config=<dict> is not a setting of a step; expected another name")
 
 
 # ---- The default length

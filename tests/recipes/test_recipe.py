@@ -32,12 +32,12 @@ from hf_memopt.batching.views.bucketed_stream import BucketedStream
 from hf_memopt.batching.views.bucketed_view import BucketedExamples, bucketed
 from hf_memopt.batching.views.sorted_view import SortedExamples
 from hf_memopt.binding import versions
+from hf_memopt.binding.input_gradients import drop_input_gradients
 from hf_memopt.devices import memory_reading
 from hf_memopt.devices import precision_support as precision
 from hf_memopt.devices.precision_support import Precision
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.recipes import recipe as recipe_module
-from hf_memopt.techniques.checkpointing.input_gradients import drop_input_gradients
 from hf_memopt.techniques.freezing.freezing import freeze
 
 NAMES = ["4gb-gpu", "6gb-gpu", "8gb-gpu", "12gb-gpu", "16gb-gpu", "24gb-gpu", "40gb-gpu", "80gb-gpu", "cpu"]

@@ -78,6 +78,8 @@ def load_model(
     attn_implementation: str | None = None,
     weights_dtype: str = "float32",
     task: str | None = None,
+    load_in: str | None = None,
+    compute_dtype: str = "bfloat16",
 ) -> LoadedModel:
     """Return a copy of ``model`` on the meta device; the given model is not changed, and no weight is read.
 
@@ -88,12 +90,15 @@ def load_model(
         weights_dtype: of what is built from a configuration; a module keeps its own.
         task: the head to build, one of ``TASKS``. By default the first of the configuration's ``architectures``, else
             the usual one: causal LM for decoders, sequence classification for encoders. Ignored for a module.
+        load_in: ``"nf4"`` or ``"int8"`` for linears of bitsandbytes, those that ``from_pretrained`` would quantise.
+        compute_dtype: of the products with 4-bit weights.
 
     A module's hooks are copied, its gradients are not.
 
     Raises:
         ValueError: the name is unknown (the message says whether the hub was reached); a folder without
-            ``config.json``; a head without a loss or with an unknown batch; an unknown task or attention.
+            ``config.json``; a head without a loss or with an unknown batch; an unknown task or attention; ``load_in``
+            for a module, or for a configuration that is quantised already.
         NotEstimableError: weights or kernels that have no form on the meta device; a compiled module.
         TypeError: ``model`` is none of the above.
 
@@ -106,6 +111,12 @@ def load_model(
     if attn_implementation is not None:
         _check_attention(attn_implementation)
     if isinstance(model, nn.Module):
+        if load_in is not None:
+            raise ValueError(
+                f"load_in={load_in!r} cannot quantise the given module=<{type(model).__name__}>, which is loaded "
+                "already; expected a name or a configuration. Pass model=model.config, or a module that "
+                "from_pretrained(quantization_config=...) has loaded, without load_in"
+            )
         copied = copy_to_meta(model)
         # private, seen in transformers 5.8.1, 5.17.0 and 5.23.0
         own = getattr(getattr(unwrap_model(copied), "config", None), "_attn_implementation", None)
@@ -127,10 +138,11 @@ def load_model(
     _check_head(config, task)
     with one_error(f"model={name or type(config).__name__!r} cannot be built"):
         text = config.to_json_string()
-        built = _build(config, task, attn_implementation, weights_dtype)
+        quantization = _quantization(config, load_in, compute_dtype)
+        built = _build(config, task, attn_implementation, weights_dtype, quantization)
         if name is not None:
             _untie_head(built)
-    key = (type(built), text, name is None, weights_dtype, attn_implementation)
+    key = (type(built), text, name is None, weights_dtype, attn_implementation, load_in, compute_dtype)
     return LoadedModel(name or type(built).__name__, _as_in_training(built), key)
 
 
@@ -202,9 +214,14 @@ def _check_head(config: PretrainedConfig, task: str) -> None:
         )
 
 
-def _build(config: PretrainedConfig, task: str, attn_implementation: str | None, weights_dtype: str) -> nn.Module:
+def _build(
+    config: PretrainedConfig,
+    task: str,
+    attn_implementation: str | None,
+    weights_dtype: str,
+    quantization: dict[str, Any] | None,
+) -> nn.Module:
     """Return the head for ``task`` on the meta device."""
-    quantization = _take_quantization(config)
     if task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # decoders refuse to classify several rows without one; it needs no memory
     from_config = partial(getattr(transformers, _HEADS[task][0]).from_config, trust_remote_code=False)
@@ -228,6 +245,26 @@ def _build(config: PretrainedConfig, task: str, attn_implementation: str | None,
         quantize(model, quantization)
     built: nn.Module = model
     return built
+
+
+_LOAD_IN: Mapping[str, Mapping[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+"""Options of ``BitsAndBytesConfig``; for 4 bits those of QLoRA (Dettmers et al. 2023, section 3)."""
+
+
+def _quantization(config: Any, load_in: str | None, compute_dtype: str) -> dict[str, Any] | None:
+    """Return the options of ``BitsAndBytesConfig`` that ``load_in`` or the configuration ask for, or None."""
+    own = _take_quantization(config)
+    if load_in is None:
+        return own
+    if own is not None:
+        raise ValueError(
+            f"load_in={load_in!r} is given for a model whose configuration has a quantization_config; expected only "
+            "one of them. Remove load_in, or call: del config.quantization_config"
+        )
+    return {**_LOAD_IN[load_in], "bnb_4bit_compute_dtype": compute_dtype}
 
 
 def _take_quantization(config: Any) -> dict[str, Any] | None:

@@ -50,10 +50,8 @@ def estimate_table(estimate: Estimate) -> str:
 
 def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str], str] = lambda text: text) -> None:
     """Print the table to a terminal, the verdict in colour; ``wording`` changes notes, verdict and hints."""
-    trained = estimate.trainable_parameters
     heading = (
-        f"{describe(estimate)}\n{_count(estimate.parameters)} parameters, "
-        f"{'all' if trained == estimate.parameters else _count(trained)} trainable; "
+        f"{describe(estimate)}\n{_parameters(estimate)} trainable; "
         f"{estimate.flops / 1e12:,.3g} TFLOP per optimizer step"
     )
     place = f", in {estimate.module}" if estimate.module else ""
@@ -97,6 +95,14 @@ def _components(estimate: Estimate, block: str) -> RenderableType:
     return table
 
 
+def _parameters(estimate: Estimate) -> str:
+    """Return how many parameters there are and are trained; adapters apart, since a model is known by its own size."""
+    trained, everything = estimate.trainable_parameters, estimate.parameters
+    if estimate.settings.lora is not None and not estimate.settings.freeze:  # all that is trained is PEFT's
+        return f"{_count(everything - trained)} parameters, {_count(trained)} more in adapters,"
+    return f"{_count(everything)} parameters, {'all' if trained == everything else _count(trained)}"
+
+
 def _count(elements: int) -> str:
     for factor, sign in ((10**9, "B"), (10**6, "M")):
         if elements >= factor:
@@ -118,6 +124,13 @@ def _choices(settings: StepSettings) -> Iterator[str]:
     yield settings.precision + (
         "" if settings.weights_dtype == "float32" else f" with {settings.weights_dtype} weights"
     )
+    if settings.load_in is not None:
+        yield f"{settings.load_in} linears"
+    if settings.lora is not None:
+        adapters = {"r": settings.lora} if isinstance(settings.lora, int) else _changed_options(settings.lora)
+        yield f"LoRA{_call_text(adapters)}"
+    if settings.freeze:
+        yield f"frozen: {', '.join(settings.freeze)}"
     yield settings.optim + (" with 8-bit embeddings" if settings.embedding_bits == 8 else "")
     if settings.checkpointing:
         options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
@@ -131,6 +144,13 @@ def _choices(settings: StepSettings) -> Iterator[str]:
     if settings.expandable_segments:
         yield "expandable segments"
     yield from map(_function_text, settings.prepare)
+
+
+def _changed_options(config: Any) -> dict[str, Any]:
+    """Return the options of a ``LoraConfig`` that are not the defaults."""
+    usual = type(config)()
+    found = {item.name: getattr(config, item.name) for item in fields(config) if item.init}
+    return {name: value for name, value in found.items() if value != getattr(usual, name)}
 
 
 def _function_text(function: Callable[..., Any]) -> str:
@@ -202,5 +222,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in value]
+        return [_plain(item) for item in (sorted(value, key=str) if isinstance(value, set | frozenset) else value)]
+    if hasattr(value, "peft_type"):
+        return _plain(_changed_options(value))
     return _function_text(value) if callable(value) else value

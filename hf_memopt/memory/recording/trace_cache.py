@@ -1,7 +1,8 @@
 """Record the step of a model, or reuse the recording of an earlier call: another optimizer needs a replay only.
 
-Recordings are kept of models that are built from a configuration (a name, a folder, a ``PretrainedConfig``), without
-``prepare``: a module or a function may behave differently at the next call.
+Recordings are kept of models that are built from a configuration (a name, a folder, a ``PretrainedConfig``), with
+adapters, quantised weights and frozen parameters too. They are not kept of modules and of steps with ``prepare``: a
+module or a function may behave differently at the next call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from torch import nn
 
 from hf_memopt.binding import versions as compat
 from hf_memopt.binding.conflicts import steps_in_backward
+from hf_memopt.binding.frozen_parameters import freeze
+from hf_memopt.binding.input_gradients import drop_input_gradients
 from hf_memopt.binding.model_traits import unwrap_model
+from hf_memopt.binding.quantized_weights import prepare_quantized
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 from hf_memopt.memory.cuda.semantics import CudaSemantics
@@ -110,7 +114,7 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
     )
     facts = tuple(parameter_facts(model))
     notes = (*_notes(model), *trace.notes)
-    found = RecordedStep(trace, facts, sum(parameter.numel() for parameter in model.parameters()), notes)
+    found = RecordedStep(trace, facts, _count(model), notes)
     if key is not None:
         _traces[key] = found
     if len(_traces) > _KEPT_TRACES:
@@ -128,14 +132,40 @@ def _hidden(chip: Chip, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
-    """Apply what the Trainer and the techniques do to a model before the first step."""
+    """Apply what the user, the Trainer and the techniques do to a model before the first step, in this order."""
+    if settings.lora is not None:
+        from hf_memopt.memory.models.adapters import add_adapters
+
+        model = add_adapters(model, settings.lora)
+        if settings.load_in is not None:
+            prepare_quantized(model)
     if settings.checkpointing:
         options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
         compat.enable_checkpointing(model, {"use_reentrant": False, **options})
+    if settings.freeze:
+        freeze(model, settings.freeze)
+        if settings.checkpointing:
+            drop_input_gradients(model)
     for function in settings.prepare:
         changed = function(model)
         model = changed if isinstance(changed, nn.Module) else model
+    if settings.load_in is not None and not hasattr(model, "peft_config"):
+        raise ValueError(
+            f"load_in={settings.load_in!r} is used without adapters: quantised weights have no gradient, and the "
+            "Trainer refuses such a model; expected a function of prepare that adds some, or lora. Pass lora=16"
+        )
     return model
+
+
+def _count(model: nn.Module) -> int:
+    """Return the number of weights; of a 4-bit weight, whose parameter packs two or more of them, its elements."""
+    modules: list[Any] = list(model.modules())
+    packed: dict[int, int] = {
+        id(module.weight): module.in_features * module.out_features
+        for module in modules
+        if type(module).__name__ == "Linear4bitStandIn"  # by name: bitsandbytes takes a second to import
+    }
+    return sum(packed.get(id(parameter), parameter.numel()) for parameter in model.parameters())
 
 
 def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:
@@ -166,7 +196,8 @@ def _notes(model: nn.Module) -> tuple[str, ...]:
 def _key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Hashable | None:
     """Return what a trace depends on, or None for a step that is not kept."""
     options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
-    if loaded.key is None or settings.prepare or any(callable(value) for value in options.values()):
+    own_layers = getattr(settings.lora, "_custom_modules", None)  # private, of peft 0.18 to 0.21; repr has none of it
+    if loaded.key is None or settings.prepare or own_layers or any(callable(value) for value in options.values()):
         return None
     values = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in _NOT_IN_TRACE}
     accumulates = settings.gradient_accumulation_steps > 1

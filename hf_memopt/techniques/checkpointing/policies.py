@@ -28,14 +28,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_settings
 from hf_memopt.binding.handles import UndoHandle, override_method
+from hf_memopt.binding.input_gradients import drop_input_gradients, input_gradient_hooks
+from hf_memopt.binding.layer_names import layer_stacks
 from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.binding.versions import can_offload_checkpoints, checkpointing_of, enable_checkpointing
 from hf_memopt.changes import Change, add_change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.techniques.checkpointing.compile_budget import activation_memory_budget
-from hf_memopt.techniques.checkpointing.input_gradients import drop_input_gradients, input_gradient_hooks
 from hf_memopt.techniques.checkpointing.selective import selective_contexts
-from hf_memopt.techniques.layer_names import layer_stacks
 from hf_memopt.techniques.model_handles import ModelHandles
 
 if TYPE_CHECKING:

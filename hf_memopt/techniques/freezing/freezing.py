@@ -13,18 +13,17 @@ of a frozen layer is as slow as before.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding
+from hf_memopt.binding.frozen_parameters import freeze, trainable_parameters
 from hf_memopt.binding.handles import UndoHandle, undo_all
+from hf_memopt.binding.input_gradients import INPUT_GRADIENTS_DROPPED, drop_input_gradients
+from hf_memopt.binding.layer_names import checked_patterns
 from hf_memopt.changes import Change, add_change
-from hf_memopt.techniques.checkpointing.input_gradients import INPUT_GRADIENTS_DROPPED, drop_input_gradients
-from hf_memopt.techniques.layer_names import checked_patterns, matching_parameters, shown_patterns
 from hf_memopt.techniques.model_handles import ModelHandles
 
 if TYPE_CHECKING:
@@ -33,71 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["FreezeCallback", "freeze", "trainable_parameters"]
 
 logger = logging.getLogger(__name__)
-
-
-def freeze(model: nn.Module, patterns: str | Iterable[str]) -> UndoHandle:
-    """Set ``requires_grad`` to False for every parameter that one of ``patterns`` matches, and drop its gradient.
-
-    A pattern is one of:
-
-    - the name of a parameter or of a module, as ``named_modules`` gives it: ``"bert.pooler"`` (all of its parameters);
-    - a glob over those names, in which ``*`` crosses dots: ``"bert.encoder.layer.[0-3].*"``, ``"*.bias"``;
-    - ``"embeddings"``: token, position and type embeddings with their norm and projection, outside the repeated layers.
-      T5's ``relative_attention_bias`` is in a layer and does not count; DeBERTa-v2's ``rel_embeddings`` does, but not
-      the norm after it, ``encoder.LayerNorm``, whose name does not show it: give it as a pattern of its own;
-    - ``"base"``: all but the head, i.e. transformers' ``base_model``; of a model wrapped by PEFT the wrapped model's,
-      never the adapters;
-    - ``"layers:0-11"`` or ``"layers:3"``: layers by index, the last included, in every stack of ``layer_stacks``
-      (encoder and decoder alike), adapters in them included. ALBERT's layers share one group: its only index is 0.
-
-    Tied weights are one parameter under several names: to freeze the embedding of a tied model freezes its head.
-    Parameters that are frozen already may be named.
-
-    Returns:
-        A handle whose ``remove()`` restores exactly those flags that this call changed; it does not keep the model
-        alive.
-
-    Raises:
-        ValueError: ``patterns`` is empty or not text; a pattern matches nothing; a range of layers is malformed or
-            exceeds the model; ``"base"`` for a model without a head; nothing would be left to train. The model is
-            unchanged then.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        >>> handle = freeze(model, "0")
-        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        ['1.weight', '1.bias']
-        >>> handle.remove(); trainable_parameters(model)
-        12
-    """
-    names = checked_patterns(patterns)
-    chosen = {id(parameter): parameter for name in names for parameter in matching_parameters(model, name)}
-    if all(id(parameter) in chosen for parameter in model.parameters() if parameter.requires_grad):
-        raise ValueError(
-            f"patterns={shown_patterns(names)} would leave {type(model).__name__} nothing to train; expected at least "
-            "one parameter that stays trainable. Name less, for example: freeze(model, 'layers:0')."
-        )
-    changed = [
-        (weakref.ref(module), name)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if id(parameter) in chosen and parameter.requires_grad
-    ]
-    for parameter in chosen.values():
-        parameter.requires_grad_(False)
-        parameter.grad = None  # else an optimizer would step once more with it
-
-    def thaw() -> None:
-        for reference, name in changed:
-            if (module := reference()) is not None:
-                module.get_parameter(name).requires_grad_(True)
-
-    return UndoHandle(thaw)
-
-
-def trainable_parameters(model: nn.Module) -> int:
-    """Return the number of elements in all parameters that require a gradient; tied ones count once."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 class FreezeCallback(TrainerCallback):

@@ -25,10 +25,10 @@ from transformers import TrainerCallback
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_settings
 from hf_memopt.binding.handles import UndoHandle
+from hf_memopt.binding.input_gradients import INPUT_GRADIENTS_DROPPED, drop_input_gradients
+from hf_memopt.binding.layer_names import checked_patterns, matching_parameters
 from hf_memopt.changes import Change, add_change
-from hf_memopt.techniques.checkpointing.input_gradients import INPUT_GRADIENTS_DROPPED, drop_input_gradients
 from hf_memopt.techniques.freezing.freezing import trainable_parameters
-from hf_memopt.techniques.layer_names import checked_patterns, matching_parameters
 from hf_memopt.techniques.model_handles import ModelHandles
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.errors import did_you_mean
 
-__all__ = ["checked_patterns", "layer_stacks", "matching_parameters", "shown_patterns"]
+__all__ = ["checked_patterns", "layer_stacks", "matching_parameters", "parameters_outside_adapters", "shown_patterns"]
 
 _LAYERS = re.compile(r"layers:(\d+)(?:-(\d+))?")
 _WORDS = ("embeddings", "base", "layers:0")
@@ -135,12 +135,17 @@ def _base_parameters(model: nn.Module) -> list[nn.Parameter]:
             f"patterns='base' needs a head apart from the base model, and {type(inner).__name__} has none; expected a "
             "model whose base_model is a part of it. Give layers or names, for example: freeze(model, 'layers:0')."
         )
+    return parameters_outside_adapters(base)
+
+
+def parameters_outside_adapters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model but those of PEFT's adapters, and of the copies that it trains of modules."""
     adapters = {  # of peft's BaseTunerLayer and AuxiliaryTrainingWrapper, seen in peft 0.21.2
-        f"{owner}.{name}"
-        for owner, module in base.named_modules()
+        f"{owner}.{name}" if owner else name
+        for owner, module in model.named_modules()
         for name in getattr(module, "adapter_layer_names", ())
     }
-    return [parameter for name, parameter in base.named_parameters() if adapters.isdisjoint(_prefixes(name))]
+    return [parameter for name, parameter in model.named_parameters() if adapters.isdisjoint(_prefixes(name))]
 
 
 def _layer_range(pattern: str) -> tuple[int, int]:

@@ -1,0 +1,131 @@
+"""Prepare a model with quantised weights for training adapters, without float32 copies of its embeddings and head.
+
+PEFT's ``prepare_model_for_kbit_training`` freezes the model and makes every 16-bit parameter float32: of Llama-3.1-8B
+embeddings and head, 2.0 GiB more, and with them the activations between the layers, which have the embeddings' dtype.
+Float32 is needed for what the optimizer changes alone, whose updates are too small for 16 bits. Norms compute in
+float32 whatever their weights are. ``benchmarks/quantized.py`` compares losses and memory of both.
+
+The estimate prepares its model by the same function.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_memopt.binding.handles import UndoHandle, nothing_to_undo
+from hf_memopt.binding.layer_names import parameters_outside_adapters
+from hf_memopt.binding.model_traits import unwrap_model
+
+__all__ = ["prepare_quantized"]
+
+_PACKED = ("Params4bit", "Int8Params")
+"""The classes of bitsandbytes' quantised weights, by name: importing it takes a second."""
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+_CHECKED_ROWS = 4096
+
+
+def prepare_quantized(model: nn.Module) -> UndoHandle:
+    """Freeze a quantised model, keep its embeddings, norms and head in 16 bits, and make what is trained float32.
+
+    Call it in place of PEFT's ``prepare_model_for_kbit_training``, before the optimizer is built. It may be called
+    before ``get_peft_model`` or, which is better, after it: then copies of whole modules that PEFT trains
+    (``modules_to_save``) become float32 too. Called after PEFT's function (TRL's ``SFTTrainer`` calls it by itself), it
+    takes the float32 copies back: a frozen float32 parameter becomes 16-bit again if it loses nothing, i.e. if 16 bits
+    hold each of its values. A second call changes nothing.
+
+    Checkpointing of activations needs nothing here: transformers makes the embeddings' output require a gradient
+    when checkpointing is switched on, by the ``Trainer`` or by hand.
+
+    Limitations: in float16 the activations between the layers are float16 as well, which overflow in some models (T5,
+    Gemma); those need bfloat16, or PEFT's function.
+
+    Args:
+        model: as ``from_pretrained(quantization_config=...)`` returned it, or wrapped by PEFT. Changed in place.
+
+    Returns:
+        A handle whose ``remove()`` restores dtypes and ``requires_grad`` of what this call changed; it does not keep
+        the model alive. Weights that were made float32 are rounded to 16 bits again.
+
+    Raises:
+        ValueError: no weight of the model is quantised.
+        TypeError: ``model`` is no module.
+
+    Example:
+        >>> from bitsandbytes.nn import Linear4bit
+        >>> model = nn.Sequential(nn.Embedding(4, 64), Linear4bit(64, 64, bias=False))
+        >>> handle = prepare_quantized(model.bfloat16())
+        >>> [(str(parameter.dtype), parameter.requires_grad) for parameter in model.parameters()]
+        [('torch.bfloat16', False), ('torch.bfloat16', False)]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model=<{type(model).__name__}> is no module; expected a quantised model of transformers. "
+            "Pass the model that from_pretrained returns"
+        )
+    inside = unwrap_model(model)
+    plain = [parameter for parameter in model.parameters() if type(parameter).__name__ not in _PACKED]
+    if len(plain) == len(list(model.parameters())) and not getattr(inside, "is_quantized", False):
+        raise ValueError(
+            f"model=<{type(inside).__name__}> has no quantised weights; expected one that from_pretrained has "
+            "quantised. Load it with quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
+        )
+    frozen = [] if hasattr(model, "peft_config") else [p for p in model.parameters() if p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    casts = _trained_to_float32(plain) + _frozen_to_16_bits(model, inside)
+    if not frozen and not casts:
+        return nothing_to_undo()
+    flags = [weakref.ref(parameter) for parameter in frozen]
+    dtypes = [(weakref.ref(parameter), parameter.dtype) for parameter, _ in casts]
+    for parameter, dtype in casts:
+        parameter.data = parameter.data.to(dtype)
+
+    def undo() -> None:
+        for reference in flags:
+            if (parameter := reference()) is not None:
+                parameter.requires_grad_(True)
+        for reference, dtype in dtypes:
+            if (parameter := reference()) is not None:
+                parameter.data = parameter.data.to(dtype)
+
+    return UndoHandle(undo)
+
+
+def _trained_to_float32(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, torch.dtype]]:
+    return [(p, torch.float32) for p in parameters if p.requires_grad and p.dtype in _SIXTEEN_BITS]
+
+
+def _frozen_to_16_bits(model: nn.Module, inside: Any) -> list[tuple[nn.Parameter, torch.dtype]]:
+    """Return the frozen float32 parameters whose values 16 bits hold, with that dtype, adapters left out.
+
+    Classes of transformers name modules that they keep in float32 themselves: ``_keep_in_fp32_modules``, private, seen
+    in transformers 5.8.1, 5.17.0 and 5.23.0.
+    """
+    own = getattr(getattr(inside, "config", None), "dtype", None)  # as it was loaded
+    dtypes = sorted(_SIXTEEN_BITS, key=lambda dtype: dtype != own)
+    kept = {
+        name
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        for name in getattr(inside, attribute, None) or ()
+    }
+    outside = {id(parameter) for parameter in parameters_outside_adapters(model)}
+    found = []
+    for name, parameter in model.named_parameters():
+        is_candidate = parameter.dtype == torch.float32 and not parameter.requires_grad and id(parameter) in outside
+        if not is_candidate or parameter.is_meta or not kept.isdisjoint(name.split(".")):
+            continue  # a meta tensor has no values to look at
+        dtype = next((dtype for dtype in dtypes if _holds(dtype, parameter)), None)
+        if dtype is not None:
+            found.append((parameter, dtype))
+    return found
+
+
+def _holds(dtype: torch.dtype, parameter: nn.Parameter) -> bool:
+    """Return whether a dtype has every value of a parameter; a few rows at a time, so that no whole copy is made."""
+    values = parameter.detach()
+    parts = torch.split(values, _CHECKED_ROWS) if values.dim() else (values,)
+    return all(torch.equal(part.to(dtype).to(part.dtype), part) for part in parts)
