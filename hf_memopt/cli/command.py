@@ -8,6 +8,8 @@ off at 80 columns.
 from __future__ import annotations
 
 import re
+import shlex
+from ast import literal_eval
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +22,12 @@ OTHER_NAMES = {  # an option, and what Python calls its value
     "attn": "attn_implementation",
     "gpu_memory": "memory",
     "preset": "name",
+    "freeze": "patterns",
     "weights": "weights_dtype",
     "data": "path",
 }
 WIDEST_COLUMNS = 28  # of an option in the help; what is longer has a line of its own
-VALUE = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\([^()]*\)|\[[^][]*\]|[^\s,;:()]*[^\s,;:().]"""
+VALUE = r"""[\w.]+\([^()]*\)|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\([^()]*\)|\[[^][]*\]|[^\s,;:()]*[^\s,;:().]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ def in_flags(text: str, flags: Mapping[str, Flag]) -> str:
         name, value, alone = found.groups()
         if alone is not None:
             return flags[alone].on or str(alone)
+        if value[-1] == ")" and value[0] != "(":
+            return found.group()  # Python code
         known = flags[name]
         if not known.on:
             return str(value)
@@ -70,9 +75,14 @@ def in_flags(text: str, flags: Mapping[str, Flag]) -> str:
             return known.off
         if value in ("False", "None"):
             return f"no {known.on}"
-        return known.on if value == "True" else f"{known.on} {value}"
+        return known.on if value == "True" else f"{known.on} {_as_typed(value)}"
 
     return given.sub(flag, text)
+
+
+def _as_typed(value: str) -> str:
+    """Return a value as it is typed in a shell; what is not quoted text stays."""
+    return shlex.quote(literal_eval(value)) if value[0] in "'\"" else value
 
 
 class Command(TyperCommand):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Row", "Rung", "ladder", "ladder_rungs", "print_ladder"]
 
-TABLE_COLUMNS, FIRST_COLUMNS = 79, 22
+TABLE_COLUMNS, FIRST_COLUMNS = 80, 22
 SHOWN_ALONE = ("weights", "gradients", "optimizer state", "activations")
 HEADINGS = ("weights", "grads", "state", "activ.", "other", "alloc.", "re-\nserved", "total", "fits")
 DROPPED_WHERE_NARROW = ("other", "alloc.", "re-\nserved")

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["Hint", "find_hints"]
 
 ENOUGH = 2
-MOST_TRIALS, MOST_SECONDS = 24, 60.0
+MOST_TRIALS, MOST_SECONDS = 24, 40.0
 MOST_CHANGES, TRIALS_OF_A_SIZE = 4, 3  # in a combination
+SLACK = 1.15  # by which a prediction of what fits may be too high
+LEAST_SHARE = 10  # what saves less than a tenth of what is missing is not tried
 LORA_RANK = 16
 Simulate = Callable[[Mapping[str, Any]], "Estimate"]
 
@@ -146,7 +148,7 @@ class _Search:
         The bytes of a combination are predicted as the product of what its members leave of the set-up. Of those that
         are predicted to fit, the first in the order of ``singles`` are tried; else those of least bytes.
         """
-        usable_bytes = self._found.gpu.usable_bytes if self._found.gpu is not None else 0
+        usable_bytes = SLACK * (self._found.gpu.usable_bytes if self._found.gpu is not None else 0)
         best = None
         for count in range(2, min(len(singles), MOST_CHANGES) + 1):
             ranked = []
@@ -183,19 +185,33 @@ def _candidates(found: Estimate) -> Iterator[dict[str, Any]]:
     """Yield the changes to try: first what leaves the result of training as it is, at last a shorter length."""
     settings, gpu = found.settings, found.gpu
     assert gpu is not None
+    over_bytes, parts = found.total_bytes - gpu.usable_bytes, found.components
+    passing_bytes = sum(parts[name] for name in ("activations", "logits and loss", "temporaries"))
+
+    def matters(size_bytes: int) -> bool:
+        return LEAST_SHARE * size_bytes >= over_bytes
+
+    if found.phase == "evaluation" and settings.eval_batches > 1 and settings.eval_accumulation_steps != 1:
+        yield {"eval_accumulation_steps": 1}
     if found.phase == "evaluation" and (settings.eval_batch_size or 1) > 1:
         yield {"eval_batch_size": 1}
     if not settings.expandable_segments and found.peak_allocated_bytes + (found.context_bytes or 0) <= gpu.usable_bytes:
         yield {"expandable_segments": True}
-    if not settings.checkpointing:
+    if not settings.checkpointing and matters(parts["activations"]):
         yield {"checkpointing": True}
-    if found.batch_size > 1 and not settings.gradient_release:
+    if settings.micro_batch_size not in (None, 1):
+        yield {"micro_batch_size": 1}
+    elif found.batch_size > 1 and not settings.gradient_release and matters(passing_bytes):
         yield _smaller_batch(found, 1)
-    if settings.precision in ("bf16", "fp16") and settings.autocast_cache:
+    if settings.precision in ("bf16", "fp16") and settings.autocast_cache and matters(2 * found.parameters):
         yield {"autocast_cache": False}
     if settings.precision in ("fp32", "tf32") and settings.weights_dtype == "float32":
         yield {"precision": "bf16" if gpu.bf16 else "fp16"}
-    if settings.optim.startswith("adamw_torch"):
+    if found.phase == "optimizer" and settings.optim == "adamw_torch":
+        yield {"optim": "adamw_torch_fused"}
+    elif not matters(parts["optimizer state"]):
+        pass
+    elif settings.optim.startswith("adamw_torch"):
         yield {"optim": "adamw_8bit"}
     elif settings.optim == "adamw_8bit":
         yield {"optim": "paged_adamw_8bit"}
@@ -208,7 +224,7 @@ def _candidates(found: Estimate) -> Iterator[dict[str, Any]]:
             adapters["precision"] = precision
         yield adapters
         yield {**adapters, "load_in": "nf4"}
-    if found.seq_len is not None and found.seq_len > 1:
+    if found.seq_len is not None and found.seq_len > 1 and matters(passing_bytes):
         yield {"seq_len": found.seq_len // 2}
 
 
