@@ -223,8 +223,8 @@ def test_lengths_in_a_narrow_terminal_cuts_no_figure(reviews) -> None:
         ),
         (
             ["--max-tokens", "16"],
-            "--max-tokens 16 cannot hold the longest example, lengths[6]=37, padded to 40; expected every example to fit "
-            "into one batch. Pass --max-tokens 40, or cut: --max-length 16",
+            "--max-tokens 16 cannot hold the longest example, lengths[6]=37, padded to 40; expected every example to "
+            "fit into one batch. Pass --max-tokens 40, or cut: --max-length 16",
         ),
     ],
 )

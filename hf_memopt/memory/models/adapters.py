@@ -61,7 +61,7 @@ def add_adapters(model: nn.Module, lora: int | LoraConfig) -> nn.Module:
         warnings.filterwarnings("ignore", ".*fan_in_fan_out.*", UserWarning)
         try:
             adapted = get_peft_model(model, config)
-        except ValueError as error:
+        except (ValueError, TypeError, RuntimeError) as error:  # a head of quantised weights, or one adapted twice
             cause = str(error).splitlines()[0].rstrip(".")
             raise ValueError(
                 f"lora={_shown(lora)} cannot be added to {type(model).__name__} ({cause}); expected target_modules "
