@@ -206,9 +206,9 @@ MODEL, GPU, STEP, OUTPUT = "Model", "GPU", "Step", "Output"
 EXAMPLES = """\b
 Examples:
   hf-memopt estimate gpt2 -g "RTX 3060 12GB"
-  hf-memopt estimate Qwen/Qwen2.5-1.5B -b 4 -s 1024 -g T4 --lora 16 --weights bf16
+  hf-memopt estimate Qwen/Qwen2.5-1.5B -b 4 -g T4 --lora 16 --load-in nf4
   hf-memopt estimate bert-large-uncased --data train.jsonl --preset 8gb-gpu
-  hf-memopt estimate Llama-3.2-1B -g "RTX 4060 8GB" --compare --plot ladder.png"""
+  hf-memopt estimate Llama-3.2-1B -g "RTX 4060" --compare --plot ladder.png"""
 
 
 def _option(group: str, metavar: str | None, text: str, *names: str, **settings: Any) -> Any:

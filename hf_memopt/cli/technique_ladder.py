@@ -213,11 +213,13 @@ def print_ladder(rows: Sequence[Row], console: Console, notes: Sequence[str] = (
     plain = partial(console.print, markup=False, highlight=False, emoji=False)
     length = "" if baseline.seq_len is None else f" of {baseline.seq_len} tokens"
     plain(f"{known.model}: {baseline.batch_size} examples{length} per optimizer step, in GiB")
-    console.print(_ladder_table(rows, narrow=console.width < TABLE_COLUMNS), crop=False)
+    narrow = console.width < TABLE_COLUMNS
+    console.print(_ladder_table(rows, narrow=narrow), crop=False)
     context = "which is unknown" if known.context_bytes is None else format_bytes(known.context_bytes)
+    other = "not shown" if narrow else "other"
     plain(
-        "\nComponents at the peak of allocated bytes; other: logits and loss, temporaries, workspace, inputs. Total: "
-        f"reserved bytes and CUDA's context, {context}. 8-bit Adam keeps 32 bits for embeddings."
+        f"\nComponents at the peak of allocated bytes; {other}: logits and loss, temporaries, workspace, inputs. "
+        f"Total: reserved bytes and CUDA's context, {context}. 8-bit Adam keeps 32 bits for embeddings."
     )
     for note in notes:
         plain(f"Note: {note}")

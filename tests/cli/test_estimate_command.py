@@ -107,7 +107,7 @@ def test_what_does_not_fit_ends_with_1_and_says_what_to_try() -> None:
     result = run("--gpu", CARD)
     assert (result.exit_code, result.stderr) == (1, "")
     assert lines(result.stdout).endswith(
-        "\ndoes not fit RTX 3050 4GB: 6.60 GiB of 3.81 GiB, 2.79 GiB over. Changes that were\nsimulated:\n"
+        "\ndoes not fit RTX 3050 4GB: 6.60 GiB of 3.81 GiB, 2.79 GiB over. Changes that\nwere simulated:\n"
         "--checkpointing needs 3.0 MiB: fits, 1.0 MiB to spare\n"
         "--batch-size 1 --gradient-accumulation-steps 8 --weights bfloat16 needs 9.0 MiB:\nstill 5.0 MiB over"
     )
@@ -452,9 +452,9 @@ def test_a_rung_that_cannot_be_is_a_row_with_its_reason(simulation, monkeypatch)
     assert told == ["the baseline", *later]
     result = run("--compare", "--seq-len", "128")
     assert result.exit_code == 0
-    assert (
-        "\n+ frozen body (the usual ladder), + half the length (the usual ladder): not \nestimable: all is frozen\n"
-    ).replace(" \n", "\n") in lines(result.stdout)
+    assert lines(result.stdout).endswith(
+        "\n+ frozen body (the usual ladder), + half the length (the usual ladder): not\nestimable: all is frozen"
+    )
 
 
 LARGE = "2.34  0.29  0.59   2.73  0.39   6.35   6.38  6.60   no"
@@ -520,7 +520,8 @@ def test_the_whole_comparison(simulation) -> None:
         "Adam keeps 32 bits for embeddings.\n"
         "fits RTX 3050 4GB, 3.81 GiB usable: the usual ladder from '+ checkpointing';\n"
         "nothing frozen or cut from '+ checkpointing'; gradients released from '+\n"
-        "checkpointing'"
+        "checkpointing'; 16-bit weights from '+ checkpointing'; LoRA from '+\n"
+        "checkpointing'; QLoRA from '+ checkpointing'"
     )
 
 
@@ -565,7 +566,7 @@ def test_the_comparison_without_card_and_length(simulation) -> None:
     assert text.endswith(
         "Total: reserved bytes and CUDA's context, which is unknown.\n8-bit Adam keeps 32 bits for embeddings."
     )
-    assert len(simulation.calls) == text.count("   ?\n") == 32
+    assert len(simulation.calls) == text.count("   ?\n") == 31
     assert {call["batch_size"] for call in simulation.calls} == {12, 1, 6}
 
 
@@ -611,10 +612,10 @@ def test_a_real_model_from_a_folder(tmp_path, monkeypatch) -> None:
     assert found["phase_peaks"][found["phase"]]["allocated_bytes"] == found["peak_allocated_bytes"]
     result = runner.invoke(app, ["estimate", str(tmp_path), *options, "--json", "--compare"])
     rows = json.loads(result.stdout)
-    assert [row["reason"] for row in rows] == [""] * 32
-    peaks = [row["estimate"]["peak_allocated_bytes"] for row in rows]
+    assert [row["reason"] for row in rows[:28]] == [""] * 28
+    peaks = [row["estimate"]["peak_allocated_bytes"] for row in rows[:28]]
     assert peaks[5] < peaks[0]  # the tops of the ladders, under their baseline
-    assert all(peaks[top] < peaks[0] for top in (13, 19, 23, 27, 31))
+    assert all(peaks[top] < peaks[0] for top in (13, 19, 23, 27))
     result = runner.invoke(app, ["estimate", str(tmp_path), "--seq-len", "65"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("--seq-len 65 ")
