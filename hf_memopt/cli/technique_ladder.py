@@ -128,7 +128,7 @@ def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool =
     }
     dtype = "bfloat16" if bf16 else "float16"
     sixteen_bit: dict[str, dict[str, Any]] = {
-        "bf16, 8-bit Adam": {"weights_dtype": dtype, "optim": "adamw_8bit", "precision": precision},
+        "bf16, paged 8-bit Adam": {"weights_dtype": dtype, "optim": "paged_adamw_8bit", "precision": precision},
         **checkpointed,
         **single,
     }

@@ -387,7 +387,11 @@ def test_the_ladders_climb_from_one_baseline_and_keep_the_effective_batch() -> N
         (released, "+ paged state", 32, 128),
         *(
             (name, added, batch_size, 128)
-            for name, first in ((half, "bf16, 8-bit Adam"), (lora, "bf16, rank 16"), (qlora, "nf4, bf16, rank 16"))
+            for name, first in (
+                (half, "bf16, paged 8-bit Adam"),
+                (lora, "bf16, rank 16"),
+                (qlora, "nf4, bf16, rank 16"),
+            )
             for added, batch_size in (
                 (first, 32),
                 ("+ accumulation 8 x 4", 8),
@@ -498,7 +502,7 @@ def test_the_whole_comparison(simulation) -> None:
         f"+ paged state             {SMALL}\n"
         "\n"
         "16-bit weights\n"
-        f"bf16, 8-bit Adam          {LARGE}\n"
+        f"bf16, paged 8-bit Adam    {LARGE}\n"
         f"+ accumulation 8 x 4      {LARGE}\n"
         f"+ checkpointing           {SMALL}\n"
         f"+ accumulation 1 x 32     {SMALL}\n"

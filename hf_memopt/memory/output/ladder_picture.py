@@ -108,7 +108,11 @@ def _draw_bar(axes: Axes, row: int, bar: Bar, most_gib: float) -> None:
     total_gib = to_gib(found.total_bytes)
     mark, colour = {True: ("fits", FITS), False: ("", DOES_NOT_FIT), None: ("", UNKNOWN)}[found.fits]
     cut = "» " if total_gib > most_gib else ""
-    axes.text(left, row, f" {cut}{total_gib:.1f} {mark}", va="center", fontsize=9, color=colour)
+    label = f"{cut}{total_gib:.1f} {mark}".rstrip()
+    paper = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}  # over the GPU's line
+    axes.annotate(
+        label, (left, row), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9, color=colour, bbox=paper
+    )
 
 
 def _parts(found: Estimate) -> dict[str, int]:
