@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,18 +157,15 @@ def run(
     return {"losses": losses, "unseen": unseen}
 
 
-def training_figures(steps: int, updates: int = UPDATES_OF_BASE) -> dict[str, Any]:
+def training_figures(texts: list[str], steps: int, updates: int = UPDATES_OF_BASE) -> dict[str, Any]:
     """Train after every preparation, in float32 as the reference, and with another seed."""
-    from hf_memopt.demo.docstring_task import read_docstrings, source_files
-
-    vocabulary, rows = token_blocks(sorted(read_docstrings(source_files())))
+    vocabulary, rows = token_blocks(texts)
     half = len(rows) // 2
     with tempfile.TemporaryDirectory() as folder:
         base = make_base(Path(folder), rows[half:], vocabulary, updates)
         found = {"float32 throughout": run(base, rows[:half], of_peft, steps, bf16=False)}
         for name, prepare in PREPARATIONS.items():
             found[name] = run(base, rows[:half], prepare, steps)
-            print(f"trained: {name}")
         found["prepare_quantized, another seed"] = run(base, rows[:half], ours, steps, seed=1)
     return found
 
@@ -211,11 +209,15 @@ def main() -> int:
     """Train, estimate, print the curves and the table, append the figures to the results."""
     from results_file import append
 
+    from hf_memopt.demo.docstring_task import read_docstrings, source_files
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=80, metavar="N")
     parser.add_argument("--out", type=Path, default=None, metavar="FILE")
     options = parser.parse_args()
-    figures = {"runs": training_figures(options.steps), "memory_bytes": memory_figures(), "estimated": ESTIMATED}
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)  # peft 0.21, transformers 5.23
+    texts = sorted(read_docstrings(source_files()))
+    figures = {"runs": training_figures(texts, options.steps), "memory_bytes": memory_figures(), "estimated": ESTIMATED}
     for name, found in figures["runs"].items():
         print(f"{name}: loss {' '.join(f'{loss:.4f}' for loss in found['losses'][:: options.steps // 8 or 1])}")
     print(table(figures))

@@ -2,8 +2,10 @@
 
 PEFT's ``prepare_model_for_kbit_training`` freezes the model and makes every 16-bit parameter float32: of Llama-3.1-8B
 embeddings and head, 2.0 GiB more, and with them the activations between the layers, which have the embeddings' dtype.
-Float32 is needed for what the optimizer changes alone, whose updates are too small for 16 bits. Norms compute in
-float32 whatever their weights are. ``benchmarks/quantized.py`` compares losses and memory of both.
+Neither changes the loss: norms compute in float32 whatever their weights are, and 16 bits are what the weights were
+published in. ``benchmarks/quantized.py`` compares losses and memory of both. Only what is trained is made float32, as
+PEFT makes its adapters: an update below 1/512 of a bfloat16 weight is lost, and torch's gradient scaler
+refuses float16.
 
 The estimate prepares its model by the same function.
 """

@@ -60,7 +60,7 @@ def in_flags(text: str, flags: Mapping[str, Flag]) -> str:
     """
     names = "|".join(sorted(flags, key=len, reverse=True))
     bare = "|".join(sorted((name for name in flags if "_" in name), key=len, reverse=True)) or "$^"
-    given = re.compile(rf"(?<![\w./-])(?:({names})=({VALUE})|(?<!['\"])({bare})(?![\w=('\"]))")
+    given = re.compile(rf"(?<![\w./=-])(?:({names})=({VALUE})|(?<!['\"])({bare})(?![\w=('\"]))")
 
     def flag(found: re.Match[str]) -> str:
         name, value, alone = found.groups()

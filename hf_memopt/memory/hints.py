@@ -26,6 +26,7 @@ __all__ = ["Hint", "find_hints"]
 ENOUGH = 2
 MOST_TRIALS, MOST_SECONDS = 24, 40.0
 MOST_CHANGES, TRIALS_OF_A_SIZE = 4, 3  # in a combination
+TIGHT_SHARE = 50  # a combination that leaves less than a fiftieth of the GPU is tight
 SLACK = 1.15  # by which a prediction of what fits may be too high
 LEAST_SHARE = 10  # what saves less than a tenth of what is missing is not tried
 LORA_RANK = 16
@@ -111,6 +112,7 @@ class _Search:
 
     def __init__(self, found: Estimate, simulate: Simulate, announce: Callable[[str], object]) -> None:
         self._found, self._simulate, self._announce = found, simulate, announce
+        self._usable_bytes = 0 if found.gpu is None else found.gpu.usable_bytes
         self._trials, self._started = 0, time.monotonic()
 
     def tried(self, changes: Mapping[str, Any]) -> Hint | None:
@@ -145,28 +147,38 @@ class _Search:
     def combined(self, singles: list[Hint]) -> Hint | None:
         """Return the smallest combination that was found to fit, or the best of those that were tried.
 
-        The bytes of a combination are predicted as the product of what its members leave of the set-up. Of those that
-        are predicted to fit, the first in the order of ``singles`` are tried; else those of least bytes.
+        One that fits with little to spare is returned where no other trial of as many changes leaves more.
         """
-        usable_bytes = SLACK * (self._found.gpu.usable_bytes if self._found.gpu is not None else 0)
         best = None
         for count in range(2, min(len(singles), MOST_CHANGES) + 1):
-            ranked = []
-            for order, members in enumerate(combinations(singles, count)):
-                changes = _merged(members)
-                if changes is not None:
-                    left = prod(single.total_bytes / self._found.total_bytes for single in members)
-                    predicted = left * self._found.total_bytes
-                    ranked.append(
-                        (predicted > usable_bytes, order if predicted <= usable_bytes else predicted, order, changes)
-                    )
-            for *_, changes in sorted(ranked, key=lambda row: row[:3])[:TRIALS_OF_A_SIZE]:
+            tight = None
+            for changes in self._ranked(singles, count)[:TRIALS_OF_A_SIZE]:
                 hint = self.tried(changes)
-                if hint is not None and (best is None or hint.total_bytes < best.total_bytes):
-                    best = hint
-                if hint is not None and hint.fits:
+                if hint is None:
+                    continue
+                if hint.spare_bytes >= self._usable_bytes // TIGHT_SHARE:
                     return hint
+                tight = tight or (hint if hint.fits else None)
+                best = hint if best is None or hint.total_bytes < best.total_bytes else best
+            if tight is not None:
+                return tight
         return best
+
+    def _ranked(self, singles: list[Hint], count: int) -> list[dict[str, Any]]:
+        """Return the changes of all combinations of ``count`` hints, the most promising first.
+
+        The bytes of a combination are predicted as the product of what its members leave of the set-up. Those that are
+        predicted to fit come first, in the order of ``singles``; then the others, those of least bytes first.
+        """
+        ranked = []
+        for order, members in enumerate(combinations(singles, count)):
+            changes = _merged(members)
+            if changes is not None:
+                left = prod(single.total_bytes / self._found.total_bytes for single in members)
+                predicted_bytes = left * self._found.total_bytes
+                fits = predicted_bytes <= SLACK * self._usable_bytes
+                ranked.append((not fits, order if fits else predicted_bytes, order, changes))
+        return [changes for *_, changes in sorted(ranked, key=lambda row: row[:3])]
 
 
 def _merged(hints: Sequence[Hint]) -> dict[str, Any] | None:

@@ -69,9 +69,10 @@ class StepSettings:
         torch_empty_cache_steps: steps between two calls of ``torch.cuda.empty_cache()``.
         expandable_segments: whether the allocator runs with ``expandable_segments:True``.
         load_in: what bitsandbytes quantises the linears to: ``"nf4"`` (4 bits, double quantisation, as in QLoRA) or
-            ``"int8"`` (LLM.int8); None for weights as they are. Needs adapters, as in the Trainer.
-        lora: the adapters that PEFT adds: their rank, for all linear layers but the head, or a ``peft.LoraConfig``;
-            None for none. Their weights are float32, as ``get_peft_model`` makes them.
+            ``"int8"`` (LLM.int8); None for weights as they are. Needs adapters, as in the Trainer. The head stays as it
+            is: a language model's as in ``from_pretrained``, a classifier's as with ``llm_int8_skip_modules``.
+        lora: the adapters that PEFT adds: their rank, for all linear layers but the head (a classifier's is trained
+            whole), or a ``peft.LoraConfig``; None for none. They are float32, as ``get_peft_model`` makes them.
         freeze: patterns of parameters that are not trained, as ``hf_memopt.freeze`` takes them.
         prepare: functions that change the model, the same as in the real run, after all of the above.
     """

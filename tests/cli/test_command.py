@@ -38,6 +38,7 @@ FLAGS = {
         ("Pass gpu=custom_gpu('4GiB', '7.5')", "Pass gpu=custom_gpu('4GiB', '7.5')"),
         ("path '/data/seq_len/model=1' and my_seq_len", "path '/data/seq_len/model=1' and my_seq_len"),
         ("seq_len='a, b'; x", "--seq-len 'a, b'; x"),
+        ("ALLOC_CONF=seq_len:True may help", "ALLOC_CONF=seq_len:True may help"),
     ],
 )
 def test_parameters_become_flags(text: str, expected: str) -> None:

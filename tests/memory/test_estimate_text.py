@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
+from peft import LoraConfig
 
 from hand_made import EVENTS, MIB, SMALL, hand_made
 from hf_memopt import __version__
@@ -101,11 +102,26 @@ def test_a_name_is_printed_as_it_is(name) -> None:
             {"prepare": (partial(freeze, patterns=("base",)), partial(freeze, None, "embeddings"), as_dict)},
             "fp32, adamw_torch_fused, freeze(patterns=('base',)), freeze(None, 'embeddings'), as_dict",
         ),
+        (
+            {"lora": 16, "load_in": "nf4", "weights_dtype": "bfloat16", "freeze": ("embeddings", "layers:0")},
+            "fp32 with bfloat16 weights, nf4 linears, LoRA(r=16), frozen: embeddings, layers:0, adamw_torch_fused",
+        ),
+        (
+            {"lora": LoraConfig(r=4, target_modules=["query"])},
+            "fp32, LoRA(r=4, target_modules={'query'}), adamw_torch_fused",
+        ),
         ({"checkpointing": {"context_fn": freeze}}, "fp32, adamw_torch_fused, checkpointing(context_fn=freeze)"),
     ],
 )
 def test_the_set_up_in_one_line(settings, text) -> None:
     assert describe(hand_made(settings=settings)) == f"bert-large: batch 32 x 128, {text}"
+
+
+def test_adapters_are_counted_apart() -> None:
+    found = hand_made(settings={"lora": 16}, parameters=8_072_204_288, trainable_parameters=41_943_040)
+    assert estimate_table(found).splitlines()[1] == (
+        "8.0 B parameters, 41.9 M trainable in adapters; 7.6 TFLOP per optimizer step"
+    )
 
 
 # ---- Verdict
@@ -172,6 +188,11 @@ def test_json_says_everything_in_bytes() -> None:
     assert read == as_dict(found)
     assert read["settings"]["prepare"] == ["freeze(patterns=('base',))"]
     assert read["settings"]["checkpointing"] == {"context_fn": "freeze"}
+    lora = LoraConfig(r=4, target_modules=["query", "key"], task_type="CAUSAL_LM")
+    adapted = json.loads(json.dumps(as_dict(hand_made(settings={"lora": lora, "load_in": "int8", "freeze": "base"}))))
+    chosen = {"r": 4, "target_modules": ["key", "query"], "task_type": "CAUSAL_LM"}
+    assert adapted["settings"]["lora"] == chosen
+    assert (adapted["settings"]["load_in"], adapted["settings"]["freeze"]) == ("int8", ["base"])
     assert read["settings"]["precision"] == "fp32"
     assert read["components"] == found.components
     assert list(read["components"]) == list(COMPONENTS)

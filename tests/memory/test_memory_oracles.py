@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_memopt.binding import versions as compat
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
 from hf_memopt.memory.recording.step import StepTrace, autocast_dtype, record_step
+from hf_memopt.memory.recording.trace_cache import _prepared
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker, recording
 
@@ -229,6 +230,44 @@ def test_frozen_and_adapted_models_on_meta_are_the_real_ones(family: str, prepar
     real, meta = (record(family, device, step, prepare=prepare).tracker for device in ("cpu", "meta"))
     assert sizes(meta) == sizes(real)
     assert peak_bytes(meta) == peak_bytes(real)
+
+
+def adapters_by_peft(model: Any, lora: Any, dtype: torch.dtype) -> Any:
+    import peft
+
+    task_types = {"llama": "CAUSAL_LM", "gpt2": "CAUSAL_LM", "bert": "SEQ_CLS", "t5": "SEQ_2_SEQ_LM"}
+    if isinstance(lora, int):
+        heads = ["classifier"] if model.config.model_type == "vit" else None
+        task = task_types.get(model.config.model_type)
+        lora = peft.LoraConfig(r=lora, target_modules="all-linear", task_type=task, modules_to_save=heads)
+    return peft.get_peft_model(model.to(dtype), lora)
+
+
+def adapters_by_settings(model: Any, lora: Any, dtype: torch.dtype) -> Any:
+    return _prepared(model.to(dtype), StepSettings(lora=lora))
+
+
+ADAPTED = [
+    *((family, torch.float32, step) for family in ("bert", "gpt2", "llama", "t5", "vit") for step in ("fp32", "bf16")),
+    # LayerNorm of 16-bit tensors keeps its statistics in 16 bits on the CPU, in float32 on CUDA and on meta
+    *((family, torch.bfloat16, step) for family in ("llama", "t5") for step in ("bf16", "bf16, checkpointing")),
+    ("llama", torch.bfloat16, "fp32, reentrant"),
+]
+
+
+@pytest.mark.parametrize("lora", [4, {"r": 2, "lora_dropout": 0.1}], ids=["rank", "configuration"])
+@pytest.mark.parametrize(("family", "dtype", "step"), ADAPTED)
+def test_adapters_of_the_settings_are_pefts_to_the_byte(family: str, dtype: torch.dtype, step: str, lora: Any) -> None:
+    import peft
+
+    if not isinstance(lora, int):
+        lora = peft.LoraConfig(target_modules="all-linear", **lora)
+    real = record(family, "cpu", STEPS[step], prepare=lambda model: adapters_by_peft(model, lora, dtype))
+    meta = record(family, "meta", STEPS[step], prepare=lambda model: adapters_by_settings(model, lora, dtype))
+    assert sizes(meta.tracker) == sizes(real.tracker)
+    assert peak_bytes(meta.tracker) == peak_bytes(real.tracker)
+    gradients = [[trace.tracker.sizes[number] for number in trace.gradients] for trace in (real, meta)]
+    assert gradients[0] == gradients[1] != []
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 
 import tiny
 from hf_memopt.binding import versions as compat
@@ -66,6 +68,78 @@ def test_unknown_choices(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         StepSettings(**changed)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"lora": 0},
+            "lora=0 is invalid; expected a rank of 1 or more, a peft.LoraConfig, or None. Pass lora=16",
+        ),
+        (
+            {"lora": True},
+            "lora=True is invalid; expected a rank of 1 or more, a peft.LoraConfig, or None. Pass lora=16",
+        ),
+        (
+            {"lora": peft.IA3Config.__name__},
+            "lora='IA3Config' is invalid; expected a rank of 1 or more, a peft.LoraConfig, or None. Pass lora=16",
+        ),
+        (
+            {"load_in": "4bit", "lora": 8},
+            "load_in='4bit' is not a quantisation of bitsandbytes that is known; expected 'nf4' (4 bits), 'int8' "
+            "(8 bits), or None. Pass load_in='nf4'",
+        ),
+        (
+            {"load_in": "fp8", "lora": 8},
+            "load_in='fp8' is not a quantisation of bitsandbytes that is known; expected 'nf4' (4 bits), 'int8' "
+            "(8 bits), or None. Pass load_in='int8'",
+        ),
+        (
+            {"load_in": "int8"},
+            "load_in='int8', lora=None leave nothing to train: quantised weights have no gradient, and the Trainer "
+            "refuses such a model; expected adapters. Pass lora=16",
+        ),
+        (
+            {"freeze": ("embeddings", 3)},
+            "freeze=('embeddings', 3) is invalid; expected a pattern of hf_memopt.freeze, or a tuple of them. "
+            "Pass freeze=('embeddings',)",
+        ),
+        (
+            {"freeze": ""},
+            "freeze='' is invalid; expected a pattern of hf_memopt.freeze, or a tuple of them. "
+            "Pass freeze=('embeddings',)",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_adapters_quantised_weights_and_frozen_parameters_are_checked(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        StepSettings(**changed)
+    assert str(error.value) == message
+
+
+def test_frozen_parameters_are_a_tuple_of_patterns() -> None:
+    assert StepSettings(freeze="base").freeze == StepSettings(freeze=["base"]).freeze == ("base",)  # type: ignore[arg-type]
+
+
+def test_a_configuration_of_adapters_is_copied() -> None:
+    config = peft.LoraConfig(r=4, target_modules=["query"])
+    settings = StepSettings(lora=config)
+    assert hash(settings) == hash(StepSettings())  # a LoraConfig has no hash
+    assert settings == StepSettings(lora=peft.LoraConfig(r=4, target_modules=["query"])) != StepSettings(lora=4)
+    config.r = 8
+    assert settings.lora.r == 4  # type: ignore[union-attr]
+    assert StepSettings(lora=config, load_in="nf4", freeze="layers:0").replace(lora=None, load_in=None).lora is None
+
+
+def test_a_quantization_config_is_hinted_at() -> None:
+    with pytest.raises(TypeError) as error:
+        StepSettings().replace(quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True))
+    assert str(error.value) == (
+        "quantization_config=<BitsAndBytesConfig> is not a setting of a step; expected load_in, or a configuration "
+        "that has it. Pass load_in='nf4', lora=16; or set config.quantization_config and pass model=config"
+    )
 
 
 COUNTS = ("gradient_accumulation_steps", "eval_batches")

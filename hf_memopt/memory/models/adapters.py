@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.memory.models.loading import task_of
+from hf_memopt.memory.models.loading import NEW_HEADS, task_of
 from hf_memopt.memory.models.meta_copy import rest_to_meta
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ _TASK_TYPES = {
     "token-classification": "TOKEN_CLS",
     "question-answering": "QUESTION_ANS",
 }
-"""PEFT's names of tasks; by those of classifiers it trains the head."""
-_OTHER_HEADS = {"image-classification": ["classifier"], "multiple-choice": ["classifier"]}
+"""PEFT's names of tasks."""
 
 
 def add_adapters(model: nn.Module, lora: int | LoraConfig) -> nn.Module:
@@ -61,7 +60,7 @@ def add_adapters(model: nn.Module, lora: int | LoraConfig) -> nn.Module:
         warnings.filterwarnings("ignore", ".*fan_in_fan_out.*", UserWarning)
         try:
             adapted = get_peft_model(model, config)
-        except (ValueError, TypeError, RuntimeError) as error:  # a head of quantised weights, or one adapted twice
+        except (ValueError, TypeError) as error:
             cause = str(error).splitlines()[0].rstrip(".")
             raise ValueError(
                 f"lora={_shown(lora)} cannot be added to {type(model).__name__} ({cause}); expected target_modules "
@@ -74,11 +73,12 @@ def _usual_config(model: nn.Module, rank: int) -> LoraConfig:
     from peft import LoraConfig
 
     task = task_of(model)
+    heads = NEW_HEADS.get(task or "")  # trained whole: PEFT 0.21 would put adapters on some first, and then refuse
     return LoraConfig(
         r=rank,
         target_modules="all-linear",
         task_type=_TASK_TYPES.get(task or ""),
-        modules_to_save=_OTHER_HEADS.get(task or ""),
+        modules_to_save=None if heads is None else list(heads),
     )
 
 

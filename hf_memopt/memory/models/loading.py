@@ -32,7 +32,7 @@ from hf_memopt.memory.models.configurations import one_error, read_config
 from hf_memopt.memory.models.meta_copy import copy_to_meta, rest_to_meta
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["TASKS", "LoadedModel", "load_model", "task_of"]
+__all__ = ["NEW_HEADS", "TASKS", "LoadedModel", "load_model", "task_of"]
 
 _HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "speech-seq2seq": ("AutoModelForSpeechSeq2Seq", modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
@@ -90,7 +90,8 @@ def load_model(
         weights_dtype: of what is built from a configuration; a module keeps its own.
         task: the head to build, one of ``TASKS``. By default the first of the configuration's ``architectures``, else
             the usual one: causal LM for decoders, sequence classification for encoders. Ignored for a module.
-        load_in: ``"nf4"`` or ``"int8"`` for linears of bitsandbytes, those that ``from_pretrained`` would quantise.
+        load_in: ``"nf4"`` or ``"int8"`` for linears of bitsandbytes, those that ``from_pretrained`` would quantise, a
+            classifier's new head excepted.
         compute_dtype: of the products with 4-bit weights.
 
     A module's hooks are copied, its gradients are not.
@@ -136,9 +137,18 @@ def load_model(
     if attn_implementation is None:  # private, as above
         attn_implementation = getattr(config, "_attn_implementation", None)
     _check_head(config, task)
+    if load_in is not None and getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"load_in={load_in!r} is given for a model whose configuration has a quantization_config; expected only "
+            "one of them. Remove load_in, or call: del config.quantization_config"
+        )
     with one_error(f"model={name or type(config).__name__!r} cannot be built"):
         text = config.to_json_string()
-        quantization = _quantization(config, load_in, compute_dtype)
+        quantization = _take_quantization(config)
+        if load_in is not None:
+            # a quantised head could not be trained, and PEFT stops at it; None is transformers' own choice
+            heads = {"llm_int8_skip_modules": list(NEW_HEADS[task])} if task in NEW_HEADS else {}
+            quantization = {**_LOAD_IN[load_in], "bnb_4bit_compute_dtype": compute_dtype, **heads}
         built = _build(config, task, attn_implementation, weights_dtype, quantization)
         if name is not None:
             _untie_head(built)
@@ -252,19 +262,14 @@ _LOAD_IN: Mapping[str, Mapping[str, Any]] = {
     "int8": {"load_in_8bit": True},
 }
 """Options of ``BitsAndBytesConfig``; for 4 bits those of QLoRA (Dettmers et al. 2023, section 3)."""
-
-
-def _quantization(config: Any, load_in: str | None, compute_dtype: str) -> dict[str, Any] | None:
-    """Return the options of ``BitsAndBytesConfig`` that ``load_in`` or the configuration ask for, or None."""
-    own = _take_quantization(config)
-    if load_in is None:
-        return own
-    if own is not None:
-        raise ValueError(
-            f"load_in={load_in!r} is given for a model whose configuration has a quantization_config; expected only "
-            "one of them. Remove load_in, or call: del config.quantization_config"
-        )
-    return {**_LOAD_IN[load_in], "bnb_4bit_compute_dtype": compute_dtype}
+NEW_HEADS: Mapping[str, tuple[str, ...]] = {
+    "sequence-classification": ("pre_classifier", "classifier", "score"),
+    "token-classification": ("classifier", "score"),
+    "question-answering": ("qa_outputs",),
+    "multiple-choice": ("pre_classifier", "classifier"),
+    "image-classification": ("classifier",),
+}
+"""Heads that a checkpoint usually lacks, so that they are trained whole, by the names that PEFT gives them."""
 
 
 def _take_quantization(config: Any) -> dict[str, Any] | None:

@@ -50,10 +50,7 @@ def estimate_table(estimate: Estimate) -> str:
 
 def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str], str] = lambda text: text) -> None:
     """Print the table to a terminal, the verdict in colour; ``wording`` changes notes, verdict and hints."""
-    heading = (
-        f"{describe(estimate)}\n{_parameters(estimate)} trainable; "
-        f"{estimate.flops / 1e12:,.3g} TFLOP per optimizer step"
-    )
+    heading = f"{describe(estimate)}\n{_parameters(estimate)}; {estimate.flops / 1e12:,.3g} TFLOP per optimizer step"
     place = f", in {estimate.module}" if estimate.module else ""
     lines = [f"The peak is reached in the {estimate.phase} phase{place}."]
     if estimate.host_bytes:
@@ -99,8 +96,8 @@ def _parameters(estimate: Estimate) -> str:
     """Return how many parameters there are and are trained; adapters apart, since a model is known by its own size."""
     trained, everything = estimate.trainable_parameters, estimate.parameters
     if estimate.settings.lora is not None and not estimate.settings.freeze:  # all that is trained is PEFT's
-        return f"{_count(everything - trained)} parameters, {_count(trained)} more in adapters,"
-    return f"{_count(everything)} parameters, {'all' if trained == everything else _count(trained)}"
+        return f"{_count(everything - trained)} parameters, {_count(trained)} trainable in adapters"
+    return f"{_count(everything)} parameters, {'all' if trained == everything else _count(trained)} trainable"
 
 
 def _count(elements: int) -> str:

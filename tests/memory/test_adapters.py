@@ -1,0 +1,207 @@
+"""Adapters, quantised weights and frozen parameters as settings of an estimate, against functions that do the same."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from peft import LoraConfig, get_peft_model
+from transformers import BitsAndBytesConfig
+
+import tiny
+from hf_memopt.binding.input_gradients import drop_input_gradients
+from hf_memopt.memory import estimation
+from hf_memopt.memory.estimation import estimate, estimate_from_arguments
+from hf_memopt.memory.recording import trace_cache
+from hf_memopt.memory.recording.step import record_step
+from hf_memopt.memory.result import Estimate
+from hf_memopt.techniques.freezing.freezing import freeze
+
+# peft 0.21 asks a transformers 5.23 model for is_gradient_checkpointing, which that version renamed.
+peft_reads_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimate without a GPU also where there is one."""
+    monkeypatch.setattr(estimation, "current_gpu", lambda: None)
+
+
+def bert_estimate(**changed: Any) -> Estimate:
+    return estimate(tiny.bert_config(), batch_size=4, seq_len=16, **changed)
+
+
+def llama_config() -> transformers.LlamaConfig:
+    return tiny.llama_config(vocab_size=500, hidden_size=256, intermediate_size=512, num_hidden_layers=3)
+
+
+def llama_lora(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def figures(found: Estimate) -> tuple[Any, ...]:
+    names = ("peak_allocated_bytes", "peak_reserved_bytes", "parameters", "trainable_parameters", "flops", "components")
+    return tuple(getattr(found, name) for name in names)
+
+
+@peft_reads_old_name
+@pytest.mark.parametrize("checkpointing", [False, True, {"use_reentrant": True}])
+@pytest.mark.parametrize("load_in", [None, "nf4", "int8"])
+def test_settings_of_adapters_are_what_functions_of_prepare_did(load_in: str | None, checkpointing: Any) -> None:
+    config = llama_config()
+    options = {
+        "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+        "int8": {"load_in_8bit": True},
+    }
+    sizes = {"batch_size": 2, "seq_len": 16, "weights_dtype": "bfloat16", "precision": "bf16"}
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    by_settings = estimate(config, **sizes, checkpointing=checkpointing, lora=lora, load_in=load_in)
+    if load_in is not None:
+        config.quantization_config = BitsAndBytesConfig(**options[load_in], bnb_4bit_compute_dtype="bfloat16")
+    by_functions = estimate(config, **sizes, checkpointing=checkpointing, prepare=(llama_lora,))
+    assert figures(by_settings) == figures(by_functions)
+    assert lora.target_modules == {"q_proj", "v_proj"}  # peft resolves names in a copy
+
+
+@pytest.mark.parametrize(
+    ("config", "task", "trained"),
+    [
+        (tiny.bert_config(), "sequence-classification", 32 * 3 + 3),
+        (tiny.bert_config(), "token-classification", 32 * 3 + 3),
+        (tiny.bert_config(num_labels=2), "question-answering", 32 * 2 + 2),
+        (tiny.bert_config(), "multiple-choice", 32 + 1),
+        (tiny.bert_config(), "masked-lm", 0),
+        (tiny.llama_config(), "causal-lm", 0),
+    ],
+)
+def test_a_rank_adapts_every_linear_but_the_head(config: Any, task: str, trained: int) -> None:
+    whole = estimate(config, batch_size=2, seq_len=8, task=task)
+    adapted = estimate(config, batch_size=2, seq_len=8, task=task, lora=2)
+    attention, feed_forward = 4 * 2 * (32 + 32), (2 if task != "causal-lm" else 3) * 2 * (32 + 64)
+    layers = 2 * (attention + feed_forward)
+    extra = {"sequence-classification": 2 * (32 + 32), "multiple-choice": 2 * (32 + 32)}  # BERT's pooler
+    inner_head = {"masked-lm": 2 * (32 + 32)}  # cls.predictions.transform.dense
+    adapters = layers + extra.get(task, 0) + inner_head.get(task, 0)
+    assert adapted.trainable_parameters == adapters + trained
+    assert adapted.parameters == whole.parameters + adapters + trained
+
+
+def test_frozen_parameters_of_the_settings_are_what_the_callback_does() -> None:
+    for checkpointing in (False, True):
+        functions = (partial(freeze, patterns=("*embeddings*",)), *((drop_input_gradients,) if checkpointing else ()))
+        by_settings = bert_estimate(freeze=("*embeddings*",), checkpointing=checkpointing)
+        assert figures(by_settings) == figures(bert_estimate(prepare=functions, checkpointing=checkpointing))
+
+
+def test_what_is_not_quantised_has_16_bits_unless_asked_otherwise() -> None:
+    sizes: dict[str, Any] = {"batch_size": 2, "seq_len": 16, "lora": 4, "load_in": "nf4"}
+    plain = estimate(llama_config(), **sizes)
+    assert plain.settings.weights_dtype == "bfloat16"
+    assert "weights that are not quantised are bfloat16: give weights_dtype for another" in plain.notes
+    older = estimate(llama_config(), **sizes, gpu="T4")  # without bfloat16
+    assert (older.settings.weights_dtype, older.settings.precision) == ("float16", "fp16")
+    wide = estimate(llama_config(), **sizes, weights_dtype="float32")
+    assert wide.settings.weights_dtype == "float32"
+    outside = 2 * 500 * 256 + (2 * 3 + 1) * 256  # embeddings, head, norms
+    assert wide.components["weights"] - plain.components["weights"] == pytest.approx(2 * outside, abs=4096)
+
+
+def test_parameters_are_counted_before_they_are_packed() -> None:
+    whole = estimate(llama_config(), batch_size=2, seq_len=8, lora=4)
+    for load_in in ("nf4", "int8"):
+        found = estimate(llama_config(), batch_size=2, seq_len=8, lora=4, load_in=load_in)
+        assert (found.parameters, found.trainable_parameters) == (whole.parameters, whole.trainable_parameters)
+
+
+def test_the_arguments_of_a_trainer_take_adapters_too(tmp_path: Path) -> None:
+    args = tiny.arguments(tmp_path, bf16=True, per_device_train_batch_size=2, optim="adamw_torch")
+    found = estimate_from_arguments(llama_config(), args, 16, lora=4, load_in="nf4")
+    same = estimate(
+        llama_config(), batch_size=2, seq_len=16, precision="bf16", lora=4, load_in="nf4", optim="adamw_torch",
+        max_grad_norm=0.0,
+    )  # fmt: skip
+    assert figures(found) == figures(same)
+
+
+@peft_reads_old_name
+def test_adapters_and_quantised_weights_that_cannot_be() -> None:
+    sizes = {"batch_size": 2, "seq_len": 8}
+    quantised = llama_config()
+    quantised.quantization_config = BitsAndBytesConfig(load_in_4bit=True)
+    wrapped = get_peft_model(tiny.bert(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    for model, chosen, message in (
+        (
+            tiny.bert_config(),
+            {"lora": LoraConfig(target_modules=["wq"])},
+            "lora=LoraConfig(target_modules={'wq'}) cannot be added to BertForSequenceClassification (Target modules "
+            "{'wq'} not found in the base model. Please check the target modules and try again); expected "
+            "target_modules that name linear layers of the model. Pass lora=16, which takes all of them but the head",
+        ),
+        (
+            wrapped,
+            {"lora": 4},
+            "lora=4 is given for a PeftModelForSequenceClassification, which has adapters already; expected a model "
+            "without them. Remove lora, or pass model=model.unload()",
+        ),
+        (
+            tiny.llama(),
+            {"lora": 4, "load_in": "nf4"},
+            "load_in='nf4' cannot quantise the given module=<LlamaForCausalLM>, which is loaded already; expected a "
+            "name or a configuration. Pass model=model.config, or a module that "
+            "from_pretrained(quantization_config=...) has loaded, without load_in",
+        ),
+        (
+            quantised,
+            {"lora": 4, "load_in": "nf4"},
+            "load_in='nf4' is given for a model whose configuration has a quantization_config; expected only one of "
+            "them. Remove load_in, or call: del config.quantization_config",
+        ),
+        (
+            llama_config(),
+            {"load_in": "nf4", "prepare": (lambda model: None,)},
+            "load_in='nf4' is used without adapters: quantised weights have no gradient, and the Trainer refuses such "
+            "a model; expected a function of prepare that adds some, or lora. Pass lora=16",
+        ),
+        (
+            tiny.bert_config(),
+            {"freeze": "no such layer"},
+            "patterns='no such layer' matches no parameter of BertForSequenceClassification; expected a module or "
+            "parameter name, a glob, 'embeddings', 'base' or 'layers:first-last'. See the names with: "
+            "print([name for name, _ in model.named_modules()])",
+        ),
+    ):
+        with pytest.raises(ValueError) as error:
+            estimate(model, **sizes, **chosen)  # type: ignore[arg-type]
+        assert str(error.value) == message
+
+
+def test_adapters_quantised_weights_and_frozen_parameters_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    recordings: list[str] = []
+
+    def counting(model: Any, *args: Any, **kwargs: Any) -> Any:
+        recordings.append(type(model).__name__)
+        return record_step(model, *args, **kwargs)
+
+    trace_cache.forget_traces()
+    monkeypatch.setattr(trace_cache, "record_step", counting)
+
+    def set_ups() -> list[dict[str, Any]]:
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        quantised: list[dict[str, Any]] = [
+            {"load_in": name, "lora": rank} for name in ("nf4", "int8") for rank in (4, 8)
+        ]
+        return [
+            {"lora": 4},
+            {"lora": config},
+            {"freeze": ["embeddings"]},
+            {"lora": 4, "freeze": "layers:0"},
+            *quantised,
+        ]
+
+    for optim in ("adamw_torch", "sgd"):
+        for chosen in set_ups():
+            estimate(llama_config(), batch_size=2, seq_len=8, optim=optim, **chosen)
+    assert len(recordings) == len(set_ups()) == len(trace_cache._traces)
