@@ -31,7 +31,7 @@ COMMANDS: dict[str, int] = {  # the exit code of each
     "estimate gpt2 --seq-len 128 --preset 9gb": 2,
     "estimate gpt2 --seq-len 128 --optim adamm": 2,
     "estimate gpt2 --seq-len 128 --precision fp17": 2,
-    "estimate gpt2 --seq-len 128 --plot timeline.svg": 2,
+    "estimate gpt2 --seq-len 128 --plot timeline.gif": 2,
     "estimate gpt2 --seq-len 1000001": 2,
     "doctor": 0,
     "estimate bert-large-uncased --seq-len 128 --gpu T4": 0,

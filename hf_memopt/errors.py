@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["BudgetError", "MissingExtraError", "did_you_mean"]
+__all__ = ["BudgetError", "MissingExtraError", "did_you_mean", "nearest"]
 
 
 class BudgetError(RuntimeError):
@@ -37,8 +37,13 @@ def did_you_mean(name: Any, known: Iterable[Any]) -> str:
         >>> did_you_mean("4gb", ["4gb-gpu", "cpu"])
         " Did you mean '4gb-gpu'?"
     """
+    found = nearest(name, known)
+    return "" if found is None else f" Did you mean {found!r}?"
+
+
+def nearest(name: Any, known: Iterable[Any]) -> str | None:
+    """Return the known name that ``name`` most resembles, or None; what is not text resembles nothing."""
     if not isinstance(name, str):
-        return ""
+        return None
     names = [other for other in known if isinstance(other, str)]
-    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.5)), None)

@@ -1,4 +1,4 @@
-"""Write pictures as PNG files: check the path before the work that the picture shows, then write it in one step."""
+"""Write pictures as PNG, SVG or PDF: check the path before the work that a picture shows, then write it in one step."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ if TYPE_CHECKING:
 
 __all__ = ["check_picture", "save_picture"]
 
+ENDINGS = (".png", ".svg", ".pdf")
+
 
 def check_picture(path: Path, purpose: str) -> None:
     """Refuse a path that no picture can be written to.
 
     Args:
-        path: the PNG file to be written.
+        path: the file to be written; its ending chooses the format.
         purpose: what the picture is, as the subject of the message about a missing matplotlib.
 
     Raises:
-        ValueError: ``path`` does not end in ``.png``, is a folder or is in a missing one.
+        ValueError: ``path`` does not end in one of ``ENDINGS``, is a folder or is in a missing one.
         MissingExtraError: matplotlib is not installed.
     """
     name = f"plot={str(path)!r}"
-    if path.suffix.lower() != ".png":
-        raise ValueError(f"{name} is not a PNG file; expected a name that ends in .png. Pass {path.stem}.png")
+    if path.suffix.lower() not in ENDINGS:
+        raise ValueError(
+            f"{name} is not a kind of picture; expected a name that ends in .png, .svg or .pdf. Pass {path.stem}.png"
+        )
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(
             f"{name} is a folder or is in a missing one; expected a file in an existing folder. Pass {path.name} "
@@ -40,14 +44,14 @@ def check_picture(path: Path, purpose: str) -> None:
 
 
 def save_picture(figure: Figure, path: Path) -> None:
-    """Write a figure to a PNG file, at 150 dots per inch.
+    """Write a figure in the format of the path's ending, PNG at 150 dots per inch.
 
     Raises:
         ValueError: ``path`` cannot be written; a former file at ``path`` is kept.
     """
     drawn = BytesIO()
     try:
-        figure.savefig(drawn, format="png", dpi=150)
+        figure.savefig(drawn, format=path.suffix.lower()[1:], dpi=150)
         write_whole(path, drawn.getvalue())
     except OSError as error:
         raise ValueError(

@@ -65,7 +65,7 @@ def test_an_interrupted_picture_leaves_the_older_one(plot, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("p.svg", "is not a PNG file; expected a name that ends in .png. Pass p.png"),
+        ("p.gif", "is not a kind of picture; expected a name that ends in .png, .svg or .pdf. Pass p.png"),
         (
             "none/p.png",
             "is a folder or is in a missing one; expected a file in an existing folder. Pass p.png to write it here",

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from hf_memopt.cli.command import Command, flags_of
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -55,7 +57,7 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # rich's tables cut the names of options off at 80 columns
+    rich_markup_mode=None,  # see Command
     help="Train transformers on the GPU you have, with the stock Hugging Face Trainer.",
 )
 
@@ -75,7 +77,7 @@ def _version(
         raise typer.Exit
 
 
-@app.command()
+@app.command(cls=Command)
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for the trained model.")] = Path("hf-memopt-demo"),
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
@@ -93,7 +95,7 @@ def demo(
     run_demo(output, json_file=json_file, epochs=epochs, seed=seed, max_train=max_train)
 
 
-@app.command()
+@app.command(cls=Command)
 def presets(
     name: Annotated[str | None, typer.Argument(help="The preset to explain, with the reason for every choice.")] = None,
     json_output: AsJson = False,
@@ -124,6 +126,9 @@ def _wrapped(text: str, console: Console) -> str:
     return "\n".join(fill(line, console.width, subsequent_indent=" " * 6) for line in text.splitlines())
 
 
+PRESETS_COLUMNS = 76  # of a terminal; on a narrower one the GPUs would be cut within their names
+
+
 def _print_presets() -> None:
     from rich import box
     from rich.console import Console
@@ -132,18 +137,23 @@ def _print_presets() -> None:
     from hf_memopt.recipes.presets import PRESETS, preset_rows
 
     rows = preset_rows(PRESETS)
+    console = Console()
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     folded = {"eval batch": "eval\nbatch", "checkpointing": "check-\npointing"}
-    for heading in rows[0]:
-        table.add_column(folded.get(heading, heading), no_wrap=heading != "meant for", overflow="fold")
+    headings = [heading for heading in rows[0] if heading != "meant for" or console.width >= PRESETS_COLUMNS]
+    for heading in headings:
+        table.add_column(folded.get(heading, heading), no_wrap=heading != "meant for")
     for row in rows:
-        table.add_row(*row.values())
-    console = Console()
-    console.print(table)
-    console.print("batch: examples x accumulation steps. Every choice with its reason: hf-memopt presets 4gb-gpu")
+        table.add_row(*(row[heading] for heading in headings))
+    console.print(table, crop=False)
+    console.print(
+        "batch: examples x accumulation steps, for BERT-large on about 128 tokens. Every choice with its reason: "
+        "hf-memopt presets 4gb-gpu",
+        highlight=False,
+    )
 
 
-@app.command()
+@app.command(cls=Command)
 def lengths(
     path: Annotated[Path, typer.Argument(help="A Parquet, Arrow, JSON Lines or CSV file, or a folder of them.")],
     column: Annotated[
@@ -157,7 +167,7 @@ def lengths(
         int | None, typer.Option(min=1, max=LARGEST, help="Padded tokens per batch; suggested by default.")
     ] = None,
     max_length: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Truncate longer examples to it.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also write a picture to this PNG file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also write a picture: .png, .svg or .pdf.")] = None,
     json_output: AsJson = False,
 ) -> None:
     """Show what padding wastes on a data file.
@@ -191,6 +201,20 @@ def lengths(
         typer.echo(f"Picture: {plot}")
 
 
+MODEL, GPU, STEP, OUTPUT = "Model", "GPU", "Step", "Output"
+"""The groups of options in the help of ``estimate``."""
+EXAMPLES = """\b
+Examples:
+  hf-memopt estimate gpt2 -g "RTX 3060 12GB"
+  hf-memopt estimate Qwen/Qwen2.5-1.5B -b 4 -g T4 --lora 16 --load-in nf4
+  hf-memopt estimate bert-large-uncased --data train.jsonl --preset 8gb-gpu
+  hf-memopt estimate Llama-3.2-1B -g "RTX 4060" --compare --plot ladder.png"""
+
+
+def _option(group: str, metavar: str | None, text: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=group, show_default=False, **settings)
+
+
 def _list_models(wanted: bool) -> None:
     if wanted:
         from hf_memopt.memory.models.known import known_models
@@ -200,48 +224,102 @@ def _list_models(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.command()
+@app.command(cls=Command, epilog=EXAMPLES)
 def estimate(
-    model: Annotated[str, typer.Argument(help="A well-known name, a folder with config.json, or a name on the Hub.")],
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A well-known name, a folder with config.json, or a name on the Hub.",
+            metavar="MODEL",
+            rich_help_panel="Model",
+        ),
+    ],
+    task: Annotated[str | None, _option(MODEL, "NAME", "The model's head, such as causal-lm.")] = None,
+    attn: Annotated[str | None, _option(MODEL, "NAME", "Attention: sdpa, eager or flash_attention_2.")] = None,
+    weights: Annotated[
+        str | None, _option(MODEL, "DTYPE", "Of the weights as loaded: float32, bf16 or fp16; float32 by default.")
+    ] = None,
+    load_in: Annotated[str | None, _option(MODEL, "KIND", "Quantised weights: nf4 or int8.")] = None,
+    lora: Annotated[int | None, _option(MODEL, "RANK", "Train LoRA adapters of this rank alone.", min=1)] = None,
+    freeze: Annotated[
+        list[str] | None, _option(MODEL, "PATTERN", "A pattern for hf_memopt.freeze; may be repeated.")
+    ] = None,
+    gpu: Annotated[
+        str | None, _option(GPU, "NAME", 'Such as "RTX 3050 4GB"; the current one by default.', "-g", "--gpu")
+    ] = None,
+    gpu_memory: Annotated[str | None, _option(GPU, "SIZE", "Of a GPU that is not in the table, such as 4GiB.")] = None,
+    compute_capability: Annotated[str | None, _option(GPU, "X.Y", "Of that GPU, such as 7.5.")] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Examples of one forward pass; the preset's or 8 by default, 32 with --compare."),
+        _option(
+            STEP,
+            "N",
+            "Examples of one forward pass; the preset's or 8 by default, 32 with --compare.",
+            "-b",
+            "--batch-size",
+            min=1,
+        ),
     ] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a row, padding included.")] = None,
-    gpu: Annotated[str | None, typer.Option(help='A GPU, such as "RTX 3050 4GB"; the current one by default.')] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="Memory of a GPU that is not in the table, such as 4GiB.")
+    seq_len: Annotated[
+        int | None,
+        _option(
+            STEP,
+            "N",
+            "Tokens of a row, padding included; 512 by default, or what the model takes.",
+            "-s",
+            "--seq-len",
+            min=1,
+        ),
     ] = None,
-    compute_capability: Annotated[str | None, typer.Option(help="Compute capability of that GPU, such as 7.5.")] = None,
-    preset: Annotated[str | None, typer.Option(help="Start from a preset; the other options override it.")] = None,
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, bf16 or fp16.")] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="The dtype the weights are loaded in: float32, bf16 or fp16.")
+    data: Annotated[
+        Path | None, _option(STEP, "FILE", "Take --seq-len from the rows of a file: 99 % of them are not longer.")
     ] = None,
-    load_in: Annotated[str | None, typer.Option(help="Quantise the weights: nf4 or int8; needs --lora.")] = None,
-    lora: Annotated[int | None, typer.Option(min=1, help="Train LoRA adapters of this rank, 16 for example.")] = None,
-    optim: Annotated[str | None, typer.Option(help="An optimizer, by its name in TrainingArguments.")] = None,
-    checkpointing: Annotated[bool | None, typer.Option(help="Recompute activations instead of keeping them.")] = None,
+    column: Annotated[str | None, _option(STEP, "NAME", "The column of --data; input_ids or text by default.")] = None,
+    tokenizer: Annotated[
+        str | None, _option(STEP, "NAME", "Counts the tokens of texts in --data; the model's by default.")
+    ] = None,
     gradient_accumulation_steps: Annotated[
-        int | None, typer.Option(min=1, help="Accumulation steps per optimizer step.")
+        int | None,
+        _option(
+            STEP,
+            "N",
+            "Accumulation steps per optimizer step.",
+            "--grad-accum",
+            "--gradient-accumulation-steps",
+            min=1,
+        ),
     ] = None,
-    freeze: Annotated[list[str] | None, typer.Option(help="A pattern for hf_memopt.freeze; may be repeated.")] = None,
-    attn: Annotated[str | None, typer.Option(help="Attention: sdpa, eager or flash_attention_2.")] = None,
-    task: Annotated[str | None, typer.Option(help="The model's head, such as causal-lm.")] = None,
+    preset: Annotated[str | None, _option(STEP, "NAME", "Start from a preset; the other options override it.")] = None,
+    precision: Annotated[str | None, _option(STEP, "NAME", "auto, fp32, tf32, bf16 or fp16.")] = None,
+    optim: Annotated[str | None, _option(STEP, "NAME", "An optimizer, by its name in TrainingArguments.")] = None,
+    checkpointing: Annotated[bool | None, _option(STEP, None, "Recompute activations instead of keeping them.")] = None,
+    autocast_cache: Annotated[
+        bool | None, _option(STEP, None, "Keep 16-bit copies of the weights through a forward pass.")
+    ] = None,
+    expandable_segments: Annotated[
+        bool | None, _option(STEP, None, "Of torch's allocator; see hf_memopt.use_expandable_segments.")
+    ] = None,
     eval_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Also simulate an evaluation with batches of this size.")
+        int | None, _option(STEP, "N", "Also simulate an evaluation with batches of this size.", min=1)
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also write a picture of the timeline to this PNG file.")] = None,
-    json_output: AsJson = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Compare ladders of techniques.")] = False,
+    compare: Annotated[bool, _option(OUTPUT, None, "Compare ladders of techniques.", "--compare")] = False,
+    plot: Annotated[
+        Path | None, _option(OUTPUT, "FILE", "Also write a picture: a name that ends in .png, .svg or .pdf.")
+    ] = None,
+    json_output: Annotated[bool, _option(OUTPUT, None, "Print JSON instead of a table.", "--json")] = False,
     list_models: Annotated[
         bool,
         typer.Option(
-            "--list-models", callback=_list_models, is_eager=True, help="Print the well-known names and stop."
+            "--list-models",
+            callback=_list_models,
+            is_eager=True,
+            help="Print the well-known names and stop.",
+            rich_help_panel=OUTPUT,
         ),
     ] = False,
 ) -> None:
-    """Predict the memory of a training step.
+    """Predict the memory of a training step, and what makes it fit.
 
     Exit code 0 if it fits or no GPU is known, 1 if it does not fit, 2 on errors.
     """
@@ -253,18 +331,23 @@ def estimate(
         model,
         batch_size=batch_size,
         seq_len=seq_len,
+        data=data,
+        column=column,
+        tokenizer=tokenizer,
         gpu=gpu,
         gpu_memory=gpu_memory,
         compute_capability=compute_capability,
         preset=preset,
         precision=precision,
-        weights=weights,
-        load_in=load_in,
-        lora=lora,
         optim=optim,
         checkpointing=checkpointing,
         gradient_accumulation_steps=gradient_accumulation_steps,
+        weights=weights,
+        load_in=load_in,
+        lora=lora,
         freeze=tuple(freeze or ()),
+        autocast_cache=autocast_cache,
+        expandable_segments=expandable_segments,
         attn=attn,
         task=task,
         eval_batch_size=eval_batch_size,
@@ -272,10 +355,11 @@ def estimate(
         json_output=json_output,
         compare=compare,
     )
-    raise typer.Exit(run_estimate(options, Console(), Console(stderr=True)))
+    flags = flags_of(context.command.params)
+    raise typer.Exit(run_estimate(options, Console(), Console(stderr=True), flags))
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor(json_output: AsJson = False) -> None:
     """Check this machine for what training needs.
 

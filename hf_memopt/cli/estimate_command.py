@@ -7,14 +7,16 @@ name of an attention implementation and patterns of ``--freeze`` wait for the mo
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.cli.command import Flag, in_flags
 from hf_memopt.cli.progress import spinner
 from hf_memopt.devices.gpus import custom_gpu, find_gpu
 from hf_memopt.memory.models.config_files import check_task, find_config
-from hf_memopt.memory.models.known import known_models, known_name
 from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.plotting import check_picture
@@ -32,9 +34,9 @@ __all__ = ["EstimateOptions", "run_estimate"]
 FITS, DOES_NOT_FIT = 0, 1
 MOST = {"batch_size": 10**6, "seq_len": 10**6, "eval_batch_size": 10**6, "gradient_accumulation_steps": 10**4}
 """Limits within which an estimate takes seconds: sizes have 63 bits, and every accumulation step is simulated."""
+WEIGHTS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+QUANTISED = {"4bit": "nf4", "8bit": "int8"}
 DEFAULT_BATCH_SIZE, LADDER_BATCH_SIZE = 8, 32
-SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""The short values of --weights, and ``weights_dtype`` for each, which is accepted too."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +46,23 @@ class EstimateOptions:
     model: str
     batch_size: int | None = None
     seq_len: int | None = None
+    data: Path | None = None
+    column: str | None = None
+    tokenizer: str | None = None
     gpu: str | None = None
     gpu_memory: str | None = None
     compute_capability: str | None = None
     preset: str | None = None
     precision: str | None = None
-    weights: str | None = None
-    load_in: str | None = None
-    lora: int | None = None
     optim: str | None = None
     checkpointing: bool | None = None
     gradient_accumulation_steps: int | None = None
+    weights: str | None = None
+    load_in: str | None = None
+    lora: int | None = None
     freeze: tuple[str, ...] = ()
+    autocast_cache: bool | None = None
+    expandable_segments: bool | None = None
     attn: str | None = None
     task: str | None = None
     eval_batch_size: int | None = None
@@ -64,20 +71,22 @@ class EstimateOptions:
     compare: bool = False
 
 
-def run_estimate(options: EstimateOptions, console: Console, errors: Console) -> int:
+def run_estimate(options: EstimateOptions, console: Console, errors: Console, flags: Mapping[str, Flag]) -> int:
     """Print the estimate and return the exit code: 0 if it fits or no GPU is known, else 1.
 
     Args:
         options: of the command.
         console: of standard output.
         errors: of standard error, which shows a spinner if it is a terminal.
+        flags: of the command, for notes and hints.
 
     Raises:
         ValueError: invalid options, or a set-up that is not estimable.
         MissingExtraError: a picture without matplotlib.
     """
     gpu = _check_options(options)
-    return (_run_ladder if options.compare else _run_one)(options, gpu, console, errors)
+    options, notes = _with_length_of_data(options, errors)
+    return (_run_ladder if options.compare else _run_one)(options, gpu, notes, console, errors, flags)
 
 
 # ---- Checks, without torch ------------------------------------------------------------------------------------------
@@ -99,16 +108,16 @@ def _check_options(options: EstimateOptions) -> Gpu | None:
         _check_count(
             "batch_size", options.batch_size or LADDER_BATCH_SIZE, MOST["gradient_accumulation_steps"] // steps
         )
-    elif options.plot is not None:
+    if options.plot is not None:
         check_picture(options.plot, purpose="the picture of an estimate")
+    _check_data(options)
     check_task(options.task)
-    _check_weights(options)
     if options.optim is not None:
         check_optimizer(options.optim)
     if options.preset != "auto":  # which would import torch to look for a GPU
         chosen, _, settings = _set_up(options)
         (StepSettings() if chosen is None else chosen.step_settings()).replace(**settings)
-    _check_model(options)
+    find_config(options.model)
     return gpu
 
 
@@ -116,23 +125,6 @@ def _check_count(name: str, count: int, most: int) -> None:
     if count > most:
         option = name.replace("_", "-")
         raise ValueError(f"{name}={count} is too large to simulate; expected 1 to {most}. Pass --{option} 32")
-
-
-def _check_weights(options: EstimateOptions) -> None:
-    """Refuse what --weights and --load-in do not know, and quantised weights without adapters."""
-    if options.weights is not None and options.weights not in (*SHORT_DTYPES, *SHORT_DTYPES.values()):
-        raise ValueError(f"weights={options.weights!r} is unknown; expected float32, bf16 or fp16. Pass --weights bf16")
-    if options.load_in not in (None, "nf4", "int8"):
-        near = "int8" if "8" in str(options.load_in) else "nf4"
-        raise ValueError(
-            f"load_in={options.load_in!r} is not a quantisation that is known; expected nf4 (4 bits) or int8 (8 bits). "
-            f"Pass --load-in {near}"
-        )
-    if options.load_in is not None and options.lora is None:
-        raise ValueError(
-            f"load_in={options.load_in!r} leaves nothing to train: quantised weights have no gradient, and the Trainer "
-            "refuses such a model; expected adapters too. Pass --lora 16"
-        )
 
 
 def _read_gpu(name: str | None, memory: str | None, compute_capability: str | None) -> Gpu | None:
@@ -157,40 +149,45 @@ def _read_gpu(name: str | None, memory: str | None, compute_capability: str | No
 
 
 def _refuse_beside_compare(options: EstimateOptions) -> None:
-    refused = ("preset", "precision", "weights", "load_in", "lora", "optim", "checkpointing", "freeze")
-    for name in (*refused, "eval_batch_size", "plot"):
+    for name in (
+        *("preset", "precision", "optim", "checkpointing", "weights", "load_in", "lora", "freeze"),
+        *("autocast_cache", "expandable_segments", "eval_batch_size"),
+    ):
         value = getattr(options, name)
         if value not in (None, ()):
-            shown = str(value) if isinstance(value, Path) else value
             raise ValueError(
-                f"{name}={shown!r}, compare=True are incompatible: every rung of a ladder has its own set-up; "
+                f"{name}={value!r}, compare=True are incompatible: every rung of a ladder has its own set-up; "
                 f"expected only one of them. Drop --compare or --{name.replace('_', '-')}"
             )
 
 
-def _check_model(options: EstimateOptions) -> None:
-    if find_config(options.model) is not None:
-        return
-    facts = known_models()[str(known_name(options.model))]
-    takes_images = (options.task or facts["task"]) == "image-classification"
-    if options.seq_len is None and not takes_images:
+def _check_data(options: EstimateOptions) -> None:
+    if options.data is not None and options.seq_len is not None:
         raise ValueError(
-            f"seq_len=None gives {options.model!r} no length; expected the tokens of a row, padding included. "
-            "Pass --seq-len 128"
+            f"data={str(options.data)!r}, seq_len={options.seq_len} are two lengths; expected one of them. "
+            "Drop --data or --seq-len"
         )
+    for name in ("column", "tokenizer"):
+        if options.data is None and getattr(options, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(options, name)!r} is for a data file, and there is none; expected both. "
+                "Pass --data FILE"
+            )
 
 
 def _set_up(options: EstimateOptions) -> tuple[Recipe | None, int, dict[str, Any]]:
     """Return the preset's recipe, the batch size and the fields of ``StepSettings`` that the options themselves set."""
     named = {
         "precision": options.precision,
-        "weights_dtype": SHORT_DTYPES.get(options.weights or "", options.weights),
-        "load_in": options.load_in,
-        "lora": options.lora,
         "optim": options.optim,
         "checkpointing": options.checkpointing,
         "gradient_accumulation_steps": options.gradient_accumulation_steps,
         "attn_implementation": options.attn,
+        "weights_dtype": None if options.weights is None else WEIGHTS.get(options.weights, options.weights),
+        "load_in": None if options.load_in is None else QUANTISED.get(options.load_in, options.load_in),
+        "lora": options.lora,
+        "autocast_cache": options.autocast_cache,
+        "expandable_segments": options.expandable_segments,
         "eval_batch_size": options.eval_batch_size,
     }
     settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
@@ -227,9 +224,16 @@ def _cut(chosen: Recipe, batch_size: int | None, steps: int | None) -> tuple[int
 # ---- Estimates ------------------------------------------------------------------------------------------------------
 
 
-def _run_one(options: EstimateOptions, gpu: Gpu | None, console: Console, errors: Console) -> int:
-    with spinner(f"simulating {options.model}", errors, shown=not options.json_output):
-        from hf_memopt.memory.estimation import estimate
+def _run_one(
+    options: EstimateOptions,
+    gpu: Gpu | None,
+    notes: tuple[str, ...],
+    console: Console,
+    errors: Console,
+    flags: Mapping[str, Flag],
+) -> int:
+    with spinner(f"simulating {options.model}", errors, shown=not options.json_output) as announce:
+        from hf_memopt.memory.estimation import estimate, with_hints
         from hf_memopt.memory.output.estimate_picture import draw
         from hf_memopt.memory.output.estimate_text import as_dict, print_estimate
 
@@ -239,21 +243,49 @@ def _run_one(options: EstimateOptions, gpu: Gpu | None, console: Console, errors
         found = estimate(
             options.model, batch_size=batch_size, seq_len=options.seq_len, recipe=chosen, gpu=gpu, **settings
         )
+        found = with_hints(
+            options.model, found, task=options.task, announce=lambda text: announce(_as_options(text, flags))
+        )
+        found = replace(found, notes=(*notes, *found.notes))
         if options.plot is not None:
             draw(found, options.plot)
     if options.json_output:
         _print_json(as_dict(found), console)
     else:
-        print_estimate(found, console)
+        print_estimate(found, console, wording=partial(_as_options, flags=flags))
         if options.plot is not None:
             console.out(f"Picture: {options.plot}", highlight=False)
     return DOES_NOT_FIT if found.fits is False else FITS
 
 
-def _run_ladder(options: EstimateOptions, gpu: Gpu | None, console: Console, errors: Console) -> int:
+def _as_options(text: str, flags: Mapping[str, Flag]) -> str:
+    """Return a text with flags in place of parameters, several of them as they are typed."""
+    return in_flags(text, flags).replace(", --", " --").replace(", no --", " no --")
+
+
+def _with_length_of_data(options: EstimateOptions, errors: Console) -> tuple[EstimateOptions, tuple[str, ...]]:
+    """Return the options with the length that ``--data`` asks for, and the note about it."""
+    if options.data is None:
+        return options, ()
+    with spinner(f"reading {options.data}", errors, shown=not options.json_output):
+        from hf_memopt.cli.data_length import length_of_data
+
+        seq_len, note = length_of_data(options.model, options.data, options.column, options.tokenizer, options.task)
+    return replace(options, seq_len=seq_len), (note,)
+
+
+def _run_ladder(
+    options: EstimateOptions,
+    gpu: Gpu | None,
+    notes: tuple[str, ...],
+    console: Console,
+    errors: Console,
+    flags: Mapping[str, Flag],
+) -> int:
     overrides = {"attn_implementation": options.attn, "task": options.task}
     with spinner(f"simulating {options.model}", errors, shown=not options.json_output) as announce:
         from hf_memopt.cli.technique_ladder import ladder, print_ladder
+        from hf_memopt.memory.output.ladder_picture import draw_ladder
 
         rows = ladder(
             options.model,
@@ -264,10 +296,14 @@ def _run_ladder(options: EstimateOptions, gpu: Gpu | None, console: Console, err
             announce=announce,
             **{name: value for name, value in overrides.items() if value is not None},
         )
+        if options.plot is not None:
+            draw_ladder([row.bar() for row in rows], options.plot)
     if options.json_output:
         _print_json([row.as_dict() for row in rows], console)
     else:
-        print_ladder(rows, console)
+        print_ladder(rows, console, notes=[_as_options(note, flags) for note in notes])
+        if options.plot is not None:
+            console.out(f"Picture: {options.plot}", highlight=False)
     fits = [row.estimate.fits for row in rows if row.estimate is not None]
     return DOES_NOT_FIT if all(fit is False for fit in fits) else FITS
 

@@ -1,13 +1,15 @@
 """Compare techniques for ``hf-memopt estimate --compare``: ladders add one technique after the other to a baseline.
 
 Every set-up of a ladder is called a rung, and estimating it is one simulation. All rungs have the same examples per
-optimizer step. There are three ladders:
+optimizer step. The ladders:
 
 - "the usual ladder": gradient accumulation, checkpointing, Adafactor, a frozen body, half the length; as for
   chinese-macbert-large in "Transformers显存优化策略" (crazybuddha-max.github.io/CBuddhaDocs).
 - "nothing frozen or cut": every weight is trained on the whole text.
 - "gradients released": the same without cutting the batch. Each gradient is freed as soon as its parameter has stepped,
   so gradients cannot be clipped by their global norm.
+- "16-bit weights": weights, gradients and the update in bfloat16; not on GPUs without bfloat16.
+- "LoRA", "QLoRA": 16-bit or 4-bit weights that are not trained, and adapters that are.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices.gpus import current_gpu
+from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.output.estimate_text import as_dict
+from hf_memopt.memory.output.ladder_picture import Bar
 from hf_memopt.memory.timeline import COMPONENTS
 from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.units import format_bytes, to_gib
@@ -33,11 +38,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Row", "Rung", "ladder", "ladder_rungs", "print_ladder"]
 
-TABLE_COLUMNS = 79
+TABLE_COLUMNS, FIRST_COLUMNS = 80, 22
 SHOWN_ALONE = ("weights", "gradients", "optimizer state", "activations")
 HEADINGS = ("weights", "grads", "state", "activ.", "other", "alloc.", "re-\nserved", "total", "fits")
+DROPPED_WHERE_NARROW = ("other", "alloc.", "re-\nserved")
 BASELINE, USUAL, WHOLE = "baseline", "the usual ladder", "nothing frozen or cut"
 RELEASED = "gradients released"
+SIXTEEN_BIT, LORA, QLORA = "16-bit weights", "LoRA", "QLoRA"
+LORA_RANK = 16
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,10 @@ class Row:
     estimate: Estimate | None
     reason: str = ""
 
+    def bar(self) -> Bar:
+        """Return the row for the picture."""
+        return Bar(self.rung.ladder, self.rung.added, self.estimate)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the row for JSON."""
         return {
@@ -79,8 +91,9 @@ def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool =
     precision = "bf16" if bf16 else "fp16"
     half = {} if seq_len is None else {"+ half the length": {"seq_len": max(seq_len // 2, 1)}}
     micro_batch = largest_divisor(effective_batch_size, 8)
+    single = {f"+ accumulation 1 x {effective_batch_size}": {"batch_size": 1}}
     usual: dict[str, dict[str, Any]] = {
-        f"+ accumulation 1 x {effective_batch_size}": {"batch_size": 1},
+        **single,
         "+ checkpointing": {"checkpointing": True},
         "+ Adafactor": {"optim": "adafactor"},
         "+ frozen body": {"freeze": ("base",)},
@@ -97,6 +110,7 @@ def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool =
         **no_cache,
         **paged,
         "+ expandable segments": {"expandable_segments": True},
+        **single,
     }
     # fp16's gradient scaler needs all gradients at once, which a released gradient does not wait for
     autocast = {"+ bf16 autocast": {"precision": "bf16"}} if bf16 else {}
@@ -108,7 +122,27 @@ def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool =
         "+ release, unclipped": {"gradient_release": True, "max_grad_norm": 0.0},
         **paged,
     }
+    checkpointed: dict[str, dict[str, Any]] = {
+        f"+ accumulation {micro_batch} x {effective_batch_size // micro_batch}": {"batch_size": micro_batch},
+        "+ checkpointing": {"checkpointing": True},
+    }
+    dtype = "bfloat16" if bf16 else "float16"
+    sixteen_bit: dict[str, dict[str, Any]] = {
+        "bf16, paged 8-bit Adam": {"weights_dtype": dtype, "optim": "paged_adamw_8bit", "precision": precision},
+        **checkpointed,
+        **single,
+    }
+    adapters = {"lora": LORA_RANK, "weights_dtype": dtype, "precision": precision}
+    lora: dict[str, dict[str, Any]] = {f"{precision}, rank {LORA_RANK}": adapters, **checkpointed, **single}
+    qlora: dict[str, dict[str, Any]] = {
+        f"nf4, {precision}, rank {LORA_RANK}": {**adapters, "load_in": "nf4"},
+        **checkpointed,
+        **single,
+    }
     ladders = {USUAL: usual, WHOLE: whole, RELEASED: released}
+    if bf16:  # torch's gradient scaler refuses the gradients of float16 weights
+        ladders[SIXTEEN_BIT] = sixteen_bit
+    ladders |= {LORA: lora, QLORA: qlora}
     return [baseline, *(rung for name, additions in ladders.items() for rung in _climb(baseline, name, additions))]
 
 
@@ -148,70 +182,85 @@ def ladder(
         ValueError: no rung is estimable; the message is the baseline's reason.
     """
     gpu = current_gpu() if gpu is None else gpu
-    rungs = ladder_rungs(batch_size * gradient_accumulation_steps, seq_len, bf16=gpu is None or gpu.bf16)
-    rows = []
-    for number, rung in enumerate(rungs, 1):
-        announce(f"{number} of {len(rungs)}: {rung.added}")
+    effective, bf16 = batch_size * gradient_accumulation_steps, gpu is None or gpu.bf16
+
+    def row(rung: Rung) -> Row:
         settings = {**rung.settings, **overrides}
         try:
             found = estimate(model, batch_size=rung.batch_size, seq_len=rung.seq_len, gpu=gpu, **settings)
-        except ValueError as error:
-            rows.append(Row(rung, None, str(error)))
-        else:
-            rows.append(Row(rung, found))
+        except (ValueError, MissingExtraError) as error:
+            return Row(rung, None, str(error))
+        return Row(replace(rung, seq_len=found.seq_len), found)
+
+    announce("the baseline")
+    rows = [row(ladder_rungs(effective, seq_len, bf16=bf16)[0])]
+    rungs = ladder_rungs(effective, rows[0].rung.seq_len, bf16=bf16)  # with the default length, where it has one
+    for number, rung in enumerate(rungs[1:], 2):
+        announce(f"{number} of {len(rungs)}: {rung.added}")
+        rows.append(row(rung))
     if all(row.estimate is None for row in rows):
         raise ValueError(rows[0].reason)
     return rows
 
 
-def print_ladder(rows: Sequence[Row], console: Console) -> None:
-    """Print the rungs as a table, the reasons of those that are not estimable, and the rungs that fit the GPU."""
+def print_ladder(rows: Sequence[Row], console: Console, notes: Sequence[str] = ()) -> None:
+    """Print the rungs as a table, the reasons of those that are not estimable, and the rungs that fit the GPU.
+
+    A narrow terminal gets fewer columns.
+    """
     found = [row.estimate for row in rows if row.estimate is not None]
     baseline, known = rows[0].rung, found[0]
     plain = partial(console.print, markup=False, highlight=False, emoji=False)
     length = "" if baseline.seq_len is None else f" of {baseline.seq_len} tokens"
     plain(f"{known.model}: {baseline.batch_size} examples{length} per optimizer step, in GiB")
-    table = _ladder_table(rows)
-    if console.width < TABLE_COLUMNS:
-        table.width = TABLE_COLUMNS  # a narrow terminal wraps the lines; rich would cut figures off
-    console.print(table, crop=False)
+    narrow = console.width < TABLE_COLUMNS
+    console.print(_ladder_table(rows, narrow=narrow), crop=False)
     context = "which is unknown" if known.context_bytes is None else format_bytes(known.context_bytes)
+    other = "not shown" if narrow else "other"
     plain(
-        "\nComponents at the peak of allocated bytes; other: logits and loss, temporaries, workspace, inputs. Total: "
-        f"reserved bytes and CUDA's context, {context}. 8-bit Adam keeps 32 bits for embeddings."
+        f"\nComponents at the peak of allocated bytes; {other}: logits and loss, temporaries, workspace, inputs. "
+        f"Total: reserved bytes and CUDA's context, {context}. 8-bit Adam keeps 32 bits for embeddings."
     )
+    for note in notes:
+        plain(f"Note: {note}")
+    reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.estimate is None:
-            plain(f"{row.rung.added} ({row.rung.ladder}): {row.reason}")
+            reasons.setdefault(row.reason, []).append(f"{row.rung.added} ({row.rung.ladder})")
+    for reason, names in reasons.items():
+        plain(f"{', '.join(names)}: {reason}")
     if known.gpu is not None:
-        plain(_ladder_verdict(rows, known.gpu), style="bold")
+        fits = any(row.estimate is not None and row.estimate.fits for row in rows)
+        plain(_ladder_verdict(rows, known.gpu), style="bold green" if fits else "bold red")
 
 
-def _ladder_table(rows: Sequence[Row]) -> Table:
+def _ladder_table(rows: Sequence[Row], *, narrow: bool) -> Table:
     from rich import box
     from rich.table import Table
 
+    shown = [not (narrow and heading in DROPPED_WHERE_NARROW) for heading in HEADINGS]
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("set-up, built up")
-    for heading in HEADINGS:
+    table.add_column("set-up, built up", min_width=FIRST_COLUMNS)
+    for heading in compress(HEADINGS, shown):
         table.add_column(heading, justify="right", no_wrap=True)
     for name in dict.fromkeys(row.rung.ladder for row in rows):
         members = [row for row in rows if row.rung.ladder == name]
         if name != BASELINE:
             table.add_row(f"[bold]{name}[/]")
         for row in members:
-            table.add_row(row.rung.added, *_cells(row.estimate), end_section=row is members[-1])
+            cells = compress(_cells(row.estimate, digits=1 if narrow else 2), shown)
+            table.add_row(row.rung.added, *cells, end_section=row is members[-1])
     return table
 
 
-def _cells(found: Estimate | None) -> list[str]:
+def _cells(found: Estimate | None, digits: int) -> list[str]:
     if found is None:
         return ["-"] * len(HEADINGS)
     other = sum(found.components[name] for name in COMPONENTS if name not in SHOWN_ALONE)
     alone = [found.components[name] for name in SHOWN_ALONE]
     sizes = [*alone, other, found.peak_allocated_bytes, found.peak_reserved_bytes, found.total_bytes]
-    fits = {True: "yes", False: "no", None: "?"}[found.fits]
-    return [*(f"{to_gib(size_bytes):.2f}" for size_bytes in sizes), fits]
+    fits = {True: "[green]yes[/]", False: "[red]no[/]", None: "?"}[found.fits]
+    return [*(f"{to_gib(size_bytes):.{digits}f}" for size_bytes in sizes), fits]
 
 
 def _ladder_verdict(rows: Sequence[Row], gpu: Gpu) -> str:

@@ -11,7 +11,7 @@ What cannot be simulated raises ``NotEstimableError``; ``estimate`` lists it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,11 @@ from hf_memopt.binding import versions as compat
 from hf_memopt.devices.gpus import Gpu, current_gpu, find_gpu
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
 from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan, replay
+from hf_memopt.memory.argument_spellings import in_own_names
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
+from hf_memopt.memory.hints import find_hints
+from hf_memopt.memory.models.example_batch import DEFAULT_LENGTH, default_length
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.optimizers.optimizer_memory import (
     OptimizerMemory,
@@ -44,20 +47,22 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, TrainingArguments
 
-__all__ = ["estimate", "estimate_from_arguments"]
+__all__ = ["estimate", "estimate_from_arguments", "with_hints"]
 
+DEFAULT_BATCH_SIZE = 8
 _ASSUMED_CAPABILITY = (8, 0)
 
 
 def estimate(
     model: nn.Module | PretrainedConfig | str | os.PathLike[str],
     *,
-    batch_size: int,
+    batch_size: int | None = None,
     seq_len: int | None = None,
     recipe: Any = None,
     gpu: str | Gpu | None = None,
     task: str | None = None,
     labels_length: int | None = None,
+    hints: bool = False,
     **overrides: Any,
 ) -> Estimate:
     """Return the memory that a training step of the stock ``Trainer`` needs on a GPU, without the GPU.
@@ -65,14 +70,18 @@ def estimate(
     Args:
         model: a module (real or meta), a configuration, a folder or hub id with ``config.json``, or a well-known name
             such as ``"bert-large-uncased"``. It is not changed, and its weights are not read.
-        batch_size: examples of one forward and backward pass (``per_device_train_batch_size``).
-        seq_len: tokens of the longest row, padding included; None for models of images.
+        batch_size: examples of one forward and backward pass (``per_device_train_batch_size``); 8 by default, as in
+            ``TrainingArguments``.
+        seq_len: tokens of the longest row, padding included; by default 512, or all positions of a model that has
+            fewer, which a note says. Models of images have none.
         recipe: anything with ``step_settings()``, such as ``hf_memopt.recipe("4gb-gpu")``.
         gpu: a name such as ``"RTX 3050 4GB"`` or a ``Gpu``; None for the current CUDA device. Without one the kernels
             are those of compute capability 8.0, precision "auto" is fp32, and the context is unknown.
         task: the head to build where ``model`` is not a module; by default the configuration's own, or the usual one.
         labels_length: tokens of the targets of an encoder-decoder; ``seq_len`` unless given.
-        overrides: fields of ``StepSettings``; they replace those of the recipe.
+        hints: whether changes that make it fit are looked for where it does not, which simulates up to 24 of them.
+        overrides: fields of ``StepSettings``, or their names in ``TrainingArguments`` such as ``bf16=True``; they
+            replace those of the recipe.
 
     LoRA, quantised weights and frozen parameters are settings of the step: ``estimate("Llama-3.1-8B", batch_size=1,
     seq_len=512, lora=16, load_in="nf4", gpu="RTX 4060")``.
@@ -96,9 +105,38 @@ def estimate(
         (True, 'backward')
     """
     found_gpu = current_gpu() if gpu is None else find_gpu(gpu)
+    overrides = in_own_names({**overrides, **({} if batch_size is None else {"batch_size": batch_size})})
+    shape = Shape(overrides.pop("batch_size", DEFAULT_BATCH_SIZE), seq_len, labels_length)
     settings = _settings(recipe, overrides)
-    shape = Shape(batch_size, seq_len, labels_length)
-    return _estimate(model, shape, settings, found_gpu, task=task, weights_dtype=overrides.get("weights_dtype"))
+    found = _estimate(model, shape, settings, found_gpu, task=task, weights_dtype=overrides.get("weights_dtype"))
+    return with_hints(model, found, task=task, labels_length=labels_length) if hints else found
+
+
+def with_hints(
+    model: nn.Module | PretrainedConfig | str | os.PathLike[str],
+    found: Estimate,
+    *,
+    task: str | None = None,
+    labels_length: int | None = None,
+    announce: Callable[[str], object] = lambda text: None,
+) -> Estimate:
+    """Return an estimate with its ``hints``; ``announce`` is called with a text before each simulation."""
+    if found.fits is not False:
+        return found
+
+    def simulate(changes: Mapping[str, Any]) -> Estimate:
+        sizes = {name: changes.get(name, getattr(found, name)) for name in ("batch_size", "seq_len")}
+        settings = {name: value for name, value in changes.items() if name not in sizes}
+        return _estimate(
+            model,
+            Shape(**sizes, labels_length=labels_length),
+            found.settings.replace(**settings),
+            found.gpu,
+            task=task,
+            weights_dtype=settings.get("weights_dtype"),
+        )
+
+    return replace(found, hints=find_hints(found, simulate, announce=announce))
 
 
 def estimate_from_arguments(
@@ -115,7 +153,8 @@ def estimate_from_arguments(
         model: as for ``estimate``.
         args: not changed. Evaluation is included where ``eval_strategy`` is not ``"no"`` or ``eval_on_start`` is set,
             with one batch unless ``eval_batches=`` gives their number.
-        lengths: tokens of the examples, such as ``token_lengths(dataset)``, or of the longest; None for images.
+        lengths: tokens of the examples, such as ``token_lengths(dataset)``, or of the longest; None for images, and for
+            the default of ``estimate``.
         gpu: as for ``estimate``.
         overrides: fields of ``StepSettings`` that the arguments do not have; ``task`` and ``labels_length``.
 
@@ -170,6 +209,9 @@ def _estimate(
         )
         if loaded.key is None:
             settings = settings.replace(weights_dtype=_own_dtype(loaded.model, weights_dtype))
+        assumed_length = default_length(loaded.model) if shape.seq_len is None else None
+        if assumed_length is not None:
+            shape = replace(shape, seq_len=assumed_length)
         step = record_or_reuse(loaded, settings, shape, chip)
     optimizer = _optimizer(step.trainable, settings)
     plan = _replay_plan(step, settings, optimizer, shape.batch_size, chip)
@@ -191,7 +233,13 @@ def _estimate(
         trainable_parameters=sum(fact.elements for fact in step.trainable),
         flops=step.trace.flops[0] * plan.batches * plan.micro_batches,
         timeline=replayed.timeline,
-        notes=(*_notes(gpu, settings, replayed), *quantised, *step.notes, *optimizer.notes),
+        notes=(
+            *_length_notes(assumed_length),
+            *_notes(gpu, settings, replayed),
+            *quantised,
+            *step.notes,
+            *optimizer.notes,
+        ),
     )
 
 
@@ -257,6 +305,13 @@ def _own_dtype(model: nn.Module, asked: str | None) -> str:
             f"Call: model.to(torch.{asked})"
         )
     return own
+
+
+def _length_notes(assumed_length: int | None) -> tuple[str, ...]:
+    if assumed_length is None:
+        return ()
+    what = "" if assumed_length == DEFAULT_LENGTH else ", all that the model takes"
+    return (f"seq_len={assumed_length} by default{what}; pass the length of your longest rows",)
 
 
 def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from hf_memopt.memory.settings import StepSettings
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.memory.hints import Hint
     from hf_memopt.memory.timeline import Timeline
 
 __all__ = ["Estimate"]
@@ -41,6 +42,8 @@ class Estimate:
         flops: floating-point operations of an optimizer step, all its micro-batches, recomputation included.
         timeline: bytes over time.
         notes: what was assumed.
+        hints: changes that make it fit, or come nearest to it, each simulated; None where they were
+            not looked for (``estimate(..., hints=True)`` does) or nothing had to change.
     """
 
     model: str
@@ -60,6 +63,7 @@ class Estimate:
     flops: int
     timeline: Timeline
     notes: tuple[str, ...] = ()
+    hints: tuple[Hint, ...] | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -76,10 +80,10 @@ class Estimate:
         return estimate_table(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the timeline, stacked by component, to a PNG file.
+        """Draw the timeline, stacked by component, to a PNG, SVG or PDF file.
 
         Raises:
-            ValueError: ``path`` is not a PNG file that can be written.
+            ValueError: ``path`` is not such a file that can be written.
             MissingExtraError: matplotlib is not installed.
         """
         draw(self, os.fspath(path))

@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt.binding.conflicts import refusal_of, steps_in_backward
-from hf_memopt.errors import did_you_mean
+from hf_memopt.memory.argument_spellings import in_own_names, unknown_setting
 from hf_memopt.plain_data import Count, check_value
 
 if TYPE_CHECKING:
@@ -208,11 +208,12 @@ class StepSettings:
             )
 
     def replace(self, **changed: Any) -> StepSettings:
-        """Return the settings with other values.
+        """Return the settings with other values; ``bf16=True`` and such names of ``TrainingArguments`` work too.
 
         Raises:
             TypeError: a name is not a setting; the message suggests the closest one.
         """
+        changed = in_own_names(changed)
         known = [item.name for item in fields(self)]
         if "quantization_config" in changed:
             raise TypeError(
@@ -222,10 +223,7 @@ class StepSettings:
             )
         for name in changed:
             if name not in known:
-                raise TypeError(
-                    f"{name}={changed[name]!r} is not a setting of a step; expected one of "
-                    f"{', '.join(known)}.{did_you_mean(name, known)} See help(hf_memopt.StepSettings)"
-                )
+                raise unknown_setting(name, changed[name], known)
         return replace(self, **changed)
 
 

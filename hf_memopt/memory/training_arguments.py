@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions as compat
+from hf_memopt.memory.argument_spellings import REFUSED
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 
 if TYPE_CHECKING:
@@ -13,19 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["notes_of_arguments", "refuse_arguments", "settings_of_arguments"]
 
-_REFUSED = {
-    "torch_compile": "what the compiler fuses and saves is decided on the GPU",
-    "use_liger_kernel": "its Triton kernels do not run without a GPU",
-    "deepspeed": "sharding over processes is not simulated",
-    "fsdp": "sharding over processes is not simulated",
-    "neftune_noise_alpha": "its noise on the embeddings is not simulated",
-    "use_cache": "a key-value cache in training is not simulated",
-}
-
 
 def refuse_arguments(args: TrainingArguments) -> None:
     """Raise ``NotEstimableError`` for the first argument that asks for something that is not simulated."""
-    for name, reason in _REFUSED.items():
+    for name, reason in REFUSED.items():
         value = getattr(args, name, None)
         if value:
             raise NotEstimableError(f"not estimable: {name}={value!r}: {reason}")

@@ -61,7 +61,7 @@ def test_presets_as_json() -> None:
 def test_an_unknown_preset_ends_with_2_and_its_message() -> None:
     result = runner.invoke(app, ["presets", "9gb"])
     assert result.exit_code == 2
-    assert result.stderr.startswith("name='9gb' is not a preset; expected one of 4gb-gpu, ")
+    assert result.stderr.startswith("'9gb' is not a preset; expected one of 4gb-gpu, ")
 
 
 ANSWERED_AT_ONCE = {
@@ -70,23 +70,25 @@ ANSWERED_AT_ONCE = {
     "presets": (0, ""),
     "presets --json": (0, ""),
     "presets 4gb-gpu": (0, ""),
-    "presets 9gb": (2, "name='9gb' is not a preset; "),
+    "presets 9gb": (2, "'9gb' is not a preset; "),
     "estimate --list-models": (0, ""),
-    "estimate bert-larg --seq-len 8": (2, "model='bert-larg' is neither a well-known name nor a folder, "),
-    "estimate gpt2": (2, "seq_len=None gives 'gpt2' no length; "),
-    "estimate gpt2 --gpu RTX-9999": (2, "gpu='RTX-9999' "),
-    "estimate gpt2 --gpu-memory 4": (2, "memory='4' is not an amount of memory; "),
-    "estimate gpt2 --preset 9gb": (2, "name='9gb' is not a preset; "),
-    "estimate gpt2 --precision fp17": (2, "precision='fp17' is invalid; "),
-    "estimate gpt2 --optim adamm": (2, "optim='adamm' is not an optimizer whose memory is known; "),
-    "estimate gpt2 --optim adamw_anyprecision": (2, "not estimable: optim='adamw_anyprecision': "),
-    "estimate gpt2 --precision fp16 --optim lomo": (2, "optim='lomo', precision='fp16' "),
-    "estimate gpt2 --task mlm": (2, "task='mlm' is unknown; "),
-    "estimate gpt2 --compare --task mlm": (2, "task='mlm' is unknown; "),
-    "estimate gpt2 --seq-len 1000001": (2, "seq_len=1000001 is too large to simulate; "),
-    "estimate gpt2 --plot timeline.svg": (2, "plot='timeline.svg' is not a PNG file; "),
-    "estimate gpt2 --preset 4gb-gpu --batch-size 5": (2, "batch_size=5 does not divide the 32 examples "),
-    "lengths data.csv --plot lengths.svg": (2, "plot='lengths.svg' is not a PNG file; "),
+    "estimate bert-larg --seq-len 8": (2, "'bert-larg' is neither a well-known name nor a folder, "),
+    "estimate gpt2 --gpu RTX-9999": (2, "--gpu RTX-9999 "),
+    "estimate gpt2 --gpu-memory 4": (2, "--gpu-memory 4 is not an amount of memory; "),
+    "estimate gpt2 --preset 9gb": (2, "--preset 9gb is not a preset; "),
+    "estimate gpt2 --precision fp17": (2, "--precision fp17 is invalid; "),
+    "estimate gpt2 --optim adamm": (2, "--optim adamm is not an optimizer whose memory is known; "),
+    "estimate gpt2 --optim adamw_anyprecision": (2, "not estimable: --optim adamw_anyprecision: "),
+    "estimate gpt2 --precision fp16 --optim lomo": (2, "--optim lomo, --precision fp16 "),
+    "estimate gpt2 --task mlm": (2, "--task mlm is unknown; "),
+    "estimate gpt2 --compare --task mlm": (2, "--task mlm is unknown; "),
+    "estimate gpt2 --seq-len 1000001": (2, "--seq-len 1000001 is too large to simulate; "),
+    "estimate gpt2 --plot timeline.gif": (2, "--plot timeline.gif is not a kind of picture; "),
+    "estimate gpt2 --load-in nf4": (2, "--load-in nf4, no --lora leave nothing to train: "),
+    "estimate gpt2 --weights bf61": (2, "--weights bf61 is invalid; "),
+    "estimate gpt2 --tokenizer gpt2": (2, "--tokenizer gpt2 is for a data file, and there is none; "),
+    "estimate gpt2 --preset 4gb-gpu --batch-size 5": (2, "--batch-size 5 does not divide the 32 examples "),
+    "lengths data.csv --plot lengths.gif": (2, "--plot lengths.gif is not a kind of picture; "),
 }
 
 
@@ -212,16 +214,17 @@ def test_lengths_in_a_narrow_terminal_cuts_no_figure(reviews) -> None:
     [
         (
             ["--column", "txt"],
-            "column='txt' is not in {path!r}; expected one of ['text']. Did you mean 'text'? Pass --column NAME",
+            "--column txt is not in {path!r}; expected one of ['text']. Did you mean 'text'? Pass --column NAME",
         ),
         (
-            ["--plot", "lengths.svg"],
-            "plot='lengths.svg' is not a PNG file; expected a name that ends in .png. Pass lengths.png",
+            ["--plot", "lengths.gif"],
+            "--plot lengths.gif is not a kind of picture; expected a name that ends in .png, .svg or .pdf. "
+            "Pass lengths.png",
         ),
         (
             ["--max-tokens", "16"],
-            "max_tokens=16 cannot hold the longest example, lengths[6]=37, padded to 40; expected every example to fit "
-            "into one batch. Pass max_tokens=40, or cut: max_length=16",
+            "--max-tokens 16 cannot hold the longest example, lengths[6]=37, padded to 40; expected every example to "
+            "fit into one batch. Pass --max-tokens 40, or cut: --max-length 16",
         ),
     ],
 )
@@ -240,12 +243,12 @@ def test_a_missing_and_a_broken_file_of_lengths(tmp_path) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (
         2,
         "",
-        f"path={str(missing)!r} does not exist; expected a file or a folder. Call: hf-memopt lengths FILE\n",
+        f"{str(missing)!r} does not exist; expected a file or a folder. Call: hf-memopt lengths FILE\n",
     )
     broken.write_text("text,label\na,1\nb,2,3\n")
     result = runner.invoke(app, ["lengths", str(broken), "--json"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"path={str(broken)!r} cannot be read as csv (")
+    assert result.stderr.startswith(f"{str(broken)!r} cannot be read as csv (")
     assert result.stderr.count("\n") == 1
 
 

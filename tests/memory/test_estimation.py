@@ -1076,10 +1076,6 @@ def test_a_recipe_and_its_overrides() -> None:
             "seq_len=65 is beyond the positions of BertForSequenceClassification; expected 1 to 64. Pass seq_len=64",
         ),
         (
-            {"seq_len": None},
-            "seq_len=None is missing for BertForSequenceClassification; expected tokens per row. Pass seq_len=128",
-        ),
-        (
             {"gradient_release": True},
             "gradient_release=True, max_grad_norm=1.0 are incompatible: the global norm is known only when the "
             "first gradients are gone; expected only one of them. Pass max_grad_norm=0, or gradient_release=False",

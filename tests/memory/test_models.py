@@ -777,7 +777,7 @@ def test_unknown_name_tells_why_and_lists_the_nearest(
         load_model("bert-larg-uncased")
     assert str(error.value) == (
         f"model='bert-larg-uncased' is neither a well-known name nor a folder, {told}; {EXPECTED_NAMES}. "
-        "Did you mean 'bert-large-uncased'? Pass, for example, model='bert-base-uncased'"
+        "Did you mean 'bert-large-uncased'? Pass model='bert-large-uncased'"
     )
 
 
@@ -797,7 +797,7 @@ def test_answer_of_the_hub_is_told(unreachable: list[Exception], kind: Any, told
         load_model("someone/zzzz")
     assert str(error.value) == (
         f"model='someone/zzzz' is neither a well-known name nor a folder, {told}; {EXPECTED_NAMES}. "
-        "Pass, for example, model='bert-base-uncased'"
+        "Pass model='bert-base-uncased'"
     )
 
 
@@ -823,7 +823,7 @@ def test_hub_that_cannot_be_reached_is_asked_once_and_told(nobody_listens: list[
     assert nobody_listens == [("hub.example", 443, 3.0)]
     assert str(error.value) == (
         "model='someone/zzzz' is neither a well-known name nor a folder, and the hub is unreachable and its local "
-        f"cache has nothing of that name; {EXPECTED_NAMES}. Pass, for example, model='bert-base-uncased'"
+        f"cache has nothing of that name; {EXPECTED_NAMES}. Pass model='bert-base-uncased'"
     )
 
 

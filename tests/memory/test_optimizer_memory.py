@@ -527,7 +527,7 @@ def test_unknown_name() -> None:
         optimizer_memory([], "adamw_8bits")
     assert str(error.value) == (
         "optim='adamw_8bits' is not an optimizer whose memory is known; expected one of "
-        f"{', '.join([*FAMILIES, *NOT_ESTIMABLE])}. Did you mean 'adamw_8bit'? Pass optim='adamw_torch_fused'"
+        f"{', '.join([*FAMILIES, *NOT_ESTIMABLE])}. Did you mean 'adamw_8bit'? Pass optim='adamw_8bit'"
     )
 
 

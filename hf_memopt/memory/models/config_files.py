@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_memopt.errors import did_you_mean
+from hf_memopt.errors import did_you_mean, nearest
 from hf_memopt.hub import hub_answers
 from hf_memopt.memory.models.known import known_models, known_name
 
@@ -90,6 +90,6 @@ def _download_config(text: str) -> Path:
     raise ValueError(
         f"model={text!r} is neither a well-known name nor a folder, {reason}; expected a module, a configuration, a "
         "folder with config.json, an id on the hub, or one of the well-known names that "
-        f"hf-memopt estimate --list-models shows.{did_you_mean(text, names)} Pass, for example, "
-        "model='bert-base-uncased'"
+        f"hf-memopt estimate --list-models shows.{did_you_mean(text, names)} "
+        f"Pass model={nearest(text, names) or 'bert-base-uncased'!r}"
     ) from cause

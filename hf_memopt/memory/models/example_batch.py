@@ -21,10 +21,25 @@ from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.memory.models.loading import TASKS, task_of
 from hf_memopt.plain_data import Count, check_value
 
-__all__ = ["check_sequence", "cut_batch", "example_batch"]
+__all__ = ["DEFAULT_LENGTH", "check_sequence", "cut_batch", "default_length", "example_batch", "most_tokens"]
 
 CHOICES = 4
 """Answers per question of multiple choice, as in SWAG; configurations do not have their number."""
+
+DEFAULT_LENGTH = 512
+"""Tokens of a row where nothing says how long rows are: what BERT's family takes at most, and usual in fine-tuning."""
+
+
+def default_length(model: nn.Module) -> int | None:
+    """Return ``DEFAULT_LENGTH``, or the positions of a model that has fewer; None for images and unknown heads."""
+    if task_of(model) in (None, "image-classification"):
+        return None
+    return min(DEFAULT_LENGTH, most_tokens(model) or DEFAULT_LENGTH)
+
+
+def most_tokens(model: nn.Module) -> int | None:
+    """Return the tokens that a model has positions for, as ``check_sequence`` counts them; None for no limit."""
+    return _positions(unwrap_model(model))
 
 
 def example_batch(

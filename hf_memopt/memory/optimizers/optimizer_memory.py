@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.errors import did_you_mean
+from hf_memopt.errors import did_you_mean, nearest
 from hf_memopt.memory.optimizers.formulas import FAMILIES
 from hf_memopt.memory.optimizers.parameter_facts import (
     FLOAT_BYTES,
@@ -114,7 +114,7 @@ def check_optimizer(optim: str) -> None:
         known = (*FAMILIES, *_NOT_ESTIMABLE)
         raise ValueError(
             f"optim={optim!r} is not an optimizer whose memory is known; expected one of {', '.join(known)}."
-            f"{did_you_mean(optim, known)} Pass optim='adamw_torch_fused'"
+            f"{did_you_mean(optim, known)} Pass optim={nearest(optim, FAMILIES) or 'adamw_torch_fused'!r}"
         )
 
 

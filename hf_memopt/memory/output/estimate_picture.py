@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt import plotting as pictures
-from hf_memopt.memory.output.estimate_text import describe, verdict
+from hf_memopt.memory.output.estimate_text import COLOURS, describe, verdict
 from hf_memopt.memory.timeline import COMPONENTS, phase_spans
 from hf_memopt.units import format_bytes, to_gib, to_mib
 
@@ -27,17 +27,6 @@ __all__ = ["check_picture", "draw", "drawn_events"]
 
 STRETCHES = 2000
 
-# Okabe and Ito's palette for colour-blind readers, with grey instead of black.
-COLOURS = {
-    "weights": "#0072B2",
-    "gradients": "#D55E00",
-    "optimizer state": "#E69F00",
-    "activations": "#009E73",
-    "logits and loss": "#CC79A7",
-    "temporaries": "#F0E442",
-    "workspace": "#999999",
-    "inputs": "#56B4E9",
-}
 PHASE_SHADES = {
     "load": "#F2F2F2",
     "forward": "#D9D9D9",
@@ -54,10 +43,10 @@ def check_picture(path: Path) -> None:
 
 
 def draw(estimate: Estimate, path: str | Path) -> None:
-    """Draw the timeline to a PNG file: components stacked, phases shaded, the peak labelled.
+    """Draw the timeline to a PNG, SVG or PDF file: components stacked, phases shaded, the peak labelled.
 
     Raises:
-        ValueError: ``path`` is not a PNG file, or cannot be written.
+        ValueError: ``path`` is not such a file, or cannot be written.
         MissingExtraError: matplotlib is not installed.
     """
     path = Path(path)

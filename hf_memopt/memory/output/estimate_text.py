@@ -9,20 +9,31 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.versions import allocator_variable
 from hf_memopt.memory.timeline import COMPONENTS, phase_peaks
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from hf_memopt.devices.gpus import Gpu
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.settings import StepSettings
 
-__all__ = ["as_dict", "describe", "estimate_table", "print_estimate", "verdict"]
+__all__ = ["COLOURS", "as_dict", "describe", "estimate_table", "print_estimate", "verdict"]
 
 COLUMNS = 80
+BAR_COLUMNS = 20
+
+# Okabe and Ito's palette for colour-blind readers, with grey instead of black.
+COLOURS = {
+    "weights": "#0072B2",
+    "gradients": "#D55E00",
+    "optimizer state": "#E69F00",
+    "activations": "#009E73",
+    "logits and loss": "#CC79A7",
+    "temporaries": "#F0E442",
+    "workspace": "#999999",
+    "inputs": "#56B4E9",
+}
 
 
 # ---- Table
@@ -37,35 +48,42 @@ def estimate_table(estimate: Estimate) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def print_estimate(estimate: Estimate, console: Console) -> None:
-    """Print the table to a terminal, the verdict in colour."""
+def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str], str] = lambda text: text) -> None:
+    """Print the table to a terminal, the verdict in colour; ``wording`` changes notes, verdict and hints."""
     heading = f"{describe(estimate)}\n{_parameters(estimate)}; {estimate.flops / 1e12:,.3g} TFLOP per optimizer step"
     place = f", in {estimate.module}" if estimate.module else ""
     lines = [f"The peak is reached in the {estimate.phase} phase{place}."]
     if estimate.host_bytes:
         lines.append(f"Moved to the host: {format_bytes(estimate.host_bytes)}.")
-    lines += [f"Note: {note}" for note in estimate.notes]
+    lines += [f"Note: {wording(note)}" for note in estimate.notes]
     plain = partial(console.print, markup=False, highlight=False, emoji=False)
     plain(heading)
-    console.print(_components(estimate))
+    console.print(_components(estimate, "█" if console.encoding.lower().startswith("utf") else "#"))
     plain("\n".join(lines))
     style = {True: "bold green", False: "bold red", None: "bold"}[estimate.fits]
-    plain(verdict(estimate), style=style)
+    plain(wording(verdict(estimate)), style=style)
+    for hint in estimate.hints or ():
+        plain(wording(str(hint)), style="green" if hint.fits else "red")
 
 
-def _components(estimate: Estimate) -> RenderableType:
+def _components(estimate: Estimate, block: str) -> RenderableType:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("component", no_wrap=True)
     for heading in ("at the peak", "share"):
         table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    largest = max(COMPONENTS, key=lambda name: estimate.components[name])
     for name in COMPONENTS:
         size_bytes = estimate.components[name]
         last = name == COMPONENTS[-1]
-        share = f"{size_bytes / estimate.peak_allocated_bytes:.1%}"
-        table.add_row(name, format_bytes(size_bytes), share, end_section=last)
+        share = size_bytes / estimate.peak_allocated_bytes
+        bar = Text(block * round(share * BAR_COLUMNS), style=COLOURS[name])
+        style = "bold" if name == largest else None
+        table.add_row(name, format_bytes(size_bytes), f"{share:.1%}", bar, end_section=last, style=style)
     context = "unknown" if estimate.context_bytes is None else format_bytes(estimate.context_bytes)
     table.add_row("peak allocated", format_bytes(estimate.peak_allocated_bytes))
     table.add_row("peak reserved", format_bytes(estimate.peak_reserved_bytes))
@@ -149,7 +167,7 @@ def _call_text(options: Mapping[str, Any]) -> str:
 
 
 def verdict(estimate: Estimate) -> str:
-    """Return one sentence: whether the GPU can hold it, by how much, and if not, what to try."""
+    """Return one sentence: whether the GPU can hold it, by how much, and if not, what is largest."""
     gpu, total = estimate.gpu, format_bytes(estimate.total_bytes)
     if gpu is None:
         context = " and CUDA's context" if estimate.context_bytes is None else ""
@@ -159,80 +177,16 @@ def verdict(estimate: Estimate) -> str:
     figures = f"{gpu.name}: {total}{context} of {format_bytes(gpu.usable_bytes)}"
     if spare_bytes >= 0:
         return f"fits {figures}, {format_bytes(spare_bytes)} to spare"
-    return f"does not fit {figures}, {format_bytes(-spare_bytes)} over; try {_advice(estimate, gpu)}"
-
-
-def _advice(estimate: Estimate, gpu: Gpu) -> str:
-    """Return a change of the set-up: against fragmentation, or one that lowers the largest component possible."""
-    settings = estimate.settings
-    allocated_bytes, reserved_bytes = estimate.peak_allocated_bytes, estimate.peak_reserved_bytes
-    if allocated_bytes + (estimate.context_bytes or 0) <= gpu.usable_bytes and not settings.expandable_segments:
-        return (
-            f"{allocator_variable()}=expandable_segments:True (estimate it with expandable_segments=True): tensors "
-            f"hold {format_bytes(allocated_bytes)} of the {format_bytes(reserved_bytes)} reserved"
-        )
-    if _gathers_logits(estimate):
-        return (
-            "eval_accumulation_steps=1, or prediction_loss_only=True where no metric needs logits: "
-            f"{format_bytes(estimate.components['logits and loss'])} of the peak are logits and loss that are "
-            "gathered on the GPU"
-        )
-    if estimate.phase in ("generation", "evaluation") and (settings.eval_batch_size or 1) > 1:
-        return f"eval_batch_size={_half(settings.eval_batch_size or 1)}: the peak is reached in the evaluation"
-    for name in sorted(COMPONENTS, key=lambda name: estimate.components[name], reverse=True):
-        fix = _fix(name, estimate)
-        if fix is not None:
-            return f"{fix}: {format_bytes(estimate.components[name])} of the peak are {name}"
-    return "a smaller model"
-
-
-def _gathers_logits(estimate: Estimate) -> bool:
-    """Return whether logits of several batches are most of what the evaluation adds to the weights."""
-    settings, components = estimate.settings, estimate.components
-    gathered = min(settings.eval_batches, settings.eval_accumulation_steps or settings.eval_batches)
-    if settings.eval_batch_size is None or settings.prediction_loss_only or settings.batch_eval_metrics:
-        return False
-    of_a_pass = components["activations"] + components["temporaries"]
-    return estimate.phase == "evaluation" and gathered > 1 and components["logits and loss"] > of_a_pass
-
-
-def _fix(component: str, estimate: Estimate) -> str | None:
-    settings = estimate.settings
-    if component == "activations" and not settings.checkpointing:
-        return "checkpointing=True"
-    if component == "temporaries" and estimate.phase == "optimizer" and settings.optim == "adamw_torch":
-        return "optim='adamw_torch_fused'"
-    if component in ("activations", "logits and loss", "temporaries") and estimate.phase != "optimizer":
-        return _smaller_pass(estimate)
-    if component == "optimizer state":
-        return _smaller_state(settings.optim)
-    if component in ("weights", "gradients") and estimate.trainable_parameters == estimate.parameters:
-        return "LoRA, or freeze(model, 'embeddings')"
-    return None
-
-
-def _smaller_pass(estimate: Estimate) -> str | None:
-    """Return the next smaller forward pass with the same effective batch."""
-    settings, batch_size = estimate.settings, estimate.batch_size
-    rows = min(settings.micro_batch_size or batch_size, batch_size)
-    if rows == 1 or settings.gradient_release:
-        return None
-    if settings.micro_batch_size is not None:
-        return f"micro_batch_size={_half(rows)}"
-    smaller = _half(batch_size)
-    steps = settings.gradient_accumulation_steps * batch_size // smaller
-    return f"batch_size={smaller}, gradient_accumulation_steps={steps}"
-
-
-def _half(size: int) -> int:
-    """Return the largest proper divisor of ``size``."""
-    return max(smaller for smaller in range(1, size // 2 + 1) if size % smaller == 0)
-
-
-def _smaller_state(optim: str) -> str | None:
-    if not optim.startswith("adamw"):
-        return None
-    return "optim='paged_adamw_8bit'" if "8bit" in optim else "optim='adamw_8bit'"
+    over = f"does not fit {figures}, {format_bytes(-spare_bytes)} over"
+    if estimate.hints:
+        return f"{over}. Changes that were simulated:"
+    if estimate.hints is not None:
+        return f"{over}, and no change that was simulated needs less"
+    largest = max(COMPONENTS, key=lambda name: estimate.components[name])
+    return (
+        f"{over}; {format_bytes(estimate.components[largest])} of the peak are {largest}. "
+        "estimate(..., hints=True) finds what makes it fit"
+    )
 
 
 # ---- JSON
@@ -253,6 +207,7 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
         "gpu": gpu,
         "total_bytes": estimate.total_bytes,
         "fits": estimate.fits,
+        "hints": [hint.as_dict() for hint in estimate.hints or ()],
         "phase_peaks": phase_peaks(estimate.timeline),
         "versions": versions,
     }

@@ -1,0 +1,116 @@
+"""The class of all commands: help in groups of options, and messages that name flags instead of Python's parameters.
+
+The package's messages speak of ``seq_len=4096``. ``in_flags`` turns that into ``--seq-len 4096`` by the options that a
+command declares, so each message is written once. Help is laid out without rich, whose tables cut the names of options
+off at 80 columns.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from ast import literal_eval
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from typer.core import TyperCommand, TyperOption
+
+__all__ = ["Command", "Flag", "flags_of", "in_flags"]
+
+OTHER_NAMES = {  # an option, and what Python calls its value
+    "attn": "attn_implementation",
+    "gpu_memory": "memory",
+    "preset": "name",
+    "freeze": "patterns",
+    "weights": "weights_dtype",
+    "data": "path",
+}
+WIDEST_COLUMNS = 28  # of an option in the help; what is longer has a line of its own
+VALUE = r"""[\w.]+\([^()]*\)|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\([^()]*\)|\[[^][]*\]|[^\s,;:()]*[^\s,;:().]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How a parameter is given on the command line; of an argument ``on`` is empty, as its value stands alone."""
+
+    on: str
+    off: str = ""
+
+
+def flags_of(parameters: Iterable[Any]) -> dict[str, Flag]:
+    """Return the flags of a command's parameters by their names in Python."""
+    declared = {
+        parameter.name: Flag(max(parameter.opts, key=len), max(parameter.secondary_opts, key=len, default=""))
+        if parameter.param_type_name == "option"
+        else Flag("")
+        for parameter in parameters
+    }
+    others = {OTHER_NAMES[name]: flag for name, flag in declared.items() if name in OTHER_NAMES}
+    return {**others, **declared}
+
+
+def in_flags(text: str, flags: Mapping[str, Flag]) -> str:
+    """Return a message with flags in place of parameters; quoted values and names without an underscore stay.
+
+    Example:
+        >>> in_flags("seq_len=9 is odd; give eval_batch_size. Pass compare=True", {"seq_len": Flag("--seq-len"),
+        ...     "eval_batch_size": Flag("--eval-batch-size"), "compare": Flag("--compare")})
+        '--seq-len 9 is odd; give --eval-batch-size. Pass --compare'
+    """
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    bare = "|".join(sorted((name for name in flags if "_" in name), key=len, reverse=True)) or "$^"
+    given = re.compile(rf"(?<![\w./=-])(?:({names})=({VALUE})|(?<!['\"])({bare})(?![\w=('\"]))")
+
+    def flag(found: re.Match[str]) -> str:
+        name, value, alone = found.groups()
+        if alone is not None:
+            return flags[alone].on or str(alone)
+        if value[-1] == ")" and value[0] != "(":
+            return found.group()  # Python code
+        known = flags[name]
+        if not known.on:
+            return str(value)
+        if value == "False" and known.off:
+            return known.off
+        if value in ("False", "None"):
+            return f"no {known.on}"
+        return known.on if value == "True" else f"{known.on} {_as_typed(value)}"
+
+    return given.sub(flag, text)
+
+
+def _as_typed(value: str) -> str:
+    """Return a value as it is typed in a shell; what is not quoted text stays."""
+    return shlex.quote(literal_eval(value)) if value[0] in "'\"" else value
+
+
+class Command(TyperCommand):
+    """A command whose errors name its flags; its help is grouped by ``rich_help_panel``."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ValueError as error:
+            if len(error.args) == 1 and isinstance(error.args[0], str):
+                error.args = (in_flags(error.args[0], flags_of(self.params)),)
+            raise
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                name, text = record
+                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                shown = name if not isinstance(parameter, TyperOption) else _in_short(name)
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append((shown, text))
+        width = max(len(name) for rows in groups.values() for name, _ in rows if len(name) <= WIDEST_COLUMNS)
+        for heading, rows in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), text) for name, text in rows], col_max=width)
+
+
+def _in_short(name: str) -> str:
+    """Return an option's declaration with ``--[no-]flag`` for a pair of flags."""
+    return re.sub(r"(--)([\w-]+) / --no-\2", r"\1[no-]\2", name)

@@ -1,0 +1,70 @@
+"""Choose the length of ``hf-memopt estimate --data FILE`` from the rows of a data file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from hf_memopt.batching.padding_costs.data_files import FileLengths, file_lengths
+from hf_memopt.memory.models.known import known_models, known_name
+
+__all__ = ["length_of_data"]
+
+MULTIPLE = 8  # tensor cores want it, and collators pad to it
+
+
+def length_of_data(
+    model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None
+) -> tuple[int, str]:
+    """Return the 99th percentile of the lengths, rounded up to a multiple of 8, and a note that says so.
+
+    Where the model takes fewer tokens, they are the length.
+
+    Args:
+        model: whose tokenizer counts the tokens of texts.
+        path: as for ``file_lengths``, like ``column``.
+        column: None for the likely one.
+        tokenizer: None for the model's own; a column of token ids needs none.
+        task: of the model's head.
+
+    Raises:
+        ValueError: as ``file_lengths``; texts for which the model has no tokenizer here.
+    """
+    found = file_lengths(path, column=column, tokenizer=tokenizer)
+    if found.unit == "words":
+        found = _counted_by_model(model, path, column)
+    p99 = int(np.percentile(found.lengths, 99, method="inverted_cdf"))
+    seq_len = -(-p99 // MULTIPLE) * MULTIPLE
+    most = _positions(model, task)
+    limit = ""
+    if most is not None and most < seq_len:
+        seq_len, limit = most, ", all that the model takes"
+    longer = int((found.lengths > seq_len).sum())
+    rest = f"; {longer:,} longer rows have to be truncated" if longer else ""
+    note = (
+        f"seq_len={seq_len} from {len(found.lengths):,} rows of {path.name}: p99 {p99:,}, longest "
+        f"{int(found.lengths.max()):,} tokens{limit}{rest}"
+    )
+    return seq_len, note
+
+
+def _counted_by_model(model: str, path: Path, column: str | None) -> FileLengths:
+    known = known_name(model)
+    name = model if known is None or Path(model).is_dir() else f"{known_models()[known]['organisation']}/{known}"
+    try:
+        return file_lengths(path, column=column, tokenizer=name)
+    except ValueError as error:
+        if not str(error).startswith("tokenizer="):
+            raise
+        raise ValueError(
+            f"path={str(path)!r} holds texts, and the tokenizer of {model!r} cannot be loaded here; expected token ids "
+            "or a tokenizer that counts them. Pass --tokenizer FOLDER, or --seq-len 512 instead"
+        ) from error
+
+
+def _positions(model: str, task: str | None) -> int | None:
+    from hf_memopt.memory.models.example_batch import most_tokens
+    from hf_memopt.memory.models.loading import load_model
+
+    return most_tokens(load_model(model, task=task).model)

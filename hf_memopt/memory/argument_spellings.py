@@ -1,0 +1,121 @@
+"""Accept the names of ``TrainingArguments`` for the settings of a step, and explain names that are no setting.
+
+``bf16=True`` is ``precision="bf16"``, ``gradient_checkpointing=True`` is ``checkpointing=True``; the others that
+``SPELLINGS`` lists differ in their name alone. The module imports transformers only to explain an unknown name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hf_memopt.errors import did_you_mean
+
+__all__ = ["REFUSED", "in_own_names", "unknown_setting"]
+
+SPELLINGS = {"per_device_eval_batch_size": "eval_batch_size", "per_device_train_batch_size": "batch_size"}
+PRECISIONS = ("bf16", "fp16", "tf32")
+CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the old name, and 5.23.0's
+OPTIONS = tuple(f"{name}_kwargs" for name in CHECKPOINTING)
+
+REFUSED = {
+    "torch_compile": "what the compiler fuses and saves is decided on the GPU",
+    "use_liger_kernel": "its Triton kernels do not run without a GPU",
+    "deepspeed": "sharding over processes is not simulated",
+    "fsdp": "sharding over processes is not simulated",
+    "neftune_noise_alpha": "its noise on the embeddings is not simulated",
+    "use_cache": "a key-value cache in training is not simulated",
+}
+"""Arguments of ``TrainingArguments`` that ask for something that is not simulated, with the reason."""
+
+_INSTEAD = {
+    "load_in_4bit": "Pass load_in='nf4'",
+    "load_in_8bit": "Pass load_in='int8'",
+    "peft_config": "Pass lora=16, or lora=LoraConfig(...)",
+    "dtype": "Pass weights_dtype='bfloat16'",
+    "torch_dtype": "Pass weights_dtype='bfloat16'",
+    "max_length": "Pass seq_len=512 to estimate()",
+    "max_seq_length": "Pass seq_len=512 to estimate()",
+    "batch_size": "Pass batch_size=8 to estimate()",
+}
+"""Names from elsewhere that people know, with what to pass instead."""
+
+
+def in_own_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``given`` with the names and values of ``StepSettings`` in place of those of ``TrainingArguments``.
+
+    Raises:
+        ValueError: two precisions; one setting under two names; checkpointing's options without checkpointing.
+
+    Example:
+        >>> in_own_names({"bf16": True, "gradient_checkpointing": True, "optim": "sgd"})
+        {'optim': 'sgd', 'precision': 'bf16', 'checkpointing': True}
+    """
+    translated = (*SPELLINGS, *PRECISIONS, *CHECKPOINTING, *OPTIONS)
+    own = {name: value for name, value in given.items() if name not in translated}
+    asked = {name: given[name] for name in PRECISIONS if given.get(name) is not None}
+    found = {SPELLINGS[name]: (f"{name}={given[name]!r}", given[name]) for name in SPELLINGS if name in given}
+    if asked:
+        chosen = [name for name in PRECISIONS if asked.get(name)]
+        if "tf32" in chosen[1:]:
+            chosen.remove("tf32")  # of what autocast leaves in float32; it needs no memory
+        if len(chosen) > 1:
+            raise ValueError(
+                "bf16=True, fp16=True are incompatible: autocast computes in one of them; expected only one. "
+                "Pass precision='bf16'"
+            )
+        spelled = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        found["precision"] = (spelled, chosen[0] if chosen else "fp32")
+    for names in _checkpointing_names(given):
+        found["checkpointing"] = _checkpointing(given, *names)
+    for name, (spelled, value) in found.items():
+        if own.get(name, value) != value:
+            raise ValueError(
+                f"{spelled}, {name}={own[name]!r} are the same setting with two values; expected one of them. "
+                f"Pass {name}={own[name]!r} alone"
+            )
+        own[name] = value
+    return own
+
+
+def _checkpointing_names(given: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the pairs of names, the switch and its options, of which one is given."""
+    pairs = zip(CHECKPOINTING, OPTIONS, strict=True)
+    return [pair for pair in pairs if any(given.get(name) is not None for name in pair)]
+
+
+def _checkpointing(given: Mapping[str, Any], name: str, name_of_options: str) -> tuple[str, Any]:
+    """Return the arguments as text, and the value of ``checkpointing`` that they mean."""
+    wanted, options = given.get(name), given.get(name_of_options)
+    if options and not wanted:
+        raise ValueError(
+            f"{name_of_options}={options!r} has no effect without {name}=True; expected both. Pass {name}=True"
+        )
+    return f"{name}={wanted!r}", bool(wanted) and (options or True)
+
+
+def unknown_setting(name: str, value: Any, known: Iterable[str]) -> TypeError:
+    """Return the error for a name that is not a setting of a step."""
+    known = list(known)
+    shown = repr(value) if len(repr(value)) <= 80 else f"<{type(value).__name__}>"
+    what = f"{name}={shown} is not a setting of a step"
+    if name in _INSTEAD:
+        return TypeError(f"{what}; expected another name for it. {_INSTEAD[name]}")
+    if name in REFUSED:
+        return TypeError(f"{what}: {REFUSED[name]}; expected a set-up without it. Remove {name}")
+    if name in _fields_of_training_arguments():
+        return TypeError(
+            f"{what}: this argument of TrainingArguments does not change the memory of a step; expected only those "
+            f"that do. Remove {name}"
+        )
+    return TypeError(
+        f"{what}; expected one of {', '.join(known)}.{did_you_mean(name, known)} See help(hf_memopt.StepSettings)"
+    )
+
+
+def _fields_of_training_arguments() -> set[str]:
+    from dataclasses import fields
+
+    from transformers import TrainingArguments
+
+    return {field.name for field in fields(TrainingArguments)}

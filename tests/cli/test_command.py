@@ -1,0 +1,129 @@
+"""Messages in the words of the command line, help in groups, and the length that a data file asks for."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+import tiny
+from hf_memopt.cli.app import app
+from hf_memopt.cli.command import Flag, in_flags
+from hf_memopt.cli.data_length import length_of_data
+
+runner = CliRunner()
+FLAGS = {
+    "model": Flag(""),
+    "gpu": Flag("--gpu"),
+    "seq_len": Flag("--seq-len"),
+    "compare": Flag("--compare"),
+    "checkpointing": Flag("--checkpointing", "--no-checkpointing"),
+    "memory": Flag("--gpu-memory"),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seq_len=9 is odd; expected 8. Pass seq_len=8.", "--seq-len 9 is odd; expected 8. Pass --seq-len 8."),
+        ("gpu='RTX 3050', memory='4GiB' clash", "--gpu 'RTX 3050', --gpu-memory 4GiB clash"),
+        ("model='gpt-2' is unknown. Pass model='gpt2'", "'gpt-2' is unknown. Pass 'gpt2'"),
+        ("checkpointing=True, compare=True", "--checkpointing, --compare"),
+        ("checkpointing=False, compare=False", "--no-checkpointing, no --compare"),
+        ("gpu=None", "no --gpu"),
+        ("give seq_len, a gpu or memory", "give --seq-len, a gpu or memory"),
+        ("freeze(model, gpu=1)", "freeze(model, --gpu 1)"),
+        ("Pass gpu=custom_gpu('4GiB', '7.5')", "Pass gpu=custom_gpu('4GiB', '7.5')"),
+        ("path '/data/seq_len/model=1' and my_seq_len", "path '/data/seq_len/model=1' and my_seq_len"),
+        ("seq_len='a, b'; x", "--seq-len 'a, b'; x"),
+        ("ALLOC_CONF=seq_len:True may help", "ALLOC_CONF=seq_len:True may help"),
+    ],
+)
+def test_parameters_become_flags(text: str, expected: str) -> None:
+    assert in_flags(text, FLAGS) == expected
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_the_help_of_estimate_is_grouped_and_whole(columns: str) -> None:
+    shown = runner.invoke(app, ["estimate", "--help"], env={"COLUMNS": columns}).stdout
+    assert re.findall(r"^(\w+):$", shown, re.MULTILINE) == ["Model", "GPU", "Step", "Output", "Options"]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    for option in ("-b, --batch-size N", "-s, --seq-len N", "-g, --gpu NAME", "--compute-capability X.Y"):
+        assert option in shown
+    assert "--grad-accum, --gradient-accumulation-steps N" in shown
+    assert "--[no-]checkpointing" in shown
+    assert '  hf-memopt estimate gpt2 -g "RTX 3060 12GB"\n' in shown
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("80", 80)])
+def test_the_presets_cut_no_word(columns: str, widest: int) -> None:
+    shown = runner.invoke(app, ["presets"], env={"COLUMNS": columns}).stdout
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= widest
+    assert all(word in shown.split() for word in ("paged_adamw_8bit", "12gb-gpu", "optimizer", "adamw_torch_fused"))
+
+
+# ---- The length of --data
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny.bert_config(max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def write(path, lengths) -> None:
+    path.write_text("".join(json.dumps({"input_ids": [1] * length}) + "\n" for length in lengths))
+
+
+def test_the_99th_percentile_is_rounded_up_and_told(folder) -> None:
+    write(folder / "rows.jsonl", [9] * 198 + [21, 40])
+    assert length_of_data("model", folder / "rows.jsonl", None, None, None) == (
+        16,
+        "seq_len=16 from 200 rows of rows.jsonl: p99 9, longest 40 tokens; 2 longer rows have to be truncated",
+    )
+
+
+def test_the_length_ends_where_the_model_does(folder) -> None:
+    write(folder / "rows.jsonl", [90] * 3)
+    result = runner.invoke(app, ["estimate", "model", "--data", "rows.jsonl", "--json"])
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["seq_len"] == 64
+    assert found["notes"][0] == (
+        "seq_len=64 from 3 rows of rows.jsonl: p99 90, longest 90 tokens, all that the model takes; "
+        "3 longer rows have to be truncated"
+    )
+    shown = runner.invoke(app, ["estimate", "model", "--data", "rows.jsonl"], env={"COLUMNS": "200"}).stdout
+    assert "\nNote: --seq-len 64 from 3 rows of rows.jsonl: p99 90, " in shown
+
+
+def test_texts_are_counted_by_a_tokenizer_or_refused(folder) -> None:
+    (folder / "texts.jsonl").write_text(json.dumps({"text": "w1 w2 w3"}) + "\n")
+    result = runner.invoke(app, ["estimate", "model", "--data", "texts.jsonl", "--plot", "p.png"])
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        2,
+        "",
+        "--data texts.jsonl holds texts, and the tokenizer of 'model' cannot be loaded here; expected token ids or a "
+        "tokenizer that counts them. Pass --tokenizer FOLDER, or --seq-len 512 instead\n",
+    )
+    tiny.tokenizer().save_pretrained(folder / "tokenizer")
+    result = runner.invoke(app, ["estimate", "model", "--data", "texts.jsonl", "--tokenizer", "tokenizer", "--json"])
+    assert (result.exit_code, json.loads(result.stdout)["seq_len"]) == (0, 8)
+    assert not (folder / "p.png").exists()
+
+
+def test_a_file_without_lengths_is_refused_before_anything_is_written(folder) -> None:
+    pytest.importorskip("matplotlib")
+    (folder / "bad.jsonl").write_text('{"label": 1}\n')
+    result = runner.invoke(app, ["estimate", "model", "--data", "bad.jsonl", "--plot", "p.png", "--json"])
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        2,
+        "",
+        "--data bad.jsonl has neither 'input_ids' nor 'text', and no column of texts; expected one of ['label'] by "
+        "name. Pass --column NAME\n",
+    )
+    assert not (folder / "p.png").exists()
