@@ -205,7 +205,7 @@ def _candidates(found: Estimate) -> Iterator[dict[str, Any]]:
 
     if found.phase == "evaluation" and settings.eval_batches > 1 and settings.eval_accumulation_steps != 1:
         yield {"eval_accumulation_steps": 1}
-    if found.phase == "evaluation" and (settings.eval_batch_size or 1) > 1:
+    if found.phase in ("generation", "evaluation") and (settings.eval_batch_size or 1) > 1:
         yield {"eval_batch_size": 1}
     if not settings.expandable_segments and found.peak_allocated_bytes + (found.context_bytes or 0) <= gpu.usable_bytes:
         yield {"expandable_segments": True}
