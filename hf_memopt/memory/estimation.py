@@ -22,6 +22,7 @@ from hf_memopt.binding import versions as compat
 from hf_memopt.devices.gpus import Gpu, current_gpu, find_gpu
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
 from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan, replay
+from hf_memopt.memory.batch_lengths import Fragmentation, LengthPlan, checked_lengths, plan_lengths
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
 from hf_memopt.memory.models.loading import load_model
@@ -41,6 +42,7 @@ from hf_memopt.memory.training_arguments import notes_of_arguments, refuse_argum
 if TYPE_CHECKING:
     import os
 
+    from numpy.typing import ArrayLike
     from torch import nn
     from transformers import PretrainedConfig, TrainingArguments
 
@@ -58,6 +60,7 @@ def estimate(
     gpu: str | Gpu | None = None,
     task: str | None = None,
     labels_length: int | None = None,
+    lengths: ArrayLike | None = None,
     **overrides: Any,
 ) -> Estimate:
     """Return the memory that a training step of the stock ``Trainer`` needs on a GPU, without the GPU.
@@ -72,6 +75,12 @@ def estimate(
             are those of compute capability 8.0, precision "auto" is fp32, and the context is unknown.
         task: the head to build where ``model`` is not a module; by default the configuration's own, or the usual one.
         labels_length: tokens of the targets of an encoder-decoder; ``seq_len`` unless given.
+        lengths: instead of ``seq_len``, the tokens of a row of every batch, padding included, in the order of the run,
+            shape (batches,): such as ``[plan.width(i) for i in range(len(plan))]`` of a bucketed view's ``plan()``
+            with boundaries, or the longest of each ``batch_size`` examples of a shuffled order. The batches are
+            replayed one after the other, and ``Estimate.fragmentation`` says what their gaps add with and without
+            expandable segments. At most eight lengths are recorded (a batch of another length counts as the next longer
+            one) and 64 batches replayed; a note says how many.
         overrides: fields of ``StepSettings``; they replace those of the recipe.
 
     Repeated calls with the same model reuse the recorded step where it is the same: for another optimizer or another
@@ -83,7 +92,8 @@ def estimate(
 
     Raises:
         ValueError: an unknown model, GPU or setting; a batch or length below 1 or beyond the model's positions;
-            settings that contradict each other or the given module, or that stop a real run at its first steps.
+            both ``seq_len`` and ``lengths``, or ``lengths`` that are not one whole number for each batch; settings
+            that contradict each other or the given module, or that stop a real run at its first steps.
         NotEstimableError: this set-up cannot be simulated; the message says why.
         TypeError: an override is not a field of ``StepSettings``; ``recipe`` is not a recipe.
 
@@ -94,8 +104,13 @@ def estimate(
     """
     found_gpu = current_gpu() if gpu is None else find_gpu(gpu)
     settings = _settings(recipe, overrides)
+    plan = None
+    if lengths is not None:
+        plan = plan_lengths(checked_lengths(lengths, seq_len), settings.gradient_accumulation_steps)
+        seq_len = plan.recorded[0]
     shape = Shape(batch_size, seq_len, labels_length)
-    return _estimate(model, shape, settings, found_gpu, task=task, weights_dtype=overrides.get("weights_dtype"))
+    dtype = overrides.get("weights_dtype")
+    return _estimate(model, shape, settings, found_gpu, task=task, weights_dtype=dtype, lengths=plan)
 
 
 def estimate_from_arguments(
@@ -112,7 +127,8 @@ def estimate_from_arguments(
         model: as for ``estimate``.
         args: not changed. Evaluation is included where ``eval_strategy`` is not ``"no"`` or ``eval_on_start`` is set,
             with one batch unless ``eval_batches=`` gives their number.
-        lengths: tokens of the examples, such as ``token_lengths(dataset)``, or of the longest; None for images.
+        lengths: tokens of the examples, such as ``token_lengths(dataset)``, or of the longest; None for images. Every
+            batch counts as long as the longest example; ``estimate(lengths=)`` takes those of the batches in order.
         gpu: as for ``estimate``.
         overrides: fields of ``StepSettings`` that the arguments do not have; ``task`` and ``labels_length``.
 
@@ -152,22 +168,30 @@ def _estimate(
     *,
     task: str | None = None,
     weights_dtype: str | None = None,
+    lengths: LengthPlan | None = None,
 ) -> Estimate:
-    """Return the estimate; ``weights_dtype`` is the caller's, None where the settings have the default."""
+    """Return the estimate; ``weights_dtype`` is the caller's, None where the settings have the default.
+
+    ``lengths`` are those of a run whose longest batch has ``shape``.
+    """
     settings = _with_precision(settings, gpu)
     chip = Chip.of(_ASSUMED_CAPABILITY) if gpu is None else Chip.of(gpu.compute_capability, gpu.multiprocessors)
-    with torch.inference_mode(False):  # weights created in the caller's inference mode could not be trained
-        loaded = load_model(
-            model, attn_implementation=settings.attn_implementation, weights_dtype=settings.weights_dtype, task=task
-        )
-        if loaded.key is None:
-            settings = settings.replace(weights_dtype=_own_dtype(loaded.model, weights_dtype))
-        step = record_or_reuse(loaded, settings, shape, chip)
+    step, name, settings = _recorded(model, shape, settings, chip, task, weights_dtype)
+    others = []
+    for length in () if lengths is None else lengths.recorded[1:]:
+        without = settings.replace(eval_batch_size=None)  # the longest batch has the evaluation
+        others.append(_recorded(model, replace(shape, seq_len=length), without, chip, task, weights_dtype)[0].trace)
     optimizer = _optimizer(step.trainable, settings)
     plan = _replay_plan(step, settings, optimizer, shape.batch_size, chip)
-    replayed = _replayed(step.trace, plan, settings, gpu)
+    fragmentation = None
+    if lengths is not None:
+        plan = replace(plan, order=lengths.steps)
+    replayed = _replayed(step.trace, plan, settings, gpu, others)
+    if lengths is not None:
+        fragmentation = _fragmentation(step.trace, others, plan, settings, lengths, replayed)
+    notes = () if fragmentation is None else (fragmentation.note(shape.seq_len or 0, settings.expandable_segments),)
     return Estimate(
-        model=loaded.name,
+        model=name,
         batch_size=shape.batch_size,
         seq_len=shape.seq_len,
         settings=settings,
@@ -183,8 +207,27 @@ def _estimate(
         trainable_parameters=sum(fact.elements for fact in step.trainable),
         flops=step.trace.flops[0] * plan.batches * plan.micro_batches,
         timeline=replayed.timeline,
-        notes=(*_notes(gpu, settings, replayed), *step.notes, *optimizer.notes),
+        notes=(*notes, *_notes(gpu, settings, replayed), *step.notes, *optimizer.notes),
+        fragmentation=fragmentation,
     )
+
+
+def _recorded(
+    model: nn.Module | PretrainedConfig | str | os.PathLike[str],
+    shape: Shape,
+    settings: StepSettings,
+    chip: Chip,
+    task: str | None,
+    weights_dtype: str | None,
+) -> tuple[RecordedStep, str, StepSettings]:
+    """Return the recorded step, the model's name, and the settings with the dtype of a module's own weights."""
+    with torch.inference_mode(False):  # weights created in the caller's inference mode could not be trained
+        loaded = load_model(
+            model, attn_implementation=settings.attn_implementation, weights_dtype=settings.weights_dtype, task=task
+        )
+        if loaded.key is None:
+            settings = settings.replace(weights_dtype=_own_dtype(loaded.model, weights_dtype))
+        return record_or_reuse(loaded, settings, shape, chip), loaded.name, settings
 
 
 # ---- Settings -------------------------------------------------------------------------------------------------------
@@ -255,7 +298,9 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
 # ---- The replay -----------------------------------------------------------------------------------------------------
 
 
-def _replayed(trace: StepTrace, plan: ReplayPlan, settings: StepSettings, gpu: Gpu | None) -> Replayed:
+def _replayed(
+    trace: StepTrace, plan: ReplayPlan, settings: StepSettings, gpu: Gpu | None, others: Sequence[StepTrace]
+) -> Replayed:
     """Return the replay on a GPU of this size: at its limit the allocator empties its cache.
 
     Where even that does not help, the run would end in an out-of-memory error. Then the limit grows until the replay
@@ -263,28 +308,54 @@ def _replayed(trace: StepTrace, plan: ReplayPlan, settings: StepSettings, gpu: G
     that it ever had, and the estimate would be a multiple of what the run needs.
     """
     limit_bytes = None if gpu is None else max(gpu.usable_bytes - (gpu.context_bytes or 0), 0)
-    found = _replayed_within(limit_bytes, trace, plan, settings)
+    found = _replayed_within(limit_bytes, trace, plan, settings, others)
     if found is not None:
         return found
-    unlimited = _replayed_within(None, trace, plan, settings)
+    unlimited = _replayed_within(None, trace, plan, settings, others)
     assert unlimited is not None  # an allocator without a limit does not fail
     larger_bytes = max(unlimited.peak_allocated, limit_bytes or 0)
     while larger_bytes < unlimited.peak_reserved:
         larger_bytes += larger_bytes // 20 + 1
-        found = _replayed_within(larger_bytes, trace, plan, settings)
+        found = _replayed_within(larger_bytes, trace, plan, settings, others)
         if found is not None:
             return found
     return unlimited
 
 
 def _replayed_within(
-    limit_bytes: int | None, trace: StepTrace, plan: ReplayPlan, settings: StepSettings
+    limit_bytes: int | None, trace: StepTrace, plan: ReplayPlan, settings: StepSettings, others: Sequence[StepTrace]
 ) -> Replayed | None:
     allocator = CachingAllocator(expandable_segments=settings.expandable_segments, limit_bytes=limit_bytes)
     try:
-        return replay(trace, plan, allocator)
+        return replay(trace, plan, allocator, others)
     except AllocationError:
         return None
+
+
+def _fragmentation(
+    trace: StepTrace,
+    others: Sequence[StepTrace],
+    plan: ReplayPlan,
+    settings: StepSettings,
+    lengths: LengthPlan,
+    replayed: Replayed,
+) -> Fragmentation:
+    """Return what the batches reserve with each kind of segments, and what the longest alone does."""
+
+    def reserved_bytes(expandable_segments: bool, plan: ReplayPlan = plan) -> int:
+        return replay(trace, plan, CachingAllocator(expandable_segments), others).peak_reserved
+
+    expandable = settings.expandable_segments
+    own = reserved_bytes(expandable) if any(replayed.retries) else replayed.peak_reserved
+    other = reserved_bytes(not expandable)
+    return Fragmentation(
+        batches=sum(map(len, lengths.steps)),
+        lengths=lengths.lengths,
+        recorded_lengths=len(lengths.recorded),
+        reserved_bytes=other if expandable else own,
+        reserved_expandable_bytes=own if expandable else other,
+        reserved_longest_bytes=reserved_bytes(expandable, replace(plan, order=())),
+    )
 
 
 def _optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) -> OptimizerMemory:

@@ -13,6 +13,7 @@ from hf_memopt.memory.settings import StepSettings
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.memory.batch_lengths import Fragmentation
     from hf_memopt.memory.timeline import Timeline
 
 __all__ = ["Estimate"]
@@ -25,7 +26,7 @@ class Estimate:
     Attributes:
         model: its display name.
         batch_size: examples of one forward and backward pass on the GPU.
-        seq_len: tokens of a row, padding included; None for a model without text.
+        seq_len: tokens of a row, padding included, of the longest batch; None for a model without text.
         settings: what was simulated, with "auto" resolved.
         gpu: the GPU; None if none was given and this machine has none.
         peak_allocated_bytes: the peak of what tensors hold.
@@ -40,6 +41,7 @@ class Estimate:
         flops: floating-point operations of an optimizer step, all its micro-batches, recomputation included.
         timeline: bytes over time.
         notes: what was assumed.
+        fragmentation: what differing batch lengths add to the reserved bytes; None without ``estimate(lengths=)``.
     """
 
     model: str
@@ -59,6 +61,7 @@ class Estimate:
     flops: int
     timeline: Timeline
     notes: tuple[str, ...] = ()
+    fragmentation: Fragmentation | None = None
 
     @property
     def total_bytes(self) -> int:
