@@ -76,8 +76,8 @@ def estimate(
         task: the head to build where ``model`` is not a module; by default the configuration's own, or the usual one.
         labels_length: tokens of the targets of an encoder-decoder; ``seq_len`` unless given.
         lengths: instead of ``seq_len``, the tokens of a row of every batch, padding included, in the order of the run,
-            shape (batches,): such as ``[plan.width(i) for i in range(len(plan))]`` of a bucketed view's ``plan()``
-            with boundaries, or the longest of each ``batch_size`` examples of a shuffled order. The batches are
+            shape (batches,): such as ``[view.plan.width(i) for i in range(len(view.plan))]`` of a bucketed view with
+            boundaries, or the longest of each ``batch_size`` examples of a shuffled order. The batches are
             replayed one after the other, and ``Estimate.fragmentation`` says what their gaps add with and without
             expandable segments. At most eight lengths are recorded (a batch of another length counts as the next longer
             one) and 64 batches replayed; a note says how many.
