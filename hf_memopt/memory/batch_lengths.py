@@ -1,9 +1,13 @@
 """Batches of differing lengths: which of them are recorded, which are replayed, and what their gaps add to a run.
 
 A recording takes about a second, so at most eight lengths are recorded: all of them where there are no more, else
-evenly spread quantiles with the longest. A batch of another length is replayed as the next longer one, which reserves
-no less memory for it but has fewer differing sizes. At most 64 batches are replayed: the first of the run, and the step
-with the longest batch if it comes later.
+evenly spread quantiles with the longest. A batch of another length is replayed as the next longer one. That has fewer
+differing sizes, so it tends to show fewer gaps: of two shuffled runs with 21 and 22 lengths (BERT-base, 16 rows) one
+reserved 0.7 % more than with all lengths recorded, the other 13.5 % less. At most 64 batches are replayed: the first of
+the run, and the step with the longest batch if it comes later.
+
+The order decides: with rising lengths every longer batch needs new segments, while the longest batch first, as bucketed
+views have it, leaves blocks that all others fit into.
 """
 
 from __future__ import annotations
@@ -67,7 +71,9 @@ class Fragmentation:
             own, other = other, own
         more = own - self.reserved_longest_bytes
         compared = "as much as" if not more else f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} than"
-        approximated = f" (of these {self.recorded_lengths} recorded)" if self.recorded_lengths < self.lengths else ""
+        approximated = ""
+        if self.recorded_lengths < self.lengths:
+            approximated = f" (of these {self.recorded_lengths} recorded: others may add more)"
         return (
             f"{self.batches} batches of {self.lengths} length(s){approximated} reserve {format_bytes(own)}, {compared} "
             f"batches of {longest} tokens alone; {format_bytes(other)} with"

@@ -20,9 +20,9 @@ import torch
 
 from hf_memopt.binding import versions as compat
 from hf_memopt.devices.gpus import Gpu, current_gpu, find_gpu
-from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
-from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan, replay
-from hf_memopt.memory.batch_lengths import Fragmentation, LengthPlan, checked_lengths, plan_lengths
+from hf_memopt.memory.allocator.limited_replay import fragmentation_of, replay_on_gpu
+from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan
+from hf_memopt.memory.batch_lengths import LengthPlan, checked_lengths, plan_lengths
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
 from hf_memopt.memory.models.loading import load_model
@@ -33,7 +33,6 @@ from hf_memopt.memory.optimizers.optimizer_memory import (
     memory_by_parameter,
     optimizer_memory,
 )
-from hf_memopt.memory.recording.step import StepTrace
 from hf_memopt.memory.recording.trace_cache import RecordedStep, Shape, record_or_reuse
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
@@ -85,6 +84,10 @@ def estimate(
 
     Repeated calls with the same model reuse the recorded step where it is the same: for another optimizer or another
     accumulation only the replay runs again. A module, and a step with ``prepare``, are recorded at every call.
+
+    Reserved bytes may differ by GiBs between neighbouring lengths, as on a GPU: where the optimizer's first step places
+    its states in freed blocks of the logits, later logits need new ones. ``lengths`` replays a run, and expandable
+    segments have no such jumps.
 
     Limitations: compiled models, Triton kernels (Liger), FlashAttention-3 and other kernels that are not installed,
     recurrent layers, models whose code reads values from the GPU (the outcome of a router, an early exit), weights
@@ -186,9 +189,9 @@ def _estimate(
     fragmentation = None
     if lengths is not None:
         plan = replace(plan, order=lengths.steps)
-    replayed = _replayed(step.trace, plan, settings, gpu, others)
+    replayed = replay_on_gpu(step.trace, plan, settings, gpu, others)
     if lengths is not None:
-        fragmentation = _fragmentation(step.trace, others, plan, settings, lengths, replayed)
+        fragmentation = fragmentation_of(step.trace, others, plan, settings, lengths, replayed)
     notes = () if fragmentation is None else (fragmentation.note(shape.seq_len or 0, settings.expandable_segments),)
     return Estimate(
         model=name,
@@ -296,66 +299,6 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
 
 
 # ---- The replay -----------------------------------------------------------------------------------------------------
-
-
-def _replayed(
-    trace: StepTrace, plan: ReplayPlan, settings: StepSettings, gpu: Gpu | None, others: Sequence[StepTrace]
-) -> Replayed:
-    """Return the replay on a GPU of this size: at its limit the allocator empties its cache.
-
-    Where even that does not help, the run would end in an out-of-memory error. Then the limit grows until the replay
-    ends, from what the tensors hold at their peak in steps of 5 %. Without a limit the allocator would keep every block
-    that it ever had, and the estimate would be a multiple of what the run needs.
-    """
-    limit_bytes = None if gpu is None else max(gpu.usable_bytes - (gpu.context_bytes or 0), 0)
-    found = _replayed_within(limit_bytes, trace, plan, settings, others)
-    if found is not None:
-        return found
-    unlimited = _replayed_within(None, trace, plan, settings, others)
-    assert unlimited is not None  # an allocator without a limit does not fail
-    larger_bytes = max(unlimited.peak_allocated, limit_bytes or 0)
-    while larger_bytes < unlimited.peak_reserved:
-        larger_bytes += larger_bytes // 20 + 1
-        found = _replayed_within(larger_bytes, trace, plan, settings, others)
-        if found is not None:
-            return found
-    return unlimited
-
-
-def _replayed_within(
-    limit_bytes: int | None, trace: StepTrace, plan: ReplayPlan, settings: StepSettings, others: Sequence[StepTrace]
-) -> Replayed | None:
-    allocator = CachingAllocator(expandable_segments=settings.expandable_segments, limit_bytes=limit_bytes)
-    try:
-        return replay(trace, plan, allocator, others)
-    except AllocationError:
-        return None
-
-
-def _fragmentation(
-    trace: StepTrace,
-    others: Sequence[StepTrace],
-    plan: ReplayPlan,
-    settings: StepSettings,
-    lengths: LengthPlan,
-    replayed: Replayed,
-) -> Fragmentation:
-    """Return what the batches reserve with each kind of segments, and what the longest alone does."""
-
-    def reserved_bytes(expandable_segments: bool, plan: ReplayPlan = plan) -> int:
-        return replay(trace, plan, CachingAllocator(expandable_segments), others).peak_reserved
-
-    expandable = settings.expandable_segments
-    own = reserved_bytes(expandable) if any(replayed.retries) else replayed.peak_reserved
-    other = reserved_bytes(not expandable)
-    return Fragmentation(
-        batches=sum(map(len, lengths.steps)),
-        lengths=lengths.lengths,
-        recorded_lengths=len(lengths.recorded),
-        reserved_bytes=other if expandable else own,
-        reserved_expandable_bytes=own if expandable else other,
-        reserved_longest_bytes=reserved_bytes(expandable, replace(plan, order=())),
-    )
 
 
 def _optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) -> OptimizerMemory:

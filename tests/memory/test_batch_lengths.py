@@ -165,12 +165,12 @@ def test_the_figures_are_in_a_note_and_in_json() -> None:
     gib = 2**30
     fragmentation = Fragmentation(64, 12, 8, 4 * gib, 3 * gib, 2 * gib)
     assert fragmentation.note(512, expandable=False) == (
-        "64 batches of 12 length(s) (of these 8 recorded) reserve 4.00 GiB, 2.00 GiB more than batches of 512 tokens "
-        "alone; 3.00 GiB with expandable segments"
+        "64 batches of 12 length(s) (of these 8 recorded: others may add more) "
+        "reserve 4.00 GiB, 2.00 GiB more than batches of 512 tokens alone; 3.00 GiB with expandable segments"
     )
     assert fragmentation.note(512, expandable=True) == (
-        "64 batches of 12 length(s) (of these 8 recorded) reserve 3.00 GiB, 1.00 GiB more than batches of 512 tokens "
-        "alone; 4.00 GiB without expandable segments"
+        "64 batches of 12 length(s) (of these 8 recorded: others may add more) "
+        "reserve 3.00 GiB, 1.00 GiB more than batches of 512 tokens alone; 4.00 GiB without expandable segments"
     )
     same = Fragmentation(6, 2, 2, gib, gib, gib)
     assert same.note(64, expandable=False) == (

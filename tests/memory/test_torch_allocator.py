@@ -90,7 +90,7 @@ def test_whole_runs_event_by_event(monkeypatch: pytest.MonkeyPatch, run: dict[st
     settings = {"batch_size": 64, "precision": "fp32", "expandable_segments": expandable, **run}
     ours = estimate(config, **settings)
     monkeypatch.setattr(
-        "hf_memopt.memory.estimation.CachingAllocator",
+        "hf_memopt.memory.allocator.limited_replay.CachingAllocator",
         lambda expandable_segments=False, limit_bytes=None: TorchAllocator(expandable_segments),
     )
     torchs = estimate(config, **settings)
