@@ -283,7 +283,8 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
         notes.append("no GPU given: kernels of compute capability 8.0, and the context is not in the total")
     elif gpu.context_bytes is None:
         notes.append(f"the size of the CUDA context on {gpu.name} is unknown and not in the total")
-    places = zip(replayed.retries, ("three steps", "the evaluation"), strict=True)
+    steps = len(replayed.timeline.steps)
+    places = zip(replayed.retries, ("three steps" if steps == 3 else f"{steps} steps", "the evaluation"), strict=True)
     retries = [f"{count} time(s) in {place}" for count, place in places if count]
     if retries:
         variable = f"; {compat.allocator_variable()}=expandable_segments:True may avoid it"

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch_allocator import OutOfMemoryError, TorchAllocator
 
+import tiny
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
 from hf_memopt.memory.estimation import estimate
-from tests import tiny
-from tests.memory.torch_allocator import OutOfMemoryError, TorchAllocator
 
 MIB = 2**20
 SIZES = st.one_of(
