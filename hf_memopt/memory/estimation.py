@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +21,10 @@ import torch
 
 from hf_memopt.binding import versions as compat
 from hf_memopt.devices.gpus import Gpu, current_gpu, find_gpu
-from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
-from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan, replay
+from hf_memopt.memory.allocator.limited_replay import fragmentation_of, replay_on_gpu
+from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan
 from hf_memopt.memory.argument_spellings import in_own_names
+from hf_memopt.memory.batch_lengths import LengthPlan, checked_lengths, plan_lengths
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
 from hf_memopt.memory.hints import find_hints
@@ -35,7 +37,6 @@ from hf_memopt.memory.optimizers.optimizer_memory import (
     memory_by_parameter,
     optimizer_memory,
 )
-from hf_memopt.memory.recording.step import StepTrace
 from hf_memopt.memory.recording.trace_cache import RecordedStep, Shape, record_or_reuse
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
@@ -44,6 +45,7 @@ from hf_memopt.memory.training_arguments import notes_of_arguments, refuse_argum
 if TYPE_CHECKING:
     import os
 
+    from numpy.typing import ArrayLike
     from torch import nn
     from transformers import PretrainedConfig, TrainingArguments
 
@@ -62,6 +64,7 @@ def estimate(
     gpu: str | Gpu | None = None,
     task: str | None = None,
     labels_length: int | None = None,
+    lengths: ArrayLike | None = None,
     hints: bool = False,
     **overrides: Any,
 ) -> Estimate:
@@ -79,6 +82,12 @@ def estimate(
             are those of compute capability 8.0, precision "auto" is fp32, and the context is unknown.
         task: the head to build where ``model`` is not a module; by default the configuration's own, or the usual one.
         labels_length: tokens of the targets of an encoder-decoder; ``seq_len`` unless given.
+        lengths: instead of ``seq_len``, the tokens of a row of every batch, padding included, in the order of the run,
+            shape (batches,): such as ``[view.plan.width(i) for i in range(len(view.plan))]`` of a bucketed view with
+            boundaries, or the longest of each ``batch_size`` examples of a shuffled order. The batches are
+            replayed one after the other, and ``Estimate.fragmentation`` says what their gaps add with and without
+            expandable segments. At most eight lengths are recorded (a batch of another length counts as the next longer
+            one) and 64 batches replayed; a note says how many.
         hints: whether changes that make it fit are looked for where it does not, which simulates up to 24 of them.
         overrides: fields of ``StepSettings``, or their names in ``TrainingArguments`` such as ``bf16=True``; they
             replace those of the recipe.
@@ -89,13 +98,18 @@ def estimate(
     Repeated calls with the same model reuse the recorded step where it is the same: for another optimizer or another
     accumulation only the replay runs again. A module, and a step with ``prepare``, are recorded at every call.
 
+    Reserved bytes may differ by GiBs between neighbouring lengths, as on a GPU: where the optimizer's first step places
+    its states in freed blocks of the logits, later logits need new ones. ``lengths`` replays a run, and expandable
+    segments have no such jumps.
+
     Limitations: compiled models, Triton kernels (Liger), FlashAttention-3 and other kernels that are not installed,
     recurrent layers, models whose code reads values from the GPU (the outcome of a router, an early exit), weights
     quantised by anything but bitsandbytes, sharding over processes, and optimizers whose state is unknown.
 
     Raises:
         ValueError: an unknown model, GPU or setting; a batch or length below 1 or beyond the model's positions;
-            settings that contradict each other or the given module, or that stop a real run at its first steps.
+            both ``seq_len`` and ``lengths``, or ``lengths`` that are not one whole number for each batch; settings
+            that contradict each other or the given module, or that stop a real run at its first steps.
         NotEstimableError: this set-up cannot be simulated; the message says why.
         TypeError: an override is not a field of ``StepSettings``; ``recipe`` is not a recipe.
 
@@ -108,7 +122,12 @@ def estimate(
     overrides = in_own_names({**overrides, **({} if batch_size is None else {"batch_size": batch_size})})
     shape = Shape(overrides.pop("batch_size", DEFAULT_BATCH_SIZE), seq_len, labels_length)
     settings = _settings(recipe, overrides)
-    found = _estimate(model, shape, settings, found_gpu, task=task, weights_dtype=overrides.get("weights_dtype"))
+    plan = None
+    if lengths is not None:
+        plan = plan_lengths(checked_lengths(lengths, seq_len), settings.gradient_accumulation_steps)
+        shape = replace(shape, seq_len=plan.recorded[0])
+    dtype = overrides.get("weights_dtype")
+    found = _estimate(model, shape, settings, found_gpu, task=task, weights_dtype=dtype, lengths=plan)
     return with_hints(model, found, task=task, labels_length=labels_length) if hints else found
 
 
@@ -154,7 +173,8 @@ def estimate_from_arguments(
         args: not changed. Evaluation is included where ``eval_strategy`` is not ``"no"`` or ``eval_on_start`` is set,
             with one batch unless ``eval_batches=`` gives their number.
         lengths: tokens of the examples, such as ``token_lengths(dataset)``, or of the longest; None for images, and for
-            the default of ``estimate``.
+            the default of ``estimate``. Every batch counts as long as the longest example; ``estimate(lengths=)`` takes
+            those of the batches in order.
         gpu: as for ``estimate``.
         overrides: fields of ``StepSettings`` that the arguments do not have; ``task`` and ``labels_length``.
 
@@ -194,30 +214,31 @@ def _estimate(
     *,
     task: str | None = None,
     weights_dtype: str | None = None,
+    lengths: LengthPlan | None = None,
 ) -> Estimate:
-    """Return the estimate; ``weights_dtype`` is the caller's, None where the settings have the default."""
+    """Return the estimate; ``weights_dtype`` is the caller's, None where the settings have the default.
+
+    ``lengths`` are those of a run whose longest batch has ``shape``.
+    """
     settings, quantised = _with_16_bits(_with_precision(settings, gpu), gpu, weights_dtype)
     chip = Chip.of(_ASSUMED_CAPABILITY) if gpu is None else Chip.of(gpu.compute_capability, gpu.multiprocessors)
-    with torch.inference_mode(False):  # weights created in the caller's inference mode could not be trained
-        loaded = load_model(
-            model,
-            attn_implementation=settings.attn_implementation,
-            weights_dtype=settings.weights_dtype,
-            task=task,
-            load_in=settings.load_in,
-            compute_dtype=_sixteen_bits(gpu),
-        )
-        if loaded.key is None:
-            settings = settings.replace(weights_dtype=_own_dtype(loaded.model, weights_dtype))
-        assumed_length = default_length(loaded.model) if shape.seq_len is None else None
-        if assumed_length is not None:
-            shape = replace(shape, seq_len=assumed_length)
-        step = record_or_reuse(loaded, settings, shape, chip)
+    recorded = partial(_recorded, model, chip=chip, gpu=gpu, task=task, weights_dtype=weights_dtype)
+    asked_length = shape.seq_len
+    step, name, settings, shape = recorded(shape, settings)
+    without_evaluation = settings.replace(eval_batch_size=None)  # the longest batch has the evaluation
+    lengths_recorded = () if lengths is None else lengths.recorded[1:]
+    others = [recorded(replace(shape, seq_len=length), without_evaluation)[0].trace for length in lengths_recorded]
     optimizer = _optimizer(step.trainable, settings)
     plan = _replay_plan(step, settings, optimizer, shape.batch_size, chip)
-    replayed = _replayed(step.trace, plan, settings, gpu)
+    fragmentation = None
+    if lengths is not None:
+        plan = replace(plan, order=lengths.steps)
+    replayed = replay_on_gpu(step.trace, plan, settings, gpu, others)
+    if lengths is not None:
+        fragmentation = fragmentation_of(step.trace, others, plan, settings, lengths, replayed)
+    notes = () if fragmentation is None else (fragmentation.note(shape.seq_len or 0, settings.expandable_segments),)
     return Estimate(
-        model=loaded.name,
+        model=name,
         batch_size=shape.batch_size,
         seq_len=shape.seq_len,
         settings=settings,
@@ -234,13 +255,42 @@ def _estimate(
         flops=step.trace.flops[0] * plan.batches * plan.micro_batches,
         timeline=replayed.timeline,
         notes=(
-            *_length_notes(assumed_length),
+            *notes,
+            *_length_notes(shape.seq_len if asked_length is None else None),
             *_notes(gpu, settings, replayed),
             *quantised,
             *step.notes,
             *optimizer.notes,
         ),
+        fragmentation=fragmentation,
     )
+
+
+def _recorded(
+    model: nn.Module | PretrainedConfig | str | os.PathLike[str],
+    shape: Shape,
+    settings: StepSettings,
+    *,
+    chip: Chip,
+    gpu: Gpu | None,
+    task: str | None,
+    weights_dtype: str | None,
+) -> tuple[RecordedStep, str, StepSettings, Shape]:
+    """Return the recorded step, the model's name, the settings with a module's own dtype, the shape with a length."""
+    with torch.inference_mode(False):  # weights created in the caller's inference mode could not be trained
+        loaded = load_model(
+            model,
+            attn_implementation=settings.attn_implementation,
+            weights_dtype=settings.weights_dtype,
+            task=task,
+            load_in=settings.load_in,
+            compute_dtype=_sixteen_bits(gpu),
+        )
+        if loaded.key is None:
+            settings = settings.replace(weights_dtype=_own_dtype(loaded.model, weights_dtype))
+        if shape.seq_len is None:
+            shape = replace(shape, seq_len=default_length(loaded.model))
+        return record_or_reuse(loaded, settings, shape, chip), loaded.name, settings, shape
 
 
 # ---- Settings -------------------------------------------------------------------------------------------------------
@@ -320,7 +370,8 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
         notes.append("no GPU given: kernels of compute capability 8.0, and the context is not in the total")
     elif gpu.context_bytes is None:
         notes.append(f"the size of the CUDA context on {gpu.name} is unknown and not in the total")
-    places = zip(replayed.retries, ("three steps", "the evaluation"), strict=True)
+    steps = len(replayed.timeline.steps)
+    places = zip(replayed.retries, ("three steps" if steps == 3 else f"{steps} steps", "the evaluation"), strict=True)
     retries = [f"{count} time(s) in {place}" for count, place in places if count]
     if retries:
         variable = f"; {compat.allocator_variable()}=expandable_segments:True may avoid it"
@@ -336,38 +387,6 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
 
 
 # ---- The replay -----------------------------------------------------------------------------------------------------
-
-
-def _replayed(trace: StepTrace, plan: ReplayPlan, settings: StepSettings, gpu: Gpu | None) -> Replayed:
-    """Return the replay on a GPU of this size: at its limit the allocator empties its cache.
-
-    Where even that does not help, the run would end in an out-of-memory error. Then the limit grows until the replay
-    ends, from what the tensors hold at their peak in steps of 5 %. Without a limit the allocator would keep every block
-    that it ever had, and the estimate would be a multiple of what the run needs.
-    """
-    limit_bytes = None if gpu is None else max(gpu.usable_bytes - (gpu.context_bytes or 0), 0)
-    found = _replayed_within(limit_bytes, trace, plan, settings)
-    if found is not None:
-        return found
-    unlimited = _replayed_within(None, trace, plan, settings)
-    assert unlimited is not None  # an allocator without a limit does not fail
-    larger_bytes = max(unlimited.peak_allocated, limit_bytes or 0)
-    while larger_bytes < unlimited.peak_reserved:
-        larger_bytes += larger_bytes // 20 + 1
-        found = _replayed_within(larger_bytes, trace, plan, settings)
-        if found is not None:
-            return found
-    return unlimited
-
-
-def _replayed_within(
-    limit_bytes: int | None, trace: StepTrace, plan: ReplayPlan, settings: StepSettings
-) -> Replayed | None:
-    allocator = CachingAllocator(expandable_segments=settings.expandable_segments, limit_bytes=limit_bytes)
-    try:
-        return replay(trace, plan, allocator)
-    except AllocationError:
-        return None
 
 
 def _optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) -> OptimizerMemory:

@@ -13,6 +13,7 @@ from hf_memopt.memory.settings import StepSettings
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.memory.batch_lengths import Fragmentation
     from hf_memopt.memory.hints import Hint
     from hf_memopt.memory.timeline import Timeline
 
@@ -26,7 +27,7 @@ class Estimate:
     Attributes:
         model: its display name.
         batch_size: examples of one forward and backward pass on the GPU.
-        seq_len: tokens of a row, padding included; None for a model without text.
+        seq_len: tokens of a row, padding included, of the longest batch; None for a model without text.
         settings: what was simulated, with "auto" resolved.
         gpu: the GPU; None if none was given and this machine has none.
         peak_allocated_bytes: the peak of what tensors hold.
@@ -44,6 +45,7 @@ class Estimate:
         notes: what was assumed.
         hints: changes that make it fit, or come nearest to it, each simulated; None where they were
             not looked for (``estimate(..., hints=True)`` does) or nothing had to change.
+        fragmentation: what differing batch lengths add to the reserved bytes; None without ``estimate(lengths=)``.
     """
 
     model: str
@@ -64,6 +66,7 @@ class Estimate:
     timeline: Timeline
     notes: tuple[str, ...] = ()
     hints: tuple[Hint, ...] | None = None
+    fragmentation: Fragmentation | None = None
 
     @property
     def total_bytes(self) -> int:

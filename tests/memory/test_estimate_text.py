@@ -207,7 +207,9 @@ def test_json_says_everything_in_bytes() -> None:
     same += ("module", "host_bytes", "parameters", "trainable_parameters", "flops", "total_bytes", "fits")
     assert {name: read[name] for name in same} == {name: getattr(found, name) for name in same}
     assert read["notes"] == ["a note"]
-    assert set(read) == {*same, "settings", "gpu", "components", "notes", "hints", "phase_peaks", "versions"}
+    assert set(read) == {
+        *(*same, "settings", "gpu", "components", "notes", "hints", "phase_peaks", "versions", "fragmentation"),
+    }
 
 
 def test_json_without_a_gpu() -> None:

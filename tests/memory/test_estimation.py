@@ -25,6 +25,7 @@ import tiny
 from hf_memopt.binding import versions as compat
 from hf_memopt.devices.gpus import find_gpu
 from hf_memopt.memory import estimation
+from hf_memopt.memory.allocator import limited_replay
 from hf_memopt.memory.allocator.replay import ReplayPlan, replay
 from hf_memopt.memory.estimation import estimate, estimate_from_arguments
 from hf_memopt.memory.models.example_batch import example_batch
@@ -835,7 +836,7 @@ def test_the_note_says_where_the_allocator_gives_back(
     def retried(*args: Any) -> Any:
         return dataclasses.replace(replay(*args), retries=retries)
 
-    monkeypatch.setattr(estimation, "replay", retried)
+    monkeypatch.setattr(limited_replay, "replay", retried)
     assert of_bert(gpu="T4", eval_batch_size=4).notes == (
         f"it fits because the allocator returns unused blocks to the driver {places}, which costs time; "
         f"{compat.allocator_variable()}=expandable_segments:True may avoid it",

@@ -182,6 +182,36 @@ def test_further_micro_batches_repeat_the_second_and_hold_their_inputs(cut: dict
     assert sum(event == "+G10" for event in timeline) == 3
 
 
+def shorter_trace() -> StepTrace:
+    """Return ``accumulating_trace()`` for a shorter batch: every storage but weight and gradient is a block smaller."""
+    trace = accumulating_trace()
+    tracker = trace.tracker
+    kept = {*trace.weights, *(number for number, size in enumerate(tracker.sizes) if size == 10 * BLOCK)}
+    tracker.sizes[:] = [size if number in kept else size - BLOCK for number, size in enumerate(tracker.sizes)]
+    tracker.events[:] = [
+        (number, tracker.sizes[number] if delta > 0 else -tracker.sizes[number]) for number, delta in tracker.events
+    ]
+    return trace
+
+
+def test_a_run_over_two_recordings() -> None:
+    """The longer batch first and the shorter one second, then the other way round, then the shorter one alone."""
+    allocator = CachingAllocator()
+    order = ((0, 1), (1, 0), (1,))
+    found = replay(accumulating_trace(), plan(**NOTHING, batches=2, order=order), allocator, [shorter_trace()])
+    changes = np.diff(found.timeline.components.sum(axis=1), prepend=0) // BLOCK
+    long, short = [5, 3, -3, 4, 1], [4, 2, -2, 3]  # the loss of one block is none in the shorter recording
+    backward, backward_short = [4, 10, -4, 6, -5, -6, -4, -1], [3, 10, -3, 5, -4, -5, -3]
+    adding, adding_short = [4, 10, -4, -10, 6, -5, -6, -4, -1], [3, 10, -3, -10, 5, -4, -5, -3]
+    assert changes.tolist() == [
+        *[10, 2, 1, *long, *backward, *short, *adding_short, -10],
+        *[1, 2, -2, -1, *short, *backward_short, *long, *adding, -10],
+        *[1, -1, -2, *short, *backward_short, -10],
+    ]
+    assert found.peak_reserved == allocator.peak_reserved == 2**21
+    assert [step for _, step in found.timeline.steps] == [1, 2, 3]
+
+
 def test_accumulation_costs_the_inputs_and_the_gradient_that_is_added() -> None:
     one, _ = played(accumulating_trace(micro_batches=1), plan(optimizer=OptimizerMemory((), 0, (), ()), clipping=()))
     five, _ = played(accumulating_trace(), plan(optimizer=OptimizerMemory((), 0, (), ()), clipping=(), batches=5))

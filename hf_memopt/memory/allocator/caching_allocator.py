@@ -16,8 +16,13 @@ that is off.
 - Expandable segments: one range of addresses for small and one for large sizes, backed by pages of 2 MiB and 20 MiB
   as it fills. Emptying the cache gives back every page that is free as a whole.
 
+- The driver places each new segment right below the one before, so of equal free blocks the newest segment's is taken.
+  That decides where the long-lived tensors of a step lie: with rising addresses PowerLM-3B reserved up to 1.5 GiB less
+  than on an A100, with falling ones 0 to 58 MiB (LoRA and full, batches of 4 and 8).
+  Source: the segments in ``torch.cuda.memory_snapshot()`` of an RTX 3090 with CUDA 11.8, as published.
+
 Limitations: several streams, CUDA graphs and memory pools, and memory outside this allocator (the context, NCCL).
-Assumed: the driver gives new segments rising addresses, which matters for free blocks of equal size only.
+Assumed: addresses of segments that were returned to the driver are not used again (it matters for equal sizes only).
 """
 
 from __future__ import annotations
@@ -35,6 +40,8 @@ _LARGE_ALONE_BYTES = 10 * 2**20
 _SMALL_SEGMENT_BYTES = 2 * 2**20
 _LARGE_SEGMENT_BYTES = 20 * 2**20
 _LARGE_ROUNDING_BYTES = 2 * 2**20
+
+_TOP_ADDRESS = 2**47  # of a process on Linux; segments lie below
 
 # Addresses of an expandable segment, in whole pages. Torch takes 9/8 of the GPU's memory; here no int64 fills them.
 _ADDRESS_RANGE_BYTES = _LARGE_SEGMENT_BYTES * 2**64
@@ -159,7 +166,7 @@ class CachingAllocator:
         self._small = _Pool(True, expandable_segments)
         self._large = _Pool(False, expandable_segments)
         self._live: dict[Hashable, _Block | None] = {}
-        self._next_address = 0
+        self._lowest_address = _TOP_ADDRESS
 
     def malloc(self, key: Hashable, size_bytes: int) -> None:
         """Allocate ``size_bytes`` under any key.
@@ -301,9 +308,8 @@ class CachingAllocator:
             segment_bytes = -(-size // _LARGE_ROUNDING_BYTES) * _LARGE_ROUNDING_BYTES
         if not self._reserve(segment_bytes):
             return None
-        block = _Block(pool, self._next_address, segment_bytes)
-        self._next_address += segment_bytes
-        return block
+        self._lowest_address -= segment_bytes
+        return _Block(pool, self._lowest_address, segment_bytes)
 
     def _expand(self, pool: _Pool, size: int) -> _Block | None:
         """Map pages at the first addresses with room for ``size`` bytes (``try_allocate_expandable_block``)."""

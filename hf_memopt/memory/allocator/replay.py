@@ -3,7 +3,7 @@
 A step is recorded once and replayed three times: the first has no optimizer state before its end, the second has it,
 the third shows the fragmentation that they leave. Of more than three forward and backward passes three are replayed,
 since every further one repeats the third; of many evaluation batches the first two and the last, while the outputs of
-all are gathered.
+all are gathered. A run over batches of differing lengths has a recording of each length, and every batch is replayed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = ["ReplayPlan", "Replayed", "replay"]
 _WEIGHTS, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _TEMPORARIES, _WORKSPACE, _INPUTS = range(len(COMPONENTS))
 _STEPS = 3
 _PASSES = 3
+_KEYS = 2**32  # of the storages of one recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class ReplayPlan:
         eval_batches: evaluation batches whose outputs are gathered on the GPU; 0 for no evaluation.
         eval_concat: whether they are concatenated at every batch, or stay a list.
         empty_cache_steps: steps between two calls of ``empty_cache``, each before a backward pass; None for none.
+        order: for every step of a run over differing batches the index of each accumulation step's recording; empty
+            for three steps of one recording.
     """
 
     optimizer: OptimizerMemory | Sequence[OptimizerMemory]
@@ -49,6 +52,7 @@ class ReplayPlan:
     eval_batches: int = 0
     eval_concat: bool = True
     empty_cache_steps: int | None = None
+    order: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,26 +71,76 @@ class Replayed:
     retries: tuple[int, int] = (0, 0)
 
 
-def replay(trace: StepTrace, plan: ReplayPlan, allocator: CachingAllocator) -> Replayed:
-    """Run loading, three optimizer steps and an evaluation through ``allocator``."""
-    run = _Run(trace, plan, allocator)
+def replay(
+    trace: StepTrace, plan: ReplayPlan, allocator: CachingAllocator, others: Sequence[StepTrace] = ()
+) -> Replayed:
+    """Run loading, the optimizer steps and an evaluation through ``allocator``.
+
+    ``others`` are recordings of the same model with batches of other shapes; ``plan.order`` counts from ``trace`` on.
+    """
+    run = _Run((trace, *others), plan, allocator)
     run.phase("load")
     for number in trace.weights:
         run.malloc(number, trace.tracker.sizes[number], _WEIGHTS)
-    for step in range(_STEPS):
-        run.step(step)
+    for step, batches in enumerate(plan.order or ((0,) * plan.batches,) * _STEPS):
+        run.step(step, batches)
+    run.use(0)
     run.retries_in_steps = allocator.retries
     if trace.evaluation is not None and plan.eval_batches:
         run.evaluation(trace.evaluation)
     return run.result()
 
 
+class _Recorded:
+    """A recording as the replay needs it: its events by pass, under keys from ``first_key`` on."""
+
+    def __init__(self, trace: StepTrace, first_key: int) -> None:
+        self.trace, self.first_key = trace, first_key
+        self.gradients = frozenset(trace.gradients)
+        self.freed_at = {number: event for event, (number, delta) in enumerate(trace.tracker.events) if delta < 0}
+        self.passes = [self.classified(part) for part in trace.micro_batches]
+
+    def classified(self, part: RecordedPass) -> list[tuple[int, int, int]]:
+        """Return the events of a pass as (key, delta, component); delta 0 for those of weights and inputs.
+
+        Nothing says what a storage is for, so that follows from when it is allocated and freed. A gradient is what a
+        parameter's ``grad`` held. In the forward pass, what is allocated after the model made its logits belongs to
+        logits and loss; before that, what is still allocated when the backward pass starts is an activation, and what
+        is not is a temporary. In the backward pass, what outlives the recomputation it was allocated in is an
+        activation again, and what a node of the loss allocates belongs to logits and loss, by autograd's sequence
+        numbers.
+        """
+        trace, tracker = self.trace, self.trace.tracker
+        apart = {*trace.weights, *trace.inputs, *trace.evaluation_inputs}
+        stretches = iter([*tracker.recomputed, (2**63, 2**63)])
+        begin, end = next(stretches)
+        found = []
+        for event in range(part.start, part.end):
+            number, delta = tracker.events[event]
+            while event >= end:
+                begin, end = next(stretches)
+            if delta < 0 or number in apart:
+                found.append((number + self.first_key, 0 if number in apart else delta, 0))
+                continue
+            freed = self.freed_at.get(number, part.end)
+            if number in self.gradients:
+                component = _GRADIENTS
+            elif event < part.forward_end:
+                lives_on = freed >= part.forward_end and part.end > part.forward_end
+                component = _LOGITS if event >= part.logits_event else _ACTIVATIONS if lives_on else _TEMPORARIES
+            elif event >= begin and freed >= end:
+                component = _ACTIVATIONS
+            else:
+                component = _LOGITS if tracker.sequences[number] in part.logits_sequences else _TEMPORARIES
+            found.append((number + self.first_key, delta, component))
+        return found
+
+
 class _Run:
     """The state of a replay: what is allocated, by component, and the timeline so far."""
 
-    def __init__(self, trace: StepTrace, plan: ReplayPlan, allocator: CachingAllocator) -> None:
-        self.trace, self.plan, self.allocator = trace, plan, allocator
-        self._tracker = trace.tracker
+    def __init__(self, traces: Sequence[StepTrace], plan: ReplayPlan, allocator: CachingAllocator) -> None:
+        self.plan, self.allocator = plan, allocator
         self._alive: dict[Any, tuple[int, int]] = {}
         self._columns: list[int] = []
         self._deltas: list[int] = []
@@ -97,9 +151,14 @@ class _Run:
         self._peak = 0
         self._peak_event = 0
         self._peak_key: Any = None
-        self._gradients = frozenset(trace.gradients)
-        self._freed_at = {number: event for event, (number, delta) in enumerate(self._tracker.events) if delta < 0}
-        self._passes = [self._classified(part) for part in trace.micro_batches]
+        self._traces = [_Recorded(trace, index * _KEYS) for index, trace in enumerate(traces)]
+        self.use(0)
+
+    def use(self, index: int) -> None:
+        """Go on with this recording."""
+        self._recorded = self._traces[index]
+        self.trace = self._recorded.trace
+        self._tracker = self.trace.tracker
 
     # ---- The allocator and the timeline -----------------------------------------------------------------------------
 
@@ -130,41 +189,6 @@ class _Run:
 
     # ---- Forward and backward passes --------------------------------------------------------------------------------
 
-    def _classified(self, part: RecordedPass) -> list[tuple[int, int, int]]:
-        """Return the events of a pass as (storage, delta, component); delta 0 for those of weights and inputs.
-
-        Nothing says what a storage is for, so that follows from when it is allocated and freed. A gradient is what a
-        parameter's ``grad`` held. In the forward pass, what is allocated after the model made its logits belongs to
-        logits and loss; before that, what is still allocated when the backward pass starts is an activation, and what
-        is not is a temporary. In the backward pass, what outlives the recomputation it was allocated in is an
-        activation again, and what a node of the loss allocates belongs to logits and loss, by autograd's sequence
-        numbers.
-        """
-        trace, tracker = self.trace, self._tracker
-        apart = {*trace.weights, *trace.inputs, *trace.evaluation_inputs}
-        stretches = iter([*tracker.recomputed, (2**63, 2**63)])
-        begin, end = next(stretches)
-        found = []
-        for event in range(part.start, part.end):
-            number, delta = tracker.events[event]
-            while event >= end:
-                begin, end = next(stretches)
-            if delta < 0 or number in apart:
-                found.append((number, 0 if number in apart else delta, 0))
-                continue
-            freed = self._freed_at.get(number, part.end)
-            if number in self._gradients:
-                component = _GRADIENTS
-            elif event < part.forward_end:
-                lives_on = freed >= part.forward_end and part.end > part.forward_end
-                component = _LOGITS if event >= part.logits_event else _ACTIVATIONS if lives_on else _TEMPORARIES
-            elif event >= begin and freed >= end:
-                component = _ACTIVATIONS
-            else:
-                component = _LOGITS if tracker.sequences[number] in part.logits_sequences else _TEMPORARIES
-            found.append((number, delta, component))
-        return found
-
     def _play(self, events: Iterable[tuple[int, int, int]]) -> None:
         alive, malloc, free = self._alive, self.malloc, self.free
         for number, delta, component in events:
@@ -173,25 +197,29 @@ class _Run:
             elif delta and number not in alive:
                 malloc(number, delta, component)
 
-    def step(self, step: int) -> None:
-        """Replay one optimizer step; the first is 0."""
-        trace, plan = self.trace, self.plan
+    def step(self, step: int, batches: Sequence[int]) -> None:
+        """Replay one optimizer step, the first is 0, with these recordings as its accumulation steps."""
+        plan = self.plan
         self._steps.append((len(self._deltas), step + 1))
         self.phase("forward")
-        for batch in range(plan.batches):
-            for number in trace.inputs:
+        for batch, index in enumerate(batches):
+            self.use(index)
+            for number in self.trace.inputs:
                 self.malloc(("input", step, batch, number), self._tracker.sizes[number], _INPUTS)
         for key in [key for key in self._alive if isinstance(key, tuple) and key[:2] == ("input", step - 1)]:
             self.free(key)
-        for index in range(min(plan.batches * plan.micro_batches, _PASSES)):
-            recorded = min(index, len(trace.micro_batches) - 1)
-            self._pass(trace.micro_batches[recorded], self._passes[recorded], step)
+        micro_batches = [index for index in batches for _ in range(min(plan.micro_batches, _PASSES))]
+        for count, index in enumerate(micro_batches if plan.order else micro_batches[:_PASSES]):
+            self.use(index)
+            recorded = min(count, len(self.trace.micro_batches) - 1)
+            self._pass(self.trace.micro_batches[recorded], self._recorded.passes[recorded], step)
         if not isinstance(plan.optimizer, Sequence):
             self.phase("optimizer")
             self._together("clip", plan.clipping)
             self._optimizer(plan.optimizer, "state", first=step == 0)
-        for number in trace.gradients:
-            self.free(number)
+        self.use(batches[0])  # its first pass made the gradients
+        for number in self.trace.gradients:
+            self.free(number + self._recorded.first_key)
 
     def _pass(self, part: RecordedPass, events: list[tuple[int, int, int]], step: int) -> None:
         self.phase("forward")
@@ -212,9 +240,12 @@ class _Run:
 
     def _forget(self, part: RecordedPass) -> None:
         """Free what was freed after a recorded pass: loss and outputs. What was never freed is a cache of the model."""
-        for key in [key for key in self._alive if isinstance(key, int)]:
-            between = self._freed_at.get(key, -1) >= part.end and self._tracker.allocated_at[key] >= part.start
-            if between and key not in self._gradients:
+        recorded = self._recorded
+        first, end = recorded.first_key, recorded.first_key + _KEYS
+        for key in [key for key in self._alive if isinstance(key, int) and first <= key < end]:
+            number = key - first
+            between = recorded.freed_at.get(number, -1) >= part.end and self._tracker.allocated_at[number] >= part.start
+            if between and number not in recorded.gradients:
                 self.free(key)
 
     def _workspace(self, thread: int) -> None:
@@ -247,7 +278,7 @@ class _Run:
         besides the tensor that they were copied into, until the next forward pass is over, as are the inputs of the
         last training step. As a list, each batch's outputs are held once.
         """
-        events = self._classified(part)
+        events = self._recorded.classified(part)
         border = max(part.generation_end - part.start, 0)
         sizes = [self._tracker.sizes[number] for number in part.outputs]
         last = self.plan.eval_batches - 1
@@ -288,7 +319,10 @@ class _Run:
         table = np.cumsum(table, axis=0)
         at_peak = table[self._peak_event] if len(table) else np.zeros(len(COMPONENTS), np.int64)
         phase = next((name for start, name in reversed(self._phases) if start <= self._peak_event), "load")
-        module = self._tracker.module_of(self._peak_key) if isinstance(self._peak_key, int) else ""
+        module = ""
+        if isinstance(self._peak_key, int):
+            self.use(self._peak_key // _KEYS)
+            module = self._tracker.module_of(self._peak_key % _KEYS)
         timeline = Timeline(table, np.array(self._reserved, np.int64), tuple(self._phases), tuple(self._steps))
         components = {name: int(size) for name, size in zip(COMPONENTS, at_peak, strict=True)}
         return Replayed(

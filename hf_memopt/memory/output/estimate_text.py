@@ -198,13 +198,14 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
     Functions among the settings (``prepare``, a ``context_fn``) are given by name.
     """
     gpu = None if estimate.gpu is None else {**asdict(estimate.gpu), "bf16": estimate.gpu.bf16}
-    nested = ("settings", "gpu", "timeline")
+    nested = ("settings", "gpu", "timeline", "fragmentation")
     figures = {item.name: getattr(estimate, item.name) for item in fields(estimate) if item.name not in nested}
     versions = {name: importlib.metadata.version(name) for name in ("hf-memopt", "torch", "transformers")}
     found = {
         **figures,
         "settings": {item.name: getattr(estimate.settings, item.name) for item in fields(estimate.settings)},
         "gpu": gpu,
+        "fragmentation": None if estimate.fragmentation is None else asdict(estimate.fragmentation),
         "total_bytes": estimate.total_bytes,
         "fits": estimate.fits,
         "hints": [hint.as_dict() for hint in estimate.hints or ()],

@@ -1,0 +1,129 @@
+"""Batches of differing lengths: which of them are recorded, which are replayed, and what their gaps add to a run.
+
+A recording takes about a second, so at most eight lengths are recorded: all of them where there are no more, else
+evenly spread quantiles with the longest. A batch of another length is replayed as the next longer one. That has fewer
+differing sizes, so it tends to show fewer gaps: of two shuffled runs with 21 and 22 lengths (BERT-base, 16 rows) one
+reserved 0.7 % more than with all lengths recorded, the other 13.5 % less. At most 64 batches are replayed: the first of
+the run, and the step with the longest batch if it comes later.
+
+The order decides: with rising lengths every longer batch needs new segments, while the longest batch first, as bucketed
+views have it, leaves blocks that all others fit into.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hf_memopt.units import format_bytes
+
+__all__ = ["Fragmentation", "LengthPlan", "checked_lengths", "plan_lengths"]
+
+_MOST_RECORDINGS = 8
+_MOST_BATCHES = 64
+_LEAST_STEPS = 3  # the first has no optimizer state before its end, the third shows what the second left
+
+
+@dataclass(frozen=True, slots=True)
+class LengthPlan:
+    """What stands for a run over batches of differing lengths.
+
+    Attributes:
+        recorded: the lengths to record, longest first.
+        steps: for every optimizer step the index in ``recorded`` of each of its batches.
+        batches: of the whole run, before it was cut.
+        lengths: the differing ones of the whole run.
+    """
+
+    recorded: tuple[int, ...]
+    steps: tuple[tuple[int, ...], ...]
+    batches: int
+    lengths: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fragmentation:
+    """What differing batch lengths add to the reserved bytes. All peaks are those of a GPU without a limit.
+
+    Attributes:
+        batches: replayed, of the given ones; a short sequence is repeated.
+        lengths: that differ among the given ones.
+        recorded_lengths: of these; the others count as the next longer one.
+        reserved_bytes: with fixed segments, torch's default.
+        reserved_expandable_bytes: with ``expandable_segments:True``.
+        reserved_longest_bytes: if every batch had the longest length, with the segments of the estimate's settings.
+    """
+
+    batches: int
+    lengths: int
+    recorded_lengths: int
+    reserved_bytes: int
+    reserved_expandable_bytes: int
+    reserved_longest_bytes: int
+
+    def note(self, longest: int, expandable: bool) -> str:
+        """Return the figures in one sentence; ``expandable``: whether the estimate is that of expandable segments."""
+        own, other = self.reserved_bytes, self.reserved_expandable_bytes
+        if expandable:
+            own, other = other, own
+        more = own - self.reserved_longest_bytes
+        compared = "as much as" if not more else f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} than"
+        approximated = ""
+        if self.recorded_lengths < self.lengths:
+            approximated = f" (of these {self.recorded_lengths} recorded: others may add more)"
+        return (
+            f"{self.batches} batches of {self.lengths} length(s){approximated} reserve {format_bytes(own)}, {compared} "
+            f"batches of {longest} tokens alone; {format_bytes(other)} with"
+            f"{'out' if expandable else ''} expandable segments"
+        )
+
+
+def checked_lengths(lengths: ArrayLike, seq_len: int | None) -> NDArray[np.int64]:
+    """Return the tokens of each batch's rows, shape (batches,).
+
+    Raises:
+        ValueError: no batch; not whole numbers of at least 1 in one dimension; ``seq_len`` is given too.
+    """
+    if seq_len is not None:
+        raise ValueError(
+            f"seq_len={seq_len!r} and lengths both give the tokens of a row; expected only one of them. "
+            "Leave seq_len out"
+        )
+    values = np.asarray(lengths)
+    if values.ndim != 1 or not values.size:
+        raise ValueError(
+            f"lengths=<shape {values.shape}> has no batch or more than one dimension; expected the padded tokens of a "
+            "row, one number for each batch in the order of the run. Pass lengths=[512, 384, 512]"
+        )
+    if values.dtype.kind not in "iu" or values.min() < 1:
+        smallest = values.min() if values.dtype.kind in "iuf" else values[0]
+        raise ValueError(
+            f"lengths=<{values.dtype}, from {smallest!s}> are no lengths of rows; expected whole numbers from 1 on. "
+            "Pass lengths=[512, 384, 512]"
+        )
+    return values.astype(np.int64)
+
+
+def plan_lengths(lengths: NDArray[np.int64], batches_of_step: int) -> LengthPlan:
+    """Return what to record and to replay for batches of these lengths, of which an optimizer step takes so many.
+
+    Example:
+        >>> plan_lengths(np.array([512, 256, 512, 384]), batches_of_step=2)
+        LengthPlan(recorded=(512, 384, 256), steps=((0, 2), (0, 1), (0, 2), (0, 1)), batches=4, lengths=3)
+    """
+    distinct = np.unique(lengths)
+    recorded = distinct
+    if len(distinct) > _MOST_RECORDINGS:
+        shares = np.arange(1, _MOST_RECORDINGS + 1) / _MOST_RECORDINGS
+        recorded = np.unique(np.quantile(lengths, shares, method="higher"))
+    index = len(recorded) - 1 - np.searchsorted(recorded, lengths)  # of the next longer one; longest first
+    steps = [tuple(index[first : first + batches_of_step].tolist()) for first in range(0, len(index), batches_of_step)]
+    kept = steps[: max(_MOST_BATCHES // batches_of_step, _LEAST_STEPS)]
+    if 0 not in chain.from_iterable(kept):
+        kept.append(next(step for step in steps if 0 in step))
+    while len(kept) < _LEAST_STEPS:
+        kept += steps
+    return LengthPlan(tuple(recorded[::-1].tolist()), tuple(kept), len(lengths), len(distinct))
