@@ -39,6 +39,8 @@ class ReplayPlan:
         eval_batches: evaluation batches whose outputs are gathered on the GPU; 0 for no evaluation.
         eval_concat: whether they are concatenated at every batch, or stay a list.
         empty_cache_steps: steps between two calls of ``empty_cache``, each before a backward pass; None for none.
+        is_manual: whether a hand-written loop holds its outputs until the next forward pass is over, and one batch.
+        keeps_gradients: whether gradients are zeroed, not freed, between steps.
     """
 
     optimizer: OptimizerMemory | Sequence[OptimizerMemory]
@@ -49,6 +51,8 @@ class ReplayPlan:
     eval_batches: int = 0
     eval_concat: bool = True
     empty_cache_steps: int | None = None
+    is_manual: bool = False
+    keeps_gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class _Run:
         self._peak = 0
         self._peak_event = 0
         self._peak_key: Any = None
+        self._held: list[Any] = []
         self._gradients = frozenset(trace.gradients)
         self._freed_at = {number: event for event, (number, delta) in enumerate(self._tracker.events) if delta < 0}
         self._passes = [self._classified(part) for part in trace.micro_batches]
@@ -178,19 +183,20 @@ class _Run:
         trace, plan = self.trace, self.plan
         self._steps.append((len(self._deltas), step + 1))
         self.phase("forward")
-        for batch in range(plan.batches):
+        for batch in range(1 if plan.is_manual else plan.batches):
             for number in trace.inputs:
                 self.malloc(("input", step, batch, number), self._tracker.sizes[number], _INPUTS)
         for key in [key for key in self._alive if isinstance(key, tuple) and key[:2] == ("input", step - 1)]:
             self.free(key)
         for index in range(min(plan.batches * plan.micro_batches, _PASSES)):
-            recorded = min(index, len(trace.micro_batches) - 1)
+            adds = index + int(plan.keeps_gradients and step > 0)  # 0 where the gradients are new
+            recorded = min(adds, len(trace.micro_batches) - 1)
             self._pass(trace.micro_batches[recorded], self._passes[recorded], step)
         if not isinstance(plan.optimizer, Sequence):
             self.phase("optimizer")
             self._together("clip", plan.clipping)
             self._optimizer(plan.optimizer, "state", first=step == 0)
-        for number in trace.gradients:
+        for number in () if plan.keeps_gradients else trace.gradients:
             self.free(number)
 
     def _pass(self, part: RecordedPass, events: list[tuple[int, int, int]], step: int) -> None:
@@ -198,6 +204,7 @@ class _Run:
         self._workspace(0)
         border = part.forward_end - part.start
         self._play(events[:border])
+        self._drop_held()
         if self.plan.empty_cache_steps is not None and step % self.plan.empty_cache_steps == 0:
             self.allocator.empty_cache()
         self.phase("backward")
@@ -211,11 +218,28 @@ class _Run:
         self._forget(part)
 
     def _forget(self, part: RecordedPass) -> None:
-        """Free what was freed after a recorded pass: loss and outputs. What was never freed is a cache of the model."""
+        """Free what was freed after a recorded pass: loss and outputs. What was never freed is a cache of the model.
+
+        A hand-written loop holds them; they get keys of their own, since the next pass allocates the same numbers again.
+        """
         for key in [key for key in self._alive if isinstance(key, int)]:
             between = self._freed_at.get(key, -1) >= part.end and self._tracker.allocated_at[key] >= part.start
             if between and key not in self._gradients:
-                self.free(key)
+                if self.plan.is_manual and part is not self.trace.evaluation:
+                    self._hold(key)
+                else:
+                    self.free(key)
+
+    def _hold(self, key: int) -> None:
+        held = ("held", key)
+        self._alive[held] = self._alive.pop(key)
+        self.allocator.rename(key, held)
+        self._held.append(held)
+
+    def _drop_held(self) -> None:
+        for key in self._held:
+            self.free(key)
+        self._held = []
 
     def _workspace(self, thread: int) -> None:
         if thread < len(self.plan.workspaces) and ("workspace", thread) not in self._alive:
@@ -256,6 +280,7 @@ class _Run:
                 self.malloc(("evaluated", batch, number), self._tracker.sizes[number], _INPUTS)
             if batch < 2 or batch == last:
                 self._play(events)
+            self._drop_held()
             self._forget(part)
             self._gather(batch, sizes)
             for number in self.trace.evaluation_inputs:

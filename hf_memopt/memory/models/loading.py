@@ -63,7 +63,7 @@ class LoadedModel:
 
     Attributes:
         name: to display: the well-known name, the folder's, or the class's.
-        model: in training mode, without key-value cache, as ``Trainer`` has it; every parameter and buffer on meta.
+        model: in training mode, without key-value cache, as ``Trainer`` has it, unless asked; every parameter and buffer on meta.
         key: equal keys mean equal models; None for a module, which may change between two calls.
     """
 
@@ -78,6 +78,7 @@ def load_model(
     attn_implementation: str | None = None,
     weights_dtype: str = "float32",
     task: str | None = None,
+    keep_cache: bool = False,
 ) -> LoadedModel:
     """Return a copy of ``model`` on the meta device; the given model is not changed, and no weight is read.
 
@@ -88,6 +89,7 @@ def load_model(
         weights_dtype: of what is built from a configuration; a module keeps its own.
         task: the head to build, one of ``TASKS``. By default the first of the configuration's ``architectures``, else
             the usual one: causal LM for decoders, sequence classification for encoders. Ignored for a module.
+        keep_cache: whether the model keeps its own ``use_cache``; ``Trainer`` switches it off.
 
     A module's hooks are copied, its gradients are not.
 
@@ -111,7 +113,7 @@ def load_model(
         own = getattr(getattr(unwrap_model(copied), "config", None), "_attn_implementation", None)
         if attn_implementation is not None or own == "flash_attention_2":
             _set_attention(copied, attn_implementation or "flash_attention_2")
-        return LoadedModel(type(unwrap_model(copied)).__name__, _as_in_training(copied), None)
+        return LoadedModel(type(unwrap_model(copied)).__name__, _as_in_training(copied, keep_cache), None)
     if isinstance(model, PretrainedConfig):
         name, config = None, copy.deepcopy(model)
     elif isinstance(model, str | os.PathLike):
@@ -131,7 +133,7 @@ def load_model(
         if name is not None:
             _untie_head(built)
     key = (type(built), text, name is None, weights_dtype, attn_implementation)
-    return LoadedModel(name or type(built).__name__, _as_in_training(built), key)
+    return LoadedModel(name or type(built).__name__, _as_in_training(built, keep_cache), key)
 
 
 def task_of(model: nn.Module) -> str | None:
@@ -257,9 +259,9 @@ def _untie_head(model: Any) -> None:
         head.weight = nn.Parameter(torch.empty_like(head.weight))
 
 
-def _as_in_training(model: Any) -> nn.Module:
+def _as_in_training(model: Any, keep_cache: bool) -> nn.Module:
     config = getattr(model, "config", None)
-    if config is not None:
+    if config is not None and not keep_cache:
         config.use_cache = False
     trained: nn.Module = model.train()
     return trained

@@ -1,4 +1,5 @@
-"""Record the allocations of one step of the stock ``Trainer``: forward and backward, and an evaluation batch.
+"""Record the allocations of one step of the stock ``Trainer``, or of a hand-written loop: forward and backward, and an
+evaluation batch.
 
 What the Trainer and accelerate do around the model's own code is done here in the same order: autocast around
 ``model.forward`` alone, its outputs cast to float32 afterwards, label smoothing outside of it, gradients set to None
@@ -118,7 +119,8 @@ def record_step(
         semantics = CudaSemantics(autocast=autocast, cache=settings.autocast_cache, tracker=tracker)
     model.zero_grad()
     trace = StepTrace(tracker, _weights(model, tracker), _numbers(batch, tracker))
-    count = 2 if settings.gradient_accumulation_steps > 1 or micro_batch is not None else 1
+    adds = settings.gradient_accumulation_steps > 1 or micro_batch is not None or not settings.zero_grad_to_none
+    count = 2 if adds else 1
     releasing = parameters if releases_gradients else []
     recorder = _Recorder(model, settings, tracker, semantics)
     model.train()
@@ -132,6 +134,7 @@ def record_step(
                 flops = tracker.flops
                 trace.micro_batches.append(recorder.train(batch if micro_batch is None else micro_batch))
                 trace.flops.append(tracker.flops - flops)
+            recorder.drop_outputs()
             held = [tracker.number(parameter.grad) for parameter in parameters if parameter.grad is not None]
             released = [number for _, _, number in trace.micro_batches[0].releases]
             trace.gradients = tuple(dict.fromkeys(held + released))
@@ -202,10 +205,13 @@ class _Recorder:
         self._semantics = semantics
         self._smoother = _label_smoother(settings.label_smoothing_factor)
         self._releases: list[tuple[int, int, int]] = []
+        self._outputs: Any = None  # the variable of a hand-written loop
 
     def train(self, batch: Mapping[str, torch.Tensor]) -> RecordedPass:
         start = len(self._tracker.events)
         loss, outputs, logits = self._forward(batch)
+        if self._settings.loop == "manual":
+            self._outputs = outputs  # frees those of the pass before
         del outputs
         if self._settings.gradient_accumulation_steps > 1:
             loss = loss / self._settings.gradient_accumulation_steps
@@ -216,6 +222,10 @@ class _Recorder:
         del loss, gradient
         releases, self._releases = tuple(self._releases), []
         return RecordedPass(start, forward_end, len(self._tracker.events), *logits_of, (), releases)
+
+    def drop_outputs(self) -> None:
+        """Free the outputs that a hand-written loop still holds."""
+        self._outputs = None
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> RecordedPass:
         start = len(self._tracker.events)
