@@ -26,11 +26,23 @@ from published_cases import MIB, PUBLISHED, Case, UnknownCaseError, configuratio
 
 from hf_memopt.devices.gpus import Gpu, find_gpu
 from hf_memopt.memory.estimation import estimate
+from hf_memopt.memory.quantized.stand_ins import quantize
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError
 
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "nf4": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16",
+    },
+    "int8": {"load_in_8bit": True},
+}
 TODAY = (4, 40)  # of transformers: stock Trainer runs from here on count as today's software
 OPTIMIZERS = {
+    "torch.optim.Adam": "adamw_torch",
+    "torch.optim.AdamW": "adamw_torch",
     "torch.optim.SGD": "sgd",
     "torch.optim.RMSprop": "rmsprop",
     "torch.optim.Adagrad": "adagrad",
@@ -67,9 +79,8 @@ class Row:
 
     @property
     def is_today(self) -> bool:
-        """Whether it is a stock Trainer run of software that needs nothing put in place."""
-        version = self.case.versions.get("transformers", (0, 0))
-        return self.case.loop == "Trainer" and version >= TODAY and not self.behaviours
+        """Whether it is a stock Trainer run of recent software."""
+        return self.case.loop == "Trainer" and self.case.versions.get("transformers", (0, 0)) >= TODAY
 
     def figures(self) -> dict[str, Any]:
         """Return the row for JSON."""
@@ -113,6 +124,8 @@ def compare(case: Case) -> Row:
 def estimate_settings(case: Case) -> dict[str, Any]:
     """Return the arguments of ``estimate`` for a case, as its source states it."""
     config, task = configuration_of(case)
+    if case.use_cache is not None:
+        config.use_cache = case.use_cache
     settings: dict[str, Any] = {**case.settings, "model": config, "task": task, "gpu": _gpu(case)}
     positions = getattr(config, "n_positions", None) or getattr(config, "max_position_embeddings", None)
     if positions and settings.get("seq_len", 0) > positions:
@@ -121,11 +134,16 @@ def estimate_settings(case: Case) -> dict[str, Any]:
         settings.pop("seq_len", None)
     if case.optim_class in OPTIMIZERS:
         settings["optim"] = OPTIMIZERS[case.optim_class]
+    settings["prepare"] = ()
+    if case.quantization is not None:
+        if case.quantization not in QUANTIZATIONS:
+            raise UnknownCaseError(f"quantization={case.quantization!r} is not estimated")
+        settings["prepare"] = (partial(quantize, config=QUANTIZATIONS[case.quantization]),)
+        if settings["weights_dtype"] == "float32":
+            settings["weights_dtype"] = "bfloat16"
     if case.lora is not None:
         prepare = partial(add_lora, options=dict(case.lora), kbit=bool(case.kbit_preparation))
-        settings["prepare"] = (prepare,)
-    if case.quantization is not None and settings["weights_dtype"] == "float32":
-        settings["weights_dtype"] = "bfloat16"
+        settings["prepare"] = (*settings["prepare"], prepare)
     return settings
 
 
@@ -140,10 +158,13 @@ def add_lora(model: Any, *, options: dict[str, Any], kbit: bool) -> Any:
 
 
 def _gpu(case: Case) -> Gpu | None:
-    try:
-        return find_gpu(case.gpu.removesuffix(" class").replace("A10G", "A10"))
-    except ValueError:
-        return None
+    name = case.gpu.removesuffix(" class")
+    for known in (name, name.replace("A10G", "A10")):  # the same chip
+        try:
+            return find_gpu(known)
+        except ValueError:
+            continue
+    return None
 
 
 def _compared(found: Estimate, case: Case) -> int:
@@ -179,7 +200,7 @@ def summaries(rows: list[Row]) -> dict[str, dict[str, float | int]]:
     """Return the summaries of the groups that the aims name."""
     allocated = [row for row in rows if row.case.what == "allocated"]
     return {
-        "stock Trainer of today, as is": summary([row.as_is for row in rows if row.is_today]),
+        "stock Trainer since 4.40, as is": summary([row.as_is for row in rows if row.is_today]),
         "all, as is": summary([row.as_is for row in rows]),
         "all, matched": summary([row.matched for row in rows]),
         "allocated, matched": summary([row.matched for row in allocated]),
@@ -214,17 +235,20 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"\r{number}/{len(cases)} {case.id[:60]}", end="\r", file=sys.stderr, flush=True)
         try:
             rows.append(compare(case))
-        except (UnknownCaseError, NotEstimableError, ValueError) as error:
-            left_out.append((case.id, str(error)))
+        except Exception as error:  # one row that fails must not take the others with it
+            expected = isinstance(error, (UnknownCaseError, NotEstimableError, ValueError))
+            left_out.append((case.id, str(error) if expected else f"{type(error).__name__}: {error}"))
             continue
         print(_line(rows[-1]), flush=True)
-    print("\nerrors without sign          cases   median    worst  worst under")
+    print(f"\n{'errors without sign':<34}{'cases':>6}{'median':>9}{'worst':>9}{'worst under':>13}")
     found = summaries(rows)
     for name, figures in found.items():
-        shown = "".join(f"{figures[key]:>9.2%}" for key in ("median", "worst", "worst_under") if key in figures)
-        print(f"{name:<30}{figures['cases']:>4}{shown}")
-    for name, reason in left_out:
-        print(f"not counted: {name}: {reason}")
+        widths = {"median": 9, "worst": 9, "worst_under": 13}
+        shown = "".join(f"{figures[key]:>{width}.2%}" for key, width in widths.items() if key in figures)
+        print(f"{name:<34}{figures['cases']:>6}{shown}")
+    for reason in dict.fromkeys(reason for _, reason in left_out):
+        names = [name for name, other in left_out if other == reason]
+        print(f"not counted: {len(names)}, {reason} ({', '.join(dict.fromkeys(names))})")
     if given.cases is None and not given.no_results:
         from results_file import append
 

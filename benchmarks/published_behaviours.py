@@ -72,9 +72,12 @@ def _set(**values: Any) -> Callable[[Settings], None]:
     return change
 
 
-def _prepare(function: Callable[[nn.Module], None]) -> Callable[[Settings], None]:
+def _prepare(function: Callable[[nn.Module], None], *, first: bool = False) -> Callable[[Settings], None]:
+    """Return the change that runs ``function`` on the model, before quantisation and LoRA or after them."""
+
     def change(settings: Settings) -> None:
-        settings["prepare"] = (*settings.get("prepare", ()), function)
+        given = settings.get("prepare", ())
+        settings["prepare"] = (function, *given) if first else (*given, function)
 
     return change
 
@@ -170,6 +173,79 @@ def cache_without_copy(model: Any) -> None:
         return args, kwargs
 
     _inside(model).register_forward_pre_hook(give, with_kwargs=True)
+
+
+def keep_projections_of_keys(model: Any) -> None:
+    """Return each layer's keys and values with the outputs, as a view of what ``c_attn`` computed for the queries too.
+
+    The whole projection stays allocated as long as the view: (batch, seq, hidden + 2 * head) of every layer.
+    """
+    inside, presents, running = _inside(model), [], []
+
+    def begin(module: Any, args: Any) -> None:
+        running.append(True)
+
+    def keep(module: Any, args: Any, projected: torch.Tensor) -> None:
+        if running:  # what checkpointing recomputes in the backward pass is not kept
+            width = 2 * module_config.hidden_size // module_config.num_attention_heads
+            presents.append(projected[..., -width:])
+
+    def end(module: Any, args: Any, outputs: Any) -> None:
+        outputs["past_key_values"] = tuple(presents)
+        presents.clear()
+        running.clear()
+
+    module_config = inside.config
+    inside.register_forward_pre_hook(begin)
+    inside.register_forward_hook(end)
+    for name, module in inside.named_modules():
+        if name.endswith(".c_attn"):
+            module.register_forward_hook(keep)
+
+
+# ---- Experts
+
+
+class _Expert(nn.Module):
+    def __init__(self, config: Any, like: torch.Tensor) -> None:
+        super().__init__()
+        options = {"bias": False, "device": like.device, "dtype": like.dtype}
+        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, **options)
+        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, **options)
+        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, **options)
+
+    def forward(self, source: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.w2(F.silu(self.w1(source)) * self.w3(source))
+        return result
+
+
+class _ExpertsInALoop(nn.Module):
+    """Experts with linears of their own, one after the other; every expert gets the same share of the tokens."""
+
+    def __init__(self, config: Any, like: torch.Tensor) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([_Expert(config, like) for _ in range(config.num_local_experts)])
+        self.top_k = config.num_experts_per_tok
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        weights = weights.to(hidden.dtype)
+        result = torch.zeros_like(hidden)  # (tokens, hidden)
+        mask = torch.zeros((len(self.experts), self.top_k, len(hidden)), dtype=torch.int64, device=hidden.device)
+        rows = len(hidden) * self.top_k // len(self.experts)
+        for expert in self.experts:
+            token, place = (torch.zeros(rows, dtype=torch.int64, device=hidden.device) for _ in range(2))
+            state = hidden[None, token].reshape(-1, hidden.shape[-1])
+            result.index_add_(0, token, (expert(state) * weights[token, place, None]).to(hidden.dtype))
+        del mask
+        return result
+
+
+def experts_in_a_loop(model: Any) -> None:
+    """Replace the experts' three-dimensional weights by linears for each, which bitsandbytes quantises."""
+    for module in model.modules():
+        experts = getattr(module, "experts", None)
+        if experts is not None and hasattr(experts, "gate_up_proj"):
+            module.experts = _ExpertsInALoop(model.config, experts.gate_up_proj)
 
 
 # ---- Weights under adapters
@@ -276,6 +352,25 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         loops=("manual",),
     ),
     Behaviour(
+        "experts are linears of their own, run one after the other",
+        "transformers",
+        None,
+        (5, 0),
+        _prepare(experts_in_a_loop, first=True),
+        _SOURCE + "v4.57.1 models/mixtral/modeling_mixtral.py, MixtralSparseMoeBlock",
+        model_types=frozenset({"mixtral"}),
+    ),
+    Behaviour(
+        "checkpointing leaves use_cache on, and keys and values are views of the whole projection",
+        "transformers",
+        None,
+        (4, 53),
+        _prepare(keep_projections_of_keys),
+        _SOURCE + "v4.51.3 models/gpt_bigcode/modeling_gpt_bigcode.py, GPTBigCodeModel.forward",
+        model_types=frozenset({"gpt_bigcode"}),
+        applies=lambda case: bool(case.settings.get("checkpointing")),
+    ),
+    Behaviour(
         "bfloat16 adapters, embeddings and head after prepare_model_for_kbit_training",
         "trl",
         None,
@@ -311,6 +406,16 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         _SOURCE + "v4.15.0 trainer.py, create_optimizer; optimization.py, AdamW.step",
         loops=("Trainer",),
         applies=lambda case: case.settings["optim"] == "adamw_torch",
+    ),
+    Behaviour(
+        "optim='adamw_hf': a loop with one temporary",
+        "transformers",
+        (4, 16),
+        (5, 0),
+        _set(optimizer_memory=adamw_of_transformers),
+        _SOURCE + "v4.45.2 optimization.py, AdamW.step",
+        loops=("Trainer", "SFTTrainer"),
+        applies=lambda case: case.optim_class == "transformers.AdamW",
     ),
     Behaviour(
         "torch's AdamW loops over the parameters",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,15 @@ MIB = 2**20
 FMS_TOKENS = 4096  # of a row in the harness of fms-acceleration, or the model's positions if those are fewer
 LORA = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 """Of that harness: scripts/benchmarks/scenarios.yaml."""
+
+
+TASKS = {
+    "text-generation": "causal-lm",
+    "text-classification": "sequence-classification",
+    "text2text-generation": "seq2seq",
+    "fill-mask": "masked-lm",
+}
+"""The names that the hub has for tasks."""
 
 
 class UnknownCaseError(ValueError):
@@ -49,8 +58,10 @@ class Case:
         quantization: of the weights: ``"nf4"``, ``"int8"``, or another name; None for none.
         kbit_preparation: ``"peft"`` where ``prepare_model_for_kbit_training`` ran, else ``""``.
         optim_class: the class, where it is none of ``TrainingArguments(optim=...)``.
+        use_cache: False where a hand-written loop switched the key-value cache off; None for the model's own.
         rocm: whether it is an AMD GPU.
         tokens_per_second: of the run; None if it was not recorded.
+        excluded: why the row is not compared; "" for a row that is.
     """
 
     id: str
@@ -68,6 +79,7 @@ class Case:
     quantization: str | None = None
     kbit_preparation: str = ""
     optim_class: str = ""
+    use_cache: bool | None = None
     rocm: bool = False
     tokens_per_second: float | None = None
     excluded: str = ""
@@ -83,9 +95,9 @@ def read_cases(paths: list[Path]) -> list[Case]:
     for path in paths:
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, Mapping) and "rows" in content:
-            found = [_harness_case(row, content["source"]) for row in content["rows"]]
+            found = [_read(_harness_case, {**row, "source": content["source"]}) for row in content["rows"]]
         elif isinstance(content, list):
-            found = [_case(row) for row in content]
+            found = [_read(_case, row) for row in content]
         else:
             raise ValueError(
                 f"cases={str(path)!r} has neither format of benchmarks/published; expected a list of measurements or "
@@ -94,6 +106,16 @@ def read_cases(paths: list[Path]) -> list[Case]:
         for case in found:
             cases.setdefault((case.source.split()[0], case.what, case.measured_bytes, case.excluded), case)
     return list(cases.values())
+
+
+def _read(read: Callable[[Mapping[str, Any]], Case], row: Mapping[str, Any]) -> Case:
+    """Return the case of a row; one that cannot be read is excluded, with the reason, and the others still run."""
+    try:
+        return read(row)
+    except (KeyError, TypeError, ValueError) as error:
+        name = str(row.get("id", row.get("model_name_or_path", "a row")))
+        reason = f"it cannot be read ({type(error).__name__}: {error})"
+        return Case(name, str(row.get("source", "?")), "", {}, "", "", 0, "", excluded=reason)
 
 
 def versions_of(text: str) -> dict[str, tuple[int, int]]:
@@ -113,12 +135,17 @@ def versions_of(text: str) -> dict[str, tuple[int, int]]:
 def _case(row: Mapping[str, Any]) -> Case:
     given = row["configuration"]
     optim, optim_class = str(given.get("optim", "adamw_torch")), str(given.get("optim_class", ""))
+    if optim == "adamw_hf":  # removed in transformers 5
+        optim, optim_class = "adamw_torch", "transformers.AdamW"
     versions = versions_of(row.get("versions", ""))
-    loop = "manual" if "hand" in str(given.get("loop", "")) or "manual" in str(given.get("loop", "")) else "Trainer"
+    how = str(given.get("loop", "Trainer"))
+    loop = "manual" if re.search("hand|manual|[Aa]ccelerate", how) else "Trainer"
     if loop == "Trainer" and "trl" in versions:
         loop = "SFTTrainer"
     nvml = row.get("nvidia_smi_delta_mib")
     quantization = _quantization(given.get("quantisation"))
+    choices = given.get("num_choices", 4)
+    excluded = "" if row.get("solid", True) else "the source does not document it well enough"
     text = f"{row['id']} {row.get('note', '')} {given.get('kbit_preparation', '')}"  # some state it there alone
     known = row.get("own_context_mib")
     return Case(
@@ -137,8 +164,9 @@ def _case(row: Mapping[str, Any]) -> Case:
         quantization=quantization,
         kbit_preparation="peft" if quantization and re.search("prepare_for_kbit|baseline-peft-bnb", text) else "",
         optim_class=optim_class,
+        use_cache=False if "use_cache=False" in how else None,
         rocm="rocm" in f"{row['source']} {row.get('versions', '')}".lower(),
-        excluded="" if row.get("solid", True) else "the source does not document it well enough",
+        excluded=excluded or ("" if choices == 4 else f"{choices} choices: the estimate takes 4"),
     )
 
 
@@ -156,7 +184,7 @@ def _settings(given: Mapping[str, Any], optim: str, loop: str) -> dict[str, Any]
     }
     optional = {
         "seq_len": given.get("seq_len"),
-        "task": given.get("task"),
+        "task": TASKS.get(str(given.get("task")), given.get("task")),
         "attn_implementation": given.get("attention"),
         "labels_length": given.get("labels_length"),
     }
@@ -172,9 +200,8 @@ def _precision(text: str) -> tuple[str, str]:
     half = "bfloat16" if "bf16" in text else "float16" if "fp16" in text else "float32"
     if "pure" in text or "no autocast" in text:
         return "fp32", half
-    if "autocast" in text and "bf16" in text:
-        return "bf16", "float32"
-    return text.split()[0], "float32"
+    found = re.search("bf16|fp16|tf32|fp32", text)
+    return (found[0] if found else text), "float32"
 
 
 def _quantization(text: str | None) -> str | None:
@@ -202,7 +229,8 @@ def _lora(text: Any) -> dict[str, Any] | None:
 # ---- A row of the harness of fms-acceleration
 
 
-def _harness_case(row: Mapping[str, str], source: str) -> Case:
+def _harness_case(row: Mapping[str, str]) -> Case:
+    source = row["source"]
     framework, precision = row.get("framework_config") or "none", "fp32"
     if row.get("bf16") == "TRUE" or row.get("fp16") == "TRUE":
         precision = "bf16" if row.get("bf16") == "TRUE" else "fp16"
@@ -271,30 +299,12 @@ def model_facts(name: str) -> dict[str, Any]:
 
 
 def configuration_of(case: Case) -> tuple[PretrainedConfig, str]:
-    """Return the configuration of a case's model, with its quantisation, and the task.
+    """Return the configuration of a case's model, and the task.
 
     Raises:
-        UnknownCaseError: the model is unknown, or its weights are quantised in a way that is not estimated.
+        UnknownCaseError: the model is unknown.
     """
-    if case.quantization not in (None, "nf4", "int8"):
-        raise UnknownCaseError(f"quantization={case.quantization!r} is not estimated")
     facts = model_facts(case.model)
     config = AutoConfig.for_model(facts["model_type"], **facts["config"])
-    if case.quantization == "nf4":
-        config.quantization_config = {
-            "quant_method": "bitsandbytes",
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_compute_dtype": "bfloat16",
-        }
-    elif case.quantization == "int8":
-        config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     return config, str(case.settings.get("task") or facts["task"])
 
-
-def excluded_cases(cases: list[Case]) -> Iterator[tuple[Case, str]]:
-    """Yield the cases that are not compared, with the reason."""
-    for case in cases:
-        if case.excluded:
-            yield case, case.excluded
