@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number, case in enumerate(cases, 1):
         if not case.excluded and case.source != source:
             source = case.source
-            print(f"\n{source}\n    {case.gpu}; {', '.join('.'.join(map(str, (n, *v))) for n, v in case.versions.items())}")
+            print(f"\n{source}\n    {case.gpu}; {', '.join(f'{n} {v[0]}.{v[1]}' for n, v in case.versions.items())}")
         if sys.stderr.isatty():
             print(f"\r{number}/{len(cases)} {case.id[:60]}", end="\r", file=sys.stderr, flush=True)
         try:
@@ -252,7 +253,8 @@ def main(arguments: list[str] | None = None) -> int:
     if given.cases is None and not given.no_results:
         from results_file import append
 
-        append("published", {"rows": [row.figures() for row in rows], "summaries": found, "left_out": left_out})
+        reasons = dict(Counter(reason for _, reason in left_out))
+        append("published", {"rows": [row.figures() for row in rows], "summaries": found, "left_out": reasons})
     return 0
 
 

@@ -91,7 +91,7 @@ def read_cases(paths: list[Path]) -> list[Case]:
     Raises:
         ValueError: a file has neither format.
     """
-    cases: dict[Any, Case] = {}
+    cases: list[Case] = []
     for path in paths:
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, Mapping) and "rows" in content:
@@ -103,9 +103,14 @@ def read_cases(paths: list[Path]) -> list[Case]:
                 f"cases={str(path)!r} has neither format of benchmarks/published; expected a list of measurements or "
                 'a table {"source": ..., "rows": [...]}. Compare benchmarks/published/measurements.json'
             )
-        for case in found:
-            cases.setdefault((case.source.split()[0], case.what, case.measured_bytes, case.excluded), case)
-    return list(cases.values())
+        known = {_measurement(case) for case in cases}
+        cases += [case for case in found if _measurement(case) not in known]
+    return cases
+
+
+def _measurement(case: Case) -> tuple[Any, ...]:
+    """Return what two files have in common of one measurement."""
+    return case.source.split()[0], case.what, case.measured_bytes, case.settings.get("batch_size")
 
 
 def _read(read: Callable[[Mapping[str, Any]], Case], row: Mapping[str, Any]) -> Case:
@@ -307,4 +312,3 @@ def configuration_of(case: Case) -> tuple[PretrainedConfig, str]:
     facts = model_facts(case.model)
     config = AutoConfig.for_model(facts["model_type"], **facts["config"])
     return config, str(case.settings.get("task") or facts["task"])
-

@@ -42,8 +42,8 @@ class StepSettings:
 
     Attributes:
         loop: ``"trainer"`` for the stock ``Trainer``; ``"manual"`` for a hand-written loop, with Accelerate or without,
-            that does ``outputs = model(**batch); outputs.loss.backward(); optimizer.step(); optimizer.zero_grad()``. Its
-            variable keeps logits and key-value cache until the next forward pass is over, the model keeps its own
+            that does ``outputs = model(**batch); outputs.loss.backward(); optimizer.step(); optimizer.zero_grad()``.
+            Its variable keeps logits and key-value cache until the next forward pass is over, the model keeps its own
             ``use_cache``, and one batch is on the GPU at a time.
         precision: of the autocast region; ``"auto"`` follows the GPU, ``"tf32"`` needs as much memory as fp32.
         weights_dtype: of the weights as loaded; 16 bits without autocast is "pure" 16-bit training. A module keeps its
@@ -55,8 +55,8 @@ class StepSettings:
         weight_decay: some optimizers copy the gradients for it.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
         gradient_release: whether each parameter steps, and frees its gradient, as soon as it has one.
-        optimizer_memory: a function that returns the memory of an optimizer that ``optim`` does not name, from the facts
-            of the trainable parameters; it replaces ``optim`` and its options. None for ``optim``.
+        optimizer_memory: a function that returns the memory of an optimizer that ``optim`` does not name, from the
+            facts of the trainable parameters; it replaces ``optim`` and its options. None for ``optim``.
         zero_grad_to_none: False where gradients are zeroed and kept between steps, ``zero_grad(set_to_none=False)``.
         max_grad_norm: 0 (or less, as in the Trainer) for no clipping.
         gradient_accumulation_steps: batches of ``batch_size`` examples per optimizer step.

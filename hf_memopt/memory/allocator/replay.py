@@ -220,7 +220,7 @@ class _Run:
     def _forget(self, part: RecordedPass) -> None:
         """Free what was freed after a recorded pass: loss and outputs. What was never freed is a cache of the model.
 
-        A hand-written loop holds them; they get keys of their own, since the next pass allocates the same numbers again.
+        A hand-written loop holds them; they get keys of their own, since the next pass allocates these numbers again.
         """
         for key in [key for key in self._alive if isinstance(key, int)]:
             between = self._freed_at.get(key, -1) >= part.end and self._tracker.allocated_at[key] >= part.start

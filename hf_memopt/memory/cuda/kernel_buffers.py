@@ -198,8 +198,9 @@ def workspace_bytes(capability: tuple[int, int], chosen: int | None = None) -> t
     checkpointing the autograd thread runs them too). Before 2.9 it took that 1 MiB inside each call (``hidden_bytes``
     gives it); since 2.11 it shares the block of cuBLAS.
 
-    Without ``chosen`` the size is 2 x 4 MiB + 8 x 16 KiB, or 32 MiB on 9.0, since 2.12 on 10.x and 12.x, and since 2.14 on 11.x. The
-    environment variables ``CUBLAS_WORKSPACE_CONFIG`` and ``CUBLASLT_WORKSPACE_SIZE`` change it; they are not read.
+    Without ``chosen`` the size is 2 x 4 MiB + 8 x 16 KiB, or 32 MiB on 9.0, since 2.12 on 10.x and 12.x, and since 2.14
+    on 11.x. The environment variables ``CUBLAS_WORKSPACE_CONFIG`` and ``CUBLASLT_WORKSPACE_SIZE`` change it; they are
+    not read.
 
     Source: cuda/CublasHandlePool.cpp, ``parseChosenWorkspaceSize``, ``setWorkspaceForHandle``,
     ``getCUDABlasLtWorkspace``; cuda/detail/DeviceThreadHandles.h. Pull requests 156495 (2.9), 168175 (2.11), 175344

@@ -63,7 +63,8 @@ class LoadedModel:
 
     Attributes:
         name: to display: the well-known name, the folder's, or the class's.
-        model: in training mode, without key-value cache, as ``Trainer`` has it, unless asked; every parameter and buffer on meta.
+        model: in training mode, and without key-value cache, as ``Trainer`` has it, unless ``keep_cache`` is set; every
+            parameter and buffer on meta.
         key: equal keys mean equal models; None for a module, which may change between two calls.
     """
 
