@@ -124,6 +124,8 @@ def compare(case: Case) -> Row:
 
 def estimate_settings(case: Case) -> dict[str, Any]:
     """Return the arguments of ``estimate`` for a case, as its source states it."""
+    if case.quantization not in (None, *QUANTIZATIONS):
+        raise UnknownCaseError(f"weights quantised by {case.quantization!r} are not estimated")
     config, task = configuration_of(case)
     if case.use_cache is not None:
         config.use_cache = case.use_cache
@@ -137,8 +139,6 @@ def estimate_settings(case: Case) -> dict[str, Any]:
         settings["optim"] = OPTIMIZERS[case.optim_class]
     settings["prepare"] = ()
     if case.quantization is not None:
-        if case.quantization not in QUANTIZATIONS:
-            raise UnknownCaseError(f"quantization={case.quantization!r} is not estimated")
         settings["prepare"] = (partial(quantize, config=QUANTIZATIONS[case.quantization]),)
         if settings["weights_dtype"] == "float32":
             settings["weights_dtype"] = "bfloat16"
@@ -193,7 +193,7 @@ def summary(errors: list[float]) -> dict[str, float | int]:
         "cases": len(errors),
         "median": statistics.median(map(abs, errors)),
         "worst": max(map(abs, errors)),
-        "worst_under": -min(0.0, *errors),
+        "worst_under": max(0.0, -min(errors)),
     }
 
 

@@ -51,7 +51,7 @@ def _line(rows: Sequence[Mapping[str, Any]]) -> str:
     for values in errors.values():
         sizes = [abs(value) for value in values]
         cells += [f"{100 * median(sizes):.2f}", f"{100 * max(sizes):.2f}"]
-    cells.append(f"{100 * -min(0.0, *errors['matched']):.2f}")
+    cells.append(f"{100 * max(0.0, -min(errors['matched'])):.2f}")
     return f"| {' | '.join(cells)} |"
 
 

@@ -36,6 +36,11 @@ def behaviours(published: ModuleType) -> ModuleType:
     return importlib.import_module("published_behaviours")
 
 
+@pytest.fixture(scope="module")
+def changes(published: ModuleType) -> ModuleType:
+    return importlib.import_module("published_changes")
+
+
 def measurement(**changed: Any) -> dict[str, Any]:
     """Return a row of a small run; ``configuration`` is merged."""
     configuration = {
@@ -186,22 +191,22 @@ def test_every_behaviour_has_a_source_and_versions(behaviours: ModuleType) -> No
     assert len(set(found)) == len(found)
 
 
-def test_old_softmax_and_losses_compute_the_same(behaviours: ModuleType) -> None:
+def test_old_softmax_and_losses_compute_the_same(changes: ModuleType) -> None:
     scores = torch.randn(2, 3, 5, 5, dtype=torch.float64, requires_grad=True)
-    old, new = behaviours._SoftmaxKeepsInput.apply(scores), F.softmax(scores, dim=-1)
+    old, new = changes.softmax_that_keeps_its_input(scores), F.softmax(scores, dim=-1)
     weights = torch.randn_like(old)
     assert torch.equal(old, new)
     gradients = [torch.autograd.grad((result * weights).sum(), scores)[0] for result in (old, new)]
     torch.testing.assert_close(*gradients)
     model, ids = tiny.llama(), torch.arange(24).view(2, 12)
     expected = model(input_ids=ids, labels=ids).loss
-    for change in (behaviours.upcast_logits, behaviours.upcast_and_copy_in_loss, behaviours.cache_without_copy):
+    for change in (changes.upcast_logits, changes.upcast_and_copy_in_loss, changes.cache_without_copy):
         change(model)
         torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
 
 
 @pytest.mark.parametrize("shapes", [[(7, 5), (9,)], [(64, 32), (64,), (32, 64)]])
-def test_adafactor_of_torch_has_the_state_of_the_class(behaviours: ModuleType, shapes: list[tuple[int, ...]]) -> None:
+def test_adafactor_of_torch_has_the_state_of_the_class(changes: ModuleType, shapes: list[tuple[int, ...]]) -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(shape)) for shape in shapes])
     optimizer = torch.optim.Adafactor(model.parameters())
     sum(parameter.square().sum() for parameter in model).backward()
@@ -212,12 +217,12 @@ def test_adafactor_of_torch_has_the_state_of_the_class(behaviours: ModuleType, s
         for name, value in of_parameter.items()
         if name != "step" and value is not None
     ]
-    assert sorted(behaviours.adafactor_of_torch(parameter_facts(model)).state) == sorted(state)
+    assert sorted(changes.adafactor_of_torch(parameter_facts(model)).state) == sorted(state)
 
 
-def test_loops_over_parameters_hold_one_temporary_or_two(behaviours: ModuleType) -> None:
+def test_loops_over_parameters_hold_one_temporary_or_two(changes: ModuleType) -> None:
     facts = [ParameterFacts(str(size), (size,), 4, is_embedding=False) for size in (3, 5)]
-    one, two = behaviours.adamw_of_transformers(facts), behaviours.adamw_in_a_loop(facts)
+    one, two = changes.adamw_of_transformers(facts), changes.adamw_in_a_loop(facts)
     assert one.step == ((12,), (12, 20))
     assert two.step == ((12, 12), (12, 20, 20))
     assert one.state == two.state == (12, 12, 20, 20)
