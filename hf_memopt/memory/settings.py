@@ -41,10 +41,6 @@ class StepSettings:
     """The settings that affect memory. Names and meanings are those of ``TrainingArguments`` where it has them.
 
     Attributes:
-        loop: ``"trainer"`` for the stock ``Trainer``; ``"manual"`` for a hand-written loop, with Accelerate or without,
-            that does ``outputs = model(**batch); outputs.loss.backward(); optimizer.step(); optimizer.zero_grad()``.
-            Its variable keeps logits and key-value cache until the next forward pass is over, the model keeps its own
-            ``use_cache``, and one batch is on the GPU at a time.
         precision: of the autocast region; ``"auto"`` follows the GPU, ``"tf32"`` needs as much memory as fp32.
         weights_dtype: of the weights as loaded; 16 bits without autocast is "pure" 16-bit training. A module keeps its
             own, which an ``Estimate`` of it shows here (of mixed weights, the dtype that most bytes have).
@@ -55,9 +51,6 @@ class StepSettings:
         weight_decay: some optimizers copy the gradients for it.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
         gradient_release: whether each parameter steps, and frees its gradient, as soon as it has one.
-        optimizer_memory: a function that returns the memory of an optimizer that ``optim`` does not name, from the
-            facts of the trainable parameters; it replaces ``optim`` and its options. None for ``optim``.
-        zero_grad_to_none: False where gradients are zeroed and kept between steps, ``zero_grad(set_to_none=False)``.
         max_grad_norm: 0 (or less, as in the Trainer) for no clipping.
         gradient_accumulation_steps: batches of ``batch_size`` examples per optimizer step.
         micro_batch_size: examples of one forward pass, where a batch is cut within the step; None for the whole batch.
@@ -74,12 +67,18 @@ class StepSettings:
         batch_eval_metrics: whether metrics are computed batch by batch, so that no logits are gathered.
         torch_empty_cache_steps: steps between two calls of ``torch.cuda.empty_cache()``.
         expandable_segments: whether the allocator runs with ``expandable_segments:True``.
+        prepare: functions that change the model, the same as in the real run: freeze, LoRA, checkpoint policies.
+        loop: ``"trainer"`` for the stock ``Trainer``; ``"manual"`` for a hand-written loop, with Accelerate or without,
+            that does ``outputs = model(**batch); outputs.loss.backward(); optimizer.step(); optimizer.zero_grad()``.
+            Its variable keeps logits and key-value cache until the next forward pass is over, the model keeps its own
+            ``use_cache``, and one batch is on the GPU at a time.
+        optimizer_memory: a function that returns the memory of an optimizer that ``optim`` does not name, from the
+            facts of the trainable parameters; it replaces ``optim`` and its options. None for ``optim``.
+        zero_grad_to_none: False where gradients are zeroed and kept between steps, ``zero_grad(set_to_none=False)``.
         cublas_workspace_bytes: of each thread's cuBLAS handle, as ``CUBLAS_WORKSPACE_CONFIG`` sets it; 0 where torch
             allocates none (ROCm), None for what torch takes on this GPU.
-        prepare: functions that change the model, the same as in the real run: freeze, LoRA, checkpoint policies.
     """
 
-    loop: str = "trainer"
     precision: str = "auto"
     weights_dtype: str = "float32"
     autocast_cache: bool = True
@@ -89,8 +88,6 @@ class StepSettings:
     weight_decay: float = 0.0
     embedding_bits: int = 32
     gradient_release: bool = False
-    optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = None
-    zero_grad_to_none: bool = True
     max_grad_norm: float = 1.0
     gradient_accumulation_steps: int = 1
     micro_batch_size: int | None = None
@@ -106,8 +103,11 @@ class StepSettings:
     batch_eval_metrics: bool = False
     torch_empty_cache_steps: int | None = None
     expandable_segments: bool = False
-    cublas_workspace_bytes: int | None = None
     prepare: tuple[Callable[[Any], Any], ...] = ()
+    loop: str = "trainer"
+    optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = None
+    zero_grad_to_none: bool = True
+    cublas_workspace_bytes: int | None = None
 
     def __post_init__(self) -> None:
         defaults = {item.name: item.default for item in fields(self)}
