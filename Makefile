@@ -9,7 +9,7 @@ PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 CLIENTS = .venv-clients/bin
 CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo test test-full test-compat test-clients test-upstream lint format bench bench-batching bench-gpu clean
+.PHONY: demo test test-full test-compat test-clients test-upstream lint format bench bench-batching bench-gpu bench-published clean
 
 demo: $(READY)            ## the main job: four set-ups of the stock Trainer on real text, side by side
 	$(BIN)/python -m hf_memopt demo
@@ -52,6 +52,9 @@ bench-batching: $(READY)  ## samplers side by side: ours, stock, lhotse, fairseq
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	$(BIN)/python benchmarks/streaming.py
 	$(BIN)/python benchmarks/batching.py
+
+bench-published: $(READY) ## predicted memory against what other people measured on GPUs, without a GPU
+	$(BIN)/python benchmarks/published.py
 
 bench-gpu: $(READY)       ## predicted against measured memory, on a CUDA GPU; goes on where it stopped
 	$(BIN)/python benchmarks/gpu.py

@@ -201,6 +201,13 @@ def estimate_errors() -> str:
     return "\n".join([*lines, "", note])
 
 
+def published_errors() -> str:
+    """Return the errors against published measurements, from the last run of ``benchmarks/published.py``."""
+    from published_table import published_table
+
+    return published_table(_last_row("published")["figures"])
+
+
 def _errors_of_gpu(gpu: str, rows: list[dict[str, Any]]) -> str:
     """Return a GPU's line of the table of errors."""
     from gpu_figures import MEASURED, spreads_of
@@ -303,6 +310,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "demo-table": demo_table,
     "accuracy": accuracy,
     "estimate-ladder": estimate_ladder,
+    "published-errors": published_errors,
     "estimate-errors": estimate_errors,
     "estimate-speed": estimate_speed,
     "batching-table": batching_table,

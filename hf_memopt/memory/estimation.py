@@ -285,6 +285,7 @@ def _recorded(
             task=task,
             load_in=settings.load_in,
             compute_dtype=_sixteen_bits(gpu),
+            keep_cache=settings.loop == "manual",
         )
         if loaded.key is None:
             settings = settings.replace(weights_dtype=_own_dtype(loaded.model, weights_dtype))
@@ -390,6 +391,9 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
 
 
 def _optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) -> OptimizerMemory:
+    if settings.optimizer_memory is not None:
+        found = settings.optimizer_memory(facts)
+        return replace(found, releases_gradients=found.releases_gradients or settings.gradient_release)
     return optimizer_memory(
         facts, settings.optim, gradient_release=settings.gradient_release, **_optimizer_options(settings)
     )
@@ -409,7 +413,9 @@ def _replay_plan(
 ) -> ReplayPlan:
     releases = optimizer.releases_gradients
     alone = None
-    if releases:
+    if releases and settings.optimizer_memory is not None:
+        alone = [settings.optimizer_memory((fact,)) for fact in step.trainable]
+    elif releases:
         alone = memory_by_parameter(step.trainable, settings.optim, **_optimizer_options(settings))
     clips = settings.max_grad_norm > 0 and not releases
     gathered = settings.eval_batches if settings.eval_batch_size is not None else 0
@@ -422,8 +428,10 @@ def _replay_plan(
         clipping=clipping_temporaries(step.trainable) if clips else (),
         batches=settings.gradient_accumulation_steps,
         micro_batches=math.ceil(batch_size / (settings.micro_batch_size or batch_size)),
-        workspaces=workspace_bytes(chip.capability),
+        workspaces=workspace_bytes(chip.capability, settings.cublas_workspace_bytes),
         eval_batches=gathered,
         eval_concat=settings.eval_do_concat_batches,
         empty_cache_steps=settings.torch_empty_cache_steps,
+        is_manual=settings.loop == "manual",
+        keeps_gradients=not settings.zero_grad_to_none,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,9 +16,12 @@ from hf_memopt.plain_data import Count, check_value
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+    from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
+
 __all__ = ["NotEstimableError", "StepSettings"]
 
 _KINDS: Mapping[str, Any] = {
+    "loop": Literal["trainer", "manual"],
     "precision": Literal["auto", "fp32", "tf32", "bf16", "fp16"],
     "weights_dtype": Literal["float32", "bfloat16", "float16"],
     "embedding_bits": Literal[8, 32],
@@ -80,6 +83,15 @@ class StepSettings:
             whole), or a ``peft.LoraConfig``; None for none. They are float32, as ``get_peft_model`` makes them.
         freeze: patterns of parameters that are not trained, as ``hf_memopt.freeze`` takes them.
         prepare: functions that change the model, the same as in the real run, after all of the above.
+        loop: ``"trainer"`` for the stock ``Trainer``; ``"manual"`` for a hand-written loop, with Accelerate or without,
+            that does ``outputs = model(**batch); outputs.loss.backward(); optimizer.step(); optimizer.zero_grad()``.
+            Its variable keeps logits and key-value cache until the next forward pass is over, the model keeps its own
+            ``use_cache``, and one batch is on the GPU at a time.
+        optimizer_memory: a function that returns the memory of an optimizer that ``optim`` does not name, from the
+            facts of the trainable parameters; it replaces ``optim`` and its options. None for ``optim``.
+        zero_grad_to_none: False where gradients are zeroed and kept between steps, ``zero_grad(set_to_none=False)``.
+        cublas_workspace_bytes: of each thread's cuBLAS handle, as ``CUBLAS_WORKSPACE_CONFIG`` sets it; 0 where torch
+            allocates none (ROCm), None for what torch takes on this GPU.
     """
 
     precision: str = "auto"
@@ -113,6 +125,10 @@ class StepSettings:
     lora: int | LoraConfig | None = field(default=None, hash=False)
     freeze: tuple[str, ...] = ()
     prepare: tuple[Callable[[Any], Any], ...] = ()
+    loop: str = "trainer"
+    optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = None
+    zero_grad_to_none: bool = True
+    cublas_workspace_bytes: int | None = None
 
     def __post_init__(self) -> None:
         defaults = {item.name: item.default for item in fields(self)}
@@ -127,6 +143,12 @@ class StepSettings:
             raise ValueError(
                 f"label_smoothing_factor={self.label_smoothing_factor!r} is invalid; expected a number from 0 to below "
                 "1. Pass label_smoothing_factor=0.1"
+            )
+        workspace = self.cublas_workspace_bytes
+        if workspace is not None and (not isinstance(workspace, int) or isinstance(workspace, bool) or workspace < 0):
+            raise ValueError(
+                f"cublas_workspace_bytes={workspace!r} is invalid; expected an integer of 0 or more, or None. "
+                "Pass cublas_workspace_bytes=None"
             )
         self._read_freeze()
         self._read_lora()

@@ -280,6 +280,8 @@ def test_adapters_of_the_settings_are_pefts_to_the_byte(family: str, dtype: torc
         ("llama", StepSettings(precision="bf16", autocast_cache=False, checkpointing=True)),
         ("t5", StepSettings(precision="fp32", gradient_release=True, max_grad_norm=0)),
         ("gpt2", StepSettings(precision="fp32", checkpointing={"use_reentrant": True, "preserve_rng_state": False})),
+        ("gpt2", StepSettings(precision="fp32", loop="manual", zero_grad_to_none=False)),
+        ("t5", StepSettings(precision="bf16", loop="manual", gradient_accumulation_steps=2)),
     ],
 )
 def test_other_settings_on_meta_are_the_real_ones(family: str, step: StepSettings) -> None:

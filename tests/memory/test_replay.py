@@ -162,6 +162,20 @@ def test_phases_and_steps_of_the_timeline() -> None:
     assert [(timeline[start], step) for start, step in found.timeline.steps] == [("+I2", 1), ("+I2", 2), ("+I2", 3)]
 
 
+def test_a_hand_written_loop_holds_logits_and_loss_until_the_next_forward_pass_is_over() -> None:
+    _, timeline = played(accumulating_trace(micro_batches=1), plan(**NOTHING, is_manual=True))
+    held = ["-L4", "-L1"]
+    first = ["+I2", *FORWARD, "+L4", "+G10", "-L4", "+T6", "-A5", "-T6", "-G10"]
+    later = ["+I2", "-I2", *FORWARD, *held, "+L4", "+G10", "-L4", "+T6", "-A5", "-T6", "-G10"]
+    assert timeline == [*LOAD, *first, *later, *later]
+
+
+def test_kept_gradients_are_added_to_from_the_second_step_on() -> None:
+    _, timeline = played(accumulating_trace(micro_batches=2), plan(**NOTHING, keeps_gradients=True))
+    later = ["+I2", "-I2", *FORWARD, *BACKWARD_ADDING]
+    assert timeline == [*LOAD, "+I2", *FORWARD, *BACKWARD, *later, *later]
+
+
 @pytest.mark.parametrize("cut", [{"batches": 2}, {"micro_batches": 2}], ids=["accumulated", "cut"])
 def test_two_micro_batches_add_gradients(cut: dict[str, int]) -> None:
     inputs = ["+I2"] * cut.get("batches", 1)

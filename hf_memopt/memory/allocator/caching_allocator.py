@@ -219,6 +219,10 @@ class CachingAllocator:
         block.allocated = False
         block.pool.add_merged(block)
 
+    def rename(self, key: Hashable, new_key: Hashable) -> None:
+        """Give the key's block another key; nothing is allocated or freed."""
+        self._live[new_key] = self._live.pop(key)
+
     def empty_cache(self) -> None:
         """Return to the driver what is free as a whole: segments, or pages of expandable segments."""
         for pool in (self._large, self._small):

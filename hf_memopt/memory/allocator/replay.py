@@ -42,6 +42,8 @@ class ReplayPlan:
         empty_cache_steps: steps between two calls of ``empty_cache``, each before a backward pass; None for none.
         order: for every step of a run over differing batches the index of each accumulation step's recording; empty
             for three steps of one recording.
+        is_manual: whether a hand-written loop holds its outputs until the next forward pass is over, and one batch.
+        keeps_gradients: whether gradients are zeroed, not freed, between steps.
     """
 
     optimizer: OptimizerMemory | Sequence[OptimizerMemory]
@@ -53,6 +55,8 @@ class ReplayPlan:
     eval_concat: bool = True
     empty_cache_steps: int | None = None
     order: tuple[tuple[int, ...], ...] = ()
+    is_manual: bool = False
+    keeps_gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +155,7 @@ class _Run:
         self._peak = 0
         self._peak_event = 0
         self._peak_key: Any = None
+        self._held: list[Any] = []
         self._traces = [_Recorded(trace, index * _KEYS) for index, trace in enumerate(traces)]
         self.use(0)
 
@@ -204,21 +209,22 @@ class _Run:
         self.phase("forward")
         for batch, index in enumerate(batches):
             self.use(index)
-            for number in self.trace.inputs:
+            for number in self.trace.inputs if not plan.is_manual or batch == 0 else ():
                 self.malloc(("input", step, batch, number), self._tracker.sizes[number], _INPUTS)
         for key in [key for key in self._alive if isinstance(key, tuple) and key[:2] == ("input", step - 1)]:
             self.free(key)
         micro_batches = [index for index in batches for _ in range(min(plan.micro_batches, _PASSES))]
         for count, index in enumerate(micro_batches if plan.order else micro_batches[:_PASSES]):
             self.use(index)
-            recorded = min(count, len(self.trace.micro_batches) - 1)
+            adds = count + int(plan.keeps_gradients and step > 0)  # 0 where the gradients are new
+            recorded = min(adds, len(self.trace.micro_batches) - 1)
             self._pass(self.trace.micro_batches[recorded], self._recorded.passes[recorded], step)
         if not isinstance(plan.optimizer, Sequence):
             self.phase("optimizer")
             self._together("clip", plan.clipping)
             self._optimizer(plan.optimizer, "state", first=step == 0)
         self.use(batches[0])  # its first pass made the gradients
-        for number in self.trace.gradients:
+        for number in () if plan.keeps_gradients else self.trace.gradients:
             self.free(number + self._recorded.first_key)
 
     def _pass(self, part: RecordedPass, events: list[tuple[int, int, int]], step: int) -> None:
@@ -226,6 +232,7 @@ class _Run:
         self._workspace(0)
         border = part.forward_end - part.start
         self._play(events[:border])
+        self._drop_held()
         if self.plan.empty_cache_steps is not None and step % self.plan.empty_cache_steps == 0:
             self.allocator.empty_cache()
         self.phase("backward")
@@ -239,14 +246,31 @@ class _Run:
         self._forget(part)
 
     def _forget(self, part: RecordedPass) -> None:
-        """Free what was freed after a recorded pass: loss and outputs. What was never freed is a cache of the model."""
+        """Free what was freed after a recorded pass: loss and outputs. What was never freed is a cache of the model.
+
+        A hand-written loop holds them; they get keys of their own, since the next pass allocates these numbers again.
+        """
         recorded = self._recorded
         first, end = recorded.first_key, recorded.first_key + _KEYS
         for key in [key for key in self._alive if isinstance(key, int) and first <= key < end]:
             number = key - first
             between = recorded.freed_at.get(number, -1) >= part.end and self._tracker.allocated_at[number] >= part.start
             if between and number not in recorded.gradients:
-                self.free(key)
+                if self.plan.is_manual and part is not self.trace.evaluation:
+                    self._hold(key)
+                else:
+                    self.free(key)
+
+    def _hold(self, key: int) -> None:
+        held = ("held", key)
+        self._alive[held] = self._alive.pop(key)
+        self.allocator.rename(key, held)
+        self._held.append(held)
+
+    def _drop_held(self) -> None:
+        for key in self._held:
+            self.free(key)
+        self._held = []
 
     def _workspace(self, thread: int) -> None:
         if thread < len(self.plan.workspaces) and ("workspace", thread) not in self._alive:
@@ -291,6 +315,7 @@ class _Run:
                     self._play(events[:border])
                 self.phase("evaluation")
                 self._play(events[border:])
+            self._drop_held()
             self._forget(part)
             self._gather(batch, sizes)
             for number in self.trace.evaluation_inputs:

@@ -188,7 +188,7 @@ def _linear(
     return (_LT_WORKSPACE_BYTES,) if fused and fits else ()
 
 
-def workspace_bytes(capability: tuple[int, int]) -> tuple[int, ...]:
+def workspace_bytes(capability: tuple[int, int], chosen: int | None = None) -> tuple[int, ...]:
     """Return the blocks that the cuBLAS handles keep after a training step.
 
     Each thread has a handle of its own, and each (handle, stream) a block from torch's allocator, taken with its first
@@ -198,8 +198,9 @@ def workspace_bytes(capability: tuple[int, int]) -> tuple[int, ...]:
     checkpointing the autograd thread runs them too). Before 2.9 it took that 1 MiB inside each call (``hidden_bytes``
     gives it); since 2.11 it shares the block of cuBLAS.
 
-    The size is 2 x 4 MiB + 8 x 16 KiB, or 32 MiB on 9.0, since 2.12 on 10.x and 12.x, and since 2.14 on 11.x. The
-    environment variables ``CUBLAS_WORKSPACE_CONFIG`` and ``CUBLASLT_WORKSPACE_SIZE`` change it; they are not read.
+    Without ``chosen`` the size is 2 x 4 MiB + 8 x 16 KiB, or 32 MiB on 9.0, since 2.12 on 10.x and 12.x, and since 2.14
+    on 11.x. The environment variables ``CUBLAS_WORKSPACE_CONFIG`` and ``CUBLASLT_WORKSPACE_SIZE`` change it; they are
+    not read.
 
     Source: cuda/CublasHandlePool.cpp, ``parseChosenWorkspaceSize``, ``setWorkspaceForHandle``,
     ``getCUDABlasLtWorkspace``; cuda/detail/DeviceThreadHandles.h. Pull requests 156495 (2.9), 168175 (2.11), 175344
@@ -208,6 +209,7 @@ def workspace_bytes(capability: tuple[int, int]) -> tuple[int, ...]:
     release = torch_release()
     large = {9} if release < (2, 12) else {9, 10, 12} if release < (2, 14) else {9, 10, 11, 12}
     size = 32 * 2**20 if capability[0] in large else 2 * 4096 * 1024 + 8 * 16 * 1024
+    size = size if chosen is None else chosen
     return (size, size, _LT_WORKSPACE_BYTES) if (2, 9) <= release < (2, 11) else (size, size)
 
 

@@ -63,7 +63,8 @@ class LoadedModel:
 
     Attributes:
         name: to display: the well-known name, the folder's, or the class's.
-        model: in training mode, without key-value cache, as ``Trainer`` has it; every parameter and buffer on meta.
+        model: in training mode, and without key-value cache, as ``Trainer`` has it, unless ``keep_cache`` is set; every
+            parameter and buffer on meta.
         key: equal keys mean equal models; None for a module, which may change between two calls.
     """
 
@@ -80,6 +81,7 @@ def load_model(
     task: str | None = None,
     load_in: str | None = None,
     compute_dtype: str = "bfloat16",
+    keep_cache: bool = False,
 ) -> LoadedModel:
     """Return a copy of ``model`` on the meta device; the given model is not changed, and no weight is read.
 
@@ -93,6 +95,7 @@ def load_model(
         load_in: ``"nf4"`` or ``"int8"`` for linears of bitsandbytes, those that ``from_pretrained`` would quantise, a
             classifier's new head excepted.
         compute_dtype: of the products with 4-bit weights.
+        keep_cache: whether the model keeps its own ``use_cache``; ``Trainer`` switches it off.
 
     A module's hooks are copied, its gradients are not.
 
@@ -123,7 +126,7 @@ def load_model(
         own = getattr(getattr(unwrap_model(copied), "config", None), "_attn_implementation", None)
         if attn_implementation is not None or own == "flash_attention_2":
             _set_attention(copied, attn_implementation or "flash_attention_2")
-        return LoadedModel(type(unwrap_model(copied)).__name__, _as_in_training(copied), None)
+        return LoadedModel(type(unwrap_model(copied)).__name__, _as_in_training(copied, keep_cache), None)
     if isinstance(model, PretrainedConfig):
         name, config = None, copy.deepcopy(model)
     elif isinstance(model, str | os.PathLike):
@@ -152,8 +155,8 @@ def load_model(
         built = _build(config, task, attn_implementation, weights_dtype, quantization)
         if name is not None:
             _untie_head(built)
-    key = (type(built), text, name is None, weights_dtype, attn_implementation, load_in, compute_dtype)
-    return LoadedModel(name or type(built).__name__, _as_in_training(built), key)
+    key = (type(built), text, name is None, weights_dtype, attn_implementation, load_in, compute_dtype, keep_cache)
+    return LoadedModel(name or type(built).__name__, _as_in_training(built, keep_cache), key)
 
 
 def task_of(model: nn.Module) -> str | None:
@@ -299,9 +302,9 @@ def _untie_head(model: Any) -> None:
         head.weight = nn.Parameter(torch.empty_like(head.weight))
 
 
-def _as_in_training(model: Any) -> nn.Module:
+def _as_in_training(model: Any, keep_cache: bool) -> nn.Module:
     config = getattr(model, "config", None)
-    if config is not None:
+    if config is not None and not keep_cache:
         config.use_cache = False
     trained: nn.Module = model.train()
     return trained

@@ -128,7 +128,14 @@ def _choices(settings: StepSettings) -> Iterator[str]:
         yield f"LoRA{_call_text(adapters)}"
     if settings.freeze:
         yield f"frozen: {', '.join(settings.freeze)}"
-    yield settings.optim + (" with 8-bit embeddings" if settings.embedding_bits == 8 else "")
+    if settings.optimizer_memory is None:
+        yield settings.optim + (" with 8-bit embeddings" if settings.embedding_bits == 8 else "")
+    else:
+        yield _function_text(settings.optimizer_memory)
+    if settings.loop == "manual":
+        yield "hand-written loop"
+    if not settings.zero_grad_to_none:
+        yield "gradients kept between steps"
     if settings.checkpointing:
         options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
         yield f"checkpointing{_call_text(options) if options else ''}"

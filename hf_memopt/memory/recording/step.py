@@ -1,4 +1,5 @@
-"""Record the allocations of one step of the stock ``Trainer``: forward and backward, and an evaluation batch.
+"""Record the allocations of one step of the stock ``Trainer``, or of a hand-written loop: forward and backward, and an
+evaluation batch.
 
 What the Trainer and accelerate do around the model's own code is done here in the same order: autocast around
 ``model.forward`` alone, its outputs cast to float32 afterwards, label smoothing outside of it, gradients set to None
@@ -128,7 +129,8 @@ def record_step(
         semantics = CudaSemantics(autocast=autocast, cache=settings.autocast_cache, tracker=tracker)
     model.zero_grad()
     trace = StepTrace(tracker, _weights(model, tracker), _numbers(batch, tracker))
-    count = 2 if settings.gradient_accumulation_steps > 1 or micro_batch is not None else 1
+    adds = settings.gradient_accumulation_steps > 1 or micro_batch is not None or not settings.zero_grad_to_none
+    count = 2 if adds else 1
     releasing = parameters if releases_gradients else []
     recorder = _Recorder(model, settings, tracker, semantics)
     model.train()
@@ -144,6 +146,7 @@ def record_step(
                 flops = tracker.flops
                 trace.micro_batches.append(recorder.train(batch if micro_batch is None else micro_batch))
                 trace.flops.append(tracker.flops - flops)
+            recorder.drop_outputs()
             gradients = ((index, parameter.grad) for index, parameter in enumerate(parameters))
             trace.gradient_of = {index: tracker.number(grad) for index, grad in gradients if grad is not None}
             del gradients
@@ -216,10 +219,13 @@ class _Recorder:
         self._semantics = semantics
         self._smoother = _label_smoother(settings.label_smoothing_factor)
         self._releases: list[tuple[int, int, int]] = []
+        self._outputs: Any = None  # the variable of a hand-written loop
 
     def train(self, batch: Mapping[str, torch.Tensor]) -> RecordedPass:
         start = len(self._tracker.events)
         loss, outputs, logits = self._forward(batch)
+        if self._settings.loop == "manual":
+            self._outputs = outputs  # frees those of the pass before
         del outputs
         if self._settings.gradient_accumulation_steps > 1:
             loss = loss / self._settings.gradient_accumulation_steps
@@ -230,6 +236,10 @@ class _Recorder:
         del loss, gradient
         releases, self._releases = tuple(self._releases), []
         return RecordedPass(start, forward_end, len(self._tracker.events), *logits_of, (), releases)
+
+    def drop_outputs(self) -> None:
+        """Free the outputs that a hand-written loop still holds."""
+        self._outputs = None
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> RecordedPass:
         if not self._settings.predict_with_generate or self._settings.prediction_loss_only:

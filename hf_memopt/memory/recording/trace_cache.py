@@ -43,6 +43,7 @@ _NOT_IN_TRACE = {
     "weight_decay",
     "embedding_bits",
     "gradient_release",
+    "optimizer_memory",
     "max_grad_norm",
     "gradient_accumulation_steps",
     "eval_batches",
@@ -51,6 +52,7 @@ _NOT_IN_TRACE = {
     "batch_eval_metrics",
     "torch_empty_cache_steps",
     "expandable_segments",
+    "cublas_workspace_bytes",
 }
 _KEPT_TRACES = 8
 _traces: OrderedDict[Hashable, RecordedStep] = OrderedDict()
