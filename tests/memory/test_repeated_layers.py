@@ -399,10 +399,7 @@ def long_models() -> list[str]:
 def test_estimates_of_known_models(name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if checkpointing and name.startswith("albert"):
         pytest.skip("transformers has no checkpointing for ALBERT")
-    of_images, of_sound = name.startswith("vit"), name.startswith("whisper")
-    lengths: dict[str, Any] = (
-        {} if of_images else {"seq_len": 3000, "labels_length": 64} if of_sound else {"seq_len": 64}
-    )
+    lengths: dict[str, Any] = {} if name.startswith("vit") else {"seq_len": 64}
     options = {"precision": "bf16", "checkpointing": checkpointing, "eval_batch_size": 2, "gpu": "RTX 3060 12GB"}
     trace_cache.forget_traces()
     found = estimate(name, batch_size=2, **lengths, **options)
