@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
+from hf_memopt.binding.input_gradients import drop_input_gradients
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.models.known import known_models
@@ -23,7 +24,6 @@ from hf_memopt.memory.recording.repeated_layers import RepeatedLayers, state_kep
 from hf_memopt.memory.recording.step import RecordedPass, StepTrace
 from hf_memopt.memory.recording.trace_cache import Shape, record_or_reuse
 from hf_memopt.memory.settings import StepSettings
-from hf_memopt.techniques.checkpointing.input_gradients import drop_input_gradients
 from hf_memopt.techniques.checkpointing.policies import checkpoint_layers
 from hf_memopt.techniques.freezing.freezing import freeze
 
