@@ -60,6 +60,7 @@ class Case:
         optim_class: the class, where it is none of ``TrainingArguments(optim=...)``.
         use_cache: False where a hand-written loop switched the key-value cache off; None for the model's own.
         rocm: whether it is an AMD GPU.
+        environment: what runs share whose memory outside of torch's allocator is the same.
         tokens_per_second: of the run; None if it was not recorded.
         excluded: why the row is not compared; "" for a row that is.
     """
@@ -81,6 +82,7 @@ class Case:
     optim_class: str = ""
     use_cache: bool | None = None
     rocm: bool = False
+    environment: str = ""
     tokens_per_second: float | None = None
     excluded: str = ""
 
@@ -170,6 +172,7 @@ def _case(row: Mapping[str, Any]) -> Case:
         kbit_preparation="peft" if quantization and re.search("prepare_for_kbit|baseline-peft-bnb", text) else "",
         optim_class=optim_class,
         use_cache=False if "use_cache=False" in how else None,
+        environment=f"{row['source']}; {row.get('versions', '')}",
         rocm="rocm" in f"{row['source']} {row.get('versions', '')}".lower(),
         excluded=excluded or ("" if choices == 4 else f"{choices} choices: the estimate takes 4"),
     )
@@ -267,12 +270,14 @@ def _harness_case(row: Mapping[str, str]) -> Case:
             "optim": "adamw_torch",
             "attn_implementation": "flash_attention_2",
             "checkpointing": {"use_reentrant": True},
+            "padding": False,  # packed rows: flash attention gets no mask
             "task": "causal-lm",
         },
         nvml_bytes=int(float(row["mem_nvidia_mem_reserved"])) * MIB if row.get("mem_nvidia_mem_reserved") else None,
         lora=lora,
         quantization=quantization,
         kbit_preparation="peft" if framework == "baseline-peft-bnb" else "",
+        environment=f"{source}; {row.get('file', '')}",
         tokens_per_second=float(speed) if speed else None,
         excluded=excluded or ("" if row.get("mem_peak_torch_mem_alloc_in_bytes") else "no peak was recorded"),
     )

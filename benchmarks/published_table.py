@@ -31,7 +31,9 @@ def published_table(figures: Mapping[str, Any]) -> str:
         "`benchmarks/published/`. An error is predicted / measured - 1, in percent. *As is* is the estimate for "
         "today's software; *matched* has what the measured versions did differently, from one table by library, "
         "version and kind of loop (`benchmarks/published_behaviours.py`; in brackets the runs): "
-        f"{kept}. Not compared: {left_out}. "
+        f"{kept}. NVML shows all that is on the GPU. Besides torch's reserved bytes and a usual context, an "
+        "environment holds memory of its own outside of torch's allocator, the same in all runs of one harness; it is "
+        f"taken from the smallest run, which is not counted. Not compared: {left_out}. "
         "`make bench-published` runs it, on a CPU."
     )
     return "\n".join([*lines, "", note])

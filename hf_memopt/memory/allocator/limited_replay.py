@@ -27,18 +27,19 @@ def replay_on_gpu(
     ends, from what the tensors hold at their peak in steps of 5 %. Without a limit the allocator would keep every block
     that it ever had, and the estimate would be a multiple of what the run needs.
     """
-    limit_bytes = None if gpu is None else max(gpu.usable_bytes - (gpu.context_bytes or 0), 0)
-    found = _replayed_within(limit_bytes, trace, plan, settings, others)
-    if found is not None:
-        return found
     unlimited = _replayed_within(None, trace, plan, settings, others)
     assert unlimited is not None  # an allocator without a limit does not fail
-    larger_bytes = max(unlimited.peak_allocated, limit_bytes or 0)
-    while larger_bytes < unlimited.peak_reserved:
-        larger_bytes += larger_bytes // 20 + 1
-        found = _replayed_within(larger_bytes, trace, plan, settings, others)
+    limit_bytes = None if gpu is None else max(gpu.usable_bytes - (gpu.context_bytes or 0), 0)
+    if limit_bytes is None or unlimited.peak_reserved <= limit_bytes:
+        return unlimited
+    tried_bytes = limit_bytes
+    if unlimited.peak_allocated > limit_bytes:
+        tried_bytes = unlimited.peak_allocated + unlimited.peak_allocated // 20 + 1
+    while tried_bytes < unlimited.peak_reserved:
+        found = _replayed_within(tried_bytes, trace, plan, settings, others)
         if found is not None:
             return found
+        tried_bytes += tried_bytes // 20 + 1
     return unlimited
 
 
