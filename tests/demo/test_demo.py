@@ -412,7 +412,7 @@ def test_ctrl_c_leaves_only_what_was_there(tmp_path: Path) -> None:
     assert (process.returncode, out) == (130, b"")
     assert contents(tmp_path) == before
     assert list(tmp_path.iterdir()) == [output]
-    assert not child.is_running()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE  # a container may have nobody to reap it
 
 
 # ---- Bad input: found before anything is written --------------------------------------------------------------------

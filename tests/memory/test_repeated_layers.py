@@ -101,6 +101,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "release and checkpointing": {"checkpointing": True, "optim": "adalomo", "precision": "fp32"},
     "micro-batches": {"precision": "fp16", "micro_batch_size": 1},
     "label smoothing, eager": {"label_smoothing_factor": 0.1, "attn_implementation": "eager", "precision": "bf16"},
+    "hand-written loop": {"loop": "manual", "precision": "bf16", "gradient_accumulation_steps": 2},
     "16-bit weights": {"weights_dtype": "bfloat16", "precision": "fp32", "checkpointing": True},
 }
 
@@ -166,7 +167,7 @@ def assert_same(model: Any, settings: StepSettings, *, repeats: bool = True) -> 
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", ["bert", "t5", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "llama"))])
 def test_the_trace_is_that_of_the_whole_model(name: str, settings: str) -> None:
     by_two = settings == "every second layer"  # of 8 or 9 layers there are no six pairs
     assert_same(CONFIGS[name](), StepSettings(**SETTINGS[settings]), repeats=not by_two)

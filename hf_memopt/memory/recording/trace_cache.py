@@ -96,10 +96,11 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
     evaluation_batch = None
     if settings.eval_batch_size is not None:
         evaluation_batch = example_batch(loaded.model, batch_size=settings.eval_batch_size, **lengths)
-        if settings.predict_with_generate:
-            from hf_memopt.memory.recording.generation import check_generation  # imports transformers' generation
+    generates = settings.predict_with_generate and evaluation_batch is not None
+    if generates:
+        from hf_memopt.memory.recording.generation import check_generation  # imports transformers' generation
 
-            check_generation(loaded.model)
+        check_generation(loaded.model)
     rows = settings.micro_batch_size
     model = _prepared(loaded.model, settings)
     _check_scaled_gradients(model, settings)
@@ -125,7 +126,8 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
             layers=layers,
         )
 
-    trace = _of_some_layers(model, record) or record(None)
+    # generation runs every layer many times, by itself only some of the steps
+    trace = (None if generates else _of_some_layers(model, record)) or record(None)
     facts = tuple(parameter_facts(model))
     notes = (*_notes(model), *trace.notes)
     found = RecordedStep(trace, facts, _count(model), notes)
