@@ -9,6 +9,7 @@ the checks of the options answer at once.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -384,4 +385,6 @@ def doctor(json_output: AsJson = False) -> None:
 
 def main() -> None:
     """Run the command line."""
+    # bitsandbytes recommends a kernel for CPUs whenever it is imported on a recent one; no command needs it
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     app(prog_name="hf-memopt")

@@ -91,7 +91,10 @@ def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool =
     precision = "bf16" if bf16 else "fp16"
     half = {} if seq_len is None else {"+ half the length": {"seq_len": max(seq_len // 2, 1)}}
     micro_batch = largest_divisor(effective_batch_size, 8)
-    single = {f"+ accumulation 1 x {effective_batch_size}": {"batch_size": 1}}
+    single = {f"+ accumulation 1 x {effective_batch_size}": {"batch_size": 1}} if effective_batch_size > 1 else {}
+    smaller: dict[str, dict[str, Any]] = {}
+    if micro_batch < effective_batch_size:
+        smaller = {f"+ accumulation {micro_batch} x {effective_batch_size // micro_batch}": {"batch_size": micro_batch}}
     usual: dict[str, dict[str, Any]] = {
         **single,
         "+ checkpointing": {"checkpointing": True},
@@ -105,7 +108,7 @@ def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool =
     whole: dict[str, dict[str, Any]] = {
         f"+ {precision} autocast": {"precision": precision},
         **eight_bit,
-        f"+ accumulation {micro_batch} x {effective_batch_size // micro_batch}": {"batch_size": micro_batch},
+        **smaller,
         "+ checkpointing": {"checkpointing": True},
         **no_cache,
         **paged,
@@ -122,10 +125,7 @@ def ladder_rungs(effective_batch_size: int, seq_len: int | None, *, bf16: bool =
         "+ release, unclipped": {"gradient_release": True, "max_grad_norm": 0.0},
         **paged,
     }
-    checkpointed: dict[str, dict[str, Any]] = {
-        f"+ accumulation {micro_batch} x {effective_batch_size // micro_batch}": {"batch_size": micro_batch},
-        "+ checkpointing": {"checkpointing": True},
-    }
+    checkpointed: dict[str, dict[str, Any]] = {**smaller, "+ checkpointing": {"checkpointing": True}}
     dtype = "bfloat16" if bf16 else "float16"
     sixteen_bit: dict[str, dict[str, Any]] = {
         "bf16, paged 8-bit Adam": {"weights_dtype": dtype, "optim": "paged_adamw_8bit", "precision": precision},
