@@ -128,7 +128,9 @@ def comparable(trace: StepTrace) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("family", ["t5", "whisper", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["t5", *(pytest.param(family, marks=pytest.mark.slow) for family in ("whisper", "gpt2"))]
+)
 def test_computed_steps_are_those_that_run(family: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = record(family, "meta", settings(beams))
     monkeypatch.setattr(generation, "RUN_STEPS", None)

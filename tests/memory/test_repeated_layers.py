@@ -179,7 +179,9 @@ def test_the_trace_is_that_of_the_whole_model(name: str, settings: str) -> None:
     "settings",
     ["checkpointing", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "gradient release"))],
 )
-@pytest.mark.parametrize("name", ["gpt2", "bart", "deberta", "gemma3", "vit"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bart", "deberta", "gemma3", "vit"))]
+)
 def test_the_trace_of_other_architectures(name: str, settings: str) -> None:
     assert_same(CONFIGS[name](), StepSettings(**SETTINGS[settings]))
 
