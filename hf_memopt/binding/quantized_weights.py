@@ -67,7 +67,7 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"model=<{type(model).__name__}> is no module; expected a quantised model of transformers. "
+            f"model=<{type(model).__name__}> is not a module; expected a quantised model of transformers. "
             "Pass the model that from_pretrained returns"
         )
     inside = unwrap_model(model)

@@ -38,6 +38,7 @@ from hf_memopt.memory.optimizers.optimizer_memory import (
     optimizer_memory,
 )
 from hf_memopt.memory.recording.trace_cache import RecordedStep, Shape, record_or_reuse
+from hf_memopt.memory.resolved_settings import own_dtype, settings_of_recipe, sixteen_bits, with_16_bits, with_precision
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.training_arguments import notes_of_arguments, refuse_arguments, settings_of_arguments
@@ -121,9 +122,14 @@ def estimate(
     found_gpu = current_gpu() if gpu is None else find_gpu(gpu)
     overrides = in_own_names({**overrides, **({} if batch_size is None else {"batch_size": batch_size})})
     shape = Shape(overrides.pop("batch_size", DEFAULT_BATCH_SIZE), seq_len, labels_length)
-    settings = _settings(recipe, overrides)
+    settings = settings_of_recipe(recipe, overrides)
     plan = None
     if lengths is not None:
+        if not settings.zero_grad_to_none:
+            raise ValueError(
+                "lengths=..., zero_grad_to_none=False are incompatible: each length has gradients of its own; "
+                "expected only one of them. Pass seq_len= with the longest length instead"
+            )
         plan = plan_lengths(checked_lengths(lengths, seq_len), settings.gradient_accumulation_steps)
         shape = replace(shape, seq_len=plan.recorded[0])
     dtype = overrides.get("weights_dtype")
@@ -220,7 +226,7 @@ def _estimate(
 
     ``lengths`` are those of a run whose longest batch has ``shape``.
     """
-    settings, quantised = _with_16_bits(_with_precision(settings, gpu), gpu, weights_dtype)
+    settings, quantised = with_16_bits(with_precision(settings, gpu), gpu, weights_dtype)
     chip = Chip.of(_ASSUMED_CAPABILITY) if gpu is None else Chip.of(gpu.compute_capability, gpu.multiprocessors)
     recorded = partial(_recorded, model, chip=chip, gpu=gpu, task=task, weights_dtype=weights_dtype)
     asked_length = shape.seq_len
@@ -284,78 +290,17 @@ def _recorded(
             weights_dtype=settings.weights_dtype,
             task=task,
             load_in=settings.load_in,
-            compute_dtype=_sixteen_bits(gpu),
+            compute_dtype=sixteen_bits(gpu),
             keep_cache=settings.loop == "manual",
         )
         if loaded.key is None:
-            settings = settings.replace(weights_dtype=_own_dtype(loaded.model, weights_dtype))
+            settings = settings.replace(weights_dtype=own_dtype(loaded.model, weights_dtype))
         if shape.seq_len is None:
             shape = replace(shape, seq_len=default_length(loaded.model))
         return record_or_reuse(loaded, settings, shape, chip), loaded.name, settings, shape
 
 
-# ---- Settings -------------------------------------------------------------------------------------------------------
-
-
-def _settings(recipe: Any, overrides: Mapping[str, Any]) -> StepSettings:
-    """Return the settings of a recipe with the overrides."""
-    if recipe is None:
-        settings = StepSettings()
-    elif hasattr(recipe, "step_settings"):
-        settings = recipe.step_settings()
-    else:
-        raise TypeError(
-            f"recipe={recipe!r} is not a recipe; expected an object with step_settings(). "
-            "Pass recipe=hf_memopt.recipe('4gb-gpu')"
-        )
-    return settings.replace(**overrides)
-
-
-def _with_precision(settings: StepSettings, gpu: Gpu | None) -> StepSettings:
-    if settings.precision != "auto":
-        return settings
-    native = "fp32" if gpu is None else "bf16" if gpu.bf16 else "fp16"
-    return settings.replace(precision=native)
-
-
-def _sixteen_bits(gpu: Gpu | None) -> str:
-    return "bfloat16" if gpu is None or gpu.bf16 else "float16"
-
-
-def _with_16_bits(settings: StepSettings, gpu: Gpu | None, asked: str | None) -> tuple[StepSettings, tuple[str, ...]]:
-    """Return the settings with 16-bit weights beside quantised ones, unless the caller asked for a dtype; and notes."""
-    if settings.load_in is None:
-        return settings, ()
-    notes = []
-    if asked is None and settings.weights_dtype == "float32":
-        settings = settings.replace(weights_dtype=_sixteen_bits(gpu))
-        notes.append(f"weights that are not quantised are {settings.weights_dtype}: give weights_dtype for another")
-    if not settings.prepare and settings.weights_dtype != "float32":
-        notes.append(
-            "embeddings, norms and head as loaded: call hf_memopt.prepare_quantized, not peft's "
-            "prepare_model_for_kbit_training, which makes them float32"
-        )
-    return settings, tuple(notes)
-
-
-def _own_dtype(model: nn.Module, asked: str | None) -> str:
-    """Return the dtype of a module's weights, of mixed ones the dtype that most bytes have.
-
-    Raises:
-        ValueError: the caller asked for another one.
-    """
-    sizes: dict[str, int] = {}
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            name = str(parameter.dtype).removeprefix("torch.")
-            sizes[name] = sizes.get(name, 0) + parameter.nbytes
-    own = max(sizes, key=lambda name: sizes[name], default="float32")
-    if asked is not None and asked != own:
-        raise ValueError(
-            f"weights_dtype={asked!r} is not that of the given module, whose weights are {own}; expected {own!r}. "
-            f"Call: model.to(torch.{asked})"
-        )
-    return own
+# ---- Notes ----------------------------------------------------------------------------------------------------------
 
 
 def _length_notes(assumed_length: int | None) -> tuple[str, ...]:

@@ -146,7 +146,7 @@ def test_a_model_without_quantised_weights_is_refused() -> None:
     with pytest.raises(TypeError) as refused:
         prepare_quantized("Llama-3.1-8B")  # type: ignore[arg-type]
     assert str(refused.value) == (
-        "model=<str> is no module; expected a quantised model of transformers. Pass the model that from_pretrained "
+        "model=<str> is not a module; expected a quantised model of transformers. Pass the model that from_pretrained "
         "returns"
     )
 

@@ -225,3 +225,12 @@ def test_a_module_is_recorded_once_for_each_length_and_stays_as_it_is() -> None:
     found = estimate(model, lengths=[8, 16], **SIZES)
     assert found.peak_allocated_bytes >= estimate(model, seq_len=16, **SIZES).peak_allocated_bytes
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_lengths_and_kept_gradients_are_refused() -> None:
+    with pytest.raises(ValueError) as error:
+        estimate("bert-base-uncased", batch_size=2, lengths=[8, 16], zero_grad_to_none=False)
+    assert str(error.value) == (
+        "lengths=..., zero_grad_to_none=False are incompatible: each length has gradients of its own; expected only "
+        "one of them. Pass seq_len= with the longest length instead"
+    )

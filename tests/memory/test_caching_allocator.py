@@ -441,7 +441,7 @@ def test_of_equal_blocks_the_lowest_address_is_taken_which_is_that_of_the_newest
 
 
 # Published segments of torch.cuda.memory_snapshot() on an RTX 3090 (CUDA 11.8), by address: one of 20 MiB came first,
-# those of 512 and of 1024 MiB later. (Left out: a small segment of 2 MiB, 24 MiB above the start of the first.)
+# those of 512 and of 1024 MiB later. (Without a small segment of 2 MiB, 24 MiB above the start of the first.)
 SNAPSHOT = [(140197194891264, 1024 * MIB), (140198268633088, 512 * MIB), (140198805504000, 20 * MIB)]
 
 
