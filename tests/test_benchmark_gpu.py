@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_cases import slow_except
 
 import tiny
 
@@ -597,7 +598,7 @@ def test_private_names_of_torch_are_there() -> None:
 # ---- Tiny runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 8))])
+@pytest.mark.parametrize("index", slow_except((0,), range(8)))
 def test_every_model_and_every_setup_runs_tiny_on_the_host(gpu_case, setups, tmp_path, index) -> None:
     case, out = setups.ordered_cases(tiny=True)[index], tmp_path / "out.json"
     gpu_case.run(case, "cpu", {}, out, None)
@@ -612,6 +613,7 @@ def test_every_model_and_every_setup_runs_tiny_on_the_host(gpu_case, setups, tmp
     assert abs(errors["allocated"]) <= 10, errors
 
 
+@pytest.mark.slow
 def test_the_whole_program_runs_resumes_and_repeats(tmp_path) -> None:
     out = tmp_path / "rows.jsonl"
     arguments = ["--device", "cpu", "--tiny", "--only", "vit-large, fp32*", "--out", str(out)]

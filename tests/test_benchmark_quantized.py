@@ -27,6 +27,7 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_the_preparations_train_alike_and_ours_needs_less(quantized: Any) -> None:
     files = [pair for pair in source_files() if pair[0] in ("json", "logging", "email")]
     runs = quantized.training_figures(sorted(read_docstrings(files)), steps=6, updates=20)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from slow_cases import slow_except
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, Seq2SeqTrainingArguments, T5Config, WhisperConfig
 
@@ -101,7 +102,7 @@ def peak_bytes(trace: StepTrace) -> int:
     return peak
 
 
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("beams", slow_except((3,), (1, 3)))
 @pytest.mark.parametrize(
     ("family", "precision"), [("t5", "fp32"), ("t5", "bf16"), ("whisper", "fp32"), ("gpt2", "bf16")]
 )
@@ -127,10 +128,8 @@ def comparable(trace: StepTrace) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize(
-    "family", ["t5", *(pytest.param(family, marks=pytest.mark.slow) for family in ("whisper", "gpt2"))]
-)
+@pytest.mark.parametrize("beams", slow_except((2,), (1, 2)))
+@pytest.mark.parametrize("family", slow_except(("t5",), ("t5", "whisper", "gpt2")))
 def test_computed_steps_are_those_that_run(family: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = record(family, "meta", settings(beams))
     monkeypatch.setattr(generation, "RUN_STEPS", None)
@@ -172,7 +171,7 @@ def allocator_peak(family: str, beams: int) -> int:
     return peak
 
 
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("beams", slow_except((3,), (1, 3)))
 @pytest.mark.parametrize(("family", "own_bytes"), [("t5", 128), ("gpt2", 128), ("whisper", 8192)])
 def test_peak_is_that_of_the_cpu_allocator(family: str, own_bytes: int, beams: int) -> None:
     """Left are scalars, and of Whisper what its own ``generate``, which runs whole here, does around the decoding."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from slow_cases import slow_except
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -167,21 +168,19 @@ def assert_same(model: Any, settings: StepSettings, *, repeats: bool = True) -> 
         assert found[name] == value, name
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "llama"))])
+FAST = ("bf16", "checkpointing", "every second layer", "release and checkpointing", "micro-batches")
+
+
+@pytest.mark.parametrize("settings", slow_except(FAST, SETTINGS))
+@pytest.mark.parametrize("name", slow_except(("bert",), ("bert", "t5", "llama")))
 def test_the_trace_is_that_of_the_whole_model(name: str, settings: str) -> None:
     # of 8 or 9 layers there are no six pairs; transformers 5.8 checkpoints all of them
     by_two = settings == "every second layer" and compat.can_offload_checkpoints()
     assert_same(CONFIGS[name](), StepSettings(**SETTINGS[settings]), repeats=not by_two)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    ["checkpointing", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "gradient release"))],
-)
-@pytest.mark.parametrize(
-    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bart", "deberta", "gemma3", "vit"))]
-)
+@pytest.mark.parametrize("settings", slow_except(("checkpointing",), ("checkpointing", "bf16", "gradient release")))
+@pytest.mark.parametrize("name", slow_except(("gpt2",), ("gpt2", "bart", "deberta", "gemma3", "vit")))
 def test_the_trace_of_other_architectures(name: str, settings: str) -> None:
     assert_same(CONFIGS[name](), StepSettings(**SETTINGS[settings]))
 
@@ -215,8 +214,8 @@ PREPARED: dict[str, tuple[Callable[[Any], Any], ...]] = {
 }
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("name", PREPARED)
+@pytest.mark.parametrize("checkpointing", slow_except((True,), (False, True)))
+@pytest.mark.parametrize("name", slow_except(("a frozen half", "LoRA", "products kept"), PREPARED))
 def test_the_trace_of_a_prepared_model(name: str, checkpointing: bool) -> None:
     config = transformers.BertConfig(**SMALL, **POSITIONS, num_hidden_layers=14)
     settings = StepSettings(precision="bf16", checkpointing=checkpointing, prepare=PREPARED[name])

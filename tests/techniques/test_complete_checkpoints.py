@@ -103,8 +103,11 @@ class Kill:
 
 @pytest.mark.parametrize(
     ("build", "max_shard_bytes"),
-    [(tiny.llama, "1GB"), (tiny.llama, "40KB"), (lora, "1GB")],
-    ids=["one", "many", "lora"],
+    [
+        pytest.param(tiny.llama, "1GB", id="one", marks=pytest.mark.slow),
+        pytest.param(tiny.llama, "40KB", id="many"),
+        pytest.param(lora, "1GB", id="lora", marks=pytest.mark.slow),
+    ],
 )
 def test_killed_at_any_write_a_run_is_resumed_that_was_saved_whole(tmp_path, build, max_shard_bytes) -> None:
     """A ran in this folder before; B is killed while it writes its own checkpoint-4 over A's."""

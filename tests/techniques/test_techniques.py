@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import GradientState
+from slow_cases import slow_except
 from transformers import TrainerCallback
 
 import technique_ranks
@@ -79,7 +80,10 @@ def test_training_arguments_still_serialise(name, tmp_path) -> None:
     assert changed == set()
 
 
-@pytest.mark.parametrize("name", [name for name in TECHNIQUES if TABLE[name].callback is not None])
+WITH_CALLBACK = [name for name in TECHNIQUES if TABLE[name].callback is not None]
+
+
+@pytest.mark.parametrize("name", WITH_CALLBACK)
 def test_a_callback_pickles_into_an_unused_copy(name) -> None:
     callback = TABLE[name].callback()
     copied = pickle.loads(pickle.dumps(callback))
@@ -106,7 +110,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", [name for name in TECHNIQUES if TABLE[name].callback is not None])
+@pytest.mark.parametrize("name", WITH_CALLBACK)
 def test_the_handle_undoes_it(name, tmp_path) -> None:
     """Attach with and without the technique, train, undo: nothing of it is left."""
     plain = make_trainer([], tmp_path, **TABLE[name].settings)
@@ -129,7 +133,7 @@ class TrainsAnother(TrainerCallback):
             self.other.train()
 
 
-@pytest.mark.parametrize("name", TECHNIQUES)
+@pytest.mark.parametrize("name", slow_except(("length buckets", "micro-batching", "non-finite detection"), TECHNIQUES))
 def test_two_trainers_do_not_disturb_each_other(name, tmp_path) -> None:
     """A second Trainer with the same technique, and one without any, train in the middle of the first."""
     alone, plain = run([name], tmp_path), run([], tmp_path, **TABLE[name].settings)
@@ -143,7 +147,7 @@ def test_two_trainers_do_not_disturb_each_other(name, tmp_path) -> None:
     assert tiny.largest_difference(without.model, plain.trainer.model) == 0.0
 
 
-@pytest.mark.parametrize("name", [name for name in TECHNIQUES if TABLE[name].callback is not None])
+@pytest.mark.parametrize("name", slow_except(("32-bit embeddings", "micro-batching", "precision"), WITH_CALLBACK))
 def test_a_callback_serves_one_trainer_at_a_time(name, tmp_path) -> None:
     first, second = make_trainer([name], tmp_path / "first"), make_trainer([], tmp_path / "second")
     callback = callback_of(first, name)
@@ -177,7 +181,7 @@ def callback_of(trainer: Any, name: str) -> Any:
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda trainer: pickle.loads(pickle.dumps(trainer))}
 
 
-@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("way", slow_except(("pickle",), COPIES))
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_a_copied_trainer_acts_on_itself_alone(name, way, tmp_path) -> None:
     """Not attached, as a copy is, it trains as stock or says that it must be attached; attached, as the original."""
@@ -209,7 +213,7 @@ NEED_ATTACH = ("micro-batching", "non-finite detection", "evaluation guard", "sh
 # ---- Together -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", ["nothing", *RUN_IN_ONE_PROCESS])
+@pytest.mark.parametrize("setting", slow_except(("nothing", "bf16", "accumulation"), ["nothing", *RUN_IN_ONE_PROCESS]))
 @pytest.mark.parametrize("group", GROUPS)
 def test_techniques_keep_the_weights_together(group, setting, tmp_path) -> None:
     names = [name for name in TECHNIQUES if name in GROUPS[group] and fits(name, setting)]
