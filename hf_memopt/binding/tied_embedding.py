@@ -41,12 +41,11 @@ def sparse_tied_embedding(model: nn.Module) -> UndoHandle:
     """Add the gradient of tied input embeddings into the head's in place, as rows of the tokens that occur.
 
     What arrives in ``weight.grad`` is dense, as in stock, once per backward pass, for any optimizer: with accumulation,
-    gradient release, checkpointing, mixed precision and several processes. Where the head takes no part in a loss the
-    gradient is stock's. A second call changes nothing. A copy of the model (``copy.deepcopy``, ``pickle``) is as in
-    stock.
+    gradient release, checkpointing, mixed precision and several processes. A second call changes nothing. A copy of the
+    model (``copy.deepcopy``, ``pickle``) is as in stock.
 
-    Limitations: a compiled model does as in stock; gradients of gradients are not computed; with several processes, the
-    head has to take part in the loss.
+    Limitations: each loss has to depend on the head; a compiled model does as in stock; there are no gradients of
+    gradients.
 
     Args:
         model: of transformers, or wrapped by PEFT or ``DistributedDataParallel``. Its embeddings get a ``forward`` of
@@ -59,6 +58,7 @@ def sparse_tied_embedding(model: nn.Module) -> UndoHandle:
         ValueError: the head does not share the weight of the input embeddings; the embeddings are no ``nn.Embedding`` or
             have ``max_norm``; the weight is sharded or packed.
         TypeError: ``model`` is no module.
+        RuntimeError: in the backward pass of a loss that does not depend on the head.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -79,6 +79,7 @@ def sparse_tied_embedding(model: nn.Module) -> UndoHandle:
         )
     for module in embeddings:
         _check(module)
+    _references_to_unshared()  # counted here, outside of the user's modes
     fresh = [module for module in embeddings if not is_overridden(module, "forward", _PURPOSE)]
     if not fresh:
         return nothing_to_undo()
@@ -195,9 +196,9 @@ class _Table(torch.autograd.Function):
 class _RowsOfTheWeight:
     """The rows of gradients of the embeddings of one weight, until the head's gradient is complete.
 
-    Autograd runs a hook on the weight when all that has used it has run backward, before it fills ``weight.grad``. That
-    hook adds the rows. It is not run where nothing else has a gradient for the weight; then a pass of their own, at the
-    end of the backward pass, takes the rows to ``weight.grad``, with all hooks on it.
+    Autograd runs a hook on the weight when all that has used it has run backward, before it fills ``weight.grad`` and
+    runs the hooks of gradient release and of ``DistributedDataParallel``. This hook adds the rows. Without the head
+    there is no gradient that they could be added to, and torch lets no hook make one.
 
     Rows are kept by the number of the backward pass, so that those of an interrupted one are never added to another.
     """
@@ -221,29 +222,22 @@ class _RowsOfTheWeight:
         self._weight, self._hook = (lambda: None), None
 
     def keep(self, rows: _Rows) -> None:
-        number = _number_of_backward()
-        if number not in self._kept:
-            self._kept[number] = []
-            # undocumented, as torch's FSDP uses it; seen in torch 2.6 to 2.13
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, number))
-        self._kept[number].append(rows)
+        self._kept.setdefault(_number_of_backward(), []).append(rows)
 
     def _add(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if gradient is None:
-            return None
         kept = self._kept.pop(_number_of_backward(), [])
+        if gradient is None:
+            if kept:
+                raise RuntimeError(
+                    "the loss depends on tied embeddings but not on the head that shares their weight; expected a loss "
+                    "of the model's logits. Leave sparse_tied_embedding out"
+                )
+            return None
         if kept and not (gradient.is_contiguous() and references_to(gradient) in _references_to_unshared()):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         for distinct, rows in kept:
             gradient.index_add_(0, distinct, rows.to(gradient.dtype))
         return gradient
-
-    def _end(self, number: int) -> None:
-        kept, weight = self._kept.pop(number, []), self._weight()
-        for distinct, rows in kept if weight is not None else ():
-            with torch.enable_grad():
-                table = F.embedding(distinct, weight)
-            torch.autograd.backward(table, rows)
 
 
 def _number_of_backward() -> int:
@@ -269,9 +263,9 @@ def _references_to_unshared() -> tuple[tuple[int, ...], ...]:
     The first is of a linear layer, the second of a function that returns a new tensor.
     """
     found: list[tuple[int, ...]] = []
-    weight = nn.Parameter(torch.ones(1, 1))
-    weight.register_hook(_Probe(found).note)
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
+        weight = nn.Parameter(torch.ones(1, 1))
+        weight.register_hook(_Probe(found).note)
         F.linear(torch.ones(1, 1), weight).sum().backward()
         weight.mul(2).sum().backward()
     return tuple(found)
