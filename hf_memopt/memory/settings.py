@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["NotEstimableError", "StepSettings"]
 
 _KINDS: Mapping[str, Any] = {
+    "sparse_tied_embedding": bool,
+    "fused_cross_entropy": bool,
     "loop": Literal["trainer", "manual"],
     "precision": Literal["auto", "fp32", "tf32", "bf16", "fp16"],
     "weights_dtype": Literal["float32", "bfloat16", "float16"],
@@ -57,6 +59,10 @@ class StepSettings:
         weight_decay: some optimizers copy the gradients for it.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
         gradient_release: whether each parameter steps, and frees its gradient, as soon as it has one.
+        sparse_tied_embedding: whether the gradient of tied input embeddings is added into the head's as rows, as
+            ``hf_memopt.sparse_tied_embedding`` does.
+        fused_cross_entropy: whether the loss is computed without the logits, as ``hf_memopt.fuse_cross_entropy`` does.
+            Every position counts as labelled.
         max_grad_norm: 0 (or less, as in the Trainer) for no clipping.
         gradient_accumulation_steps: batches of ``batch_size`` examples per optimizer step.
         micro_batch_size: examples of one forward pass, where a batch is cut within the step; None for the whole batch.
@@ -103,6 +109,8 @@ class StepSettings:
     weight_decay: float = 0.0
     embedding_bits: int = 32
     gradient_release: bool = False
+    sparse_tied_embedding: bool = False
+    fused_cross_entropy: bool = False
     max_grad_norm: float = 1.0
     gradient_accumulation_steps: int = 1
     micro_batch_size: int | None = None
@@ -194,6 +202,8 @@ class StepSettings:
         """Refuse what the table of conflicts does, so that ``attach`` would in a real run."""
         settings = {  # by the table's name: the field, whether it is in use, a value that switches it off
             "gradient release": ("gradient_release", self.gradient_release, False),
+            "sparse tied embedding": ("sparse_tied_embedding", self.sparse_tied_embedding, False),
+            "fused cross-entropy": ("fused_cross_entropy", self.fused_cross_entropy, False),
             "norm clipping": ("max_grad_norm", self.max_grad_norm > 0, 0),
             "accumulation": ("gradient_accumulation_steps", self.gradient_accumulation_steps > 1, 1),
             "micro-batching": ("micro_batch_size", self.micro_batch_size is not None, None),
