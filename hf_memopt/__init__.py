@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback, override_embedding_bits
     from hf_memopt.techniques.optimizers.gradient_release import gradient_release
     from hf_memopt.techniques.optimizers.released_optimizer import released_optimizer
+    from hf_memopt.techniques.optimizers.sixteen_bit_weights import rounded_optimizer, sixteen_bit_optimizer
     from hf_memopt.techniques.precision import PrecisionCallback
 
 _MODULES = {
@@ -77,6 +78,7 @@ _MODULES = {
     "hf_memopt.techniques.nonfinite.overflow": ("OverflowCallback",),
     "hf_memopt.techniques.precision": ("PrecisionCallback",),
     "hf_memopt.techniques.optimizers.released_optimizer": ("released_optimizer",),
+    "hf_memopt.techniques.optimizers.sixteen_bit_weights": ("rounded_optimizer", "sixteen_bit_optimizer"),
     "hf_memopt.techniques.freezing.unfreezing": ("GradualUnfreezeCallback",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -129,6 +131,8 @@ __all__ = [
     "read_memory",
     "recipe",
     "released_optimizer",
+    "rounded_optimizer",
+    "sixteen_bit_optimizer",
     "sorted_by_length",
     "token_lengths",
     "use_expandable_segments",
