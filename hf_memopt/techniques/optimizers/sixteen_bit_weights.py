@@ -6,8 +6,8 @@ rounded to 16 bits in one of two ways:
 
 * ``"stochastic"``: up or down with the probabilities that make the expected weight the float32 result. No memory: 2
   bytes per weight in all.
-* ``"kahan"``: to nearest, and what rounding cut off is kept in 16 more bits of optimizer state and added back before the
-  next update. The two together are the float32 weight, bit for bit, in 4 bytes.
+* ``"kahan"``: to nearest, and what rounding cut off is kept in 16 more bits of optimizer state and added back before
+  the next update. The two together are the float32 weight, bit for bit, in 4 bytes.
 
 The state of torch's optimizers is float32 (in a plain 16-bit run it has the weights' dtype, in which a second moment
 with ``beta2=0.999`` stands still); that of bitsandbytes' is what it was. The update of a slice is bit for bit that of
@@ -23,7 +23,7 @@ Source: stochastic rounding of weights, https://arxiv.org/abs/2010.06192, which 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,6 +35,14 @@ from hf_memopt.binding.conflicts import check_settings
 from hf_memopt.devices.precision_support import choose_precision
 from hf_memopt.techniques.optimizers.gradient_release import TECHNIQUE as GRADIENT_RELEASE
 from hf_memopt.techniques.optimizers.gradient_release import plain_step
+from hf_memopt.techniques.optimizers.weight_slices import (
+    is_rounded,
+    part_of,
+    round_weights,
+    store_part,
+    widen_state,
+    widened,
+)
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -48,7 +56,6 @@ SLICE_ELEMENTS = 2**21
 COMPENSATION = "compensation"
 """The key in a parameter's state of what rounding to nearest cut off, int16 of the parameter's shape."""
 
-_BLOCK = 256  # elements per absmax value, seen in bitsandbytes 0.50.0 and 0.50.2
 _ELEMENTWISE = (
     *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
@@ -66,9 +73,9 @@ def sixteen_bit_optimizer(
     the ``Trainer``, or what ``rounded_optimizer(args, model)`` returns. With gradient release the order is
     ``gradient_release(sixteen_bit_optimizer(AdamW))``.
 
-    The random numbers of stochastic rounding have generators of their own, seeded by the number of updates so far, which
-    ``state_dict`` contains: a resumed run equals the straight one, dropout is not affected, and the processes of one
-    run round alike. Checkpoints go both ways between this class and the plain one.
+    The random numbers of stochastic rounding have generators of their own, seeded by the number of updates so far,
+    which ``state_dict`` contains: a resumed run equals the straight one, dropout is not affected, and the processes of
+    one run round alike. Checkpoints go both ways between this class and the plain one.
 
     Args:
         optimizer_class: AdamW, Adam, SGD, RMSprop, Adagrad or another of torch that works element by element, fused or
@@ -82,7 +89,8 @@ def sixteen_bit_optimizer(
     Raises:
         TypeError: ``optimizer_class`` is not an optimizer class.
         ValueError: ``rounding`` is unknown; the step of the class does not work element by element, or it releases
-            gradients already. When an optimizer is built: a parameter is float16, or bfloat16 on a GPU that emulates it.
+            gradients already. When an optimizer is built: a parameter is float16, or bfloat16 on a GPU that emulates
+            it.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
@@ -103,7 +111,8 @@ def sixteen_bit_optimizer(
             f"rounding={rounding!r} is unknown; expected 'stochastic' or 'kahan'. Pass rounding='stochastic'"
         )
     _check_class(optimizer_class)
-    return _sixteen_bit_class(optimizer_class, rounding)
+    plain: Any = optimizer_class
+    return _sixteen_bit_class(plain, rounding)
 
 
 class _SixteenBit(torch.optim.Optimizer):
@@ -126,7 +135,7 @@ class _SixteenBit(torch.optim.Optimizer):
         return _copied, (self._rounded_class, self.rounding), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state: dict[str, Any] = super().__getstate__()
         return {**state, "_updates": self._updates}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -140,7 +149,7 @@ class _SixteenBit(torch.optim.Optimizer):
         return {**super().state_dict(), "rounding_updates": self._updates}
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Load a state, of the plain class too; float32 states stay float32, where the plain class makes them 16 bit."""
+        """Load a state, of the plain class too; float32 stays float32, where the plain class would make it 16 bit."""
         super().load_state_dict(state_dict, *args, **kwargs)
         self._updates = state_dict.get("rounding_updates", self._updates)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -156,7 +165,7 @@ class _SixteenBit(torch.optim.Optimizer):
     def _update(self, parameter: torch.Tensor, update: Callable[[torch.Tensor], None]) -> None:
         """Update a 16-bit parameter; ``update`` updates one float32 slice that has a gradient and a state."""
         state = self.state[parameter]
-        _widen(state, parameter)
+        widen_state(state, parameter)
         if self.rounding == "kahan" and COMPENSATION not in state:
             state[COMPENSATION] = torch.zeros_like(parameter, dtype=torch.int16, memory_format=torch.contiguous_format)
         weight = parameter.detach().reshape(-1)  # (elements,): a view, or a copy of what is not contiguous
@@ -166,18 +175,18 @@ class _SixteenBit(torch.optim.Optimizer):
         for start in range(0, weight.numel(), SLICE_ELEMENTS):
             part = slice(start, min(start + SLICE_ELEMENTS, weight.numel()))
             lost = state[COMPENSATION].view(-1)[part] if self.rounding == "kahan" else None
-            piece = _widened(weight[part], lost)
+            piece = widened(weight[part], lost)
             piece.grad = gradient[part].float()
-            given = {key: _part(key, value, parameter, part) for key, value in before.items()}
+            given = {key: part_of(key, value, parameter, part) for key, value in before.items()}
             self.state[piece] = dict(given)
             try:
                 update(piece)
             finally:
                 after = self.state.pop(piece)
             piece.grad = None
-            _store(after, given, state, parameter, part)
+            store_part(after, given, state, parameter, part)
             del given, after  # a slice's own state, where it was made now
-            _round(piece, weight[part], lost, generator)
+            round_weights(piece, weight[part], lost, generator)
         if not parameter.is_contiguous():
             parameter.detach().copy_(weight.view(parameter.shape))
 
@@ -201,10 +210,10 @@ class _SixteenBitTorch(_SixteenBit):
             with torch.enable_grad():
                 loss = closure()
         groups = self.param_groups
-        self._step_with([{**group, "params": [p for p in group["params"] if not _is_rounded(p)]} for group in groups])
+        self._step_with([{**group, "params": [p for p in group["params"] if not is_rounded(p)]} for group in groups])
         for group in groups:
             for parameter in group["params"]:
-                if _is_rounded(parameter) and parameter.grad is not None:
+                if is_rounded(parameter) and parameter.grad is not None:
                     self._update(parameter, partial(self._step_slice, group))
         return loss
 
@@ -238,13 +247,13 @@ class _SixteenBitBitsandbytes(_SixteenBit):
         """Add the compensation to the plain class's state."""
         plain: Any = super()
         plain.init_state(group, p, gindex, pindex)
-        if self.rounding == "kahan" and _is_rounded(p):
+        if self.rounding == "kahan" and is_rounded(p):
             self.state[p][COMPENSATION] = torch.zeros_like(p, dtype=torch.int16)
 
     def update_step(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
         """Update one parameter, slice by slice if it has 16 bits."""
         plain: Any = super()
-        if not _is_rounded(p):
+        if not is_rounded(p):
             plain.update_step(group, p, gindex, pindex)
             return
         self._update(p, lambda piece: plain.update_step(group, piece, gindex, pindex))
@@ -280,78 +289,6 @@ def rounded_optimizer(
     check_settings(TECHNIQUE, args)
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
     return sixteen_bit_optimizer(optimizer_class, rounding), kwargs
-
-
-# ---- One slice
-
-
-def _is_rounded(parameter: torch.Tensor) -> bool:
-    return parameter.dtype == torch.bfloat16
-
-
-def _widen(state: dict[str, Any], parameter: torch.Tensor) -> None:
-    """Make float32 what a plain 16-bit run, or Adagrad's constructor, left in the parameter's dtype."""
-    for key, value in state.items():
-        if torch.is_tensor(value) and value.shape == parameter.shape and value.dtype in (torch.bfloat16, torch.float16):
-            state[key] = value.float()
-
-
-def _part(key: str, value: Any, parameter: torch.Tensor, part: slice) -> Any:
-    """Return the part of one entry of a state that belongs to a slice: a view, or a copy of a counter."""
-    if not torch.is_tensor(value) or key.startswith("qmap"):  # a table that all parameters share
-        return value
-    if key.startswith("absmax"):
-        return value[part.start // _BLOCK : -(-part.stop // _BLOCK)]
-    if value.shape != parameter.shape:
-        return value.clone()
-    view = value.view(-1)[part]
-    if getattr(value, "is_paged", False):  # by this mark bitsandbytes knows managed memory, seen in 0.50.0 and 0.50.2
-        view.is_paged = True  # type: ignore[attr-defined]
-    return view
-
-
-def _store(
-    after: Mapping[str, Any], given: Mapping[str, Any], state: dict[str, Any], parameter: torch.Tensor, part: slice
-) -> None:
-    """Write what the update of a slice left into the parameter's state; ``given`` is what it began with."""
-    for key, value in after.items():
-        if key.startswith(("qmap", "absmax")):
-            continue  # bitsandbytes', updated in place
-        if not torch.is_tensor(value) or value.shape != (part.stop - part.start,):
-            state[key] = value  # a counter, the same after each slice
-        elif key not in given:  # made by the first step
-            if key not in state:
-                state[key] = value.new_empty(parameter.shape)
-            state[key].view(-1)[part] = value
-        elif value is not given[key]:
-            given[key].copy_(value)
-
-
-def _widened(weight: torch.Tensor, lost: torch.Tensor | None) -> torch.Tensor:
-    """Return float32 weights; the upper 16 bits of a float32 are a bfloat16, ``lost`` is added to the lower ones."""
-    if lost is None:
-        return weight.float()
-    return weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(lost).view(torch.float32)
-
-
-def _round(
-    updated: torch.Tensor, weight: torch.Tensor, lost: torch.Tensor | None, generator: torch.Generator
-) -> None:
-    """Round float32 weights into 16-bit ones, all of shape (elements,); ``updated`` is overwritten.
-
-    As integers, the numbers of one sign are in order and a step of the lower half is a step of the value. So adding a
-    random number of 16 bits and cutting the lower half off rounds up with the probability that makes the expectation
-    exact. With ``lost``, the lower half as a signed number is the distance to the nearest bfloat16. The lower half of
-    infinity and, once they are all the same, of NaN is 0, so neither changes.
-    """
-    updated.masked_fill_(updated.isnan(), float("nan"))
-    bits = updated.view(torch.int32)
-    if lost is None:
-        noise = torch.empty(bits.shape, dtype=torch.int16, device=bits.device)
-        bits.add_(noise.random_(-(2**15), 2**15, generator=generator)).add_(2**15).bitwise_and_(-(2**16))
-    else:
-        bits.sub_(lost.copy_(bits))  # the cast to 16 bits keeps the lower half
-    weight.copy_(updated)
 
 
 # ---- The class
@@ -406,11 +343,11 @@ def _check_parameter(parameter: torch.Tensor) -> None:
     """Refuse a dtype that cannot be trained."""
     if parameter.dtype == torch.float16:
         raise ValueError(
-            f"dtype=torch.float16 of a parameter of shape {tuple(parameter.shape)} cannot be trained: float16 gradients "
-            "need a scaler, which needs float32 weights; expected bfloat16 or float32. Load the model with "
+            f"dtype=torch.float16 of a parameter of shape {tuple(parameter.shape)} cannot be trained: float16 "
+            "gradients need a scaler, which needs float32 weights; expected bfloat16 or float32. Load the model with "
             "dtype=torch.bfloat16."
         )
-    if _is_rounded(parameter) and parameter.device.type == "cuda":
+    if is_rounded(parameter) and parameter.device.type == "cuda":
         native = choose_precision()
         if native.fp16:
             raise ValueError(
