@@ -241,6 +241,12 @@ REFUSALS = (
         )
         for name in ("DDP", "DDP, default flags", "FSDP", "DeepSpeed")
     ),
+    Refusal(
+        "sparse tied embedding",
+        "torch.compile",
+        "compiled code makes the whole gradient of the embeddings, so nothing would be saved",
+        "Leave torch_compile out",
+    ),
     *(
         Refusal(
             "sparse tied embedding",
