@@ -143,7 +143,9 @@ def table(figures: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     for row, steps in figures.items():
         for name, found in steps.items():
             parts = ("weights", "gradients", "optimizer state", "activations", "logits and loss", "temporaries")
-            sizes = [found[name_of] for name_of in ("total_bytes", "to_spare_bytes", "reserved_bytes", "allocated_bytes")]
+            sizes = [
+                found[name_of] for name_of in ("total_bytes", "to_spare_bytes", "reserved_bytes", "allocated_bytes")
+            ]
             sizes += [found["components"][part] for part in parts]
             cells = [row, name, *(_signed(size) for size in sizes), str(found["effective_batch"]), found["clipping"]]
             lines.append(f"| {' | '.join(cells)} |")
