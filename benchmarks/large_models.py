@@ -1,9 +1,9 @@
 """What every parameter of Llama-3 needs on 4 to 24 GB, technique by technique: python benchmarks/large_models.py
 
-Estimated, without a GPU: weights in bfloat16, no autocast, checkpointing, gradients released, paged 8-bit AdamW. Then,
-one after the other, the gradient of the tied embeddings as rows, the loss without logits, and stochastic rounding of the
-weights. Each row says what the bytes at the peak are for, the effective batch, and how gradients are clipped: released
-gradients are neither accumulated nor clipped by their global norm, so the effective batch is the rows of one pass.
+Estimated, without a GPU: weights in bfloat16, no autocast, checkpointing, gradients released, paged 8-bit AdamW. To
+that come the gradient of the tied embeddings as rows, the loss without logits, and stochastic rounding of the weights.
+Each row says what the bytes at the peak are for, the effective batch, and how gradients are clipped: released gradients
+are neither accumulated nor clipped by their global norm, so the effective batch is the rows of one pass.
 
 The second table compares logits and loss of Llama-3.2-1B, 2 x 512 tokens: the most of them at any time of a step.
 
@@ -136,8 +136,8 @@ def logits_figures() -> dict[str, dict[str, int]]:
 def table(figures: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     """Return the rows as a Markdown table."""
     lines = [
-        "| model, tokens, GPU | set-up | in all | to spare | reserved | allocated | weights | gradients | optimizer | activations "
-        "| logits and loss | temporaries | effective batch | clipping |",
+        "| model, tokens, GPU | set-up | in all | to spare | reserved | allocated | weights | gradients | optimizer "
+        "| activations | logits and loss | temporaries | effective batch | clipping |",
         "|" + "---|" * 14,
     ]
     for row, steps in figures.items():

@@ -5,13 +5,13 @@ a whole matrix, (vocabulary, hidden), and a third for their sum: of Llama-3.2-1B
 embeddings have a gradient only for the tokens of the batch. Here they keep these rows, (distinct tokens, hidden), until
 the head's gradient is complete, and then the rows are added into it: one matrix, and a few rows.
 
-``embedding.sparse = True`` does not do that. Autograd adds a sparse gradient in place only if it arrives before the dense
-one, and the head's arrives first (``accumulate`` in torch/csrc/autograd/input_buffer.cpp, torch 2.6 to 2.13;
-``tests/binding/test_tied_embedding.py`` measures it): two matrices instead of three. Also it has one row for each token,
-repeated ones included, and 16 bits round after each of them.
+``embedding.sparse = True`` does not do that. Autograd adds a sparse gradient in place only if it arrives before the
+dense one, and the head's arrives first (``accumulate`` in torch/csrc/autograd/input_buffer.cpp; torch 2.13,
+``tests/binding/test_tied_embedding.py`` measures it): two matrices. Also it has a row for each token, repeated ones
+included, and 16 bits round after each of them.
 
-What it costs: the distinct tokens are counted, which waits for the GPU once per forward pass. On a CPU all gradients are
-bit for bit stock's. Training and the estimate, on the meta device, use the function below.
+What it costs: the distinct tokens are counted, which waits for the GPU once per forward pass. On a CPU all gradients
+are bit for bit stock's. Training and the estimate, on the meta device, use the function below.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def sparse_tied_embedding(model: nn.Module) -> UndoHandle:
         A handle whose ``remove()`` takes the change back; it does not keep the model alive.
 
     Raises:
-        ValueError: the head does not share the weight of the input embeddings; the embeddings are no ``nn.Embedding`` or
-            have ``max_norm``; the weight is sharded or packed.
+        ValueError: the head does not share the weight of the input embeddings; the embeddings are no ``nn.Embedding``
+            or have ``max_norm``; the weight is sharded or packed.
         TypeError: ``model`` is no module.
         RuntimeError: in the backward pass of a loss that does not depend on the head.
 
@@ -158,7 +158,7 @@ def _by_distinct_tokens(
         distinct, places = torch.unique(ids, return_inverse=True)
         padding = embedding.padding_idx
         # an attribute of the object hides the parameter of that name
-        vars(embedding)["weight"] = _Table.apply(weight, distinct, padding, rows)
+        vars(embedding)["weight"] = _Table.apply(weight, distinct, padding, rows)  # type: ignore[no-untyped-call]
         embedding.padding_idx = None  # places are no ids
         try:
             return before(places)
@@ -214,7 +214,8 @@ class _RowsOfTheWeight:
             self._kept.clear()  # of an interrupted backward pass
         if self._weight() is not weight:
             self.remove()
-            self._weight, self._hook = weakref.ref(weight), weight.register_hook(self._add)
+            self._weight = weakref.ref(weight)
+            self._hook = weight.register_hook(self._add)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         if self._hook is not None:
@@ -249,10 +250,11 @@ def references_to(gradient: torch.Tensor) -> tuple[int, ...]:
     """Return how often C++ and Python refer to a tensor, and how many tensors to its storage; then of its base.
 
     A linear layer's gradient is a view of a product. ``_use_count`` and ``_storage_Use_Count`` are private, pinned by a
-    test, seen in torch 2.6 to 2.13.
+    test, seen in torch 2.13.
     """
     storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-    counts = gradient._use_count(), sys.getrefcount(gradient), storage
+    tensor: Any = gradient
+    counts = tensor._use_count(), sys.getrefcount(gradient), storage
     return counts if gradient._base is None else (*counts, *references_to(gradient._base))
 
 
@@ -264,14 +266,17 @@ def _references_to_unshared() -> tuple[tuple[int, ...], ...]:
     """
     found: list[tuple[int, ...]] = []
     with torch.inference_mode(False), torch.enable_grad():
-        weight = nn.Parameter(torch.ones(1, 1))
+        weight: Any = nn.Parameter(torch.ones(1, 1))
         weight.register_hook(_Probe(found).note)
-        F.linear(torch.ones(1, 1), weight).sum().backward()
-        weight.mul(2).sum().backward()
+        products: tuple[Any, ...] = (F.linear(torch.ones(1, 1), weight), weight.mul(2))
+        for product in products:
+            product.sum().backward()
     return tuple(found)
 
 
 class _Probe:
+    """A hook that notes the references to a gradient; a method, as ``_add`` is."""
+
     def __init__(self, found: list[tuple[int, ...]]) -> None:
         self._found = found
 

@@ -1,8 +1,8 @@
 """Train a model with a tied vocabulary without two more matrices of its size in the backward pass.
 
 The gradients are bit for bit stock's on a CPU; of Llama-3.2-1B in 16 bits the backward pass needs 1002 MiB less
-(``benchmarks/large_models.py``). It pays where that is the peak: with gradient release, or where the vocabulary is large
-against the layers.
+(``benchmarks/large_models.py``). It pays where that is the peak: with gradient release, or where the vocabulary is
+large against the layers.
 """
 
 from __future__ import annotations

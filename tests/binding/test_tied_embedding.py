@@ -1,4 +1,4 @@
-"""``sparse_tied_embedding`` on real models: gradients are stock's bit for bit, and one matrix is made instead of three."""
+"""``sparse_tied_embedding`` on real models: stock's gradients bit for bit, and one matrix instead of three."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_a_gradient_that_something_else_holds_is_not_changed(share: Any) -> None
 
 
 def test_private_names_of_torch() -> None:
-    """Seen in torch 2.6 to 2.13."""
+    """Seen in torch 2.13."""
     assert torch._C._current_graph_task_id() == -1
     assert torch.zeros(1)._use_count() >= 1
     assert torch._C._storage_Use_Count(torch.zeros(1).untyped_storage()._cdata) >= 1
