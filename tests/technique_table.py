@@ -212,16 +212,17 @@ def masters_by_hand(kind: Any) -> Any:
         __module__ = kind.__module__  # where stock reads "bitsandbytes"
 
         def step(self, closure: Any = None) -> Any:
-            masters = vars(self).setdefault("masters", {})
-            parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-            for parameter in parameters:
-                gradient, parameter.grad = parameter.grad.float(), None
-                parameter.data = masters.setdefault(parameter, parameter.data.float())
-                parameter.grad = gradient
+            if hasattr(self, "check_overrides"):
+                self.check_overrides()  # by position from now on: bitsandbytes does not know the copies
+            masters, groups = vars(self).setdefault("masters", {}), self.param_groups
+            for parameter in (parameter for group in groups for parameter in group["params"]):
+                master = masters.setdefault(parameter, torch.nn.Parameter(parameter.detach().float()))
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+            self.param_groups = [{**group, "params": [masters[p] for p in group["params"]]} for group in groups]
             loss = super().step(closure)
-            for parameter in parameters:
-                parameter.grad = None
-                parameter.data = to_nearest(parameter.data)
+            self.param_groups = groups
+            for parameter, master in masters.items():
+                parameter.detach().copy_(to_nearest(master.detach()))
             return loss
 
     return MastersByHand

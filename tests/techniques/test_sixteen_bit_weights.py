@@ -183,12 +183,13 @@ def test_fifty_small_updates_of_one(kind: Any, options: dict[str, Any]) -> None:
     assert kahan.unique().tolist() == [1.0078125]  # the nearest to 1.005
 
 
-def test_a_parameter_that_is_not_contiguous(small_slices: None) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, of_bitsandbytes.AdamW8bit])
+def test_a_parameter_that_is_not_contiguous(kind: Any, small_slices: None) -> None:
     found = []
     for is_transposed in (False, True):
         value = weights()[0].detach()
         weight = nn.Parameter(value.t().contiguous().t() if is_transposed else value.clone())
-        optimizer = sixteen_bit_optimizer(torch.optim.AdamW)([weight], lr=1e-3)
+        optimizer = sixteen_bit_optimizer(kind, "kahan")([weight], lr=1e-3)
         for seed in range(2):
             weight.grad = gradients(seed)[0]
             optimizer.step()

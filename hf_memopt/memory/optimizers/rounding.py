@@ -78,6 +78,7 @@ def _first_slices(family: Family, parameter: ParameterFacts, request: OptimizerR
         return _slices(family, parameter, request)
     later = min(elements, parameter.elements - elements)
     return [
+        *_slices(family, parameter, request),
         (elements * FLOAT_BYTES, *_state(family, parameter, request, elements)),  # the whole one is made now
         (*_update(family, parameter, request, later), *_state(family, parameter, request, later)),
     ]

@@ -10,7 +10,7 @@ rounded to 16 bits in one of two ways:
   the next update. The two together are the float32 weight, bit for bit, in 4 bytes.
 
 The state of torch's optimizers is float32 (in a plain 16-bit run it has the weights' dtype, in which a second moment
-with ``beta2=0.999`` stands still); that of bitsandbytes' is what it was. The update of a slice is bit for bit that of
+with ``beta2=0.999`` hardly moves); that of bitsandbytes' is what it was. The update of a slice is bit for bit that of
 the whole tensor, since the classes that are accepted work element by element, or in blocks of 256 elements
 (bitsandbytes in 8 bits), to which the slices are aligned.
 
@@ -167,7 +167,7 @@ class _SixteenBit(torch.optim.Optimizer):
         state = self.state[parameter]
         widen_state(state, parameter)
         if self.rounding == "kahan" and COMPENSATION not in state:
-            state[COMPENSATION] = torch.zeros_like(parameter, dtype=torch.int16, memory_format=torch.contiguous_format)
+            state[COMPENSATION] = _nothing_lost(parameter)
         weight = parameter.detach().reshape(-1)  # (elements,): a view, or a copy of what is not contiguous
         gradient = parameter.grad.reshape(-1) if parameter.grad is not None else torch.zeros_like(weight)
         generator = self._generator(parameter.device)
@@ -248,7 +248,7 @@ class _SixteenBitBitsandbytes(_SixteenBit):
         plain: Any = super()
         plain.init_state(group, p, gindex, pindex)
         if self.rounding == "kahan" and is_rounded(p):
-            self.state[p][COMPENSATION] = torch.zeros_like(p, dtype=torch.int16)
+            self.state[p][COMPENSATION] = _nothing_lost(p)
 
     def update_step(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
         """Update one parameter, slice by slice if it has 16 bits."""
@@ -292,6 +292,10 @@ def rounded_optimizer(
 
 
 # ---- The class
+
+
+def _nothing_lost(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter, dtype=torch.int16, memory_format=torch.contiguous_format)
 
 
 @cache
