@@ -268,7 +268,7 @@ REFUSALS = (
     Refusal(
         "fused cross-entropy",
         "torch.compile",
-        "compiled code computes the logits",
+        "the logits are a tensor without storage, which breaks the compiled graph",
         "Leave torch_compile out",
     ),
     Refusal(
