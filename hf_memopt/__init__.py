@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hf_memopt.batching.views.bucketed_view import bucketed
     from hf_memopt.batching.views.sorted_view import sorted_by_length
     from hf_memopt.binding.attach import attach
+    from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
     from hf_memopt.binding.quantized_weights import prepare_quantized
     from hf_memopt.changes import Change
     from hf_memopt.devices.gpus import GPUS, Gpu, custom_gpu, find_gpu
@@ -38,12 +39,15 @@ if TYPE_CHECKING:
     from hf_memopt.techniques.expandable_segments import use_expandable_segments
     from hf_memopt.techniques.freezing.freezing import FreezeCallback, freeze
     from hf_memopt.techniques.freezing.unfreezing import GradualUnfreezeCallback
+    from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback
     from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
     from hf_memopt.techniques.nonfinite.overflow import OverflowCallback
     from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback, override_embedding_bits
     from hf_memopt.techniques.optimizers.gradient_release import gradient_release
     from hf_memopt.techniques.optimizers.released_optimizer import released_optimizer
+    from hf_memopt.techniques.optimizers.sixteen_bit_weights import rounded_optimizer, sixteen_bit_optimizer
     from hf_memopt.techniques.precision import PrecisionCallback
+    from hf_memopt.techniques.tied_embedding import TiedEmbeddingCallback, sparse_tied_embedding
 
 _MODULES = {
     "hf_memopt.batching.plan.buckets": ("LengthBuckets",),
@@ -55,6 +59,7 @@ _MODULES = {
     "hf_memopt.batching.plan.samplers": ("LengthBucketedBatchSampler", "LengthBucketedSampler"),
     "hf_memopt.batching.views.bucketed_view": ("bucketed",),
     "hf_memopt.binding.attach": ("attach",),
+    "hf_memopt.binding.fused_loss.fuse": ("fuse_cross_entropy",),
     "hf_memopt.binding.quantized_weights": ("prepare_quantized",),
     "hf_memopt.changes": ("Change",),
     "hf_memopt.errors": ("BudgetError", "MissingExtraError"),
@@ -72,12 +77,15 @@ _MODULES = {
     "hf_memopt.techniques.optimizers.embedding_bits": ("EmbeddingBitsCallback", "override_embedding_bits"),
     "hf_memopt.techniques.evaluation.guard": ("EvaluationGuardCallback",),
     "hf_memopt.techniques.freezing.freezing": ("FreezeCallback", "freeze"),
+    "hf_memopt.techniques.fused_cross_entropy": ("FusedCrossEntropyCallback",),
     "hf_memopt.techniques.optimizers.gradient_release": ("gradient_release",),
     "hf_memopt.techniques.microbatching.microbatch": ("MicrobatchCallback",),
     "hf_memopt.techniques.nonfinite.overflow": ("OverflowCallback",),
     "hf_memopt.techniques.precision": ("PrecisionCallback",),
     "hf_memopt.techniques.optimizers.released_optimizer": ("released_optimizer",),
+    "hf_memopt.techniques.optimizers.sixteen_bit_weights": ("rounded_optimizer", "sixteen_bit_optimizer"),
     "hf_memopt.techniques.freezing.unfreezing": ("GradualUnfreezeCallback",),
+    "hf_memopt.techniques.tied_embedding": ("TiedEmbeddingCallback", "sparse_tied_embedding"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -93,6 +101,7 @@ __all__ = [
     "Estimate",
     "EvaluationGuardCallback",
     "FreezeCallback",
+    "FusedCrossEntropyCallback",
     "Gpu",
     "GradualUnfreezeCallback",
     "LeanCheckpointCallback",
@@ -110,6 +119,7 @@ __all__ = [
     "Recipe",
     "ShardedCheckpointCallback",
     "StepSettings",
+    "TiedEmbeddingCallback",
     "attach",
     "bucketed",
     "checkpoint_layers",
@@ -119,6 +129,7 @@ __all__ = [
     "exact_loss",
     "find_gpu",
     "freeze",
+    "fuse_cross_entropy",
     "gradient_release",
     "override_embedding_bits",
     "padding_report",
@@ -129,7 +140,10 @@ __all__ = [
     "read_memory",
     "recipe",
     "released_optimizer",
+    "rounded_optimizer",
+    "sixteen_bit_optimizer",
     "sorted_by_length",
+    "sparse_tied_embedding",
     "token_lengths",
     "use_expandable_segments",
 ]

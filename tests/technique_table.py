@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from bitsandbytes.optim import AdamW
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback
 
@@ -19,15 +20,18 @@ from hf_memopt import (
     EmbeddingBitsCallback,
     EvaluationGuardCallback,
     FreezeCallback,
+    FusedCrossEntropyCallback,
     GradualUnfreezeCallback,
     MemoryReportCallback,
     MicrobatchCallback,
     OverflowCallback,
     PrecisionCallback,
     ShardedCheckpointCallback,
+    TiedEmbeddingCallback,
     attach,
     bucketed,
     gradient_release,
+    sixteen_bit_optimizer,
 )
 from hf_memopt.binding.conflicts import TECHNIQUES
 
@@ -43,6 +47,7 @@ class Technique(NamedTuple):
     reference: Callable[[], TrainerCallback] | None = None
     settings: Mapping[str, Any] = MappingProxyType({})
     tolerance: float = 0.0  # largest difference of a weight after the run
+    model: Callable[[], torch.nn.Module] | None = None  # where another than ``classifier`` is needed
 
 
 class FrozenByHand(TrainerCallback):
@@ -65,6 +70,8 @@ TABLE = {
     "gradual unfreezing": Technique(lambda: GradualUnfreezeCallback({2: "layers:1"}), UnfrozenByHand),
     "32-bit embeddings": Technique(EmbeddingBitsCallback, settings=EIGHT_BIT),
     "gradient release": Technique(),
+    "sparse tied embedding": Technique(TiedEmbeddingCallback, model=lambda: tiny.tied_bert(vocab_size=200)),
+    "16-bit weights": Technique(),  # the reference is MastersByHand
     "checkpointing policy": Technique(lambda: CheckpointingCallback("selective")),
     # sums in another order: one rounding of float32 per micro-batch
     "micro-batching": Technique(lambda: MicrobatchCallback(max_tokens=16), tolerance=1e-7),
@@ -73,17 +80,46 @@ TABLE = {
     "evaluation guard": Technique(lambda: EvaluationGuardCallback(reduce="argmax")),
     "memory report": Technique(MemoryReportCallback),
     "sharded checkpoints": Technique(ShardedCheckpointCallback),
+    # the softmax's gradient by other instructions: one rounding of float32 per step
+    "fused cross-entropy": Technique(FusedCrossEntropyCallback, tolerance=1e-7),
 }
 assert tuple(TABLE) == TECHNIQUES
 
 
 GROUPS = {
-    "with micro-batches": set(TECHNIQUES) - {"gradient release", "32-bit embeddings"},
-    "with 8-bit state": set(TECHNIQUES) - {"gradient release", "micro-batching"},
-    "with released gradients": set(TECHNIQUES) - {"micro-batching", "non-finite detection"},
-    "with micro-batches and 8-bit state": {"micro-batching", "32-bit embeddings"},
+    "with micro-batches": set(TECHNIQUES) - {"gradient release", "32-bit embeddings", "16-bit weights"},
+    "with 8-bit state": set(TECHNIQUES) - {"gradient release", "micro-batching", "fused cross-entropy"},
+    "with released gradients": set(TECHNIQUES) - {"micro-batching", "non-finite detection", "fused cross-entropy"},
+    "with released gradients and fused loss": set(TECHNIQUES)
+    - {"micro-batching", "non-finite detection", "32-bit embeddings", "16-bit weights"},
+    "with micro-batches and 8-bit state": {"micro-batching", "32-bit embeddings", "16-bit weights"},
+    "with fused loss and 8-bit state": {"fused cross-entropy", "32-bit embeddings"},
+    "with fused loss and 16-bit weights": {"fused cross-entropy", "16-bit weights"},
 }
 """Sets in which every pair that is not refused stands."""
+
+
+def tolerance(names: Iterable[str]) -> float:
+    """Return the largest difference of a weight after a run with these techniques."""
+    if {"fused cross-entropy", "16-bit weights"} <= set(names):
+        return 2**-8  # the last bit of a bfloat16 weight of 1
+    if {"fused cross-entropy", "32-bit embeddings"} <= set(names):
+        return 5e-3  # a rounding of float32 moves an 8-bit state by one of its codes: 10 % of an update of 0.05
+    return max(TABLE[name].tolerance for name in names)
+
+
+class BertForSequenceClassification(transformers.BertForSequenceClassification):
+    """A classifier whose head can be fused with its loss, as that of a language model."""
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        """Return the head, of three classes."""
+        return self.classifier
+
+
+def classifier() -> BertForSequenceClassification:
+    """Return the model of most rows; 6,400 elements of embeddings, large enough for an 8-bit state."""
+    torch.manual_seed(0)
+    return BertForSequenceClassification(tiny.bert_config(vocab_size=200))
 
 
 class Run(NamedTuple):
@@ -111,7 +147,19 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(np.mean(found == prediction.label_ids))}
 
 
-def make_trainer(names: Iterable[str], folder: Path, *, use: bool = True, **settings: Any) -> Trainer:
+def model_of(names: Iterable[str]) -> torch.nn.Module:
+    """Return a model with which all of these techniques work."""
+    return next((build for name in names if (build := TABLE[name].model) is not None), classifier)()
+
+
+def make_trainer(
+    names: Iterable[str],
+    folder: Path,
+    *,
+    use: bool = True,
+    model: Callable[[], torch.nn.Module] | None = None,
+    **settings: Any,
+) -> Trainer:
     """Return a Trainer on a tiny BERT with the named techniques, attached; or, not ``use``, stock's way to the same."""
     names = tuple(names)
     asked = {"learning_rate": 0.05, "per_device_train_batch_size": 4, "max_steps": STEPS, "logging_strategy": "steps"}
@@ -129,26 +177,61 @@ def make_trainer(names: Iterable[str], folder: Path, *, use: bool = True, **sett
             "train_dataset": bucketed(examples(), batch_size=4),
             "data_collator": BucketedCollator(tiny.tokenizer()),
         }
+    built = model_of(names) if model is None else model()
     trainer = Trainer(
-        model=tiny.bert(vocab_size=200),  # 6,400 elements: large enough for an 8-bit state
+        model=built.bfloat16() if "16-bit weights" in names else built,
         args=tiny.arguments(folder, **asked),
         callbacks=[build() for build in chosen if build is not None],
         compute_metrics=accuracy,
         eval_dataset=examples(8),
-        optimizer_cls_and_kwargs=_optimizer(use and "gradient release" in names, asked),
+        optimizer_cls_and_kwargs=_optimizer(names, asked, use=use),
         **data,
     )
     return attach(trainer)
 
 
-def _optimizer(is_released: bool, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Return the class that the Trainer would choose by itself, released; None to leave it the choice."""
-    if not is_released:
+def _optimizer(names: tuple[str, ...], settings: dict[str, Any], *, use: bool) -> tuple[Any, dict[str, Any]] | None:
+    """Return the class that the Trainer would choose by itself with what the techniques make of it, or in their place
+    masters by hand; None to leave the Trainer the choice.
+    """
+    is_released, is_rounded = use and "gradient release" in names, "16-bit weights" in names
+    if not (is_released or is_rounded):
         return None
-    rate = settings["learning_rate"]
-    if settings.get("optim") == EIGHT_BIT["optim"]:
-        return gradient_release(AdamW), {"lr": rate, "optim_bits": 8, "betas": (0.9, 0.999), "eps": 1e-8}
-    return gradient_release(torch.optim.SGD), {"lr": rate}
+    is_8bit = settings.get("optim") == EIGHT_BIT["optim"]
+    kind: Any = AdamW if is_8bit else torch.optim.SGD
+    options = {"optim_bits": 8, "betas": (0.9, 0.999), "eps": 1e-8} if is_8bit else {}
+    if is_rounded:
+        kind = sixteen_bit_optimizer(kind, "kahan") if use else masters_by_hand(kind)
+    return gradient_release(kind) if is_released else kind, {"lr": settings["learning_rate"], **options}
+
+
+def masters_by_hand(kind: Any) -> Any:
+    """Return a class that steps float32 copies of all weights, and rounds them to 16 bits after each step."""
+
+    class MastersByHand(kind):
+        __module__ = kind.__module__  # where stock reads "bitsandbytes"
+
+        def step(self, closure: Any = None) -> Any:
+            if hasattr(self, "check_overrides"):
+                self.check_overrides()  # by position from now on: bitsandbytes does not know the copies
+            masters, groups = vars(self).setdefault("masters", {}), self.param_groups
+            for parameter in (parameter for group in groups for parameter in group["params"]):
+                master = masters.setdefault(parameter, torch.nn.Parameter(parameter.detach().float()))
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+            self.param_groups = [{**group, "params": [masters[p] for p in group["params"]]} for group in groups]
+            loss = super().step(closure)
+            self.param_groups = groups
+            for parameter, master in masters.items():
+                parameter.detach().copy_(to_nearest(master.detach()))
+            return loss
+
+    return MastersByHand
+
+
+def to_nearest(weight: torch.Tensor) -> torch.Tensor:
+    """Round float32 to bfloat16, halves away from zero."""
+    bits = weight.view(torch.int32) + 2**15
+    return ((bits >> 16) << 16).view(torch.float32).bfloat16()
 
 
 def run(names: Iterable[str], folder: Path, *, use: bool = True, resume: Any = None, **settings: Any) -> Run:

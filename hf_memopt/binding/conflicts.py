@@ -36,6 +36,8 @@ TECHNIQUES = (
     "gradual unfreezing",
     "32-bit embeddings",
     "gradient release",
+    "sparse tied embedding",
+    "16-bit weights",
     "checkpointing policy",
     "micro-batching",
     "non-finite detection",
@@ -43,6 +45,7 @@ TECHNIQUES = (
     "evaluation guard",
     "memory report",
     "sharded checkpoints",
+    "fused cross-entropy",
 )
 """The techniques, by the name that each bears as ``technique``."""
 
@@ -55,6 +58,9 @@ SETTINGS: Mapping[str, str] = {
     "reentrant checkpointing": 'activation_checkpointing_kwargs={"use_reentrant": True}',
     "layer-wise optimizer": "LOMO, AdaLOMO and the *_layerwise optimizers, which step within the backward pass",
     "auto_find_batch_size": "auto_find_batch_size=True",
+    "torch.compile": "torch_compile=True",
+    "Liger kernel": "use_liger_kernel=True",
+    "TRL": "a Trainer of trl, such as SFTTrainer",
     "DDP": "several processes with ddp_broadcast_buffers=False and ddp_find_unused_parameters=False",
     "DDP, default flags": "several processes with either of the two left to its default",
     "FSDP": "sharded weights",
@@ -88,6 +94,7 @@ class Refusal:
 
 
 DROP_RELEASE = "Train with the plain optimizer class"
+DROP_FUSED = "Take FusedCrossEntropyCallback out of callbacks="
 DROP_MICROBATCH = "Take MicrobatchCallback out of callbacks="
 
 REFUSALS = (
@@ -142,6 +149,25 @@ REFUSALS = (
     *(
         Refusal("gradient release", name, "weights would step before the processes have shared gradients", DROP_RELEASE)
         for name in ("DDP", "DDP, default flags", "FSDP", "DeepSpeed")
+    ),
+    Refusal(
+        "16-bit weights",
+        "fp16",
+        "the gradient scaler needs float32 weights",
+        "Set bf16=True, or neither of them",
+    ),
+    Refusal(
+        "16-bit weights",
+        "layer-wise optimizer",
+        "it has a step of its own within the backward pass, which is not one element by element",
+        "Choose another optim, with released_optimizer(args, model, rounding=...)",
+    ),
+    *(
+        Refusal("16-bit weights", name, reason, "Train with the plain optimizer class")
+        for name, reason in (
+            ("FSDP", "it shards float32 weights, and loses what rounding cut off when it gathers the state"),
+            ("DeepSpeed", "its engine updates float32 weights of its own in place of the optimizer"),
+        )
     ),
     Refusal(
         "micro-batching",
@@ -215,6 +241,21 @@ REFUSALS = (
         )
         for name in ("DDP", "DDP, default flags", "FSDP", "DeepSpeed")
     ),
+    Refusal(
+        "sparse tied embedding",
+        "torch.compile",
+        "compiled code makes the whole gradient of the embeddings, so nothing would be saved",
+        "Leave torch_compile out",
+    ),
+    *(
+        Refusal(
+            "sparse tied embedding",
+            name,
+            "which rows of the weight this process holds, and where its gradient arrives, is decided by the sharding",
+            "Take TiedEmbeddingCallback out of callbacks=",
+        )
+        for name in ("FSDP", "DeepSpeed")
+    ),
     *(
         Refusal(
             "evaluation guard",
@@ -222,6 +263,28 @@ REFUSALS = (
             "processes wait for each other within a forward pass, and only one would repeat it",
             "Take EvaluationGuardCallback out of callbacks=",
         )
+        for name in ("FSDP", "DeepSpeed")
+    ),
+    Refusal(
+        "fused cross-entropy",
+        "torch.compile",
+        "the logits are a tensor without storage, which breaks the compiled graph",
+        "Leave torch_compile out",
+    ),
+    Refusal(
+        "fused cross-entropy",
+        "Liger kernel",
+        "Liger's own fused loss does not call the head, so nothing would be fused",
+        DROP_FUSED,
+    ),
+    Refusal(
+        "fused cross-entropy",
+        "TRL",
+        "its trainers compute the loss from the head's weights, in tiles of their own, and do not call the head",
+        DROP_FUSED,
+    ),
+    *(
+        Refusal("fused cross-entropy", name, "the weights of the head are sharded when the loss needs them", DROP_FUSED)
         for name in ("FSDP", "DeepSpeed")
     ),
 )
@@ -257,6 +320,7 @@ def refusals_of(trainer: Trainer, *callbacks: TrainerCallback) -> list[Refusal]:
     world_size = 1 if any(engines.values()) else trainer.args.world_size  # the model is not wrapped by DDP then
     used = [*techniques, *settings_in_use(trainer.args, world_size=world_size)]
     used += [name for name, is_used in engines.items() if is_used]
+    used += ["TRL"] * any(kind.__module__.partition(".")[0] == "trl" for kind in type(trainer).__mro__)
     pairs = ((one, other) for one in techniques for other in used)
     found = dict.fromkeys(refusal_of(one, other) for one, other in pairs)
     return [refusal for refusal in found if refusal is not None]
@@ -270,8 +334,14 @@ def refusal_of(one: str, other: str) -> Refusal | None:
 def techniques_in_use(trainer: Trainer, *callbacks: TrainerCallback) -> tuple[str, ...]:
     """Return the names of this package's techniques that a Trainer uses, in the order of ``TECHNIQUES``."""
     given = (*trainer.callback_handler.callbacks, *callbacks, trainer.train_dataset, *optimizers_of(trainer))
-    names = {getattr(part, "technique", None) for part in given}
+    names = {name for part in given for name in _names_of(part)}
     return tuple(name for name in TECHNIQUES if name in names)
+
+
+def _names_of(part: Any) -> set[Any]:
+    """Return the names that a part bears: an optimizer class may be one technique around another."""
+    kind = part if isinstance(part, type) else type(part)
+    return {getattr(part, "technique", None), *(vars(base).get("technique") for base in kind.__mro__)}
 
 
 def optimizers_of(trainer: Any) -> tuple[Any, ...]:
@@ -296,6 +366,8 @@ def settings_in_use(args: TrainingArguments, *, world_size: int = 1) -> tuple[st
         "reentrant checkpointing": is_checkpointed and options.get("use_reentrant") is True,
         "layer-wise optimizer": steps_in_backward(optim),
         "auto_find_batch_size": args.auto_find_batch_size,
+        "torch.compile": args.torch_compile,
+        "Liger kernel": args.use_liger_kernel,
         "DDP": world_size > 1 and flags == (False, False),
         "DDP, default flags": world_size > 1 and flags != (False, False),
     }

@@ -138,7 +138,8 @@ def _head_ignores_item_count(trainer: Any, model: nn.Module, batch: Mapping[str,
     if not isinstance(batch, Mapping) or not torch.is_tensor(batch.get("labels")):
         return False, ""  # stock counts no items then, and divides by itself
     losses = []
-    with torch.no_grad(), trainer.compute_loss_context_manager():
+    # under autocast as in training: weights may be of two dtypes
+    with torch.no_grad(), trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
         for items in (8, 16):
             inputs = send_to_device(dict(batch), trainer.args.device)
             count = torch.tensor(items, device=trainer.args.device)

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["NotEstimableError", "StepSettings"]
 
 _KINDS: Mapping[str, Any] = {
+    "sparse_tied_embedding": bool,
+    "fused_cross_entropy": bool,
     "loop": Literal["trainer", "manual"],
     "precision": Literal["auto", "fp32", "tf32", "bf16", "fp16"],
     "weights_dtype": Literal["float32", "bfloat16", "float16"],
+    "rounding": Literal["nearest", "stochastic", "kahan"],
     "embedding_bits": Literal[8, 32],
     "gradient_accumulation_steps": Count,
     "eval_batches": Count,
@@ -56,7 +59,13 @@ class StepSettings:
         optim_target_modules: modules of a low-rank optimizer (GaLore, APOLLO).
         weight_decay: some optimizers copy the gradients for it.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
+        rounding: of weights in bfloat16 after an update: ``"nearest"`` as the plain optimizer, or ``"stochastic"`` or
+            ``"kahan"`` as ``sixteen_bit_optimizer``, with its temporaries and its buffer. Nothing for float32 weights.
         gradient_release: whether each parameter steps, and frees its gradient, as soon as it has one.
+        sparse_tied_embedding: whether the gradient of tied input embeddings is added into the head's as rows, as
+            ``hf_memopt.sparse_tied_embedding`` does.
+        fused_cross_entropy: whether the loss is computed without the logits, as ``hf_memopt.fuse_cross_entropy`` does.
+            Every position counts as labelled.
         max_grad_norm: 0 (or less, as in the Trainer) for no clipping.
         gradient_accumulation_steps: batches of ``batch_size`` examples per optimizer step.
         micro_batch_size: examples of one forward pass, where a batch is cut within the step; None for the whole batch.
@@ -102,7 +111,10 @@ class StepSettings:
     optim_target_modules: Any = None
     weight_decay: float = 0.0
     embedding_bits: int = 32
+    rounding: str = "nearest"
     gradient_release: bool = False
+    sparse_tied_embedding: bool = False
+    fused_cross_entropy: bool = False
     max_grad_norm: float = 1.0
     gradient_accumulation_steps: int = 1
     micro_batch_size: int | None = None
@@ -150,6 +162,11 @@ class StepSettings:
                 f"cublas_workspace_bytes={workspace!r} is invalid; expected an integer of 0 or more, or None. "
                 "Pass cublas_workspace_bytes=None"
             )
+        if self.rounding != "nearest" and self.weights_dtype == "float16":
+            raise ValueError(
+                f"rounding={self.rounding!r}, weights_dtype='float16' are incompatible: float16 gradients need a "
+                "scaler, which needs float32 weights; expected bfloat16. Pass weights_dtype='bfloat16'"
+            )
         self._read_freeze()
         self._read_lora()
         self._check_load_in()
@@ -194,6 +211,9 @@ class StepSettings:
         """Refuse what the table of conflicts does, so that ``attach`` would in a real run."""
         settings = {  # by the table's name: the field, whether it is in use, a value that switches it off
             "gradient release": ("gradient_release", self.gradient_release, False),
+            "sparse tied embedding": ("sparse_tied_embedding", self.sparse_tied_embedding, False),
+            "fused cross-entropy": ("fused_cross_entropy", self.fused_cross_entropy, False),
+            "16-bit weights": ("rounding", self.rounding != "nearest", "nearest"),
             "norm clipping": ("max_grad_norm", self.max_grad_norm > 0, 0),
             "accumulation": ("gradient_accumulation_steps", self.gradient_accumulation_steps > 1, 1),
             "micro-batching": ("micro_batch_size", self.micro_batch_size is not None, None),

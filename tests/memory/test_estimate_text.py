@@ -110,6 +110,10 @@ def test_a_name_is_printed_as_it_is(name) -> None:
             {"lora": LoraConfig(r=4, target_modules=["query"])},
             "fp32, LoRA(r=4, target_modules={'query'}), adamw_torch_fused",
         ),
+        (
+            {"weights_dtype": "bfloat16", "rounding": "kahan"},
+            "fp32 with bfloat16 weights, adamw_torch_fused, kahan rounding",
+        ),
         ({"checkpointing": {"context_fn": freeze}}, "fp32, adamw_torch_fused, checkpointing(context_fn=freeze)"),
     ],
 )

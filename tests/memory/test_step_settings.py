@@ -201,6 +201,21 @@ def test_gradient_release_alone_works(precision: str) -> None:
     assert StepSettings(gradient_release=True, max_grad_norm=0.0, precision=precision).gradient_release
 
 
+def test_rounding_is_refused_where_it_cannot_train() -> None:
+    with pytest.raises(ValueError) as error:
+        StepSettings(rounding="kahan", weights_dtype="float16")
+    assert str(error.value) == (
+        "rounding='kahan', weights_dtype='float16' are incompatible: float16 gradients need a scaler, which needs "
+        "float32 weights; expected bfloat16. Pass weights_dtype='bfloat16'"
+    )
+    with pytest.raises(ValueError) as error:
+        StepSettings(rounding="stochastic", precision="fp16")
+    assert str(error.value) == (
+        "rounding='stochastic', precision='fp16' are incompatible: the gradient scaler needs float32 weights; expected "
+        "only one of them. Pass precision='bf16', or rounding='nearest'"
+    )
+
+
 def test_replace() -> None:
     old = StepSettings(optim="sgd")
     new = old.replace(weight_decay=0.1, checkpointing=True)

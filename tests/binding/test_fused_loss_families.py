@@ -1,0 +1,141 @@
+"""The fused cross entropy on every family: stock's loss and gradients, and no real logits made."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
+from language_models import ENCODERS, FAMILIES, VOCABULARY, batch, build, distance, gradients
+
+CHUNK_BYTES = VOCABULARY * 4 * 16  # 16 rows of float32, so that there are several chunks
+FEW = ("llama-tied", "gemma2", "bert", "t5", "whisper")
+"""Families that differ in what happens between head and loss, for the default run."""
+LOW = ("autocast bfloat16", "autocast float16", "bfloat16")
+float_of_torch = torch.Tensor.float
+
+
+@pytest.fixture
+def keeps_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``.float()`` keep float64: stock rounds logits to float32."""
+    monkeypatch.setattr(
+        torch.Tensor, "float", lambda tensor: tensor if tensor.dtype == torch.float64 else float_of_torch(tensor)
+    )
+
+
+def trained(model: Any, inputs: dict[str, Any], precision: str = "", scale: float = 1.0) -> tuple[torch.Tensor, Any]:
+    """Return loss and gradients of one forward and backward pass."""
+    dtype = torch.float16 if precision.endswith("float16") and "b" not in precision else torch.bfloat16
+    with torch.autocast("cpu", dtype, enabled=precision.startswith("autocast")):
+        loss = model(**inputs).loss
+    found = gradients(loss * scale, model)
+    return loss.detach(), {name: gradient / scale for name, gradient in found.items()}
+
+
+def fused_and_stock(family: str, dtype: torch.dtype, **inputs: Any) -> tuple[Any, Any]:
+    """Return what ``trained`` gives for a fused model and for stock, once it is certain that it was fused."""
+    model = build(family, dtype)
+    data = {**batch(family, dtype), **inputs}
+    stock = trained(model, data)
+    handle = fuse_cross_entropy(model, chunk_bytes=CHUNK_BYTES * dtype.itemsize // 4)
+    fused = trained(model, data)
+    assert (handle.record.fused, dict(handle.record.real)) == (1, {})
+    return fused, stock
+
+
+@pytest.mark.usefixtures("keeps_float64")
+@pytest.mark.parametrize("items", [None, 37], ids=["mean", "items"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_in_float64(family: str, items: int | None) -> None:
+    counted = {} if items is None else {"num_items_in_batch": torch.tensor(items)}
+    (loss, found), (expected_loss, expected) = fused_and_stock(family, torch.float64, **counted)
+    assert loss.dtype == expected_loss.dtype
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-14)
+    assert distance(found, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_in_float32(family: str) -> None:
+    (loss, found), (expected_loss, expected) = fused_and_stock(family, torch.float32)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    assert distance(found, expected) <= 1e-6
+
+
+def slow_but(few: tuple[str, ...]) -> list[Any]:
+    """Return all families, those outside of ``few`` marked as slow."""
+    return [family if family in few else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["mean", "items"])
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("family", slow_but(FEW))
+def test_sixteen_bits_err_no_more_than_stocks(
+    family: str, precision: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the same model in float64, with a gradient scaler's factor for float16.
+
+    ``steps``: accumulation steps of as many labels as this one. With numbers of labels whose ratio is no power of two,
+    bfloat16 gradients are rounded once more when the loss is divided; ``test_an_uneven_division`` has that.
+    """
+    base = build(family)
+    labels = batch(family)["labels"]
+    items = steps * int((labels[:, 0 if family in ENCODERS else 1 :] != -100).sum())
+    counted = {"num_items_in_batch": torch.tensor(items)} if steps else {}
+    stocks, fused, found_fused = errors(base, family, precision, counted, monkeypatch)
+    assert found_fused == (1, {})
+    assert fused <= 1.1 * stocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_uneven_division_rounds_bfloat16_once_more(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stocks, fused, _ = errors(build(family), family, "bfloat16", {"num_items_in_batch": torch.tensor(37)}, monkeypatch)
+    assert fused <= 1.25 * stocks
+
+
+def errors(
+    base: Any, family: str, precision: str, counted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[float, float, tuple[int, dict[str, int]]]:
+    """Return how far stock's and the fused gradients are from those in float64, and what was fused and made real."""
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            torch.Tensor, "float", lambda tensor: tensor if tensor.dtype == torch.float64 else float_of_torch(tensor)
+        )
+        data = {**batch(family, torch.float64), **counted}
+        _, exact = trained(copy.deepcopy(base).double(), data)
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    model = base.to(dtype)
+    data = {**batch(family, dtype), **counted}
+    scale = 2.0**16 if precision == "autocast float16" else 1.0
+    stocks_loss, stocks = trained(model, data, precision, scale)
+    handle = fuse_cross_entropy(model, chunk_bytes=CHUNK_BYTES)
+    loss, found = trained(model, data, precision, scale)
+    assert loss.dtype == stocks_loss.dtype
+    # A bfloat16 loss is rounded to 8 bits, stock's sum of rows too.
+    assert float(loss) == pytest.approx(float(stocks_loss), rel=1e-2 if loss.dtype == torch.bfloat16 else 1e-6)
+    return distance(stocks, exact), distance(found, exact), (handle.record.fused, dict(handle.record.real))
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_only_rows_with_a_label_are_computed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    linear = torch.nn.functional.linear
+
+    def counting(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if weight.shape[0] == VOCABULARY:
+            rows.append(hidden.numel() // hidden.shape[-1])
+        return linear(hidden, weight, bias)
+
+    model, data = build(family), batch(family)
+    fuse_cross_entropy(model)
+    monkeypatch.setattr(torch.nn.functional, "linear", counting)
+    model(**data)
+    assert rows == [int((data["labels"] != -100).sum())]
+
+
+def test_the_families_are_those_of_the_documentation() -> None:
+    assert len(FAMILIES) == 19
+    assert set(FEW) <= set(FAMILIES)

@@ -1,0 +1,190 @@
+"""The fused cross entropy under the real ``Trainer``: with other techniques, in evaluation, saved; what it records."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Trainer, default_data_collator
+
+import tiny
+from hf_memopt.batching.exact_losses import exact_loss
+from hf_memopt.binding.attach import attach
+from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
+from hf_memopt.binding.versions import checkpointing_arguments
+from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback
+from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.optimizers.gradient_release import gradient_release
+
+FUSED = (
+    "cross entropy: 'logits of the whole batch' -> 'chunks of at most 1.6 KiB of logits' "
+    "(lm_head and the loss are one operation over labelled rows)"
+)
+CHUNK_BYTES = 100 * 4 * 4  # 4 rows
+
+
+def texts(count: int = 16) -> list[dict[str, Any]]:
+    """Rows of 12 tokens, the first 1 to 4 without a label."""
+    rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in tiny.rows(count)]
+    return [row | {"labels": [-100] * (i % 4 + 1) + row["input_ids"][i % 4 + 1 :]} for i, row in enumerate(rows)]
+
+
+def trained(folder: Any, *callbacks: Any, model: Any = None, given: Any = None, **settings: Any) -> Any:
+    """Return an attached Trainer that has made 4 steps."""
+    asked = {"max_steps": 4, "per_device_train_batch_size": 4, "train_sampling_strategy": "sequential", **settings}
+    trainer = Trainer(
+        model=tiny.llama() if model is None else model,
+        args=tiny.arguments(folder, **asked),
+        train_dataset=texts(),
+        eval_dataset=texts(8),
+        data_collator=default_data_collator,
+        callbacks=list(callbacks),
+        **(given or {}),
+    )
+    attach(trainer).train()
+    return trainer
+
+
+def fused() -> FusedCrossEntropyCallback:
+    return FusedCrossEntropyCallback(chunk_bytes=CHUNK_BYTES)
+
+
+def changes(trainer: Any) -> list[str]:
+    """Return what was recorded of the loss."""
+    return [str(change) for change in trainer.memopt_changes if "cross entropy" in change.name]
+
+
+COMBINED: dict[str, dict[str, Any]] = {
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "checkpointing": checkpointing_arguments(use_reentrant=False),
+    "reentrant checkpointing": checkpointing_arguments(use_reentrant=True),
+    "exact loss": {"gradient_accumulation_steps": 2, "given": {"compute_loss_func": exact_loss(tiny.llama())}},
+    "gradient release": {"given": {"optimizer_cls_and_kwargs": (gradient_release(torch.optim.SGD), {"lr": 0.1})}},
+    "norm clipping": {"max_grad_norm": 0.1},
+    "tied": {"model": {"tie_word_embeddings": True}},
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_training_gives_stocks_weights(name: str, tmp_path: Any) -> None:
+    settings = dict(COMBINED[name])
+    of_model = settings.pop("model", {})
+    plain = trained(tmp_path, model=tiny.llama(**of_model), **settings)
+    trainer = trained(tmp_path, fused(), model=tiny.llama(**of_model), **settings)
+    assert changes(trainer) == [FUSED]
+    assert tiny.largest_difference(trainer.model, plain.model) <= 1e-6  # roundings of float32, in chunks
+
+
+@pytest.mark.parametrize("rows", [None, 24], ids=["whole", "split"])
+def test_micro_batches_are_fused(rows: int | None, tmp_path: Any) -> None:
+    plain = trained(tmp_path)
+    trainer = trained(tmp_path, fused(), MicrobatchCallback(max_tokens=rows) if rows else MicrobatchCallback())
+    assert changes(trainer) == [FUSED]
+    assert tiny.largest_difference(trainer.model, plain.model) <= 1e-6
+
+
+def test_evaluation_sees_real_logits_and_the_best_model_is_loaded(tmp_path: Any) -> None:
+    kinds: set[type] = set()
+
+    def preprocess(logits: Any, labels: Any) -> Any:
+        kinds.add(type(logits))
+        return logits.argmax(-1)
+
+    given = {
+        "compute_metrics": lambda found: {"accuracy": float(np.mean(found.predictions == found.label_ids))},
+        "preprocess_logits_for_metrics": preprocess,
+    }
+    saving = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    saving |= {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
+    plain = trained(tmp_path / "plain", given=given, **saving)
+    trainer = trained(tmp_path / "fused", fused(), given=given, **saving)
+    assert kinds == {torch.Tensor}
+    assert trainer.state.best_model_checkpoint is not None
+    assert trainer.evaluate()["eval_accuracy"] == plain.evaluate()["eval_accuracy"]
+    assert tiny.largest_difference(trainer.model, plain.model) <= 1e-6
+    loaded = type(trainer.model).from_pretrained(trainer.state.best_model_checkpoint)
+    assert tiny.largest_difference(loaded, trainer.model) == 0.0
+
+
+def test_label_smoothing_of_the_trainer_makes_real_logits_and_says_so(tmp_path: Any) -> None:
+    plain = trained(tmp_path, label_smoothing_factor=0.1)
+    with pytest.warns(UserWarning, match="fused no loss") as warned:
+        trainer = trained(tmp_path, fused(), label_smoothing_factor=0.1)
+    assert [str(one.message) for one in warned] == [
+        "FusedCrossEntropyCallback fused no loss in a training step (log_softmax); expected cross_entropy of the "
+        "head's logits. Take it out of callbacks=, or see trainer.memopt_changes for what made real logits"
+    ]
+    assert changes(trainer) == [
+        "fused cross entropy: 'no logits' -> 'real logits' "
+        "(log_softmax reads them: label smoothing by the Trainer, or a loss of the user's)"
+    ]
+    assert tiny.largest_difference(trainer.model, plain.model) == 0.0
+
+
+def test_label_smoothing_of_exact_loss_is_fused(tmp_path: Any) -> None:
+    given = {"compute_loss_func": exact_loss(tiny.llama(), label_smoothing=0.1)}
+    plain = trained(tmp_path, given=given)
+    trainer = trained(tmp_path, fused(), given=given)
+    assert changes(trainer) == [FUSED]
+    assert tiny.largest_difference(trainer.model, plain.model) <= 1e-6
+
+
+def test_autocast_and_its_float32_outputs(tmp_path: Any) -> None:
+    """Accelerate makes float32 copies of all outputs, which are remembered as well."""
+    trainer = trained(tmp_path, fused(), bf16=True)
+    assert changes(trainer) == [FUSED]
+
+
+def test_a_model_made_for_each_run_is_fused(tmp_path: Any) -> None:
+    callback = fused()
+    trainer = Trainer(
+        model_init=lambda: tiny.llama(),
+        args=tiny.arguments(tmp_path, max_steps=1),
+        train_dataset=texts(),
+        data_collator=default_data_collator,
+        callbacks=[callback],
+    )
+    for _ in range(2):
+        trainer.train()
+        assert callback.handle is not None
+        assert callback.handle.record.fused == 1
+    assert [str(change) for change in callback.changes] == [FUSED]
+
+
+def test_the_handle_and_a_copy_of_the_trainer_leave_stock(tmp_path: Any) -> None:
+    callback = fused()
+    trainer = trained(tmp_path, callback)
+    ids = torch.tensor([[5, 6, 7]])
+    assert type(trainer.model.train()(ids).logits) is DeferredLogits
+    assert type(copy.deepcopy(trainer.model)(ids).logits) is torch.Tensor
+    callback.handle.remove()
+    assert type(trainer.model(ids).logits) is torch.Tensor
+
+
+def test_a_model_without_output_embeddings_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        Trainer(model=tiny.bert(), args=tiny.arguments(tmp_path), callbacks=[FusedCrossEntropyCallback()])
+    assert str(error.value) == (
+        "model=<BertForSequenceClassification> has no output embeddings; expected a causal, masked or "
+        "sequence-to-sequence language model. Leave fuse_cross_entropy out: a small head has small logits"
+    )
+
+
+def test_settings_are_refused_without_attach_too(tmp_path: Any) -> None:
+    trainer = Trainer(
+        model=tiny.llama(),
+        args=tiny.arguments(tmp_path),
+        train_dataset=texts(),
+        callbacks=[FusedCrossEntropyCallback()],
+    )
+    trainer.args.use_liger_kernel = True
+    with pytest.raises(ValueError, match="fused cross-entropy and Liger kernel are incompatible"):
+        FusedCrossEntropyCallback().on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+
+
+def test_chunk_bytes_are_checked_at_once() -> None:
+    with pytest.raises(ValueError, match="chunk_bytes=0 is no memory bound"):
+        FusedCrossEntropyCallback(chunk_bytes=0)
