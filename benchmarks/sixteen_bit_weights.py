@@ -10,7 +10,7 @@ All ways compute in bfloat16 (``bf16=True`` for float32 weights), and all are ev
 order of the data, and the weights of the BERT. Printed are means over the seeds, and the 95 % t-interval of the mean
 difference from float32 weights with the same seed.
 
-    python benchmarks/sixteen_bit_weights.py [--seeds 3] [--max-train N] [--out FILE]
+    python benchmarks/sixteen_bit_weights.py [--seeds 3] [--task demo|causal-lm] [--out FILE]
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ from hf_memopt.demo.docstring_task import (
 from hf_memopt.demo.setups import build_model, model_config
 from hf_memopt.techniques.optimizers.state_bytes import optimizer_state_bytes
 
+Run = Callable[[str, int], dict[str, float]]
 WAYS = ("float32 masters", "plain bf16", "stochastic", "kahan")
 SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256}
-LENGTH_TOKENS = 128
-RATES = {"demo": 1e-3, "causal LM before": 1e-3, "causal LM": 5e-5}
+LENGTH_TOKENS = 64
+ROWS = 512  # of each half of the causal LM's texts
+RATES = {"demo": 1e-3, "causal-lm before": 1e-3, "causal-lm": 5e-5}
 
 
 def train(
@@ -109,7 +111,7 @@ def evaluate(model: Any, batches: list[dict[str, torch.Tensor]], shift: int) -> 
     return torch.cat(losses).mean().item(), torch.cat(hits).mean().item()
 
 
-def demo_run(task: DocstringTask, tokenizer: PreTrainedTokenizerBase, folder: str) -> Callable[[str, int], Any]:
+def demo_run(task: DocstringTask, tokenizer: PreTrainedTokenizerBase, folder: str) -> tuple[Run, None]:
     """Return a function that trains the demo's classifier in one way with one seed."""
     config = model_config(len(tokenizer), task.labels, SIZES)
     encoded = [tokenizer(list(texts), truncation=True) for texts in (task.train_texts, task.test_texts)]
@@ -127,11 +129,14 @@ def demo_run(task: DocstringTask, tokenizer: PreTrainedTokenizerBase, folder: st
         )
         return figures_of(trained, *evaluate(trained.model, batches, shift=0))
 
-    return run
+    return run, None
 
 
-def causal_run(task: DocstringTask, tokenizer: PreTrainedTokenizerBase, folder: str) -> Callable[[str, int], Any]:
-    """Return a function that trains the Llama on in one way with one seed; its first half is trained here, once."""
+def causal_run(task: DocstringTask, tokenizer: PreTrainedTokenizerBase, folder: str) -> tuple[Run, tuple[float, float]]:
+    """Return a function that trains the Llama on in one way with one seed, and loss and accuracy before it.
+
+    The first half is trained here, once.
+    """
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -146,19 +151,18 @@ def causal_run(task: DocstringTask, tokenizer: PreTrainedTokenizerBase, folder: 
     first, second, test = (packed(tokenizer, texts) for texts in parts)
     torch.manual_seed(0)
     base = LlamaForCausalLM(config)
-    train(base, "float32 masters", first, folder, rate=RATES["causal LM before"], epochs=4)
+    train(base, "float32 masters", first, folder, rate=RATES["causal-lm before"], epochs=8)
     weights = {name: value.clone() for name, value in base.state_dict().items()}
     ids = torch.tensor([row["input_ids"] for row in test])
-    batches = [{"input_ids": part, "labels": part} for part in ids.split(16)]
+    batches = [{"input_ids": part, "labels": part} for part in ids.split(32)]
 
     def run(way: str, seed: int) -> dict[str, float]:
         model = LlamaForCausalLM(config)
         model.load_state_dict(weights)
-        trained = train(model, way, second, folder, seed=seed, rate=RATES["causal LM"], epochs=2)
+        trained = train(model, way, second, folder, seed=seed, rate=RATES["causal-lm"], epochs=4)
         return figures_of(trained, *evaluate(trained.model, batches, shift=1))
 
-    run.before = evaluate(base, batches, shift=1)  # type: ignore[attr-defined]
-    return run
+    return run, evaluate(base, batches, shift=1)
 
 
 def packed(tokenizer: PreTrainedTokenizerBase, texts: Any) -> list[dict[str, list[int]]]:
@@ -166,7 +170,7 @@ def packed(tokenizer: PreTrainedTokenizerBase, texts: Any) -> list[dict[str, lis
     ids = [token for text in tokenizer(list(texts))["input_ids"] for token in text]
     starts = range(0, len(ids) - LENGTH_TOKENS + 1, LENGTH_TOKENS)
     rows = [ids[start : start + LENGTH_TOKENS] for start in starts]
-    return [{"input_ids": row, "labels": row} for row in rows]
+    return [{"input_ids": row, "labels": row} for row in rows[:ROWS]]
 
 
 def summarise(rows: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
@@ -199,33 +203,27 @@ def show(task: str, found: dict[str, Any], console: Console) -> None:
 
 
 def main() -> None:
-    """Run the seeds, print the tables, append the row."""
+    """Run the seeds, print the tables, append a row for each task."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, choices=range(2, 11), metavar="N")
-    parser.add_argument("--max-train", type=int, default=None, metavar="N")
+    parser.add_argument("--task", choices=("demo", "causal-lm"), default=None)
     parser.add_argument("--out", type=Path, default=None, metavar="FILE")
     options = parser.parse_args()
     console = Console(width=150)
     task = docstring_task(read_docstrings(source_files()))
     tokenizer = train_tokenizer(task.train_texts)
-    task = DocstringTask(
-        task.labels,
-        task.train_texts[: options.max_train],
-        task.train_labels[: options.max_train],
-        task.test_texts,
-        task.test_labels,
-    )
-    figures: dict[str, Any] = {"seeds": options.seeds, "learning_rates": RATES}
     with tempfile.TemporaryDirectory() as folder:
-        for name, build in (("demo", demo_run), ("causal LM", causal_run)):
-            run = build(task, tokenizer, folder)
+        for name, build in (("demo", demo_run), ("causal-lm", causal_run)):
+            if options.task not in (None, name):
+                continue
+            run, before = build(task, tokenizer, folder)
             rows = {way: [run(way, seed) for seed in range(options.seeds)] for way in WAYS}
-            figures[name] = summarise(rows)
-            if name == "causal LM":
-                figures["causal LM before"] = list(run.before)  # type: ignore[attr-defined]
-                console.print("before: loss {:.4f}, accuracy {:.4f}".format(*run.before))  # type: ignore[attr-defined]
-            show(name, figures[name], console)
-    console.print(f"appended to {results_file.append('16-bit weights', figures, path=options.out)}", soft_wrap=True)
+            figures = {"seeds": options.seeds, "learning_rate": RATES[name], "before": before, **summarise(rows)}
+            if before is not None:
+                console.print("before: loss {:.4f}, accuracy {:.4f}".format(*before))
+            show(name, {way: figures[way] for way in WAYS}, console)
+            path = results_file.append(f"16-bit weights, {name}", figures, path=options.out)
+            console.print(f"appended to {path}", soft_wrap=True)
 
 
 if __name__ == "__main__":
