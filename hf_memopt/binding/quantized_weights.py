@@ -15,6 +15,7 @@ baseline-peft-bnb and accelerated-peft-bnb). The estimate prepares its model by 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,14 +23,44 @@ from torch import nn
 
 from hf_memopt.binding.handles import UndoHandle, nothing_to_undo
 from hf_memopt.binding.layer_names import parameters_outside_adapters
+from hf_memopt.binding.model_tasks import NEW_HEADS
 from hf_memopt.binding.model_traits import unwrap_model
 
-__all__ = ["prepare_quantized"]
+__all__ = ["is_quantized", "prepare_quantized", "quantization_options"]
+
+_LOAD_IN: Mapping[str, Mapping[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+"""Options of ``BitsAndBytesConfig``; for 4 bits those of QLoRA (Dettmers et al. 2023, section 3)."""
 
 _PACKED = ("Params4bit", "Int8Params")
 """The classes of bitsandbytes' quantised weights, by name: importing it takes a second."""
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _CHECKED_ROWS = 4096
+
+
+def quantization_options(load_in: str, compute_dtype: str, task: str | None = None) -> dict[str, Any]:
+    """Return the options of ``BitsAndBytesConfig``.
+
+    Args:
+        load_in: ``"nf4"`` or ``"int8"``.
+        compute_dtype: of the products with 4-bit weights.
+        task: of the model's head. A new head is not quantised, since it could not be trained and PEFT stops at it;
+            of any other model transformers itself leaves the head out.
+
+    Example:
+        >>> quantization_options("int8", "bfloat16", "question-answering")["llm_int8_skip_modules"]
+        ['qa_outputs']
+    """
+    heads = {"llm_int8_skip_modules": list(NEW_HEADS[task])} if task in NEW_HEADS else {}
+    return {**_LOAD_IN[load_in], "bnb_4bit_compute_dtype": compute_dtype, **heads}
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether weights of a model are quantised by bitsandbytes, or the model says that they are."""
+    packed = any(type(parameter).__name__ in _PACKED for parameter in model.parameters())
+    return packed or bool(getattr(unwrap_model(model), "is_quantized", False))
 
 
 def prepare_quantized(model: nn.Module) -> UndoHandle:
@@ -72,7 +103,7 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
         )
     inside = unwrap_model(model)
     plain = [parameter for parameter in model.parameters() if type(parameter).__name__ not in _PACKED]
-    if len(plain) == len(list(model.parameters())) and not getattr(inside, "is_quantized", False):
+    if not is_quantized(model):
         raise ValueError(
             f"model=<{type(inside).__name__}> has no quantised weights; expected one that from_pretrained has "
             "quantised. Load it with quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
