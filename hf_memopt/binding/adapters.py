@@ -72,7 +72,7 @@ def add_adapters(
     config: Any = _config(model, lora, alpha, targets) if isinstance(lora, int) else copy.deepcopy(lora)
     with without_warnings_of_peft():
         try:
-            adapted = get_peft_model(model, config)
+            adapted: nn.Module = get_peft_model(model, config)
         except (ValueError, TypeError) as error:
             cause = str(error).splitlines()[0].rstrip(".")
             name, given, fix = "target_modules", f"lora={_shown(lora)}", "lora=16, which takes all of them but the head"

@@ -53,7 +53,7 @@ def quantization_options(load_in: str, compute_dtype: str, task: str | None = No
         >>> quantization_options("int8", "bfloat16", "question-answering")["llm_int8_skip_modules"]
         ['qa_outputs']
     """
-    heads = {"llm_int8_skip_modules": list(NEW_HEADS[task])} if task in NEW_HEADS else {}
+    heads = {"llm_int8_skip_modules": list(NEW_HEADS[task])} if task is not None and task in NEW_HEADS else {}
     return {**_LOAD_IN[load_in], "bnb_4bit_compute_dtype": compute_dtype, **heads}
 
 

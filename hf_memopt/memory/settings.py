@@ -168,8 +168,9 @@ class StepSettings:
             raise ValueError(
                 f"lora={self.lora!r} is invalid; expected a rank of 1 or more, a peft.LoraConfig, or None. Pass lora=16"
             )
-        if isinstance(self.lora_targets, list):
-            object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
+        targets: Any = self.lora_targets
+        if isinstance(targets, list):
+            object.__setattr__(self, "lora_targets", tuple(targets))
         check_value("lora_targets", self.lora_targets, Literal["auto"] | tuple[str, ...], "auto")
         if self.lora_targets != "auto" and not isinstance(self.lora, int):
             raise ValueError(

@@ -1,0 +1,164 @@
+"""What a Recipe's fields become as ``TrainingArguments`` on this machine, with the caller's own values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.binding import versions
+from hf_memopt.binding.conflicts import refusal_of
+from hf_memopt.changes import Change
+from hf_memopt.recipes.effective_batch import cut_effective_batch, process_count
+
+if TYPE_CHECKING:
+    from hf_memopt.recipes.recipe import Recipe
+
+__all__ = ["resolve_arguments", "sixteen_bits_here", "weights_dtype_here"]
+
+
+def resolve_arguments(
+    recipe: Recipe, effective_batch_size: int | None, overrides: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[Change, ...]]:
+    """Return fields of ``TrainingArguments``, and each decision that was made for them.
+
+    Raises:
+        TypeError, ValueError: see ``Recipe.training_arguments``.
+    """
+    from hf_memopt.devices.precision_support import accelerator_type
+    from hf_memopt.recipes.trainer_inputs import check_argument_names
+
+    check_argument_names(overrides)
+    use_cpu = bool(overrides.get("use_cpu", False))
+    on_cpu = use_cpu or accelerator_type() == "cpu"
+    arguments: dict[str, Any] = {
+        "per_device_eval_batch_size": recipe.per_device_eval_batch_size,
+        "optim": recipe.optim,
+        "eval_accumulation_steps": recipe.eval_accumulation_steps,
+        "dataloader_num_workers": recipe.dataloader_num_workers,
+    }
+    changes = []
+    if recipe.checkpointing and not any(name.endswith("_checkpointing") for name in overrides):
+        arguments.update(_checkpointing(recipe, on_cpu))
+    if on_cpu and "dataloader_pin_memory" not in overrides:
+        arguments["dataloader_pin_memory"] = False
+        changes.append(Change("dataloader_pin_memory", True, False, "there is no accelerator to copy to"))
+    weights_dtype_here(recipe, use_cpu=use_cpu)  # refused here, before a model is loaded
+    precision, why = _precision(recipe, overrides, use_cpu)
+    arguments.update(precision)
+    if why is not None:
+        changes.append(why)
+    preferred = recipe.per_device_train_batch_size, recipe.effective_batch_size // recipe.per_device_train_batch_size
+    effective = recipe.effective_batch_size if effective_batch_size is None else effective_batch_size
+    if recipe.gradient_release:
+        preferred = recipe.per_device_train_batch_size, 1
+        effective = _released_batch(recipe, effective_batch_size, overrides, changes)
+        overrides = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1, **overrides}
+    batch, why = cut_effective_batch(effective, preferred, overrides)
+    arguments.update(batch)
+    if why is not None:
+        changes.append(why)
+    if on_cpu and arguments.get("bf16") and "use_cpu" not in overrides:
+        arguments["use_cpu"] = True  # stock asks for it where bf16 runs on a CPU
+    arguments = {**arguments, **overrides, **batch}
+    if recipe.gradient_release:
+        _check_release(arguments)
+    return arguments, tuple(changes)
+
+
+def _checkpointing(recipe: Recipe, on_cpu: bool) -> dict[str, Any]:
+    if not recipe.offload:
+        return versions.checkpointing_arguments()
+    from hf_memopt.techniques.checkpointing.policies import check_offload
+
+    check_offload(on_cpu=on_cpu)
+    return versions.checkpointing_arguments(offload=True)
+
+
+# ---- Gradient release -----------------------------------------------------------------------------------------------
+
+
+def _released_batch(
+    recipe: Recipe, effective_batch_size: int | None, overrides: Mapping[str, Any], changes: list[Change]
+) -> int:
+    """Return the effective batch of one pass, and record what gradient release changes."""
+    if "max_grad_norm" not in overrides:
+        changes.append(Change("max_grad_norm", 1.0, 0.0, "released gradients have no norm of all of them to clip"))
+    if effective_batch_size is not None:
+        return effective_batch_size
+    per_device = overrides.get("per_device_train_batch_size", recipe.per_device_train_batch_size)
+    effective = int(per_device) * process_count() if isinstance(per_device, int) else recipe.effective_batch_size
+    if effective != recipe.effective_batch_size:
+        reason = "released gradients are not accumulated, so a step has the examples of one pass"
+        changes.append(Change("effective_batch_size", recipe.effective_batch_size, effective, reason))
+    return effective
+
+
+def _check_release(arguments: Mapping[str, Any]) -> None:
+    asked = {
+        "norm clipping": (arguments["max_grad_norm"] or 0) > 0,
+        "fp16": arguments["fp16"],
+        "accumulation": arguments["gradient_accumulation_steps"] > 1,
+    }
+    for name, is_asked in asked.items():
+        refusal = refusal_of("gradient release", name)
+        if is_asked and refusal is not None:
+            raise ValueError(str(refusal))
+
+
+# ---- Precision ------------------------------------------------------------------------------------------------------
+
+
+def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
+    from hf_memopt.devices.precision_support import check_precision, choose_precision
+
+    if "bf16" in overrides or "fp16" in overrides:
+        asked = {"bf16": bool(overrides.get("bf16", False)), "fp16": bool(overrides.get("fp16", False))}
+        check_precision(**asked, use_cpu=use_cpu)
+        return asked, None
+    if recipe.precision != "auto":
+        asked = {"bf16": recipe.precision == "bf16", "fp16": recipe.precision == "fp16"}
+        check_precision(**asked, use_cpu=use_cpu)
+        return asked, None
+    chosen = choose_precision(use_cpu=use_cpu)
+    name, reason = chosen.name, chosen.reason
+    if recipe.trains_16_bits:
+        name, reason = "fp32", f"without autocast: the weights are {recipe.weights_dtype} and so is the computation"
+    elif name == "fp16" and recipe.gradient_release:
+        name, reason = "fp32", f"gradient release has no gradient scaler, which fp16 needs ({chosen.reason})"
+    elif name == "fp32" and recipe.has_16_bits and (use_cpu or _is_cpu()):
+        name, reason = "bf16", "the frozen weights have 16 bits, and the adapters that are trained have 32"
+    return {"bf16": name == "bf16", "fp16": name == "fp16"}, Change("precision", "auto", name, reason)
+
+
+def _is_cpu() -> bool:
+    from hf_memopt.devices.precision_support import accelerator_type
+
+    return accelerator_type() == "cpu"
+
+
+def sixteen_bits_here(recipe: Recipe) -> str:
+    """Return the 16-bit dtype that this machine computes in: float16 on a GPU that only emulates bfloat16."""
+    from hf_memopt.devices.precision_support import choose_precision
+
+    name = choose_precision().name if recipe.precision == "auto" else recipe.precision
+    return "float16" if name == "fp16" else "bfloat16"
+
+
+def weights_dtype_here(recipe: Recipe, *, use_cpu: bool = False) -> str:
+    """Return the dtype of the weights as loaded; beside quantised ones float32 becomes the 16 bits of this machine.
+
+    Raises:
+        ValueError: bfloat16, which this machine only emulates.
+    """
+    from hf_memopt.devices.precision_support import choose_precision
+
+    if recipe.load_in is not None and recipe.weights_dtype == "float32":
+        return sixteen_bits_here(recipe)
+    native = choose_precision(use_cpu=use_cpu)
+    if recipe.weights_dtype == "bfloat16" and native.fp16:
+        other = "float32" if recipe.lora is None else "float16"
+        raise ValueError(
+            f"weights_dtype='bfloat16' is emulated here: {native.reason}; expected {other} on this GPU. "
+            f"Call: recipe.replace(weights_dtype={other!r})"
+        )
+    return recipe.weights_dtype
