@@ -36,6 +36,10 @@ _LOAD_IN: Mapping[str, Mapping[str, Any]] = {
 
 _PACKED = ("Params4bit", "Int8Params")
 """The classes of bitsandbytes' quantised weights, by name: importing it takes a second."""
+_REPACKS = "support_avx512bf16_for_cpu"
+"""By this attribute bitsandbytes 0.50's ``Linear4bit`` repacks its weight for a CPU with AVX-512 BF16 at the first
+forward pass in evaluation mode, and keeps it so: gradients no longer pass the layer when training goes on, with no more
+than a warning. False keeps the weight as it is."""
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _CHECKED_ROWS = 4096
 
@@ -112,8 +116,12 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
     for parameter in frozen:
         parameter.requires_grad_(False)
     casts = _trained_to_float32(plain) + _frozen_to_16_bits(model, inside)
-    if not frozen and not casts:
+    repacking = [module for module in model.modules() if getattr(module, _REPACKS, False)]
+    if not frozen and not casts and not repacking:
         return nothing_to_undo()
+    for module in repacking:
+        setattr(module, _REPACKS, False)
+    repacked = [weakref.ref(module) for module in repacking]
     flags = [weakref.ref(parameter) for parameter in frozen]
     dtypes = [(weakref.ref(parameter), parameter.dtype) for parameter, _ in casts]
     for parameter, dtype in casts:
@@ -126,6 +134,9 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
         for reference, dtype in dtypes:
             if (parameter := reference()) is not None:
                 parameter.data = parameter.data.to(dtype)
+        for module_reference in repacked:
+            if (module := module_reference()) is not None:
+                setattr(module, _REPACKS, True)
 
     return UndoHandle(undo)
 

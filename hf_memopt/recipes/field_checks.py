@@ -15,8 +15,8 @@ def check_together(recipe: Recipe) -> None:
     _check_adapters(recipe)
     if recipe.weights_dtype == "float16" and recipe.lora is None:
         raise ValueError(
-            "weights_dtype='float16', lora=None train float16 weights, whose gradients torch's scaler refuses; expected "
-            "bfloat16 or float32 for weights that are trained. Pass weights_dtype='float32', or lora=16"
+            "weights_dtype='float16', lora=None train float16 weights, whose gradients torch's scaler refuses; "
+            "expected bfloat16 or float32 for weights that are trained. Pass weights_dtype='float32', or lora=16"
         )
     if recipe.rounding != "nearest" and not recipe.trains_16_bits:
         trained = "adapters, which are float32" if recipe.lora is not None else "float32 weights"

@@ -27,7 +27,7 @@ class SpeechCollator:
 
     Example:
         >>> collator = SpeechCollator(decoder_start_token_id=9)
-        >>> rows = [{"input_features": [[0.0, 1.0]], "labels": [9, 5, 6]}, {"input_features": [[1.0, 0.0]], "labels": [9, 7]}]
+        >>> rows = [{"input_features": [[0.0]], "labels": [9, 5, 6]}, {"input_features": [[1.0]], "labels": [9, 7]}]
         >>> collator(rows)["labels"].tolist()
         [[5, 6], [7, -100]]
     """

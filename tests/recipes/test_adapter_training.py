@@ -1,0 +1,135 @@
+"""Recipes for adapters train for real, on a CPU: full, LoRA, QLoRA and int8, saved, reloaded, merged and resumed."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+import tiny
+from hf_memopt import Recipe, prepare_quantized
+from hf_memopt.binding.adapters import without_warnings_of_peft
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning"),
+    # peft 0.21 asks transformers 5.23 under the names of 5.17, here where the Trainer switches checkpointing on
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+SMALL = Recipe("small", "a test", effective_batch_size=8, per_device_train_batch_size=4, memory_report=False)
+RECIPES = {
+    "full": SMALL,
+    "full, bfloat16": SMALL.replace(weights_dtype="bfloat16"),
+    "full, released": SMALL.replace(gradient_release=True, optim="adamw_torch"),
+    "LoRA": SMALL.replace(lora=4, weights_dtype="bfloat16"),
+    "LoRA, float16": SMALL.replace(lora=4, weights_dtype="float16", lora_targets=("q_proj", "v_proj")),
+    "int8": SMALL.replace(lora=4, load_in="int8"),
+    "QLoRA": SMALL.replace(lora=4, load_in="nf4", checkpointing=True, optim="paged_adamw_8bit"),
+}
+SIZES = {"hidden_size": 64, "intermediate_size": 128}  # bitsandbytes quantises blocks of 64
+QUICK = ("QLoRA",)
+EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RECIPES]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny Llama, saved in bfloat16 as models are published."""
+    path = tmp_path_factory.mktemp("llama")
+    tiny.llama(**SIZES).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def texts(count: int = 32) -> Dataset:
+    """Return rows of tokens without labels."""
+    return Dataset.from_list([{"input_ids": [5 + (i * j) % 90 for j in range(6 + 5 * i % 11)]} for i in range(count)])
+
+
+def trainer_of(recipe: Recipe, folder: Path, output_dir: Path, **given: Any) -> transformers.Trainer:
+    arguments = {
+        "output_dir": str(output_dir), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 4,
+        "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(folder, **recipe.model_kwargs())
+    return recipe.trainer(
+        model=model,
+        train_dataset=texts(),
+        processing_class=tiny.tokenizer(),
+        training_arguments={**arguments, **given.pop("training_arguments", {})},
+        **given,
+    )
+
+
+def trained_weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.eval()(input_ids=torch.arange(5, 17)[None]).logits.float()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_recipe_trains_saves_reloads_and_resumes(name: str, folder: Path, tmp_path: Path) -> None:
+    chosen = RECIPES[name]
+    trainer = trainer_of(chosen, folder, tmp_path)
+    before = trained_weights(trainer.model)
+    if chosen.lora is not None:
+        assert {weight.dtype for weight in before.values()} == {torch.float32}
+        assert all("lora_" in name for name in before)
+    trainer.train()
+    after = trained_weights(trainer.model)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    resumed = trainer_of(chosen, folder, tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again = trained_weights(resumed.model)
+    assert all(torch.equal(after[name], again[name]) for name in after)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_a_recipe_trained_is_reloaded_and_merged(name: str, folder: Path, tmp_path: Path) -> None:
+    chosen = RECIPES[name].replace(precision="fp32")  # without autocast: a saved model computes as in training
+    trainer = trainer_of(chosen, folder, tmp_path, training_arguments={"save_strategy": "no"})
+    trainer.train()
+    trainer.save_model(str(tmp_path / "last"))
+    expected, keywords = logits(trainer.model), chosen.model_kwargs()
+    if chosen.lora is None:
+        reloaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "last", **keywords)
+        assert torch.equal(logits(reloaded), expected)
+        return
+    base = AutoModelForCausalLM.from_pretrained(folder, **keywords)
+    reloaded = peft.PeftModel.from_pretrained(base, tmp_path / "last")
+    if chosen.load_in is not None:
+        prepare_quantized(reloaded)  # without bitsandbytes' kernel for inference on a CPU, which rounds otherwise
+    scale = expected.abs().max()
+    assert torch.equal(logits(reloaded), expected)
+    with without_warnings_of_peft(), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Merge lora module to .-bit linear may get different generations", UserWarning
+        )
+        merged = reloaded.merge_and_unload()
+    assert not any("lora_" in name for name, _ in merged.named_parameters())
+    # the merged weight is rounded to the base's dtype: 8 bits of a bfloat16, or anew to 8 or 4 bits
+    assert (logits(merged) - expected).abs().max() <= {"nf4": 0.3, "int8": 0.1}.get(chosen.load_in, 0.02) * scale
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_best_checkpoint_is_loaded_at_the_end(name: str, folder: Path, tmp_path: Path) -> None:
+    arguments = {
+        "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "max_steps": 6, "learning_rate": 0.1,
+        "metric_for_best_model": "loss",
+    }  # fmt: skip
+    trainer = trainer_of(RECIPES[name], folder, tmp_path, training_arguments=arguments, eval_dataset=texts(8))
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    assert best.name == f"checkpoint-{min(losses, key=losses.get)}"
+    assert trainer.evaluate()["eval_loss"] == min(losses.values())
