@@ -201,11 +201,6 @@ class Recipe:
         """Whether weights are trained that have 16 bits themselves, without a float32 copy."""
         return self.lora is None and self.weights_dtype != "float32"
 
-    @property
-    def has_16_bits(self) -> bool:
-        """Whether weights are loaded in 16 bits, quantised ones apart."""
-        return self.load_in is not None or self.weights_dtype != "float32"
-
     def model_kwargs(self, task: str | None = None) -> dict[str, Any]:
         """Return keywords for ``from_pretrained``: the weights' dtype (its own default is the checkpoint's), attention,
         and the ``BitsAndBytesConfig`` of ``load_in``.
@@ -245,7 +240,7 @@ class Recipe:
         """Return what of the recipe changes the bytes of a step, for ``estimate``; freezing by the same function."""
         accumulated = max(self.effective_batch_size // self.per_device_train_batch_size, 1)
         return StepSettings(
-            precision="fp32" if self.trains_16_bits and self.precision == "auto" else self.precision,
+            precision=self._step_precision(),
             weights_dtype=self.weights_dtype,
             load_in=self.load_in,
             lora=self.lora,
@@ -262,6 +257,11 @@ class Recipe:
             eval_accumulation_steps=self.eval_accumulation_steps,
             freeze=self.freeze,
         )
+
+    def _step_precision(self) -> str:
+        if self.precision != "auto":
+            return self.precision
+        return "fp32" if self.trains_16_bits else "fp16" if self.weights_dtype == "float16" else "auto"
 
     def callbacks(self) -> list[TrainerCallback]:
         """Return new callbacks for a Trainer that ``attach`` is called on: freezing, float32 weights and autocast's

@@ -42,7 +42,6 @@ def resolve_arguments(
     if on_cpu and "dataloader_pin_memory" not in overrides:
         arguments["dataloader_pin_memory"] = False
         changes.append(Change("dataloader_pin_memory", True, False, "there is no accelerator to copy to"))
-    weights_dtype_here(recipe, use_cpu=use_cpu)  # refused here, before a model is loaded
     precision, why = _precision(recipe, overrides, use_cpu)
     arguments.update(precision)
     if why is not None:
@@ -109,31 +108,45 @@ def _check_release(arguments: Mapping[str, Any]) -> None:
 
 
 def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
-    from hf_memopt.devices.precision_support import check_precision, choose_precision
+    """Return ``bf16`` and ``fp16``, and the ``Change`` where the recipe leaves them to the machine."""
+    from hf_memopt.devices.precision_support import check_precision
 
+    weights = weights_dtype_here(recipe, use_cpu=use_cpu)  # what it refuses is refused before a model is loaded
+    why = None
     if "bf16" in overrides or "fp16" in overrides:
         asked = {"bf16": bool(overrides.get("bf16", False)), "fp16": bool(overrides.get("fp16", False))}
+    else:
+        name = recipe.precision
+        if name == "auto":
+            why = _chosen_precision(recipe, weights, use_cpu)
+            name = why.new
+        asked = {"bf16": name == "bf16", "fp16": name == "fp16"}
+    if why is None:
         check_precision(**asked, use_cpu=use_cpu)
-        return asked, None
-    if recipe.precision != "auto":
-        asked = {"bf16": recipe.precision == "bf16", "fp16": recipe.precision == "fp16"}
-        check_precision(**asked, use_cpu=use_cpu)
-        return asked, None
+    autocast = "bfloat16" if asked["bf16"] else "float16" if asked["fp16"] else weights
+    if weights != "float32" and autocast != weights:
+        raise ValueError(
+            f"weights_dtype={weights!r} and autocast in {autocast} do not mix: torch has no operations with both 16-bit "
+            f"formats; expected one of them. Call: recipe.replace(weights_dtype={autocast!r}), and load the model anew"
+        )
+    return asked, why
+
+
+def _chosen_precision(recipe: Recipe, weights: str, use_cpu: bool) -> Change:
+    from hf_memopt.devices.precision_support import accelerator_type, choose_precision
+
     chosen = choose_precision(use_cpu=use_cpu)
-    name, reason = chosen.name, chosen.reason
+    name: str = chosen.name
+    reason = chosen.reason
     if recipe.trains_16_bits:
-        name, reason = "fp32", f"without autocast: the weights are {recipe.weights_dtype} and so is the computation"
+        name, reason = "fp32", f"without autocast: the weights are {weights}, and so is the computation"
     elif name == "fp16" and recipe.gradient_release:
         name, reason = "fp32", f"gradient release has no gradient scaler, which fp16 needs ({chosen.reason})"
-    elif name == "fp32" and recipe.has_16_bits and (use_cpu or _is_cpu()):
-        name, reason = "bf16", "the frozen weights have 16 bits, and the adapters that are trained have 32"
-    return {"bf16": name == "bf16", "fp16": name == "fp16"}, Change("precision", "auto", name, reason)
-
-
-def _is_cpu() -> bool:
-    from hf_memopt.devices.precision_support import accelerator_type
-
-    return accelerator_type() == "cpu"
+    elif weights == "float16":
+        name, reason = "fp16", "the frozen weights are float16, and autocast mixes no two 16-bit formats"
+    elif weights == "bfloat16" and name == "fp32" and (use_cpu or accelerator_type() == "cpu"):
+        name, reason = "bf16", "the frozen weights are bfloat16, and the adapters that are trained float32"
+    return Change("precision", "auto", name, reason)
 
 
 def sixteen_bits_here(recipe: Recipe) -> str:
@@ -148,9 +161,9 @@ def weights_dtype_here(recipe: Recipe, *, use_cpu: bool = False) -> str:
     """Return the dtype of the weights as loaded; beside quantised ones float32 becomes the 16 bits of this machine.
 
     Raises:
-        ValueError: bfloat16, which this machine only emulates.
+        ValueError: bfloat16 that this machine only emulates, float16 where it has no gradient scaler.
     """
-    from hf_memopt.devices.precision_support import choose_precision
+    from hf_memopt.devices.precision_support import accelerator_type, choose_precision
 
     if recipe.load_in is not None and recipe.weights_dtype == "float32":
         return sixteen_bits_here(recipe)
@@ -160,5 +173,11 @@ def weights_dtype_here(recipe: Recipe, *, use_cpu: bool = False) -> str:
         raise ValueError(
             f"weights_dtype='bfloat16' is emulated here: {native.reason}; expected {other} on this GPU. "
             f"Call: recipe.replace(weights_dtype={other!r})"
+        )
+    backend = "cpu" if use_cpu else accelerator_type()
+    if recipe.weights_dtype == "float16" and backend in ("cpu", "mps"):
+        raise ValueError(
+            f"weights_dtype='float16' cannot be trained with on this machine, whose device is {backend!r}; expected a "
+            "GPU with a gradient scaler. Call: recipe.replace(weights_dtype='bfloat16')"
         )
     return recipe.weights_dtype

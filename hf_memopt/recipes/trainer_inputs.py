@@ -119,11 +119,13 @@ def fixed_size_input(model: Any, dataset: Any) -> str | None:
 
 
 def speech_collator(model: Any) -> SpeechCollator:
-    """Return the collator of sound for a model; None where ``model_init`` builds it later."""
+    """Return the collator of sound for a model, or for float32 features where ``model_init`` builds it later."""
     from hf_memopt.batching.collation.speech import SpeechCollator
 
-    config = getattr(unwrap_model(model), "config", None)
-    return SpeechCollator(getattr(config, "decoder_start_token_id", None))
+    if model is None:
+        return SpeechCollator()
+    inside = unwrap_model(model)
+    return SpeechCollator(getattr(inside.config, "decoder_start_token_id", None), inside.dtype)
 
 
 def needs_causal_labels(model: Any, dataset: Any) -> bool:

@@ -29,7 +29,7 @@ RECIPES = {
     "full, bfloat16": SMALL.replace(weights_dtype="bfloat16"),
     "full, released": SMALL.replace(gradient_release=True, optim="adamw_torch"),
     "LoRA": SMALL.replace(lora=4, weights_dtype="bfloat16"),
-    "LoRA, float16": SMALL.replace(lora=4, weights_dtype="float16", lora_targets=("q_proj", "v_proj")),
+    "LoRA, two targets": SMALL.replace(lora=4, lora_targets=("q_proj", "v_proj")),
     "int8": SMALL.replace(lora=4, load_in="int8"),
     "QLoRA": SMALL.replace(lora=4, load_in="nf4", checkpointing=True, optim="paged_adamw_8bit"),
 }

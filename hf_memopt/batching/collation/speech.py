@@ -24,6 +24,7 @@ class SpeechCollator:
     Args:
         decoder_start_token_id: of the model's configuration. Whisper's tokenizer puts it first, and the model puts it
             there again when it shifts the labels to the right; so it is taken off where every row begins with it.
+        dtype: of the features, that of the model's weights: its first layer is a convolution, which takes no other.
 
     Example:
         >>> collator = SpeechCollator(decoder_start_token_id=9)
@@ -33,6 +34,7 @@ class SpeechCollator:
     """
 
     decoder_start_token_id: int | None = None
+    dtype: torch.dtype = torch.float32
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return the batch of ``features``, which stay as they are."""
@@ -40,6 +42,7 @@ class SpeechCollator:
         batch: dict[str, torch.Tensor] = default_data_collator(
             [{name: value for name, value in row.items() if name != "labels"} for row in features]
         )
+        batch["input_features"] = batch["input_features"].to(self.dtype)
         if len(labels) < len(features):  # prediction without labels
             return batch
         if all(len(row) and int(row[0]) == self.decoder_start_token_id for row in labels):
