@@ -17,6 +17,8 @@ from hf_memopt.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
+    from hf_memopt.devices.gpus import Gpu
+
 __all__ = ["PRESETS", "preset", "recipe"]
 
 NOT_MEASURED = "for BERT-large and about 128 tokens; memory not yet measured on a GPU"
@@ -143,25 +145,63 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
 COVERED_FRACTION = 0.92
 
 
-def recipe(name: str) -> Recipe:
+def recipe(name: str, model: Any = None, *, seq_len: int | None = None) -> Recipe:
     """Return a preset as a ``Recipe``; ``"auto"`` looks at the machine and returns the one that suits it.
 
+    Args:
+        name: of the preset.
+        model: that it must hold: the preset is changed until an estimate says so, by smaller passes and checkpointing,
+            else LoRA, else QLoRA; every change has its reason. A module, a configuration, a folder or a name, as for
+            ``estimate``. None for the preset as it is.
+        seq_len: tokens of the longest row, for ``model``; None for 512, or what the model takes.
+
     Raises:
-        ValueError: no such preset; the message names the nearest and all of them.
+        ValueError: no such preset; the message names the nearest and all of them. Nothing makes the model fit, or it
+            cannot be estimated.
 
     Example:
         >>> recipe("4gb-gpu").checkpointing
         True
     """
+    if seq_len is not None and model is None:
+        raise ValueError(
+            f"seq_len={seq_len!r} is the length of a model's texts, and model=None; expected both. "
+            "Call: recipe('8gb-gpu', model='Llama-3.2-1B', seq_len=512)"
+        )
     if name == "auto":
-        return _for_this_machine()
+        return _for_this_machine() if model is None else _fitting_here(model, seq_len)
     if name not in PRESETS:
         known = [*PRESETS, "auto"]
         raise ValueError(
             f"name={name!r} is not a preset; expected one of {', '.join(known)}.{did_you_mean(str(name), known)} "
             "See them: hf-memopt presets"
         )
-    return PRESETS[name]
+    if model is None or name == "cpu":  # what a CPU can hold is not estimated
+        return PRESETS[name]
+    from hf_memopt.recipes.fitting import fitting_recipe
+
+    return fitting_recipe(PRESETS[name], model, seq_len=seq_len, gpu=_smallest_gpu(name))
+
+
+def _fitting_here(model: Any, seq_len: int | None) -> Recipe:
+    from hf_memopt.devices.gpus import current_gpu
+    from hf_memopt.recipes.fitting import fitting_recipe
+
+    preset, gpu = _for_this_machine(), current_gpu()
+    return preset if gpu is None else fitting_recipe(preset, model, seq_len=seq_len, gpu=gpu)
+
+
+def _smallest_gpu(name: str) -> Gpu:
+    """Return a GPU with what is usable of the smallest of a preset's size, and this machine's kernels if it has any.
+
+    Without a GPU here the kernels are those that ``custom_gpu`` assumes.
+    """
+    from hf_memopt.devices.gpus import GPUS, current_gpu, custom_gpu
+
+    size = parse_bytes(f"{name.removesuffix('gb-gpu')}GiB")
+    usable_bytes = min(gpu.usable_bytes for gpu in GPUS.values() if gpu.memory_bytes == size)
+    here = current_gpu()
+    return custom_gpu(usable_bytes, None if here is None else here.compute_capability, name=name)
 
 
 def _for_this_machine() -> Recipe:

@@ -126,8 +126,8 @@ def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> t
     autocast = "bfloat16" if asked["bf16"] else "float16" if asked["fp16"] else weights
     if weights != "float32" and autocast != weights:
         raise ValueError(
-            f"weights_dtype={weights!r} and autocast in {autocast} do not mix: torch has no operations with both 16-bit "
-            f"formats; expected one of them. Call: recipe.replace(weights_dtype={autocast!r}), and load the model anew"
+            f"weights_dtype={weights!r} and autocast in {autocast} do not mix: torch has no operations with both "
+            f"16-bit formats; expected one of them. Call: recipe.replace(weights_dtype={autocast!r}), and load the model anew"
         )
     return asked, why
 

@@ -135,7 +135,7 @@ def gradients(model: Any) -> list[torch.Tensor]:
 
 
 def test_an_evaluation_leaves_the_gradients_as_they_are(folder: Path) -> None:
-    """bitsandbytes 0.50 repacks weights for inference on a CPU with AVX-512 BF16, and loses gradients from then on."""
+    """On a CPU with AVX-512 BF16 bitsandbytes 0.50 repacks weights for inference, and loses gradients from then on."""
     model = peft.get_peft_model(load(folder), peft.LoraConfig(**ADAPTERS))
     layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
     had = [module.support_avx512bf16_for_cpu for module in layers]
