@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hf_memopt.techniques.optimizers.gradient_release import gradient_release
     from hf_memopt.techniques.optimizers.released_optimizer import released_optimizer
     from hf_memopt.techniques.precision import PrecisionCallback
+    from hf_memopt.techniques.tied_embedding import TiedEmbeddingCallback, sparse_tied_embedding
 
 _MODULES = {
     "hf_memopt.batching.plan.buckets": ("LengthBuckets",),
@@ -78,6 +79,7 @@ _MODULES = {
     "hf_memopt.techniques.precision": ("PrecisionCallback",),
     "hf_memopt.techniques.optimizers.released_optimizer": ("released_optimizer",),
     "hf_memopt.techniques.freezing.unfreezing": ("GradualUnfreezeCallback",),
+    "hf_memopt.techniques.tied_embedding": ("TiedEmbeddingCallback", "sparse_tied_embedding"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -110,6 +112,7 @@ __all__ = [
     "Recipe",
     "ShardedCheckpointCallback",
     "StepSettings",
+    "TiedEmbeddingCallback",
     "attach",
     "bucketed",
     "checkpoint_layers",
@@ -130,6 +133,7 @@ __all__ = [
     "recipe",
     "released_optimizer",
     "sorted_by_length",
+    "sparse_tied_embedding",
     "token_lengths",
     "use_expandable_segments",
 ]

@@ -25,6 +25,7 @@ from hf_memopt import (
     OverflowCallback,
     PrecisionCallback,
     ShardedCheckpointCallback,
+    TiedEmbeddingCallback,
     attach,
     bucketed,
     gradient_release,
@@ -43,6 +44,7 @@ class Technique(NamedTuple):
     reference: Callable[[], TrainerCallback] | None = None
     settings: Mapping[str, Any] = MappingProxyType({})
     tolerance: float = 0.0  # largest difference of a weight after the run
+    model: Callable[..., torch.nn.Module] = tiny.bert  # a classifier, or a subclass that the technique needs
 
 
 class FrozenByHand(TrainerCallback):
@@ -65,6 +67,7 @@ TABLE = {
     "gradual unfreezing": Technique(lambda: GradualUnfreezeCallback({2: "layers:1"}), UnfrozenByHand),
     "32-bit embeddings": Technique(EmbeddingBitsCallback, settings=EIGHT_BIT),
     "gradient release": Technique(),
+    "sparse tied embedding": Technique(TiedEmbeddingCallback, model=tiny.tied_bert),
     "checkpointing policy": Technique(lambda: CheckpointingCallback("selective")),
     # sums in another order: one rounding of float32 per micro-batch
     "micro-batching": Technique(lambda: MicrobatchCallback(max_tokens=16), tolerance=1e-7),
@@ -111,9 +114,22 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(np.mean(found == prediction.label_ids))}
 
 
-def make_trainer(names: Iterable[str], folder: Path, *, use: bool = True, **settings: Any) -> Trainer:
+def model_of(names: Iterable[str]) -> Callable[..., torch.nn.Module]:
+    """Return the function that builds a model with which all of these techniques work."""
+    return next((TABLE[name].model for name in names if TABLE[name].model is not tiny.bert), tiny.bert)
+
+
+def make_trainer(
+    names: Iterable[str],
+    folder: Path,
+    *,
+    use: bool = True,
+    model: Callable[..., torch.nn.Module] | None = None,
+    **settings: Any,
+) -> Trainer:
     """Return a Trainer on a tiny BERT with the named techniques, attached; or, not ``use``, stock's way to the same."""
     names = tuple(names)
+    build_model = model or model_of(names)
     asked = {"learning_rate": 0.05, "per_device_train_batch_size": 4, "max_steps": STEPS, "logging_strategy": "steps"}
     asked |= {"logging_steps": 1, "train_sampling_strategy": "sequential"}
     for name in names:
@@ -130,7 +146,7 @@ def make_trainer(names: Iterable[str], folder: Path, *, use: bool = True, **sett
             "data_collator": BucketedCollator(tiny.tokenizer()),
         }
     trainer = Trainer(
-        model=tiny.bert(vocab_size=200),  # 6,400 elements: large enough for an 8-bit state
+        model=build_model(vocab_size=200),  # 6,400 elements: large enough for an 8-bit state
         args=tiny.arguments(folder, **asked),
         callbacks=[build() for build in chosen if build is not None],
         compute_metrics=accuracy,

@@ -47,6 +47,23 @@ def bert(seed: int = 0, **settings: Any) -> transformers.BertForSequenceClassifi
     return transformers.BertForSequenceClassification(bert_config(**settings))
 
 
+class TiedBert(transformers.BertForSequenceClassification):
+    """A BERT that classifies by words of its vocabulary: its classifier shares the weight of its embeddings."""
+
+    _tied_weights_keys = {"classifier.weight": "bert.embeddings.word_embeddings.weight"}  # noqa: RUF012  # of the base
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.classifier
+
+
+def tied_bert(seed: int = 0, **settings: Any) -> TiedBert:
+    """Return a tiny BERT classifier whose labels are the first words of its vocabulary."""
+    torch.manual_seed(seed)
+    config = bert_config(**settings, tie_word_embeddings=True)
+    config.num_labels = config.vocab_size
+    return TiedBert(config)
+
+
 def llama_config(**settings: Any) -> transformers.LlamaConfig:
     """Return a 2-layer Llama configuration; 64 positions, 100 tokens, untied head."""
     tiny = {

@@ -36,6 +36,7 @@ TECHNIQUES = (
     "gradual unfreezing",
     "32-bit embeddings",
     "gradient release",
+    "sparse tied embedding",
     "checkpointing policy",
     "micro-batching",
     "non-finite detection",
@@ -214,6 +215,15 @@ REFUSALS = (
             "Take GradualUnfreezeCallback out of callbacks=, or train in one process",
         )
         for name in ("DDP", "DDP, default flags", "FSDP", "DeepSpeed")
+    ),
+    *(
+        Refusal(
+            "sparse tied embedding",
+            name,
+            "which rows of the weight this process holds, and where its gradient arrives, is decided by the sharding",
+            "Take TiedEmbeddingCallback out of callbacks=",
+        )
+        for name in ("FSDP", "DeepSpeed")
     ),
     *(
         Refusal(

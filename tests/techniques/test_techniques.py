@@ -109,7 +109,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [name for name in TECHNIQUES if TABLE[name].callback is not None])
 def test_the_handle_undoes_it(name, tmp_path) -> None:
     """Attach with and without the technique, train, undo: nothing of it is left."""
-    plain = make_trainer([], tmp_path, **TABLE[name].settings)
+    plain = make_trainer([], tmp_path, model=TABLE[name].model, **TABLE[name].settings)
     plain.train()
     trainer = make_trainer([name], tmp_path)
     trainer.train()
@@ -132,8 +132,9 @@ class TrainsAnother(TrainerCallback):
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_two_trainers_do_not_disturb_each_other(name, tmp_path) -> None:
     """A second Trainer with the same technique, and one without any, train in the middle of the first."""
-    alone, plain = run([name], tmp_path), run([], tmp_path, **TABLE[name].settings)
-    same, without = make_trainer([name], tmp_path), make_trainer([], tmp_path, **TABLE[name].settings)
+    bare = {"model": TABLE[name].model, **TABLE[name].settings}
+    alone, plain = run([name], tmp_path), run([], tmp_path, **bare)
+    same, without = make_trainer([name], tmp_path), make_trainer([], tmp_path, **bare)
     first = make_trainer([name], tmp_path)
     first.add_callback(TrainsAnother(same))
     first.add_callback(TrainsAnother(without))
@@ -145,14 +146,15 @@ def test_two_trainers_do_not_disturb_each_other(name, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in TECHNIQUES if TABLE[name].callback is not None])
 def test_a_callback_serves_one_trainer_at_a_time(name, tmp_path) -> None:
-    first, second = make_trainer([name], tmp_path / "first"), make_trainer([], tmp_path / "second")
+    bare = {"model": TABLE[name].model, **TABLE[name].settings}
+    first, second = make_trainer([name], tmp_path / "first"), make_trainer([], tmp_path / "second", **bare)
     callback = callback_of(first, name)
     before = state_of(second)
     with pytest.raises(ValueError) as error:
         attach(second, callback)
     kind = type(callback).__name__
     trainers = [
-        f"Trainer of BertForSequenceClassification, output_dir='{tmp_path / name}'" for name in ("first", "second")
+        f"Trainer of {type(second.model).__name__}, output_dir='{tmp_path / name}'" for name in ("first", "second")
     ]
     assert str(error.value) == (
         f"callbacks=<{kind}> is attached to another trainer already ({trainers[0]}) and cannot serve this one too "
@@ -167,7 +169,7 @@ def test_a_callback_serves_one_trainer_at_a_time(name, tmp_path) -> None:
         callback.handle.remove()
     else:
         del first
-    assert attach(make_trainer([], tmp_path / "third", **TABLE[name].settings), callback)
+    assert attach(make_trainer([], tmp_path / "third", **bare), callback)
 
 
 def callback_of(trainer: Any, name: str) -> Any:

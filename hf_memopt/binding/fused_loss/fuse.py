@@ -1,0 +1,166 @@
+"""Fuse the head of a language model with its cross entropy: the logits of a training step are never all in memory.
+
+Logits are the largest activation of a language model: of Llama-3.2-1B at 2 x 512 tokens, 131 million, which the loss
+reads in float32 together with their log-softmax and its gradient. Here the head returns ``DeferredLogits`` while it
+trains, and the loss is computed chunk by chunk over the rows that have a label (``chunked_loss``). Loss and gradients
+are stock's to rounding; the model's code is not touched and no architecture has a rule.
+
+Real logits are made, as if nothing was fused: in evaluation mode and without gradients; by label smoothing of the
+``Trainer`` (its own loss calls ``log_softmax``), class weights and ``reduction="none"``; by anything that reads or
+changes them in training.
+
+Limitations: first derivatives only; the logits of a training step have to be read before the optimizer's step;
+``torch.compile`` is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES
+from hf_memopt.binding.fused_loss.deferred_logits import defer
+from hf_memopt.binding.fused_loss.record import FusionRecord
+from hf_memopt.binding.handles import UndoHandle, override_method, remove_all
+from hf_memopt.binding.model_traits import unwrap_model
+from hf_memopt.units import format_bytes
+
+__all__ = ["FusedHandle", "fuse_cross_entropy"]
+
+PURPOSE = "fused cross entropy"
+
+
+class FusedHandle(UndoHandle):
+    """The handle that takes the fusion out, with ``record``: what was fused, and what made real logits."""
+
+    def __init__(self, handles: list[UndoHandle], record: FusionRecord) -> None:
+        super().__init__(lambda: remove_all(handles))
+        self.record = record
+
+
+def fuse_cross_entropy(model: nn.Module, *, chunk_bytes: int | None = None) -> FusedHandle:
+    """Compute the model's cross entropy in training without its logits, chunk by chunk over the labelled rows.
+
+    It changes the forward of the head's linear layer, of this model alone: a deep copy and an unpickled model are plain
+    stock. It may be called before or after PEFT wraps the model; adapters on the head itself are fused when it is
+    called after.
+
+    Args:
+        model: a causal, masked or sequence-to-sequence language model of transformers, also inside PEFT.
+        chunk_bytes: the most bytes of one chunk's logits, in the dtype in which the loss reads them; about twice as
+            much exists at a time. None: as many as the hidden states have, at least 64 MiB.
+
+    Returns:
+        A handle whose ``remove()`` undoes it. Its ``record`` says how many losses were fused and what made real logits.
+
+    Raises:
+        TypeError: ``model`` is not a module, or the head is not a linear layer.
+        ValueError: no output embeddings, a head whose weights are sharded, quantised or moved between devices, a model
+            that ``torch.compile`` has wrapped, or ``chunk_bytes`` out of range.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=16)).train()
+        >>> handle = fuse_cross_entropy(model)
+        >>> ids = torch.arange(8).reshape(1, 8)
+        >>> loss = model(input_ids=ids, labels=ids).loss
+        >>> loss.backward()
+        >>> handle.record.fused, dict(handle.record.real)
+        (1, {})
+    """
+    if chunk_bytes is not None and (
+        not isinstance(chunk_bytes, int) or isinstance(chunk_bytes, bool) or chunk_bytes < 1
+    ):
+        raise ValueError(
+            f"chunk_bytes={chunk_bytes!r} is no memory bound; expected a number of bytes of at least 1, or None. "
+            "Call fuse_cross_entropy(model, chunk_bytes=64 * 2**20)"
+        )
+    inside, head = _head_of(model)
+    layers = _linear_layers(inside, head)
+    limit = f"{format_bytes(chunk_bytes or CHUNK_BYTES)} of logits"
+    chunks = f"chunks of at most {limit}" + ("" if chunk_bytes else " or as many bytes as the hidden states")
+    names = {id(module): name for name, module in inside.named_modules()}
+    record = FusionRecord(" + ".join(names.get(id(layer), type(layer).__name__) for layer in layers), chunks)
+    handles = [
+        override_method(layer, "forward", _deferring(layer, chunk_bytes, record), purpose=PURPOSE) for layer in layers
+    ]
+    return FusedHandle(handles, record)
+
+
+def _deferring(
+    layer: nn.Linear, chunk_bytes: int | None, record: FusionRecord
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(input: torch.Tensor) -> torch.Tensor:
+            parts = (input, layer.weight, layer.bias)
+            learns = any(part is not None and part.requires_grad for part in parts)
+            if not (layer.training and learns and torch.is_grad_enabled()):
+                return before(input)  # type: ignore[no-any-return]
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "torch.compile was called on a model whose cross entropy is fused, which it would compute with "
+                    "real logits; expected only one of them. Call handle.remove(), or leave torch.compile out"
+                )
+            return defer(input, layer.weight, layer.bias, chunk_bytes=chunk_bytes, record=record)
+
+        return forward
+
+    return wrap
+
+
+def _head_of(model: Any) -> tuple[Any, nn.Module]:
+    """Return the transformers model and the module that makes its logits."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model=<{type(model).__name__}> is not a module; expected a language model of transformers. "
+            "Pass the model that from_pretrained returns"
+        )
+    if type(model).__name__ == "OptimizedModule":  # torch.compile's
+        raise ValueError(
+            "model=<OptimizedModule> is compiled, and compiled code makes the logits; expected a model that is not. "
+            "Leave torch.compile out"
+        )
+    inside = unwrap_model(model)
+    ask = getattr(inside, "get_output_embeddings", None)
+    head = None if ask is None else ask()
+    if head is None:
+        raise ValueError(
+            f"model=<{type(inside).__name__}> has no output embeddings; expected a causal, masked or "
+            "sequence-to-sequence language model. Leave fuse_cross_entropy out: a small head has small logits"
+        )
+    return inside, head
+
+
+def _linear_layers(inside: Any, head: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers inside the head whose output is logits: its own, and the last of each adapter on it."""
+    name = type(inside).__name__
+    linear = [layer for layer in head.modules() if isinstance(layer, nn.Linear)]
+    vocabulary = max((layer.out_features for layer in linear), default=0)
+    layers = [layer for layer in linear if layer.out_features == vocabulary]
+    if not layers:
+        raise TypeError(
+            f"model=<{name}> has the output embeddings <{type(head).__name__}>, which is not a linear layer; expected "
+            "torch.nn.Linear. Leave fuse_cross_entropy out"
+        )
+    for layer in layers:
+        if type(layer).forward is not nn.Linear.forward:
+            raise TypeError(
+                f"model=<{name}> has a head of class {type(layer).__name__}, whose weights are not a plain matrix; "
+                'expected torch.nn.Linear. Leave the head out of the quantisation: llm_int8_skip_modules=["lm_head"]'
+            )
+        if layer.weight.dim() != 2 or len(layer.weight) != layer.out_features or hasattr(layer.weight, "device_mesh"):
+            raise ValueError(
+                f"model=<{name}> has a head whose weight is sharded over processes, of shape "
+                f"{tuple(layer.weight.shape)} here; expected all of the vocabulary in each process. "
+                "Leave fuse_cross_entropy out under FSDP, DeepSpeed ZeRO-3 and tensor parallelism"
+            )
+        if hasattr(layer, "_hf_hook"):  # accelerate's, which moves weights (accelerate 1.15)
+            raise ValueError(
+                f"model=<{name}> has a head that accelerate moves between devices; expected the whole model on one. "
+                'Load it with device_map={"": 0}'
+            )
+    return layers

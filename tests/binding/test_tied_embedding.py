@@ -1,0 +1,461 @@
+"""``sparse_tied_embedding`` on real models: gradients are stock's bit for bit, and one matrix is made instead of three."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.profiler import ProfilerActivity, profile
+
+import tiny
+from hf_memopt import gradient_release, sparse_tied_embedding
+from hf_memopt.binding import tied_embedding as module_under_test
+from hf_memopt.binding import versions as compat
+from hf_memopt.binding.tied_embedding import tied_embeddings
+
+VOCABULARY = 499
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+DECODER = {**SMALL, "intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 12, "tie_word_embeddings": True}
+ENCODER = {**SMALL, "intermediate_size": 32, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+T5 = {"d_model": 24, "d_kv": 12, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+BART = {"d_model": 24, "scale_embedding": True, "dropout": 0.0, "pad_token_id": 1}
+BART |= {f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+BART |= {f"{side}_ffn_dim": 32 for side in ("encoder", "decoder")}
+
+MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    "Llama": (transformers.LlamaForCausalLM, DECODER),
+    "Gemma2, embeddings scaled": (transformers.Gemma2ForCausalLM, {**DECODER, "pad_token_id": 0}),
+    "BERT, padded": (transformers.BertForMaskedLM, ENCODER),
+    "T5, one weight three times": (
+        transformers.T5ForConditionalGeneration,
+        {"vocab_size": VOCABULARY, "decoder_start_token_id": 0, **T5},
+    ),
+    "BART, scaled": (transformers.BartForConditionalGeneration, {"vocab_size": VOCABULARY, **BART}),
+    "GPT-2": (
+        transformers.GPT2LMHeadModel,
+        {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 1, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0}
+        | {"attn_pdrop": 0},
+    ),
+}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+CASES = [
+    pytest.param(name, dtype, marks=[] if first == 0 or dtype == torch.bfloat16 else pytest.mark.slow)
+    for first, name in enumerate(MODELS)
+    for dtype in DTYPES
+]
+
+
+def build(name: str = "Llama", dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    kind, config = MODELS[name]
+    torch.manual_seed(0)
+    return kind(kind.config_class(**{**config, **settings})).to(dtype).train()
+
+
+def ids(rows: int = 2, length: int = 30, seed: int = 0) -> torch.Tensor:
+    """Random tokens, of which a third is one token and one in ten the padding of half of the models."""
+    torch.manual_seed(seed)
+    tokens = torch.randint(2, VOCABULARY, (rows, length))
+    tokens[:, ::3] = 7
+    tokens[:, -3:] = 1
+    return tokens
+
+
+def weight_of(model: Any) -> nn.Parameter:
+    return model.get_input_embeddings().weight
+
+
+def backward(model: Any, tokens: torch.Tensor | None = None) -> None:
+    tokens = ids() if tokens is None else tokens
+    model(input_ids=tokens, labels=tokens).loss.backward()
+
+
+def gradients(model: Any) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    for mine, theirs in zip(gradients(one), gradients(other), strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.equal(mine, theirs)
+
+
+def large_tensors(model: Any, run: Callable[[], Any]) -> list[str]:
+    """Return the names of torch's operations inside ``run`` that allocated as much as the tied weight has."""
+    size = weight_of(model).nbytes
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    return [event.name for event in found.events() if size <= (event.self_cpu_memory_usage or 0) < 1.5 * size]
+
+
+# ---- The same gradients ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_gradients_are_bit_for_bit_those_of_stock(name: str, dtype: torch.dtype) -> None:
+    """In one backward pass, and added to those of a first one; so the error of 16 bits is stock's, too."""
+    stock = build(name, dtype)
+    ours = copy.deepcopy(stock)
+    sparse_tied_embedding(ours)
+    for seed in range(2):
+        for model in (ours, stock):
+            backward(model, ids(seed=seed))
+        assert_same(ours, stock)
+    assert weight_of(ours).grad.layout == torch.strided
+
+
+def test_gradients_are_those_of_a_dense_sum() -> None:
+    """Against the plain sum of both parts, each from a weight of its own, in float64."""
+    model = build(dtype=torch.float64)
+    apart = copy.deepcopy(model)
+    apart.lm_head.weight = nn.Parameter(apart.lm_head.weight.detach().clone())
+    sparse_tied_embedding(model)
+    backward(model)
+    backward(apart)
+    expected = weight_of(apart).grad + apart.lm_head.weight.grad
+    assert (weight_of(model).grad - expected).norm() / expected.norm() <= 1e-12
+
+
+def test_padding_has_no_gradient_from_the_embeddings() -> None:
+    model = build("BERT, padded", dtype=torch.float64, pad_token_id=1)
+    sparse_tied_embedding(model)
+    tokens = ids()
+    model(inputs_embeds=model.get_input_embeddings()(tokens)).logits[..., 5].sum().backward()
+    assert weight_of(model).grad[7].any()
+    assert not weight_of(model).grad[1].any()
+    assert model.get_input_embeddings().padding_idx == 1
+
+
+def test_gradients_scaled_by_frequency_are_those_of_stock() -> None:
+    stock = build(dtype=torch.float64)
+    stock.get_input_embeddings().scale_grad_by_freq = True
+    ours = copy.deepcopy(stock)
+    sparse_tied_embedding(ours)
+    for model in (ours, stock):
+        backward(model)
+    assert_same(ours, stock)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_checkpointing(reentrant: bool) -> None:
+    stock = build()
+    ours = copy.deepcopy(stock)
+    sparse_tied_embedding(ours)
+    for model in (ours, stock):
+        compat.enable_checkpointing(model, {"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+        backward(model)
+    assert_same(ours, stock)
+
+
+def test_under_autocast() -> None:
+    stock = build()
+    ours = copy.deepcopy(stock)
+    sparse_tied_embedding(ours)
+    for model in (ours, stock):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids(), labels=ids()).loss
+        loss.backward()
+    assert_same(ours, stock)
+
+
+def test_embeddings_that_run_in_a_checkpointed_part_of_their_own() -> None:
+    stock = build(dtype=torch.float64)
+    ours = copy.deepcopy(stock)
+    sparse_tied_embedding(ours)
+    for model in (ours, stock):
+        hidden = checkpoint(model.get_input_embeddings(), ids(), use_reentrant=False)
+        model(inputs_embeds=hidden, labels=ids()).loss.backward()
+    assert_same(ours, stock)
+
+
+# ---- Memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_matrix_is_made_where_stock_makes_three_or_more(name: str) -> None:
+    stock = build(name)
+    ours = copy.deepcopy(stock)
+    sparse_tied_embedding(ours)
+    counts = []
+    for model in (ours, stock):
+        backward(model)  # .grad exists in the second
+        loss = model(input_ids=ids(), labels=ids()).loss
+        counts.append(large_tensors(model, loss.backward))
+    assert counts[0] == ["aten::mm"], counts
+    assert len(counts[1]) >= 3, counts
+
+
+def test_a_sparse_embedding_is_not_added_in_place() -> None:
+    """What ``embedding.sparse = True`` alone does in this torch: a second matrix, for the sum."""
+    model = build()
+    model.get_input_embeddings().sparse = True
+    loss = model(input_ids=ids(), labels=ids()).loss
+    assert large_tensors(model, loss.backward) == ["aten::mm", "aten::resize_"]
+
+
+def shared_by_a_sum(model: Any) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """Autograd gives both terms of a sum the same tensor; return a function that returns that of the other term."""
+    other = torch.zeros_like(weight_of(model)).requires_grad_()
+    hidden = model.get_input_embeddings()(ids())
+    return F.linear(hidden, weight_of(model) + other).square().sum(), lambda: other.grad
+
+
+def kept_by_a_hook(model: Any) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """The hook keeps the gradient of a view of the weight, which is the gradient of the weight itself."""
+    kept: list[torch.Tensor] = []
+    view = weight_of(model).view_as(weight_of(model))
+    view.register_hook(lambda gradient: kept.append(gradient))
+    return F.linear(model.get_input_embeddings()(ids()), view).square().sum(), lambda: kept[0]
+
+
+def kept_as_the_base_of_a_view(model: Any) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """A linear layer's gradient is a view of a product, which a hook keeps."""
+    kept: list[torch.Tensor] = []
+    transposed = weight_of(model).t()
+    transposed.register_hook(lambda gradient: kept.append(gradient))
+    return (model.get_input_embeddings()(ids()) @ transposed).square().sum(), lambda: kept[0].t()
+
+
+@pytest.mark.parametrize("share", [shared_by_a_sum, kept_by_a_hook, kept_as_the_base_of_a_view])
+def test_a_gradient_that_something_else_holds_is_not_changed(share: Any) -> None:
+    model = build(dtype=torch.float64)
+    stock = copy.deepcopy(model)
+    sparse_tied_embedding(model)
+    found = []
+    for one in (model, stock):
+        loss, held = share(one)
+        loss.backward()
+        found.append(held().clone())
+    assert torch.equal(*found)
+    assert_same(model, stock)
+    assert not torch.equal(found[0], weight_of(model).grad)
+
+
+def test_private_names_of_torch() -> None:
+    """Seen in torch 2.6 to 2.13."""
+    assert torch._C._current_graph_task_id() == -1
+    assert torch.zeros(1)._use_count() >= 1
+    assert torch._C._storage_Use_Count(torch.zeros(1).untyped_storage()._cdata) >= 1
+    assert len(module_under_test._references_to_unshared()) == 2
+
+
+# ---- When gradients are complete ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Llama", "T5, one weight three times"])
+def test_the_release_hook_runs_once_with_the_whole_gradient(name: str) -> None:
+    model = build(name, torch.float64)
+    stock = copy.deepcopy(model)
+    sparse_tied_embedding(model)
+    seen: list[torch.Tensor] = []
+    weight_of(model).register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    backward(model)
+    backward(stock)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], weight_of(stock).grad)
+
+
+def test_released_gradients_step_as_without() -> None:
+    stock = build()
+    ours = copy.deepcopy(stock)
+    sparse_tied_embedding(ours)
+    for model in (ours, stock):
+        optimizer = gradient_release(torch.optim.AdamW)(model.parameters(), lr=1e-2)
+        for seed in range(3):
+            backward(model, ids(seed=seed))
+            optimizer.step()
+    assert tiny.largest_difference(ours, stock) == 0.0
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_loss_without_the_head_is_refused(detached: bool) -> None:
+    """A loss of the hidden states alone; a head that the loss goes through and that is frozen there."""
+    model = build()
+    sparse_tied_embedding(model)
+    hidden = model.model(input_ids=ids()).last_hidden_state
+    loss = F.linear(hidden, weight_of(model).detach()).sum() if detached else hidden.square().sum()
+    with pytest.raises(RuntimeError) as error:
+        loss.backward()
+    assert str(error.value) == (
+        "the loss depends on tied embeddings but not on the head that shares their weight; expected a loss of the "
+        "model's logits. Leave sparse_tied_embedding out"
+    )
+    model.zero_grad()
+    stock = build()
+    for one in (model, stock):
+        backward(one)
+    assert_same(model, stock)
+
+
+def test_losses_of_several_forward_passes_and_a_retained_graph() -> None:
+    stock = build(dtype=torch.float64)
+    ours = copy.deepcopy(stock)
+    sparse_tied_embedding(ours)
+    for model in (ours, stock):
+        losses = [model(input_ids=ids(seed=seed), labels=ids(seed=seed)).loss for seed in range(2)]
+        sum(losses).backward(retain_graph=True)
+        sum(losses).backward()
+    for mine, theirs in zip(gradients(ours), gradients(stock), strict=True):
+        assert (mine - theirs).norm() <= 1e-12 * theirs.norm()  # two sums in another order
+    (mine,), (theirs,) = (
+        torch.autograd.grad(model(input_ids=ids(), labels=ids()).loss, [weight_of(model)]) for model in (ours, stock)
+    )
+    assert torch.equal(mine, theirs)
+
+
+def test_rows_of_an_interrupted_backward_pass_are_not_added_to_the_next() -> None:
+    """The decoder's embeddings of T5 are through when the encoder runs out of memory."""
+    stock = build("T5, one weight three times")
+    ours = copy.deepcopy(stock)
+    sparse_tied_embedding(ours)
+
+    def interrupt(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    handle = ours.encoder.block[0].register_full_backward_hook(interrupt)
+    with pytest.raises(torch.OutOfMemoryError):
+        backward(ours)
+    handle.remove()
+    ours.zero_grad()
+    for model in (ours, stock):
+        backward(model)
+    assert_same(ours, stock)
+
+
+def test_evaluation_and_frozen_weights_are_left_alone() -> None:
+    model = build()
+    sparse_tied_embedding(model)
+    with torch.no_grad():
+        backwardless = model(input_ids=ids()).logits
+    assert torch.equal(backwardless, build()(input_ids=ids()).logits)
+    weight_of(model).requires_grad_(False)
+    backward(model)
+    assert weight_of(model).grad is None
+    weight_of(model).requires_grad_(True)
+    backward(model)
+    stock = build()
+    backward(stock)
+    assert torch.equal(weight_of(model).grad, weight_of(stock).grad)
+
+
+# ---- Copies, undo, refusals -----------------------------------------------------------------------------------------
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_is_as_in_stock_and_reads_its_own_weight(way: str) -> None:
+    model = build()
+    sparse_tied_embedding(model)
+    backward(model)
+    copied = COPIES[way](model)
+    copied.zero_grad()
+    weight_of(copied).data.mul_(2)
+    stock = build()
+    weight_of(stock).data.mul_(2)
+    for one in (copied, stock):
+        backward(one)
+    assert_same(copied, stock)
+    assert len(large_tensors(copied, lambda: backward(copied))) >= 3
+    assert not sparse_tied_embedding(copied).is_removed
+
+
+def test_the_handle_undoes_it_and_keeps_nothing_alive() -> None:
+    model = build()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    handle = sparse_tied_embedding(model)
+    assert sparse_tied_embedding(model).is_removed  # a second call changes nothing
+    backward(model)
+    handle.remove()
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert not weight_of(model)._backward_hooks
+    sparse_tied_embedding(model)
+    backward(model)
+    parameter, handle = weakref.ref(weight_of(model)), sparse_tied_embedding(model)
+    del model
+    gc.collect()
+    assert parameter() is None
+    handle.remove()
+
+
+def test_state_dict_and_saved_files_are_those_of_stock(tmp_path: Any) -> None:
+    model = build()
+    sparse_tied_embedding(model)
+    assert list(model.state_dict()) == list(build().state_dict())
+    model.save_pretrained(tmp_path)
+    assert tiny.largest_difference(transformers.LlamaForCausalLM.from_pretrained(tmp_path), model) == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+def test_inside_peft_the_models_own_embeddings_are_found() -> None:
+    model = build()
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert tied_embeddings(wrapped) == [model.get_input_embeddings()]
+    handle = sparse_tied_embedding(wrapped)  # frozen: nothing to do in a pass
+    backward(wrapped)
+    handle.remove()
+
+
+def refused(model: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        sparse_tied_embedding(model)
+    return str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_models_without_a_tied_weight_are_refused() -> None:
+    expected = (
+        "model=<{}> has no head that shares the weight of its input embeddings; expected tied weights. "
+        "Leave sparse_tied_embedding out"
+    )
+    assert refused(tiny.llama()) == expected.format("LlamaForCausalLM")
+    assert refused(tiny.bert()) == expected.format("BertForSequenceClassification")
+    assert refused(nn.Linear(2, 2)) == expected.format("Linear")
+    saved = get_peft_model(build(), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    assert refused(saved) == expected.format("LlamaForCausalLM")
+    with pytest.raises(TypeError) as error:
+        sparse_tied_embedding("Llama-3.2-1B")  # type: ignore[arg-type]
+    assert str(error.value) == (
+        "model=<str> is not a module; expected a model of transformers. Pass the model that from_pretrained returns"
+    )
+
+
+def test_embeddings_that_cannot_be_read_by_rows_are_refused() -> None:
+    model = build()
+    model.get_input_embeddings().max_norm = 1.0
+    assert refused(model) == (
+        "embeddings=<Embedding>, max_norm=1.0 changes the weight in each forward pass; expected max_norm=None. "
+        "Leave sparse_tied_embedding out"
+    )
+    model = build()
+    model.set_input_embeddings(nn.Linear(24, VOCABULARY, bias=False))
+    model.lm_head.weight = model.get_input_embeddings().weight
+    assert refused(model) == (
+        "embeddings=<Linear> are not known to read rows of a weight; expected an nn.Embedding. "
+        "Leave sparse_tied_embedding out"
+    )
+
+    class Shard(nn.Parameter):
+        pass
+
+    model = build()
+    weight = Shard(weight_of(model).detach())
+    model.get_input_embeddings().weight = model.lm_head.weight = weight
+    assert refused(model) == (
+        "embeddings=<Embedding> have a weight of class Shard, which is sharded or packed; expected a plain parameter. "
+        "Leave sparse_tied_embedding out"
+    )
