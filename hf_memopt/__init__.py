@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback, override_embedding_bits
     from hf_memopt.techniques.optimizers.gradient_release import gradient_release
     from hf_memopt.techniques.optimizers.released_optimizer import released_optimizer
+    from hf_memopt.techniques.optimizers.sixteen_bit_weights import rounded_optimizer, sixteen_bit_optimizer
     from hf_memopt.techniques.precision import PrecisionCallback
     from hf_memopt.techniques.tied_embedding import TiedEmbeddingCallback, sparse_tied_embedding
 
@@ -78,6 +79,7 @@ _MODULES = {
     "hf_memopt.techniques.nonfinite.overflow": ("OverflowCallback",),
     "hf_memopt.techniques.precision": ("PrecisionCallback",),
     "hf_memopt.techniques.optimizers.released_optimizer": ("released_optimizer",),
+    "hf_memopt.techniques.optimizers.sixteen_bit_weights": ("rounded_optimizer", "sixteen_bit_optimizer"),
     "hf_memopt.techniques.freezing.unfreezing": ("GradualUnfreezeCallback",),
     "hf_memopt.techniques.tied_embedding": ("TiedEmbeddingCallback", "sparse_tied_embedding"),
 }
@@ -132,6 +134,8 @@ __all__ = [
     "read_memory",
     "recipe",
     "released_optimizer",
+    "rounded_optimizer",
+    "sixteen_bit_optimizer",
     "sorted_by_length",
     "sparse_tied_embedding",
     "token_lengths",

@@ -29,6 +29,7 @@ from hf_memopt import (
     attach,
     bucketed,
     gradient_release,
+    sixteen_bit_optimizer,
 )
 from hf_memopt.binding.conflicts import TECHNIQUES
 
@@ -68,6 +69,7 @@ TABLE = {
     "32-bit embeddings": Technique(EmbeddingBitsCallback, settings=EIGHT_BIT),
     "gradient release": Technique(),
     "sparse tied embedding": Technique(TiedEmbeddingCallback, model=tiny.tied_bert),
+    "16-bit weights": Technique(),  # the reference is MastersByHand
     "checkpointing policy": Technique(lambda: CheckpointingCallback("selective")),
     # sums in another order: one rounding of float32 per micro-batch
     "micro-batching": Technique(lambda: MicrobatchCallback(max_tokens=16), tolerance=1e-7),
@@ -81,10 +83,10 @@ assert tuple(TABLE) == TECHNIQUES
 
 
 GROUPS = {
-    "with micro-batches": set(TECHNIQUES) - {"gradient release", "32-bit embeddings"},
+    "with micro-batches": set(TECHNIQUES) - {"gradient release", "32-bit embeddings", "16-bit weights"},
     "with 8-bit state": set(TECHNIQUES) - {"gradient release", "micro-batching"},
     "with released gradients": set(TECHNIQUES) - {"micro-batching", "non-finite detection"},
-    "with micro-batches and 8-bit state": {"micro-batching", "32-bit embeddings"},
+    "with micro-batches and 8-bit state": {"micro-batching", "32-bit embeddings", "16-bit weights"},
 }
 """Sets in which every pair that is not refused stands."""
 
@@ -145,26 +147,60 @@ def make_trainer(
             "train_dataset": bucketed(examples(), batch_size=4),
             "data_collator": BucketedCollator(tiny.tokenizer()),
         }
+    built = build_model(vocab_size=200)  # 6,400 elements: large enough for an 8-bit state
     trainer = Trainer(
-        model=build_model(vocab_size=200),  # 6,400 elements: large enough for an 8-bit state
+        model=built.bfloat16() if "16-bit weights" in names else built,
         args=tiny.arguments(folder, **asked),
         callbacks=[build() for build in chosen if build is not None],
         compute_metrics=accuracy,
         eval_dataset=examples(8),
-        optimizer_cls_and_kwargs=_optimizer(use and "gradient release" in names, asked),
+        optimizer_cls_and_kwargs=_optimizer(names, asked, use=use),
         **data,
     )
     return attach(trainer)
 
 
-def _optimizer(is_released: bool, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Return the class that the Trainer would choose by itself, released; None to leave it the choice."""
-    if not is_released:
+def _optimizer(names: tuple[str, ...], settings: dict[str, Any], *, use: bool) -> tuple[Any, dict[str, Any]] | None:
+    """Return the class that the Trainer would choose by itself with what the techniques make of it, or in their place
+    masters by hand; None to leave the Trainer the choice.
+    """
+    is_released, is_rounded = use and "gradient release" in names, "16-bit weights" in names
+    if not (is_released or is_rounded):
         return None
-    rate = settings["learning_rate"]
-    if settings.get("optim") == EIGHT_BIT["optim"]:
-        return gradient_release(AdamW), {"lr": rate, "optim_bits": 8, "betas": (0.9, 0.999), "eps": 1e-8}
-    return gradient_release(torch.optim.SGD), {"lr": rate}
+    is_8bit = settings.get("optim") == EIGHT_BIT["optim"]
+    kind: Any = AdamW if is_8bit else torch.optim.SGD
+    options = {"optim_bits": 8, "betas": (0.9, 0.999), "eps": 1e-8} if is_8bit else {}
+    if is_rounded:
+        kind = sixteen_bit_optimizer(kind, "kahan") if use else masters_by_hand(kind)
+    return gradient_release(kind) if is_released else kind, {"lr": settings["learning_rate"], **options}
+
+
+def masters_by_hand(kind: Any) -> Any:
+    """Return a class that steps float32 copies of all weights, and rounds them to 16 bits after each step."""
+
+    class MastersByHand(kind):
+        __module__ = kind.__module__  # where stock reads "bitsandbytes"
+
+        def step(self, closure: Any = None) -> Any:
+            masters = vars(self).setdefault("masters", {})
+            parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
+                gradient, parameter.grad = parameter.grad.float(), None
+                parameter.data = masters.setdefault(parameter, parameter.data.float())
+                parameter.grad = gradient
+            loss = super().step(closure)
+            for parameter in parameters:
+                parameter.grad = None
+                parameter.data = to_nearest(parameter.data)
+            return loss
+
+    return MastersByHand
+
+
+def to_nearest(weight: torch.Tensor) -> torch.Tensor:
+    """Round float32 to bfloat16, halves away from zero."""
+    bits = weight.view(torch.int32) + 2**15
+    return ((bits >> 16) << 16).view(torch.float32).bfloat16()
 
 
 def run(names: Iterable[str], folder: Path, *, use: bool = True, resume: Any = None, **settings: Any) -> Run:

@@ -37,6 +37,7 @@ TECHNIQUES = (
     "32-bit embeddings",
     "gradient release",
     "sparse tied embedding",
+    "16-bit weights",
     "checkpointing policy",
     "micro-batching",
     "non-finite detection",
@@ -143,6 +144,25 @@ REFUSALS = (
     *(
         Refusal("gradient release", name, "weights would step before the processes have shared gradients", DROP_RELEASE)
         for name in ("DDP", "DDP, default flags", "FSDP", "DeepSpeed")
+    ),
+    Refusal(
+        "16-bit weights",
+        "fp16",
+        "the gradient scaler needs float32 weights",
+        "Set bf16=True, or neither of them",
+    ),
+    Refusal(
+        "16-bit weights",
+        "layer-wise optimizer",
+        "it has a step of its own within the backward pass, which is not one element by element",
+        "Choose another optim, with released_optimizer(args, model, rounding=...)",
+    ),
+    *(
+        Refusal("16-bit weights", name, reason, "Train with the plain optimizer class")
+        for name, reason in (
+            ("FSDP", "it shards float32 weights, and loses what rounding cut off when it gathers the state"),
+            ("DeepSpeed", "its engine updates float32 weights of its own in place of the optimizer"),
+        )
     ),
     Refusal(
         "micro-batching",
@@ -280,8 +300,14 @@ def refusal_of(one: str, other: str) -> Refusal | None:
 def techniques_in_use(trainer: Trainer, *callbacks: TrainerCallback) -> tuple[str, ...]:
     """Return the names of this package's techniques that a Trainer uses, in the order of ``TECHNIQUES``."""
     given = (*trainer.callback_handler.callbacks, *callbacks, trainer.train_dataset, *optimizers_of(trainer))
-    names = {getattr(part, "technique", None) for part in given}
+    names = {name for part in given for name in _names_of(part)}
     return tuple(name for name in TECHNIQUES if name in names)
+
+
+def _names_of(part: Any) -> set[Any]:
+    """Return the names that a part bears: an optimizer class may be one technique around another."""
+    kind = part if isinstance(part, type) else type(part)
+    return {getattr(part, "technique", None), *(vars(base).get("technique") for base in kind.__mro__)}
 
 
 def optimizers_of(trainer: Any) -> tuple[Any, ...]:

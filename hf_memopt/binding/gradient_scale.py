@@ -138,7 +138,7 @@ def _head_ignores_item_count(trainer: Any, model: nn.Module, batch: Mapping[str,
     if not isinstance(batch, Mapping) or not torch.is_tensor(batch.get("labels")):
         return False, ""  # stock counts no items then, and divides by itself
     losses = []
-    # the model's forward is under autocast from train() on only: a float32 head on a 16-bit model needs it here too
+    # under autocast as in training: weights may be of two dtypes
     with torch.no_grad(), trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
         for items in (8, 16):
             inputs = send_to_device(dict(batch), trainer.args.device)

@@ -350,6 +350,7 @@ def _optimizer_options(settings: StepSettings) -> dict[str, Any]:
         "target_modules": settings.optim_target_modules,
         "embedding_bits": settings.embedding_bits,
         "weight_decay": settings.weight_decay,
+        "rounding": settings.rounding,
     }
 
 

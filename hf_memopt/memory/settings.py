@@ -24,6 +24,7 @@ _KINDS: Mapping[str, Any] = {
     "loop": Literal["trainer", "manual"],
     "precision": Literal["auto", "fp32", "tf32", "bf16", "fp16"],
     "weights_dtype": Literal["float32", "bfloat16", "float16"],
+    "rounding": Literal["nearest", "stochastic", "kahan"],
     "embedding_bits": Literal[8, 32],
     "gradient_accumulation_steps": Count,
     "eval_batches": Count,
@@ -56,6 +57,8 @@ class StepSettings:
         optim_target_modules: modules of a low-rank optimizer (GaLore, APOLLO).
         weight_decay: some optimizers copy the gradients for it.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
+        rounding: of weights in bfloat16 after an update: ``"nearest"`` as the plain optimizer, or ``"stochastic"`` or
+            ``"kahan"`` as ``sixteen_bit_optimizer``, with its temporaries and its buffer. Nothing for float32 weights.
         gradient_release: whether each parameter steps, and frees its gradient, as soon as it has one.
         max_grad_norm: 0 (or less, as in the Trainer) for no clipping.
         gradient_accumulation_steps: batches of ``batch_size`` examples per optimizer step.
@@ -104,6 +107,7 @@ class StepSettings:
     optim_target_modules: Any = None
     weight_decay: float = 0.0
     embedding_bits: int = 32
+    rounding: str = "nearest"
     gradient_release: bool = False
     max_grad_norm: float = 1.0
     gradient_accumulation_steps: int = 1
@@ -152,6 +156,11 @@ class StepSettings:
             raise ValueError(
                 f"cublas_workspace_bytes={workspace!r} is invalid; expected an integer of 0 or more, or None. "
                 "Pass cublas_workspace_bytes=None"
+            )
+        if self.rounding != "nearest" and self.weights_dtype == "float16":
+            raise ValueError(
+                f"rounding={self.rounding!r}, weights_dtype='float16' are incompatible: float16 gradients need a "
+                "scaler, which needs float32 weights; expected bfloat16. Pass weights_dtype='bfloat16'"
             )
         self._read_freeze()
         self._read_lora()
@@ -206,6 +215,7 @@ class StepSettings:
         """Refuse what the table of conflicts does, so that ``attach`` would in a real run."""
         settings = {  # by the table's name: the field, whether it is in use, a value that switches it off
             "gradient release": ("gradient_release", self.gradient_release, False),
+            "16-bit weights": ("rounding", self.rounding != "nearest", "nearest"),
             "norm clipping": ("max_grad_norm", self.max_grad_norm > 0, 0),
             "accumulation": ("gradient_accumulation_steps", self.gradient_accumulation_steps > 1, 1),
             "micro-batching": ("micro_batch_size", self.micro_batch_size is not None, None),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer
 
 from hf_memopt.binding.attach import attach
-from hf_memopt.binding.conflicts import check_settings, refusals_of
+from hf_memopt.binding.conflicts import refusals_of
 from hf_memopt.changes import Change, add_change, record_changes
 from hf_memopt.memory.report import MemoryReportCallback
 from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
@@ -24,9 +24,10 @@ from hf_memopt.recipes.trainer_inputs import (
 from hf_memopt.techniques.freezing.freezing import FreezeCallback
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
-from hf_memopt.techniques.optimizers.gradient_release import TECHNIQUE as RELEASE
-from hf_memopt.techniques.optimizers.gradient_release import gradient_release
+from hf_memopt.techniques.optimizers.released_optimizer import released_optimizer
+from hf_memopt.techniques.optimizers.sixteen_bit_weights import rounded_optimizer
 from hf_memopt.techniques.precision import PrecisionCallback
+from hf_memopt.techniques.tied_embedding import TiedEmbeddingCallback
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainingArguments
@@ -117,6 +118,12 @@ def callbacks_of(recipe: Recipe, optim: str) -> list[TrainerCallback]:
     wanted.append(PrecisionCallback(autocast_cache=recipe.autocast_cache, master_weights=not recipe.trains_16_bits))
     if optim in BITSANDBYTES_8BIT:
         wanted.append(EmbeddingBitsCallback())
+    if recipe.sparse_tied_embedding:
+        wanted.append(TiedEmbeddingCallback())
+    if recipe.fused_cross_entropy:
+        from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback
+
+        wanted.append(FusedCrossEntropyCallback())
     if recipe.micro_batching:
         wanted.append(MicrobatchCallback())
     if recipe.memory_report:
@@ -152,15 +159,9 @@ def _optimizer(recipe: Recipe, args: TrainingArguments, model: Any, given: Mappi
                 f"{name} is given, and {field}={getattr(recipe, field)!r} makes an optimizer of its own; expected "
                 f"only one of them. Pass training_arguments={{'optim': ...}}, or recipe.replace({field}=...)"
             )
-    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    if recipe.rounding != "nearest":
-        from hf_memopt.techniques.optimizers.sixteen_bit_weights import sixteen_bit_optimizer
-
-        optimizer_class = sixteen_bit_optimizer(optimizer_class, rounding=recipe.rounding)
-    if recipe.gradient_release:
-        check_settings(RELEASE, args)
-        optimizer_class = gradient_release(optimizer_class)
-    return {_CLASS: (optimizer_class, kwargs)}
+    if recipe.rounding == "nearest" or recipe.gradient_release:
+        return {_CLASS: released_optimizer(args, model, rounding=recipe.rounding)}
+    return {_CLASS: rounded_optimizer(args, model, recipe.rounding)}
 
 
 _CLASS = "optimizer_cls_and_kwargs"

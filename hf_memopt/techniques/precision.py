@@ -21,7 +21,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding, unbound_error
-from hf_memopt.binding.conflicts import check_compatibility
+from hf_memopt.binding.conflicts import check_compatibility, techniques_in_use
 from hf_memopt.binding.handles import UndoHandle, nothing_to_undo, override_method, undo_all
 from hf_memopt.binding.model_traits import unwrap_optimizer
 from hf_memopt.binding.versions import checkpointing_of, is_checkpointing
@@ -181,7 +181,8 @@ class PrecisionCallback(TrainerCallback):
         autocast_cache: False switches the cache off, ``"auto"`` does so if the model is checkpointed and autocast runs,
             True leaves it on.
         master_weights: whether trainable weights of 16 bits become float32 if autocast (bf16 or fp16) runs. Without
-            autocast they stay as they are: that is training in pure 16 bits.
+            autocast they stay as they are: that is training in pure 16 bits. So do those whose optimizer is one for
+            16-bit weights (``sixteen_bit_optimizer``).
 
     Attributes:
         changes: what was changed, and what was not and why.
@@ -219,6 +220,10 @@ class PrecisionCallback(TrainerCallback):
             self._disable_autocast_cache(trainer),
             override_method(trainer, "call_model_init", lambda before: self._with_master_weights(trainer.args, before)),
         )
+        if is_kept and self._is_for_16_bits():
+            self._handles.remove()  # what on_init_end did, which did not know the optimizer
+            self.changes[:] = [change for change in self.changes if change.name != "master_weights"]
+            is_kept = False
         # before train(): a resumed run loads float32 weights and states into these
         try:
             self._keep_master_weights(trainer.args, trainer.model, trainer.optimizer)
@@ -273,7 +278,12 @@ class PrecisionCallback(TrainerCallback):
         return handle
 
     def _needs_masters(self, args: TrainingArguments, model: nn.Module) -> bool:
-        return bool(self.master_weights and (args.bf16 or args.fp16) and half_weights(model))
+        is_asked = self.master_weights and (args.bf16 or args.fp16) and not self._is_for_16_bits()
+        return bool(is_asked and half_weights(model))
+
+    def _is_for_16_bits(self) -> bool:
+        trainer = self.binding.trainer
+        return trainer is not None and "16-bit weights" in techniques_in_use(trainer)
 
     def _keep_master_weights(self, args: TrainingArguments, model: Any, optimizer: Any = None) -> None:
         self._handles.keep(model)

@@ -28,7 +28,7 @@ from hf_memopt.memory.optimizers.parameter_facts import (
     with_previous,
 )
 
-__all__ = ["FAMILIES"]
+__all__ = ["ELEMENTWISE", "FAMILIES"]
 
 _BLOCK = 256  # elements per absmax value, bitsandbytes 0.50.0 and 0.50.2
 _MIN_8BIT = 4096  # elements below which bitsandbytes keeps 32 bits
@@ -305,3 +305,9 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(_BITSANDBYTES, _bitsandbytes),
 }
 """The formula of each optimizer."""
+
+ELEMENTWISE = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"), True),
+    **{name: False for name in _BITSANDBYTES if "ademamix" not in name},
+}
+"""Those that ``sixteen_bit_optimizer`` takes, and whether their first step makes the state of each slice."""

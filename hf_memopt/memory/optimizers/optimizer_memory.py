@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.errors import did_you_mean, nearest
-from hf_memopt.memory.optimizers.formulas import FAMILIES
+from hf_memopt.memory.optimizers.formulas import ELEMENTWISE, FAMILIES
 from hf_memopt.memory.optimizers.parameter_facts import (
     FLOAT_BYTES,
     Family,
@@ -25,6 +25,7 @@ from hf_memopt.memory.optimizers.parameter_facts import (
     OptimizerRequest,
     ParameterFacts,
 )
+from hf_memopt.memory.optimizers.rounding import rounded
 from hf_memopt.memory.settings import NotEstimableError
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def optimizer_memory(
     embedding_bits: int = 32,
     gradient_release: bool = False,
     weight_decay: float = 0.0,
+    rounding: str = "nearest",
     cuda: bool = True,
 ) -> OptimizerMemory:
     """Return the memory of the optimizer that stock ``Trainer`` builds for these parameters.
@@ -139,10 +141,12 @@ def optimizer_memory(
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer of bitsandbytes.
         gradient_release: each parameter steps separately: the same state, one group of temporaries per parameter.
         weight_decay: as ``TrainingArguments`` takes it; torch's optimizers other than AdamW copy gradients for it.
+        rounding: of 16-bit weights: ``"nearest"`` as the plain class, or as ``sixteen_bit_optimizer``.
         cuda: False for a CPU: nothing is paged, counters are state, torch loops over the parameters.
 
     Raises:
-        ValueError: ``optim`` is unknown; ``optim_args`` cannot be parsed; a low-rank optimizer finds no module.
+        ValueError: ``optim`` is unknown, or does not work element by element, which ``rounding`` needs; ``optim_args``
+            cannot be parsed; a low-rank optimizer finds no module.
         NotEstimableError: the memory of this optimizer cannot be predicted; the message says why.
 
     Example:
@@ -154,7 +158,7 @@ def optimizer_memory(
         >>> optimizer_memory([weight], "adamw_bnb_8bit").state  # two tables, then two averages and their scales
         (1024, 1024, 1000000, 1000000, 15628, 15628)
     """
-    family = _family(optim)
+    family = _family(optim, rounding)
     request = OptimizerRequest(optim, _read_arguments(optim_args), target_modules, embedding_bits, weight_decay, cuda)
     parameters = _with_targets(parameters, request)
     whole = family(parameters, request)
@@ -177,6 +181,7 @@ def memory_by_parameter(
     target_modules: Any = None,
     embedding_bits: int = 32,
     weight_decay: float = 0.0,
+    rounding: str = "nearest",
     cuda: bool = True,
 ) -> list[OptimizerMemory]:
     """Return the memory of each parameter where each steps separately, in the given order.
@@ -184,7 +189,7 @@ def memory_by_parameter(
     Arguments and errors are those of ``optimizer_memory``, and the states add up to the same. What all parameters of an
     8-bit optimizer share is counted with the first that has it.
     """
-    family = _family(optim)
+    family = _family(optim, rounding)
     request = OptimizerRequest(optim, _read_arguments(optim_args), target_modules, embedding_bits, weight_decay, cuda)
     memories = []
     for parameter in _with_targets(parameters, request):
@@ -221,10 +226,17 @@ def clipping_temporaries(parameters: Sequence[ParameterFacts]) -> tuple[int, ...
 # ---- names and arguments
 
 
-def _family(optim: str) -> Family:
+def _family(optim: str, rounding: str) -> Family:
     """Return the formula of this optimizer."""
     check_optimizer(optim)
-    return FAMILIES[optim]
+    if rounding == "nearest":
+        return FAMILIES[optim]
+    if optim not in ELEMENTWISE:
+        raise ValueError(
+            f"optim={optim!r}, rounding={rounding!r} are incompatible: its update does not go element by element; "
+            f"expected one of {', '.join(ELEMENTWISE)}. Pass optim='adamw_8bit', or rounding='nearest'"
+        )
+    return rounded(FAMILIES[optim], rounding, makes_slices=ELEMENTWISE[optim])
 
 
 def _read_arguments(optim_args: str | None) -> dict[str, str]:

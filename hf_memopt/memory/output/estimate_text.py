@@ -141,6 +141,8 @@ def _choices(settings: StepSettings) -> Iterator[str]:
     if settings.checkpointing:
         options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
         yield f"checkpointing{_call_text(options) if options else ''}"
+    if settings.rounding != "nearest":
+        yield f"{settings.rounding} rounding"
     if settings.gradient_release:
         yield "gradient release"
     if settings.attn_implementation is not None:

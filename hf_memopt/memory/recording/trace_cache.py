@@ -44,6 +44,7 @@ _NOT_IN_TRACE = {
     "optim_target_modules",
     "weight_decay",
     "embedding_bits",
+    "rounding",
     "gradient_release",
     "optimizer_memory",
     "max_grad_norm",

@@ -310,6 +310,7 @@ def _steps_alone(optimizer_class: Any) -> bool:
     """Return whether the step of a class is known to treat each parameter by itself."""
     from transformers.optimization import Adafactor
 
+    optimizer_class = getattr(optimizer_class, "_rounded_class", optimizer_class)  # inside sixteen_bit_optimizer's
     of_torch = (getattr(torch.optim, name) for name in _TRUSTED_OF_TORCH)
     known = {plain_step(kind.step) for kind in (Optimizer8bit, Adafactor, *of_torch)}
     return plain_step(optimizer_class.step) in known

@@ -1,0 +1,356 @@
+"""Update bfloat16 weights so that small updates are not lost, without a float32 copy of the weights.
+
+A bfloat16 number has 8 significant bits: an update below 1/512 of its weight is rounded away, and 50 updates of 1e-4
+leave 1.0 at 1.0. Here the update itself runs in float32, on slices of a weight and its gradient, and the result is
+rounded to 16 bits in one of two ways:
+
+* ``"stochastic"``: up or down with the probabilities that make the expected weight the float32 result. No memory: 2
+  bytes per weight in all.
+* ``"kahan"``: to nearest, and what rounding cut off is kept in 16 more bits of optimizer state and added back before
+  the next update. The two together are the float32 weight, bit for bit, in 4 bytes.
+
+The state of torch's optimizers is float32 (in a plain 16-bit run it has the weights' dtype, in which a second moment
+with ``beta2=0.999`` stands still); that of bitsandbytes' is what it was. The update of a slice is bit for bit that of
+the whole tensor, since the classes that are accepted work element by element, or in blocks of 256 elements
+(bitsandbytes in 8 bits), to which the slices are aligned.
+
+Limitations: gradients stay in 16 bits, and so does their sum over accumulation steps. float16 is refused: its gradients
+need a scaler, which needs float32 weights.
+
+Source: stochastic rounding of weights, https://arxiv.org/abs/2010.06192, which also compares Kahan summation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optimizer8bit
+
+from hf_memopt.binding.conflicts import check_settings
+from hf_memopt.devices.precision_support import choose_precision
+from hf_memopt.techniques.optimizers.gradient_release import TECHNIQUE as GRADIENT_RELEASE
+from hf_memopt.techniques.optimizers.gradient_release import plain_step
+from hf_memopt.techniques.optimizers.weight_slices import (
+    is_rounded,
+    part_of,
+    round_weights,
+    store_part,
+    widen_state,
+    widened,
+)
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+__all__ = ["rounded_optimizer", "sixteen_bit_optimizer"]
+
+TECHNIQUE = "16-bit weights"
+FIX = "Call sixteen_bit_optimizer(torch.optim.AdamW)."
+SLICE_ELEMENTS = 2**21
+"""Elements of a slice, a multiple of bitsandbytes' blocks: at most 32 bytes of temporaries each, so 64 MiB."""
+COMPENSATION = "compensation"
+"""The key in a parameter's state of what rounding to nearest cut off, int16 of the parameter's shape."""
+
+_ELEMENTWISE = (
+    *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
+"""Classes of ``torch.optim`` whose update of an element depends on that element and scalars only."""
+
+
+def sixteen_bit_optimizer(
+    optimizer_class: type[torch.optim.Optimizer], rounding: Literal["stochastic", "kahan"] = "stochastic"
+) -> Any:
+    """Return a subclass of an optimizer class that updates bfloat16 parameters in float32, slice by slice.
+
+    Its optimizers are built and used like the plain ones, and update float32 parameters as these do. Load the model
+    with ``dtype=torch.bfloat16``, and pass ``optimizer_cls_and_kwargs=(sixteen_bit_optimizer(AdamW), {"lr": ...})`` to
+    the ``Trainer``, or what ``rounded_optimizer(args, model)`` returns. With gradient release the order is
+    ``gradient_release(sixteen_bit_optimizer(AdamW))``.
+
+    The random numbers of stochastic rounding have generators of their own, seeded by the number of updates so far,
+    which ``state_dict`` contains: a resumed run equals the straight one, dropout is not affected, and the processes of
+    one run round alike. Checkpoints go both ways between this class and the plain one.
+
+    Args:
+        optimizer_class: AdamW, Adam, SGD, RMSprop, Adagrad or another of torch that works element by element, fused or
+            not; Adam, AdamW, Lion, RMSprop, Adagrad or SGD of bitsandbytes, in 8 or 32 bits, paged or not; or a
+            subclass that keeps their step.
+        rounding: ``"stochastic"`` or ``"kahan"``.
+
+    Returns:
+        A class, always the same one for the same arguments.
+
+    Raises:
+        TypeError: ``optimizer_class`` is not an optimizer class.
+        ValueError: ``rounding`` is unknown; the step of the class does not work element by element, or it releases
+            gradients already. When an optimizer is built: a parameter is float16, or bfloat16 on a GPU that emulates
+            it.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+        >>> optimizer = sixteen_bit_optimizer(torch.optim.SGD)([weight], lr=1e-4)
+        >>> for _ in range(50):
+        ...     weight.grad = torch.full_like(weight, -1.0)
+        ...     optimizer.step()
+        >>> round(weight.mean(dtype=torch.float32).item(), 3)  # plain SGD leaves it at 1.0
+        1.005
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(
+            f"optimizer_class={optimizer_class!r} is not a class of optimizers; expected a subclass of "
+            f"torch.optim.Optimizer. {FIX}"
+        )
+    if rounding not in ("stochastic", "kahan"):
+        raise ValueError(
+            f"rounding={rounding!r} is unknown; expected 'stochastic' or 'kahan'. Pass rounding='stochastic'"
+        )
+    _check_class(optimizer_class)
+    plain: Any = optimizer_class
+    return _sixteen_bit_class(plain, rounding)
+
+
+class _SixteenBit(torch.optim.Optimizer):
+    """The methods that the returned class has before those of its plain class.
+
+    A slice of a parameter is a float32 tensor with a gradient and a state of its own, views of the parameter's. The
+    plain class's step runs with ``param_groups`` that contain this slice only, so that each optimizer's arithmetic is
+    its own, and foreach or fused implementations see one slice.
+    """
+
+    technique = TECHNIQUE
+    rounding: str
+    _rounded_class: Any
+
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self._updates = 0  # of 16-bit parameters, since the first step
+        super().__init__(params, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copied, (self._rounded_class, self.rounding), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "_updates": self._updates}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; refuse parameters that cannot be updated."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            _check_parameter(parameter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plain class's, with the count from which random numbers follow as ``"rounding_updates"``."""
+        return {**super().state_dict(), "rounding_updates": self._updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Load a state, of the plain class too; float32 stays float32, where the plain class would make it 16 bit."""
+        super().load_state_dict(state_dict, *args, **kwargs)
+        self._updates = state_dict.get("rounding_updates", self._updates)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for number, parameter in zip(saved, self._parameters(), strict=True):
+            own = self.state.get(parameter, {})
+            for key, value in state_dict["state"].get(number, {}).items():
+                if torch.is_tensor(value) and own[key].dtype != value.dtype:
+                    own[key] = value.to(own[key].device, copy=True)
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+    def _update(self, parameter: torch.Tensor, update: Callable[[torch.Tensor], None]) -> None:
+        """Update a 16-bit parameter; ``update`` updates one float32 slice that has a gradient and a state."""
+        state = self.state[parameter]
+        widen_state(state, parameter)
+        if self.rounding == "kahan" and COMPENSATION not in state:
+            state[COMPENSATION] = torch.zeros_like(parameter, dtype=torch.int16, memory_format=torch.contiguous_format)
+        weight = parameter.detach().reshape(-1)  # (elements,): a view, or a copy of what is not contiguous
+        gradient = parameter.grad.reshape(-1) if parameter.grad is not None else torch.zeros_like(weight)
+        generator = self._generator(parameter.device)
+        before = {key: value for key, value in state.items() if key != COMPENSATION}
+        for start in range(0, weight.numel(), SLICE_ELEMENTS):
+            part = slice(start, min(start + SLICE_ELEMENTS, weight.numel()))
+            lost = state[COMPENSATION].view(-1)[part] if self.rounding == "kahan" else None
+            piece = widened(weight[part], lost)
+            piece.grad = gradient[part].float()
+            given = {key: part_of(key, value, parameter, part) for key, value in before.items()}
+            self.state[piece] = dict(given)
+            try:
+                update(piece)
+            finally:
+                after = self.state.pop(piece)
+            piece.grad = None
+            store_part(after, given, state, parameter, part)
+            del given, after  # a slice's own state, where it was made now
+            round_weights(piece, weight[part], lost, generator)
+        if not parameter.is_contiguous():
+            parameter.detach().copy_(weight.view(parameter.shape))
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """Return the generator of the next update, the same in each process of a run."""
+        self._updates += 1
+        seed = random.Random(f"16-bit weights {self._updates}").getrandbits(63)
+        return torch.Generator(device).manual_seed(seed)
+
+
+class _SixteenBitTorch(_SixteenBit):
+    """torch's optimizers step what ``param_groups`` contain."""
+
+    _rounded_step: Any
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step float32 parameters as the plain class does, all together, then those of 16 bits one after the other."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        self._step_with([{**group, "params": [p for p in group["params"] if not is_rounded(p)]} for group in groups])
+        for group in groups:
+            for parameter in group["params"]:
+                if is_rounded(parameter) and parameter.grad is not None:
+                    self._update(parameter, partial(self._step_slice, group))
+        return loss
+
+    def _step_slice(self, group: dict[str, Any], piece: torch.Tensor) -> None:
+        self._step_with([{**group, "params": [piece]}])
+
+    def _step_with(self, groups: list[dict[str, Any]]) -> None:
+        """Run the plain step with other groups."""
+        whole = self.param_groups
+        self.param_groups = groups
+        try:
+            self._rounded_step()
+        finally:
+            self.param_groups = whole
+
+
+class _SixteenBitBitsandbytes(_SixteenBit):
+    """bitsandbytes has a public method for the update of one parameter, which gradient release calls too."""
+
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+        optimizer: Any = self
+        optimizer.non_castable_tensor_keys.add(COMPENSATION)
+        if optimizer.args.max_unorm > 0:
+            raise ValueError(
+                f"max_unorm={optimizer.args.max_unorm!r} needs the norm of a whole update; expected 0.0, as of AdamW. "
+                "Call sixteen_bit_optimizer(bitsandbytes.optim.AdamW)."
+            )
+
+    def init_state(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
+        """Add the compensation to the plain class's state."""
+        plain: Any = super()
+        plain.init_state(group, p, gindex, pindex)
+        if self.rounding == "kahan" and is_rounded(p):
+            self.state[p][COMPENSATION] = torch.zeros_like(p, dtype=torch.int16)
+
+    def update_step(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
+        """Update one parameter, slice by slice if it has 16 bits."""
+        plain: Any = super()
+        if not is_rounded(p):
+            plain.update_step(group, p, gindex, pindex)
+            return
+        self._update(p, lambda piece: plain.update_step(group, piece, gindex, pindex))
+
+
+def rounded_optimizer(
+    args: TrainingArguments, model: Any, rounding: Literal["stochastic", "kahan"] = "stochastic"
+) -> tuple[Any, dict[str, Any]]:
+    """Return the class of the optimizer that ``TrainingArguments`` name, for 16-bit weights, and its arguments.
+
+    They are read as stock does. With gradient release: ``released_optimizer(args, model, rounding="stochastic")``.
+
+    Args:
+        args: of the Trainer.
+        model: of the Trainer.
+        rounding: as in ``sixteen_bit_optimizer``.
+
+    Returns:
+        What ``Trainer(optimizer_cls_and_kwargs=...)`` takes.
+
+    Raises:
+        ValueError: a setting cannot work with it (``hf_memopt.binding.conflicts``), or as ``sixteen_bit_optimizer``
+            does.
+
+    Example:
+        >>> from transformers import TrainingArguments
+        >>> rounded, kwargs = rounded_optimizer(TrainingArguments(learning_rate=2e-5), torch.nn.Linear(2, 2))
+        >>> rounded.__name__, kwargs["lr"], kwargs["fused"]
+        ('SixteenBitAdamW', 2e-05, True)
+    """
+    from transformers import Trainer
+
+    check_settings(TECHNIQUE, args)
+    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    return sixteen_bit_optimizer(optimizer_class, rounding), kwargs
+
+
+# ---- The class
+
+
+@cache
+def _sixteen_bit_class(optimizer_class: Any, rounding: str) -> type:
+    kind = _SixteenBitBitsandbytes if issubclass(optimizer_class, Optimizer8bit) else _SixteenBitTorch
+    attributes = {
+        "__module__": optimizer_class.__module__,  # stock registers 32-bit embeddings where it reads "bitsandbytes"
+        "__doc__": f"{optimizer_class.__name__} for bfloat16 weights, with {rounding} rounding.",
+        "rounding": rounding,
+        "_rounded_class": optimizer_class,
+        "_rounded_step": plain_step(optimizer_class.step),
+    }
+    return type(f"SixteenBit{optimizer_class.__name__}", (kind, optimizer_class), attributes)
+
+
+def _copied(optimizer_class: Any, rounding: str) -> Any:
+    rounded: Any = _sixteen_bit_class(optimizer_class, rounding)
+    return rounded.__new__(rounded)
+
+
+def _check_class(optimizer_class: Any) -> None:
+    problem = None
+    if issubclass(optimizer_class, _SixteenBit):
+        problem = f"is for 16-bit weights already; expected a plain class. {FIX}"
+    elif getattr(optimizer_class, "technique", None) == GRADIENT_RELEASE:
+        problem = (
+            "releases gradients already; expected a plain class, which gradient_release takes afterwards. Call "
+            "gradient_release(sixteen_bit_optimizer(torch.optim.AdamW))."
+        )
+    elif not _is_elementwise(optimizer_class):
+        problem = (
+            "has a step that is not known to work element by element; expected the step of Adam, AdamW, SGD, RMSprop "
+            f"or Adagrad in torch.optim, or of these or Lion in bitsandbytes. {FIX}"
+        )
+    if problem is not None:
+        name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
+        raise ValueError(f"optimizer_class={name} {problem}")
+
+
+def _is_elementwise(optimizer_class: Any) -> bool:
+    step = plain_step(optimizer_class.step)
+    if issubclass(optimizer_class, Optimizer8bit):
+        updates = (Optimizer1State.update_step, Optimizer2State.update_step)  # AdEMAMix and others have their own
+        return step is plain_step(Optimizer8bit.step) and optimizer_class.update_step in updates
+    return step in {plain_step(getattr(torch.optim, name).step) for name in _ELEMENTWISE}
+
+
+def _check_parameter(parameter: torch.Tensor) -> None:
+    """Refuse a dtype that cannot be trained."""
+    if parameter.dtype == torch.float16:
+        raise ValueError(
+            f"dtype=torch.float16 of a parameter of shape {tuple(parameter.shape)} cannot be trained: float16 "
+            "gradients need a scaler, which needs float32 weights; expected bfloat16 or float32. Load the model with "
+            "dtype=torch.bfloat16."
+        )
+    if is_rounded(parameter) and parameter.device.type == "cuda":
+        native = choose_precision()
+        if native.fp16:
+            raise ValueError(
+                f"dtype=torch.bfloat16 of a parameter of shape {tuple(parameter.shape)} is emulated here: "
+                f"{native.reason}; expected float32 weights on this GPU. Load the model with dtype=torch.float32."
+            )
