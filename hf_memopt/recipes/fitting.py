@@ -63,8 +63,8 @@ def fitting_recipe(preset: Recipe, model: Any, *, seq_len: int | None, gpu: Gpu)
         least = f"{method} needs {format_bytes(smallest.total_bytes)} of {format_bytes(gpu.usable_bytes)}"
     raise ValueError(
         f"model=<{smallest.model}> does not fit {gpu.name} at seq_len={smallest.seq_len}: {least} even with one "
-        "example at a time; expected a smaller model, shorter texts or a larger GPU. See what would fit: hf-memopt estimate "
-        f"{smallest.model} --compare"
+        "example at a time; expected a smaller model, shorter texts or a larger GPU. "
+        f"See what would fit: hf-memopt estimate {smallest.model} --compare"
     )
 
 

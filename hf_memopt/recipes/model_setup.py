@@ -45,11 +45,17 @@ def prepared_model(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, tuple[C
     """
     from hf_memopt.binding.adapters import add_adapters
     from hf_memopt.binding.quantized_weights import is_quantized, prepare_quantized
+    from hf_memopt.memory.resolved_settings import own_dtype
 
     if hasattr(model, "peft_config"):
         own = Change("lora", recipe.lora, "the model's own", f"{type(model).__name__} has adapters already")
         return model, () if recipe.lora is None else (own,)
     _check_quantisation(recipe, model)
+    if recipe.trains_16_bits and (own := own_dtype(model, None)) != recipe.weights_dtype:
+        raise ValueError(
+            f"model=<{type(model).__name__}> has {own} weights, and weights_dtype={recipe.weights_dtype!r}; expected "
+            f"weights of that dtype. Load with **recipe.model_kwargs(), or call: model.to(torch.{recipe.weights_dtype})"
+        )
     if recipe.lora is None:
         return model, ()
     name = type(model).__name__

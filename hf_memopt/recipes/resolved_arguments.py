@@ -80,6 +80,8 @@ def _released_batch(
     recipe: Recipe, effective_batch_size: int | None, overrides: Mapping[str, Any], changes: list[Change]
 ) -> int:
     """Return the effective batch of one pass, and record what gradient release changes."""
+    if overrides.get("gradient_accumulation_steps", 1) != 1:
+        raise ValueError(str(refusal_of("gradient release", "accumulation")))
     if "max_grad_norm" not in overrides:
         changes.append(Change("max_grad_norm", 1.0, 0.0, "released gradients have no norm of all of them to clip"))
     if effective_batch_size is not None:
@@ -96,7 +98,6 @@ def _check_release(arguments: Mapping[str, Any]) -> None:
     asked = {
         "norm clipping": (arguments["max_grad_norm"] or 0) > 0,
         "fp16": arguments["fp16"],
-        "accumulation": arguments["gradient_accumulation_steps"] > 1,
     }
     for name, is_asked in asked.items():
         refusal = refusal_of("gradient release", name)
@@ -127,7 +128,7 @@ def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> t
     if weights != "float32" and autocast != weights:
         raise ValueError(
             f"weights_dtype={weights!r} and autocast in {autocast} do not mix: torch has no operations with both "
-            f"16-bit formats; expected one of them. Call: recipe.replace(weights_dtype={autocast!r}), and load the model anew"
+            f"16-bit formats; expected one of them. Call: recipe.replace(weights_dtype={autocast!r}), and load it anew"
         )
     return asked, why
 

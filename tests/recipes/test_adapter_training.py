@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from hf_memopt import Recipe, prepare_quantized
+from hf_memopt.batching.collation.speech import SpeechCollator
 from hf_memopt.binding.adapters import without_warnings_of_peft
 
 pytestmark = [
@@ -133,3 +135,110 @@ def test_the_best_checkpoint_is_loaded_at_the_end(name: str, folder: Path, tmp_p
     losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
     assert best.name == f"checkpoint-{min(losses, key=losses.get)}"
     assert trainer.evaluate()["eval_loss"] == min(losses.values())
+
+
+# ---- Other models ---------------------------------------------------------------------------------------------------
+
+
+def whisper() -> transformers.WhisperForConditionalGeneration:
+    sizes = {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 64}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(vocab_size=100, **sizes, **tokens))
+
+
+def sounds() -> list[dict[str, Any]]:
+    """Return features of one size with labels of several lengths, as Whisper's tokenizer makes them: start first."""
+    generator = torch.Generator().manual_seed(0)
+    labels = [[3, *(5 + (i * j) % 50 for j in range(1 + i % 7)), 2] for i in range(16)]
+    return [{"input_features": torch.randn(8, 32, generator=generator), "labels": row} for row in labels]
+
+
+def vit() -> transformers.ViTForImageClassification:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=32, num_labels=3))
+
+
+def images() -> list[dict[str, Any]]:
+    return [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 3} for i in range(16)]
+
+
+def t5() -> transformers.T5ForConditionalGeneration:
+    sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)
+    )
+
+
+def pairs() -> Dataset:
+    return texts(16).map(lambda row: {"labels": row["input_ids"][: 1 + len(row["input_ids"]) % 5]})
+
+
+def gpt2() -> transformers.GPT2LMHeadModel:
+    sizes = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "loss_type": "ForCausalLM"}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+
+
+OTHERS = {
+    "Whisper": (whisper, sounds, None),
+    "ViT": (vit, images, None),
+    "T5": (t5, pairs, tiny.tokenizer),
+    "GPT-2": (gpt2, lambda: texts(16), tiny.tokenizer),
+    "BERT": (tiny.bert, lambda: tiny.rows(16), tiny.tokenizer),
+}
+SET_UPS = {"full": SMALL, "LoRA": RECIPES["LoRA"], "LoRA, checkpointed": RECIPES["LoRA"].replace(checkpointing=True)}
+PAIRS = [
+    pytest.param(name, set_up, marks=() if (name, set_up) == ("Whisper", "LoRA") else pytest.mark.slow)
+    for name in OTHERS
+    for set_up in SET_UPS
+]
+
+
+@pytest.mark.parametrize(("name", "set_up"), PAIRS)
+def test_every_kind_of_model_trains_with_what_its_data_needs(name: str, set_up: str, tmp_path: Path) -> None:
+    build, read, tokenizer = OTHERS[name]
+    chosen = SET_UPS[set_up]
+    torch.manual_seed(0)
+    trainer = chosen.trainer(
+        model=build().to(chosen.model_kwargs()["dtype"]),
+        train_dataset=read(),
+        eval_dataset=read(),
+        processing_class=None if tokenizer is None else tokenizer(),
+        training_arguments={
+            "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 2,
+            "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 1e-2,
+        },
+    )  # fmt: skip
+    before = trained_weights(trainer.model)
+    assert {weight.dtype for weight in before.values()} == {torch.float32}
+    trainer.train()
+    after = trained_weights(trainer.model)
+    assert not any(torch.equal(before[name], after[name]) for name in before if "lora_A" not in name)
+    assert 0 < trainer.evaluate()["eval_loss"] < 10
+
+
+def test_labels_of_sound_are_padded_and_lose_the_token_that_the_model_adds() -> None:
+    collator, rows = SpeechCollator(decoder_start_token_id=3, dtype=torch.bfloat16), sounds()[:3]
+    batch = collator(rows)
+    assert batch["labels"].tolist() == [[5, 2, -100, -100], [5, 6, 2, -100], [5, 7, 9, 2]]
+    assert (batch["input_features"].shape, batch["input_features"].dtype) == ((3, 8, 32), torch.bfloat16)
+    assert SpeechCollator(decoder_start_token_id=4)(rows)["labels"][0].tolist() == [3, 5, 2, -100, -100]
+    assert list(collator([{"input_features": row["input_features"]} for row in rows])) == ["input_features"]
+    assert pickle.loads(pickle.dumps(collator)) == collator
+
+
+def test_a_model_that_is_built_later_gets_adapters(folder: Path, tmp_path: Path) -> None:
+    chosen = RECIPES["LoRA"]
+    trainer = chosen.trainer(
+        model_init=lambda: AutoModelForCausalLM.from_pretrained(folder, **chosen.model_kwargs()),
+        train_dataset=texts().map(lambda row: {"labels": row["input_ids"]}),
+        processing_class=tiny.tokenizer(),
+        training_arguments={
+            "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 1,
+            "save_strategy": "no",
+        },
+    )  # fmt: skip
+    trainer.train()
+    assert isinstance(trainer.model, peft.PeftModel)
+    assert "lora" in [change.name for change in trainer.memopt_changes]
