@@ -131,7 +131,6 @@ def make_trainer(
 ) -> Trainer:
     """Return a Trainer on a tiny BERT with the named techniques, attached; or, not ``use``, stock's way to the same."""
     names = tuple(names)
-    build_model = model or model_of(names)
     asked = {"learning_rate": 0.05, "per_device_train_batch_size": 4, "max_steps": STEPS, "logging_strategy": "steps"}
     asked |= {"logging_steps": 1, "train_sampling_strategy": "sequential"}
     for name in names:
@@ -147,7 +146,7 @@ def make_trainer(
             "train_dataset": bucketed(examples(), batch_size=4),
             "data_collator": BucketedCollator(tiny.tokenizer()),
         }
-    built = build_model(vocab_size=200)  # 6,400 elements: large enough for an 8-bit state
+    built = (model or model_of(names))(vocab_size=200)  # 6,400 elements: large enough for an 8-bit state
     trainer = Trainer(
         model=built.bfloat16() if "16-bit weights" in names else built,
         args=tiny.arguments(folder, **asked),

@@ -26,6 +26,8 @@ PUBLIC = {
     "OverflowCallback",
     "PrecisionCallback",
     "released_optimizer",
+    "rounded_optimizer",
+    "sixteen_bit_optimizer",
     "GradualUnfreezeCallback",
     "GPUS",
     "Estimate",

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["NotEstimableError", "StepSettings"]
 
 _KINDS: Mapping[str, Any] = {
+    "sparse_tied_embedding": bool,
+    "fused_cross_entropy": bool,
     "loop": Literal["trainer", "manual"],
     "precision": Literal["auto", "fp32", "tf32", "bf16", "fp16"],
     "weights_dtype": Literal["float32", "bfloat16", "float16"],
@@ -60,6 +62,10 @@ class StepSettings:
         rounding: of weights in bfloat16 after an update: ``"nearest"`` as the plain optimizer, or ``"stochastic"`` or
             ``"kahan"`` as ``sixteen_bit_optimizer``, with its temporaries and its buffer. Nothing for float32 weights.
         gradient_release: whether each parameter steps, and frees its gradient, as soon as it has one.
+        sparse_tied_embedding: whether the gradient of tied input embeddings is added into the head's as rows, as
+            ``hf_memopt.sparse_tied_embedding`` does.
+        fused_cross_entropy: whether the loss is computed without the logits, as ``hf_memopt.fuse_cross_entropy`` does.
+            Every position counts as labelled.
         max_grad_norm: 0 (or less, as in the Trainer) for no clipping.
         gradient_accumulation_steps: batches of ``batch_size`` examples per optimizer step.
         micro_batch_size: examples of one forward pass, where a batch is cut within the step; None for the whole batch.
@@ -109,6 +115,8 @@ class StepSettings:
     embedding_bits: int = 32
     rounding: str = "nearest"
     gradient_release: bool = False
+    sparse_tied_embedding: bool = False
+    fused_cross_entropy: bool = False
     max_grad_norm: float = 1.0
     gradient_accumulation_steps: int = 1
     micro_batch_size: int | None = None
@@ -215,6 +223,8 @@ class StepSettings:
         """Refuse what the table of conflicts does, so that ``attach`` would in a real run."""
         settings = {  # by the table's name: the field, whether it is in use, a value that switches it off
             "gradient release": ("gradient_release", self.gradient_release, False),
+            "sparse tied embedding": ("sparse_tied_embedding", self.sparse_tied_embedding, False),
+            "fused cross-entropy": ("fused_cross_entropy", self.fused_cross_entropy, False),
             "16-bit weights": ("rounding", self.rounding != "nearest", "nearest"),
             "norm clipping": ("max_grad_norm", self.max_grad_norm > 0, 0),
             "accumulation": ("gradient_accumulation_steps", self.gradient_accumulation_steps > 1, 1),

@@ -19,7 +19,8 @@ from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 import tiny
-from hf_memopt.memory.optimizers.formulas import FAMILIES
+from hf_memopt.memory.optimizers import rounding as rounding_memory
+from hf_memopt.memory.optimizers.formulas import ELEMENTWISE, FAMILIES
 from hf_memopt.memory.optimizers.optimizer_memory import (
     OptimizerMemory,
     ParameterFacts,
@@ -29,6 +30,7 @@ from hf_memopt.memory.optimizers.optimizer_memory import (
     parameter_facts,
 )
 from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.techniques.optimizers import sixteen_bit_weights
 from hf_memopt.techniques.optimizers.embedding_bits import override_embedding_bits
 
 LOW_RANK = {"optim_args": "rank=8,update_proj_gap=1,scale=2.0", "optim_target_modules": "all-linear"}
@@ -589,3 +591,105 @@ def test_targets_are_those_of_the_stock_trainer(targets: Any, tmp_path: Any) -> 
     optimizer.step()
     memory = optimizer_memory(parameter_facts(model), "galore_adamw", optim_args="rank=4", target_modules=targets)
     assert state_sizes(optimizer) == list(memory.state)
+
+
+# ---- 16-bit weights
+
+
+ROUNDED = {case: arguments for case, arguments in CASES.items() if case.split(",")[0] in ELEMENTWISE}
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rounding_memory.SLICE_ELEMENTS == sixteen_bit_weights.SLICE_ELEMENTS
+    for module in (rounding_memory, sixteen_bit_weights):
+        monkeypatch.setattr(module, "SLICE_ELEMENTS", 1024)
+
+
+def rounded_optimizer(model: nn.Module, case: str, rounding: Any, tmp_path: Any) -> Any:
+    GlobalOptimManager.get_instance().initialize()
+    args = tiny.arguments(tmp_path, optim=case.split(",")[0], learning_rate=1e-3, **CASES[case])
+    chosen = sixteen_bit_weights.rounded_optimizer(args, model, rounding)
+    return Trainer(model=model, args=args, optimizer_cls_and_kwargs=chosen).create_optimizer()
+
+
+def assert_rounding_is_estimated(case: str, rounding: str, tmp_path: Any, *, foreach: bool, mixed: bool) -> None:
+    """One layer is frozen, and of mixed weights the vectors are float32."""
+    model = models(torch.bfloat16)["llama"]
+    for parameter in model.parameters():
+        if mixed and parameter.dim() == 1:
+            parameter.data = parameter.data.float()
+    optimizer = rounded_optimizer(model, case, rounding, tmp_path)
+    for group in optimizer.param_groups:
+        if foreach:
+            group["foreach"] = True
+    first, later = measured_step(model, optimizer), measured_step(model, optimizer)
+    memory = estimated(model, case, rounding=rounding, cuda=foreach)
+    sizes = state_sizes(optimizer)
+    counters = memory.host_state_bytes // 4 if foreach else 0  # on a GPU torch's are on the host
+    assert sorted([*memory.state, *[4] * counters]) == sorted(sizes)
+    assert abs(later - peak(memory.step)) <= SCALARS_BYTES
+    if not case.startswith("adagrad"):  # its constructor makes a state of 16 bits
+        # temporaries beside the whole state are estimated; the last parameter may have fewer of them
+        assert first - sum(sizes) <= peak(memory.first_step) + SCALARS_BYTES
+
+
+@pytest.mark.parametrize(
+    ("case", "rounding"),
+    [("adamw_torch", "stochastic"), ("adamw_torch_fused", "kahan"), ("paged_adamw_8bit", "kahan")],
+)
+def test_rounding(case: str, rounding: str, tmp_path: Any, small_slices: None) -> None:
+    assert_rounding_is_estimated(case, rounding, tmp_path, foreach=False, mixed=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed", [False, True], ids=["all", "mixed"])
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+@pytest.mark.parametrize("case", ROUNDED)
+def test_rounding_with_every_optimizer(
+    case: str, rounding: str, mixed: bool, tmp_path: Any, small_slices: None
+) -> None:
+    assert_rounding_is_estimated(case, rounding, tmp_path, foreach=False, mixed=mixed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+@pytest.mark.parametrize("case", [case for case in FOREACH if "fused" not in case])
+def test_rounding_with_foreach_slices(case: str, rounding: str, tmp_path: Any, small_slices: None) -> None:
+    assert_rounding_is_estimated(case, rounding, tmp_path, foreach=True, mixed=True)
+
+
+@pytest.mark.parametrize("case", ["adamw_torch", "rmsprop, everything"])
+def test_temporaries_of_rounding_are_at_most_64_mib(case: str, tmp_path: Any) -> None:
+    model = nn.Linear(2048, 1200, bias=False).bfloat16()  # two slices
+    optimizer = rounded_optimizer(model, case, "kahan", tmp_path)
+    memory = estimated(model, case, rounding="kahan", cuda=False)
+    assert peak(memory.step) <= peak(memory.first_step) <= 64 * 2**20
+    assert abs(measured_step(model, optimizer) - peak(memory.first_step) - memory.state_bytes) <= SCALARS_BYTES
+    assert abs(measured_step(model, optimizer) - peak(memory.step)) <= SCALARS_BYTES
+
+
+def test_released_rounding_has_one_group_per_parameter() -> None:
+    facts = parameter_facts(models(torch.bfloat16)["bert"])
+    released = optimizer_memory(facts, "paged_adamw_8bit", gradient_release=True, rounding="stochastic")
+    assert released.step == tuple((4 * fact.elements, 4 * fact.elements) for fact in facts)
+    assert released.state == optimizer_memory(facts, "paged_adamw_8bit").state  # no byte more
+    kahan = optimizer_memory(facts, "paged_adamw_8bit", rounding="kahan")
+    assert kahan.state_bytes - released.state_bytes == sum(2 * fact.elements for fact in facts)
+    alone = memory_by_parameter(facts, "paged_adamw_8bit", rounding="kahan")
+    assert sum(memory.state_bytes for memory in alone) == kahan.state_bytes
+
+
+def test_rounding_leaves_float32_weights_alone() -> None:
+    facts = parameter_facts(models(torch.float32)["bert"])
+    for optim in ("adamw_torch", "adamw_8bit"):
+        assert optimizer_memory(facts, optim, rounding="kahan") == optimizer_memory(facts, optim)
+
+
+def test_rounding_needs_an_optimizer_that_goes_element_by_element() -> None:
+    with pytest.raises(ValueError) as error:
+        optimizer_memory([TARGET], "adafactor", rounding="kahan")
+    assert str(error.value) == (
+        "optim='adafactor', rounding='kahan' are incompatible: its update does not go element by element; expected one "
+        f"of {', '.join(ELEMENTWISE)}. Pass optim='adamw_8bit', or rounding='nearest'"
+    )

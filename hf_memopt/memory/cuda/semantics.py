@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from hf_memopt.binding.fused_loss.deferred_logits import _DESCRIPTIONS, DeferredLogits
 from hf_memopt.memory.cuda.attention_buffers import attend
 from hf_memopt.memory.cuda.autocast_lists import CUDA_CASTS, Policy, functions_of
 from hf_memopt.memory.cuda.composite_operations import OPENED, cross_entropy, grouped_product
@@ -57,6 +58,10 @@ class CudaSemantics(TorchFunctionMode):
         capability: compute capability of the GPU, which decides the attention kernel.
         cache: whether a region keeps the 16-bit copy of each trainable weight until it ends.
         tracker: does not count what moves to the host; this class does, in ``peak_host_bytes``.
+
+    Attributes:
+        deferred_at: event and sequence number of the tracker when logits that are not made were first used; None until
+            then.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class CudaSemantics(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.host_bytes = self.peak_host_bytes = 0
+        self.deferred_at: tuple[int, int] | None = None
         self._dtype = autocast
         self._capability = capability
         self._cache_enabled = cache
@@ -124,6 +130,13 @@ class CudaSemantics(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if DeferredLogits in types:
+            if func in _DESCRIPTIONS:
+                return func(*args, **kwargs)
+            if self.deferred_at is None and self._tracker is not None:
+                self.deferred_at = len(self._tracker.events), self._tracker.sequence()
+            with self._on_again():  # the loss and the real logits are computed by calls that come back here
+                return DeferredLogits.__torch_function__(func, types, args, kwargs)
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(*args, **kwargs)

@@ -217,7 +217,7 @@ class _Lengthened:
             forward_end=forward_end,
             end=end,
             logits=logits,
-            logits_event=self._new.allocated_at[min(logits)] if logits else forward_end,
+            logits_event=self._new.allocated_at[min(logits)] if logits else positions[part.logits_event],
             outputs=tuple(self._number(number, None) for number in part.outputs),
             releases=() if index is None else tuple(self._new.releases[index]),
         )

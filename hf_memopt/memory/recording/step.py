@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
 from hf_memopt.memory.recording.repeated_layers import RepeatedLayers
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
@@ -295,6 +296,7 @@ class _Recorder:
 
     def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any, frozenset[int]]:
         """Return the loss, the outputs that accelerate returns, and the storages of the logits that the model made."""
+        self._semantics.deferred_at = None
         inputs = dict(batch)
         labels = inputs.pop("labels") if self._smoother is not None and "labels" in inputs else None
         with self._semantics.autocast_region():
@@ -307,7 +309,9 @@ class _Recorder:
 
     def _logits(self, logits: frozenset[int]) -> tuple[frozenset[int], int, range]:
         """Return the storages of the logits, the event of the first allocation, and the sequence numbers since then."""
-        tracker = self._tracker
+        tracker, deferred = self._tracker, self._semantics.deferred_at
+        if deferred is not None and not logits:
+            return logits, deferred[0], range(deferred[1], tracker.sequence())
         if not logits:
             return logits, len(tracker.events), range(0)
         first = min(logits)
@@ -348,7 +352,8 @@ def _weights(model: nn.Module, tracker: StorageTracker) -> tuple[int, ...]:
 
 def _numbers(tensors: Any, tracker: StorageTracker) -> tuple[int, ...]:
     """Register the tensors in nested mappings and sequences and return the numbers of their storages."""
-    numbers = [tracker.add(leaf) for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)]
+    leaves = (leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
+    numbers = [tracker.add(leaf) for leaf in leaves if not isinstance(leaf, DeferredLogits)]  # which have no storage
     return tuple(number for number in dict.fromkeys(numbers) if number >= 0)
 
 

@@ -20,9 +20,11 @@ from hf_memopt.binding import versions as compat
 from hf_memopt.binding.adapters import add_adapters
 from hf_memopt.binding.conflicts import steps_in_backward
 from hf_memopt.binding.frozen_parameters import freeze
+from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
 from hf_memopt.binding.input_gradients import drop_input_gradients
 from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.binding.quantized_weights import prepare_quantized
+from hf_memopt.binding.tied_embedding import sparse_tied_embedding
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 from hf_memopt.memory.cuda.semantics import CudaSemantics
@@ -180,6 +182,10 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
         freeze(model, settings.freeze)
         if settings.checkpointing:
             drop_input_gradients(model)
+    if settings.fused_cross_entropy:
+        fuse_cross_entropy(model)
+    if settings.sparse_tied_embedding:
+        sparse_tied_embedding(model)
     for function in settings.prepare:
         changed = function(model)
         model = changed if isinstance(changed, nn.Module) else model

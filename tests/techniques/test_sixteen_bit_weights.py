@@ -1,0 +1,496 @@
+"""16-bit weights: updates are float32's bit for bit, rounding is unbiased or loses nothing, runs resume exactly."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+from bitsandbytes.optim.optimizer import GlobalOptimManager
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import Trainer
+from transformers.optimization import Adafactor
+
+import tiny
+from hf_memopt import (
+    EmbeddingBitsCallback,
+    PrecisionCallback,
+    attach,
+    gradient_release,
+    released_optimizer,
+    rounded_optimizer,
+    sixteen_bit_optimizer,
+)
+from hf_memopt.binding.conflicts import refusal_of, techniques_in_use
+from hf_memopt.devices.precision_support import Precision
+from hf_memopt.techniques.optimizers import sixteen_bit_weights
+from hf_memopt.techniques.optimizers.weight_slices import round_weights, widened
+from two_ranks import run_pair
+
+pytestmark = [
+    # bitsandbytes on a CPU
+    pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning"),
+    # torch 2.13 about bitsandbytes 0.50.2
+    pytest.mark.filterwarnings("ignore:_check_is_size will be removed:FutureWarning"),
+]
+
+SHAPES = ((70, 100), (5000,), (33,), (), (3, 1024))
+SLICE = 1024  # elements: seven slices of the first, the last one and its last block of 256 broken
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sixteen_bit_weights, "SLICE_ELEMENTS", SLICE)
+
+
+def weights(dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
+    """Return bfloat16 numbers in a dtype, and a last parameter in float32."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator).bfloat16() for shape in (*SHAPES, (50, 100))]
+    return [nn.Parameter(value.to(dtype)) for value in values[:-1]] + [nn.Parameter(values[-1].float())]
+
+
+def gradients(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in (*SHAPES, (50, 100))]
+
+
+def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:]}]
+
+
+def train(optimizer: Any, parameters: list[nn.Parameter], steps: int = 3, *, start: int = 0) -> None:
+    """Step with given gradients, in the backward pass where gradients are released."""
+    for seed in range(start, start + steps):
+        if hasattr(optimizer, "last_grad_norm"):
+            pairs = zip(parameters, gradients(seed), strict=True)
+            sum((parameter * gradient.to(parameter.dtype)).sum() for parameter, gradient in pairs).backward()
+        else:
+            for parameter, gradient in zip(parameters, gradients(seed), strict=True):
+                parameter.grad = gradient.to(parameter.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def float_weight(optimizer: Any, parameter: nn.Parameter) -> torch.Tensor:
+    """Return the float32 weight: the 16-bit one and what rounding cut off, joined as integers."""
+    if parameter.dtype == torch.float32:
+        return parameter.detach()
+    upper = parameter.detach().view(torch.int16).int() * 2**16
+    return (upper + optimizer.state[parameter]["compensation"]).view(torch.float32)
+
+
+def assert_same_state(optimizer: Any, parameter: nn.Parameter, plain: Any, master: nn.Parameter) -> None:
+    own = optimizer.state[parameter]
+    assert own.keys() - {"compensation"} == plain.state[master].keys()
+    for key, value in plain.state[master].items():
+        if torch.is_tensor(value):
+            assert (own[key].dtype, own[key].shape) == (value.dtype, value.shape)
+            assert torch.equal(own[key], value), key
+        else:
+            assert own[key] == value, key
+
+
+# ---- the update
+
+
+of_bitsandbytes = bitsandbytes.optim
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "sgd, momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "adamw 8 bits": (of_bitsandbytes.AdamW8bit, {}),
+    "paged adamw 8 bits": (of_bitsandbytes.PagedAdamW8bit, {}),
+}
+MORE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fused": (torch.optim.AdamW, {"fused": True}),
+    "foreach": (torch.optim.AdamW, {"foreach": True}),
+    "amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+    "sgd": (torch.optim.SGD, {}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    **{name: (getattr(torch.optim, name), {}) for name in ("Adagrad", "NAdam", "RAdam", "Adadelta", "Adamax")},
+    **{name: (getattr(torch.optim, name), {}) for name in ("ASGD", "Rprop", "Adam")},
+    **{name: (getattr(of_bitsandbytes, name), {}) for name in ("AdamW", "Lion8bit", "RMSprop8bit", "Adagrad8bit")},
+    **{name: (getattr(of_bitsandbytes, name), {}) for name in ("Lion", "PagedAdamW", "PagedLion8bit", "Adam8bit")},
+    "sgd 8 bits": (of_bitsandbytes.SGD8bit, {"momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("released", [False, True], ids=["plain", "released"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [pytest.param(*case, id=name) for name, case in CASES.items()]
+    + [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in MORE.items()],
+)
+def test_weights_and_state_are_those_of_float32(kind: Any, options: Any, released: bool, small_slices: None) -> None:
+    parameters, masters = weights(), weights(torch.float32)
+    rounded = sixteen_bit_optimizer(kind, "kahan")
+    optimizer = (gradient_release(rounded) if released else rounded)(groups(parameters), lr=1e-3, **options)
+    plain = kind(groups(masters), lr=1e-3, **options)
+    train(optimizer, parameters)
+    train(plain, masters)
+    for parameter, master in zip(parameters, masters, strict=True):
+        assert torch.equal(float_weight(optimizer, parameter), master.detach())
+        assert_same_state(optimizer, parameter, plain, master)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, of_bitsandbytes.AdamW8bit])
+def test_stochastic_rounding_takes_one_of_the_two_neighbours(kind: Any, small_slices: None) -> None:
+    parameters, masters = weights(), weights(torch.float32)
+    optimizer, plain = sixteen_bit_optimizer(kind)(groups(parameters), lr=1e-3), kind(groups(masters), lr=1e-3)
+    train(optimizer, parameters, 1)
+    train(plain, masters, 1)
+    ups, expected = 0, 0.0
+    for parameter, master in zip(parameters[:-1], masters[:-1], strict=True):
+        assert_same_state(optimizer, parameter, plain, master)
+        towards_zero = ((master.detach().view(torch.int32) >> 16) << 16).view(torch.float32)
+        away = (((master.detach().view(torch.int32) >> 16) + 1) << 16).view(torch.float32)
+        up = parameter.detach().float() == away
+        assert torch.equal(parameter.detach().float(), torch.where(up, away, towards_zero))
+        ups += int(up.sum())
+        expected += (master.detach().view(torch.int32) % 2**16).double().sum().item() / 2**16
+    assert ups == pytest.approx(expected, abs=5 * (15_106 / 4) ** 0.5)  # five standard deviations at most
+    assert torch.equal(parameters[-1], masters[-1])  # float32
+
+
+def fifty_updates(kind: Any, **options: Any) -> torch.Tensor:
+    weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    optimizer = kind([weight], lr=1e-4, **options)
+    for _ in range(50):
+        weight.grad = torch.full_like(weight, -1.0)
+        optimizer.step()
+    return weight.detach().float()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(torch.optim.SGD, {}), (of_bitsandbytes.AdamW8bit, {"weight_decay": 0.0})],
+    ids=["sgd", "adamw 8 bits"],
+)
+def test_fifty_small_updates_of_one(kind: Any, options: dict[str, Any]) -> None:
+    assert fifty_updates(kind, **options).unique().tolist() == [1.0]  # the plain class rounds each of them away
+    stochastic = fifty_updates(sixteen_bit_optimizer(kind), **options)
+    assert stochastic.mean().item() == pytest.approx(1.005, abs=5 * 0.0063 / 4096**0.5)  # five standard errors
+    kahan = fifty_updates(sixteen_bit_optimizer(kind, "kahan"), **options)
+    assert kahan.unique().tolist() == [1.0078125]  # the nearest to 1.005
+
+
+def test_a_parameter_that_is_not_contiguous(small_slices: None) -> None:
+    found = []
+    for is_transposed in (False, True):
+        value = weights()[0].detach()
+        weight = nn.Parameter(value.t().contiguous().t() if is_transposed else value.clone())
+        optimizer = sixteen_bit_optimizer(torch.optim.AdamW)([weight], lr=1e-3)
+        for seed in range(2):
+            weight.grad = gradients(seed)[0]
+            optimizer.step()
+        found.append(weight)
+    assert torch.equal(*found)
+
+
+# ---- rounding
+
+
+def rounded(value: float | torch.Tensor, count: int = 1, seed: int = 0) -> torch.Tensor:
+    updated = torch.full((count,), value) if isinstance(value, float) else value.clone()
+    weight = torch.empty(updated.shape, dtype=torch.bfloat16)
+    round_weights(updated, weight, None, torch.Generator().manual_seed(seed))
+    return weight
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False), st.integers(0, 2**31))
+def test_the_expectation_is_the_float32_weight(value: float, seed: int) -> None:
+    count = 4096
+    found = rounded(value, count, seed).double()
+    step = (found.max() - found.min()).item()
+    assert found.min() <= value <= found.max() or step == 0.0
+    distance = 2.0 ** math.floor(math.log2(abs(value)) - 7) if value else 0.0  # between neighbours
+    assert step <= distance * 2
+    assert abs(found.mean().item() - value) <= 6 * distance / 2 / count**0.5
+
+
+def test_what_is_no_number_stays_none() -> None:
+    bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1, 0x7F800000, -0x800000], dtype=torch.int32)
+    values = bits.view(torch.float32)  # NaN of a GPU, of a CPU, with the smallest payload, negative; infinities
+    for lost in (None, torch.zeros(6, dtype=torch.int16)):
+        for seed in range(20):
+            weight = torch.empty(6, dtype=torch.bfloat16)
+            round_weights(values.clone(), weight, lost, torch.Generator().manual_seed(seed))
+            assert weight.isnan().tolist() == [True] * 4 + [False] * 2
+            assert weight[4:].tolist() == [math.inf, -math.inf]
+
+
+def test_bfloat16_numbers_are_left_alone() -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = every[~every.isnan()]
+    assert torch.equal(rounded(every.float()).view(torch.int16), every.view(torch.int16))
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50))
+def test_with_what_was_cut_off_nothing_is_lost(bits: list[int]) -> None:
+    values = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    values = values[values.isfinite()]
+    weight, lost = torch.empty(values.shape, dtype=torch.bfloat16), torch.zeros(values.shape, dtype=torch.int16)
+    round_weights(values.clone(), weight, lost, torch.Generator())
+    assert torch.equal(widened(weight, lost).view(torch.int32), values.view(torch.int32))
+    nearest = values.bfloat16()  # halves to even, ours away from zero
+    assert ((weight.float() - values).abs() <= (nearest.float() - values).abs())[nearest.isfinite()].all()
+
+
+def test_random_numbers_are_its_own_and_the_same_in_each_process() -> None:
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        parameters = weights()
+        optimizer = sixteen_bit_optimizer(torch.optim.SGD)(parameters, lr=1e-3)
+        before = torch.get_rng_state()
+        train(optimizer, parameters)
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append(parameters)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+# ---- the stock Trainer
+
+
+def model(seed: int = 0) -> nn.Module:
+    return tiny.bert(seed, vocab_size=200, hidden_dropout_prob=0.1).bfloat16()
+
+
+def trained(folder: Any, way: Callable[..., Any] | None, resume: str | None = None, **given: Any) -> Trainer:
+    callbacks = given.pop("callbacks", [EmbeddingBitsCallback()])
+    GlobalOptimManager.get_instance().initialize()
+    settings = {"optim": "paged_adamw_8bit", "learning_rate": 1e-3, "per_device_train_batch_size": 4, "max_steps": 4}
+    args = tiny.arguments(folder, **{**settings, **given})
+    built = model()
+    chosen = {} if way is None else {"optimizer_cls_and_kwargs": way(args, built)}
+    trainer = attach(Trainer(model=built, args=args, train_dataset=tiny.rows(16), callbacks=callbacks, **chosen))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def inner(trainer: Trainer) -> Any:
+    return trainer.optimizer.optimizer
+
+
+@pytest.mark.parametrize(
+    ("way", "optim"),
+    [
+        (rounded_optimizer, "paged_adamw_8bit"),
+        (lambda args, model: released_optimizer(args, model, rounding="kahan"), "adamw_torch_fused"),
+    ],
+    ids=["stochastic, paged 8 bits", "kahan, released"],
+)
+def test_a_resumed_run_equals_the_straight_one(tmp_path: Path, way: Any, optim: str) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "optim": optim}
+    saving |= {"callbacks": []} if optim == "adamw_torch_fused" else {}
+    straight = trained(tmp_path, way, **saving)
+    resumed = trained(tmp_path, way, str(tmp_path / "checkpoint-2"), **saving)
+    assert tiny.largest_difference(straight.model, resumed.model) == 0.0
+    states = [inner(trainer).state_dict() for trainer in (straight, resumed)]
+    assert states[0]["rounding_updates"] == states[1]["rounding_updates"] > 0
+    for one, other in zip(inner(straight).state.values(), inner(resumed).state.values(), strict=True):
+        for key, value in one.items():
+            assert torch.equal(value, other[key]) if torch.is_tensor(value) else value == other[key]
+
+
+def test_released_gradients_and_embeddings_in_32_bits_change_nothing(tmp_path: Path) -> None:
+    kept = trained(tmp_path, lambda args, model: rounded_optimizer(args, model, "kahan"))
+    released = trained(tmp_path, lambda args, model: released_optimizer(args, model, rounding="kahan"))
+    assert techniques_in_use(released) == ("32-bit embeddings", "gradient release", "16-bit weights")
+    assert techniques_in_use(kept) == ("32-bit embeddings", "16-bit weights")
+    assert tiny.largest_difference(kept.model, released.model) == 0.0
+    embedding = released.model.get_input_embeddings().weight
+    assert inner(released).state[embedding]["state1"].dtype == torch.float32
+    assert all(parameter.grad is None for parameter in released.model.parameters())
+
+
+def test_dequantised_states_keep_what_rounding_cut_off(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, lambda args, model: rounded_optimizer(args, model, "kahan"), callbacks=[])
+    embedding = trainer.model.get_input_embeddings().weight
+    inner(trainer).state[embedding]["compensation"].fill_(7)
+    attach(trainer, EmbeddingBitsCallback())
+    trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+    state = inner(trainer).state[embedding]
+    assert state["state1"].dtype == torch.float32
+    assert state["compensation"].unique().tolist() == [7]
+
+
+def test_under_autocast_the_weights_stay_in_16_bits(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, rounded_optimizer, bf16=True, callbacks=[precision := PrecisionCallback()], max_steps=1)
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.bfloat16}
+    assert precision.changes == []
+    trained(tmp_path, None, bf16=True, callbacks=[precision := PrecisionCallback()], max_steps=1)
+    assert [change.name for change in precision.changes] == ["master_weights"]
+
+
+def test_checkpoints_go_both_ways() -> None:
+    kinds = (
+        torch.optim.AdamW,
+        sixteen_bit_optimizer(torch.optim.AdamW),
+        sixteen_bit_optimizer(torch.optim.AdamW, "kahan"),
+    )
+    for start in kinds:
+        parameters = weights()
+        saved = start(groups(parameters), lr=1e-3)
+        train(saved, parameters, 2)
+        for go_on in kinds:
+            copied = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+            optimizer = go_on(groups(copied), lr=1e-3)
+            optimizer.load_state_dict(pickle.loads(pickle.dumps(saved.state_dict())))
+            if go_on is not torch.optim.AdamW and start is not torch.optim.AdamW:
+                assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+            train(optimizer, copied, 1, start=2)
+            assert optimizer.state[copied[0]]["step"] == 3
+            if go_on is start:
+                again = copy.deepcopy(parameters)
+                repeated = start(groups(again), lr=1e-3)
+                repeated.load_state_dict(copy.deepcopy(saved.state_dict()))
+                train(repeated, again, 1, start=2)
+                assert all(torch.equal(one, other) for one, other in zip(again, copied, strict=True))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+def test_a_copy_goes_on_as_the_original(copied: Callable[[Any], Any]) -> None:
+    parameters = weights()
+    optimizer = sixteen_bit_optimizer(torch.optim.AdamW)(parameters, lr=1e-3)
+    train(optimizer, parameters, 1)
+    twins, twin = copied((parameters, optimizer))
+    assert type(twin) is type(optimizer)
+    train(optimizer, parameters, 1, start=1)
+    train(twin, twins, 1, start=1)
+    assert all(torch.equal(one, other) for one, other in zip(parameters, twins, strict=True))
+
+
+@pytest.mark.slow  # two processes
+def test_two_processes_keep_equal_weights(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, sys, torch, transformers, tiny\n"
+        "from pathlib import Path\n"
+        "from hf_memopt import attach, rounded_optimizer\n"
+        "rank = int(os.environ['RANK'])\n"
+        "args = tiny.arguments(sys.argv[1], ddp_backend='gloo', learning_rate=1e-3, per_device_train_batch_size=2,\n"
+        "    ddp_broadcast_buffers=False, ddp_find_unused_parameters=False, optim='adamw_torch')\n"
+        "model = tiny.bert().bfloat16()\n"
+        "trainer = attach(transformers.Trainer(model=model, args=args, train_dataset=tiny.rows(16),\n"
+        "    optimizer_cls_and_kwargs=rounded_optimizer(args, model)))\n"
+        "trainer.train()\n"
+        "sums = [p.detach().view(torch.int16).long().mul(torch.arange(p.numel()).view(p.shape) + 1).sum().item()\n"
+        "    for p in model.parameters()]\n"
+        "Path(sys.argv[1], f'rank{rank}.json').write_text(json.dumps(sums))\n"
+    )
+    one, other = run_pair(tmp_path, str(program), str(tmp_path))
+    assert one == other
+
+
+# ---- refused
+
+
+FIX = "Call sixteen_bit_optimizer(torch.optim.AdamW)."
+NOT_KNOWN = (
+    "has a step that is not known to work element by element; expected the step of Adam, AdamW, SGD, RMSprop or "
+    f"Adagrad in torch.optim, or of these or Lion in bitsandbytes. {FIX}"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (Adafactor, NOT_KNOWN),
+        (torch.optim.Adafactor, NOT_KNOWN),
+        (torch.optim.SparseAdam, NOT_KNOWN),
+        (of_bitsandbytes.AdEMAMix8bit, NOT_KNOWN),
+        (
+            sixteen_bit_optimizer(torch.optim.SGD),
+            f"is for 16-bit weights already; expected a plain class. {FIX}",
+        ),
+        (
+            gradient_release(torch.optim.SGD),
+            "releases gradients already; expected a plain class, which gradient_release takes afterwards. Call "
+            "gradient_release(sixteen_bit_optimizer(torch.optim.AdamW)).",
+        ),
+    ],
+)
+def test_classes_that_are_refused(kind: Any, problem: str) -> None:
+    with pytest.raises(ValueError) as error:
+        sixteen_bit_optimizer(kind)
+    assert str(error.value) == f"optimizer_class={kind.__module__}.{kind.__qualname__} {problem}"
+
+
+def test_other_arguments_that_are_refused() -> None:
+    with pytest.raises(TypeError) as error:
+        sixteen_bit_optimizer("adamw")  # type: ignore[arg-type]
+    assert str(error.value) == (
+        f"optimizer_class='adamw' is not a class of optimizers; expected a subclass of torch.optim.Optimizer. {FIX}"
+    )
+    with pytest.raises(ValueError) as error:
+        sixteen_bit_optimizer(torch.optim.SGD, "nearest")  # type: ignore[arg-type]
+    assert str(error.value) == (
+        "rounding='nearest' is unknown; expected 'stochastic' or 'kahan'. Pass rounding='stochastic'"
+    )
+    with pytest.raises(ValueError) as error:
+        sixteen_bit_optimizer(of_bitsandbytes.LAMB8bit)(weights(), lr=1e-3)
+    assert str(error.value) == (
+        "max_unorm=1.0 needs the norm of a whole update; expected 0.0, as of AdamW. "
+        "Call sixteen_bit_optimizer(bitsandbytes.optim.AdamW)."
+    )
+
+
+def test_weights_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = sixteen_bit_optimizer(torch.optim.SGD)(weights(), lr=1e-3)
+    with pytest.raises(ValueError) as error:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 3).half())]})
+    assert str(error.value) == (
+        "dtype=torch.float16 of a parameter of shape (2, 3) cannot be trained: float16 gradients need a scaler, which "
+        "needs float32 weights; expected bfloat16 or float32. Load the model with dtype=torch.bfloat16."
+    )
+    emulated = Precision("fp16", "Tesla T4 (compute capability 7.5) only emulates bfloat16")
+    monkeypatch.setattr(sixteen_bit_weights, "choose_precision", lambda: emulated)
+    on_gpu: Any = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"), shape=(2, 3))
+    with pytest.raises(ValueError) as error:
+        sixteen_bit_weights._check_parameter(on_gpu)
+    assert str(error.value) == (
+        "dtype=torch.bfloat16 of a parameter of shape (2, 3) is emulated here: Tesla T4 (compute capability 7.5) only "
+        "emulates bfloat16; expected float32 weights on this GPU. Load the model with dtype=torch.float32."
+    )
+
+
+def test_settings_are_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        rounded_optimizer(tiny.arguments(tmp_path, optim="lomo"), tiny.bert())
+    assert str(error.value) == str(refusal_of("16-bit weights", "layer-wise optimizer"))
+
+
+def test_the_class() -> None:
+    kind = sixteen_bit_optimizer(torch.optim.AdamW)
+    assert kind is sixteen_bit_optimizer(torch.optim.AdamW, "stochastic")
+    assert kind is not sixteen_bit_optimizer(torch.optim.AdamW, "kahan")
+    assert issubclass(kind, torch.optim.AdamW)
+    assert (kind.__name__, kind.technique, kind.rounding) == ("SixteenBitAdamW", "16-bit weights", "stochastic")
+
+
+def test_the_mark_of_managed_memory_goes_with_a_slice() -> None:
+    """Bitsandbytes takes a state on the host for one on the GPU only by this mark (0.50.0 and 0.50.2)."""
+    from hf_memopt.techniques.optimizers.weight_slices import part_of
+
+    state: Any = torch.zeros(1000, dtype=torch.uint8)
+    assert not hasattr(part_of("state1", state, state, slice(256, 512)), "is_paged")
+    state.is_paged = True
+    part = part_of("state1", state, state, slice(256, 512))
+    assert part.is_paged
+    assert part.data_ptr() == state.data_ptr() + 256
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda:0"))
+    assert bitsandbytes.functional.is_on_gpu([on_gpu, part])
