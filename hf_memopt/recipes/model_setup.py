@@ -51,9 +51,9 @@ def prepared_model(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, tuple[C
         own = Change("lora", recipe.lora, "the model's own", f"{type(model).__name__} has adapters already")
         return model, () if recipe.lora is None else (own,)
     _check_quantisation(recipe, model)
-    if recipe.trains_16_bits and (own := own_dtype(model, None)) != recipe.weights_dtype:
+    if recipe.trains_16_bits and (dtype := own_dtype(model, None)) != recipe.weights_dtype:
         raise ValueError(
-            f"model=<{type(model).__name__}> has {own} weights, and weights_dtype={recipe.weights_dtype!r}; expected "
+            f"model=<{type(model).__name__}> has {dtype} weights, and weights_dtype={recipe.weights_dtype!r}; expected "
             f"weights of that dtype. Load with **recipe.model_kwargs(), or call: model.to(torch.{recipe.weights_dtype})"
         )
     if recipe.lora is None:

@@ -239,8 +239,7 @@ class Recipe:
     def step_settings(self) -> StepSettings:
         """Return what of the recipe changes the bytes of a step, for ``estimate``; freezing by the same function."""
         accumulated = max(self.effective_batch_size // self.per_device_train_batch_size, 1)
-        losses = {name: True for name in ("fused_cross_entropy", "sparse_tied_embedding") if getattr(self, name)}
-        settings = StepSettings(
+        return StepSettings(
             precision=self._step_precision(),
             weights_dtype=self.weights_dtype,
             load_in=self.load_in,
@@ -249,6 +248,8 @@ class Recipe:
             optim=self.optim,
             embedding_bits=self.embedding_bits,
             rounding=self.rounding,
+            fused_cross_entropy=self.fused_cross_entropy,
+            sparse_tied_embedding=self.sparse_tied_embedding,
             gradient_release=self.gradient_release,
             max_grad_norm=0.0 if self.gradient_release else 1.0,
             gradient_accumulation_steps=1 if self.gradient_release else accumulated,
@@ -259,7 +260,6 @@ class Recipe:
             eval_accumulation_steps=self.eval_accumulation_steps,
             freeze=self.freeze,
         )
-        return settings.replace(**losses)
 
     def _step_precision(self) -> str:
         if self.precision != "auto":
