@@ -24,9 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["fitting_recipe"]
 
 LORA_RANK = 16
-OF_ADAPTERS = {
+_OF_ALL = ("sparse_tied_embedding",)  # of no use where adapters leave the embeddings frozen
+OF_FIELDS = {
     "optim": "the state of adapters is small",
     "weights_dtype": "16 bits are what the weights were published in, and adapters leave them as they are",
+    "autocast_cache": "under checkpointing it would hold a copy of every weight",
+    "fused_cross_entropy": "the logits would be the largest activation",
+    "sparse_tied_embedding": "two matrices of the vocabulary's size less in the backward pass",
+    "per_device_eval_batch_size": "evaluation has logits, of as many examples as in training at most",
 }
 LEAST_ROWS = 4
 """Examples of a pass below which checkpointing is chosen: more of them at once use a GPU better than it costs."""
@@ -45,27 +50,47 @@ def fitting_recipe(preset: Recipe, model: Any, *, seq_len: int | None, gpu: Gpu)
         ValueError: nothing fits; as ``estimate`` does.
     """
     search = _Search(preset, *_source(model), seq_len, gpu)
-    reasons: dict[str, str] = {}
-    least = ""
+    as_it_is = search.estimated(preset)
+    if search.fits(preset):
+        return preset.replace(purpose=_purpose("the preset as it is, with", as_it_is, gpu), reasons=preset.reasons)
+    reasons, least = dict(OF_FIELDS), ""
+    head = _of_head(search)
     for method, changes in _methods(preset, model, gpu):
-        chosen = preset.replace(**changes)
+        of_method = {name: value for name, value in head.items() if "lora" not in changes or name not in _OF_ALL}
+        chosen = preset.replace(**of_method, **changes)
         if least:
             reasons["load_in" if chosen.load_in else "lora"] = f"{least} even with one example at a time"
-            reasons |= {name: why for name, why in OF_ADAPTERS.items() if name in changes}
         smallest = search.estimated(_cut(chosen, 1, checkpointing=True))
-        if smallest.fits:
+        if search.fits(_cut(chosen, 1, checkpointing=True)):
             found, best = search.largest(chosen, reasons)
-            needs = f"{format_bytes(best.total_bytes)} of {format_bytes(gpu.usable_bytes)}"
-            length = "" if best.seq_len is None else f" at {best.seq_len} tokens"
-            purpose = f"{method} of {best.model}{length} on {gpu.name}: {needs}, computed and not measured"
             kept = {name: why for name, why in preset.reasons.items() if getattr(found, name) == getattr(preset, name)}
-            return found.replace(purpose=purpose, reasons={**kept, **reasons})
+            new = {name: why for name, why in reasons.items() if getattr(found, name) != getattr(preset, name)}
+            return found.replace(purpose=_purpose(f"{method} of", best, gpu), reasons={**kept, **new})
         least = f"{method} needs {format_bytes(smallest.total_bytes)} of {format_bytes(gpu.usable_bytes)}"
     raise ValueError(
         f"model=<{smallest.model}> does not fit {gpu.name} at seq_len={smallest.seq_len}: {least} even with one "
         "example at a time; expected a smaller model, shorter texts or a larger GPU. "
         f"See what would fit: hf-memopt estimate {smallest.model} --compare"
     )
+
+
+def _purpose(method: str, best: Estimate, gpu: Gpu) -> str:
+    length = "" if best.seq_len is None else f" at {best.seq_len} tokens"
+    needs = f"{format_bytes(best.total_bytes)} of {format_bytes(gpu.usable_bytes)}"
+    return f"{method} {best.model}{length} on {gpu.name}: {needs}, computed and not measured"
+
+
+def _of_head(search: _Search) -> dict[str, Any]:
+    """Return what a language model is trained with: no logits in training, few in evaluation, rows of a tied weight."""
+    from hf_memopt.binding.model_tasks import task_of
+    from hf_memopt.binding.tied_embedding import tied_embeddings
+    from hf_memopt.memory.models.loading import load_model
+
+    model = load_model(search.source, task=search.task).model
+    if task_of(model) not in ("causal-lm", "masked-lm", "seq2seq", "speech-seq2seq"):
+        return {}
+    tied = {"sparse_tied_embedding": True} if tied_embeddings(model) else {}
+    return {"fused_cross_entropy": True, "per_device_eval_batch_size": 1, **tied}
 
 
 def _source(model: Any) -> tuple[Any, str | None]:
@@ -134,6 +159,13 @@ class _Search:
             )
         return self.found[recipe]
 
+    def fits(self, recipe: Recipe) -> bool:
+        """Return whether a step fits with the reserve that hints keep, a fiftieth of the GPU."""
+        from hf_memopt.memory.hints import TIGHT_SHARE
+
+        usable_bytes = self.gpu.usable_bytes
+        return self.estimated(recipe).total_bytes <= usable_bytes - usable_bytes // TIGHT_SHARE
+
     def largest(self, chosen: Recipe, reasons: dict[str, str]) -> tuple[Recipe, Estimate]:
         """Return the recipe with the largest batch that fits, without checkpointing if ``LEAST_ROWS`` do, and why.
 
@@ -144,15 +176,13 @@ class _Search:
         for checkpointing in (True,) if chosen.checkpointing else (False, True):
             sizes = every_size if checkpointing else [rows for rows in every_size if rows >= min(LEAST_ROWS, most)]
             cuts = [_cut(chosen, rows, checkpointing=checkpointing) for rows in sizes]
-            fitting = bisect_left(cuts, True, key=lambda cut: self.estimated(cut).fits is False)
+            fitting = bisect_left(cuts, True, key=lambda cut: not self.fits(cut))
             if fitting < len(cuts):
                 needed = format_bytes(self.estimated(cuts[fitting]).total_bytes)
                 why = f"{sizes[fitting]} examples at a time need {needed}"
             if fitting > 0:
                 break
             reasons["checkpointing"] = f"without it, {why}"
-            reasons["autocast_cache"] = "under checkpointing it would hold a copy of every weight"
         if fitting < len(cuts):
             reasons["per_device_train_batch_size"] = why
-            reasons["per_device_eval_batch_size"] = "as many examples as in training at most"
         return cuts[fitting - 1], self.estimated(cuts[fitting - 1])
