@@ -1,7 +1,8 @@
 """The presets: a literal ``Recipe`` for every common size of GPU, and the functions that return them.
 
-They are sized for a model of about 340 million parameters (BERT-large) on texts of about 128 tokens. None of their
-memory figures has been measured on a GPU yet; each purpose line says so.
+They are set-ups for encoders: each purpose line says what it holds at which length, by the estimate
+(``tests/recipes/test_presets.py``). None of their memory figures has been measured on a GPU yet. For any other model
+``recipe(name, model=...)`` changes a preset until an estimate says that it fits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,20 @@ if TYPE_CHECKING:
 
 __all__ = ["PRESETS", "preset", "recipe"]
 
-NOT_MEASURED = "for BERT-large and about 128 tokens; memory not yet measured on a GPU"
+BERT_LARGE_TOKENS = {
+    **{"4gb-gpu": 512, "6gb-gpu": 256, "8gb-gpu": 128, "12gb-gpu": 256, "16gb-gpu": 256, "24gb-gpu": 256},
+    **{"40gb-gpu": 512, "80gb-gpu": 512},
+}
+"""Tokens of the longest rows of BERT-large that a preset holds; of models of RoBERTa-base's size it holds 512."""
+
+
+def _purpose(name: str, gpus: str) -> str:
+    tokens = BERT_LARGE_TOKENS[name]
+    return (
+        f"{gpus} ... (encoders: RoBERTa-base at 512 tokens, BERT-large at {tokens}; computed, memory not yet measured "
+        "on a GPU)"
+    )
+
 
 EIGHT_BIT = "about a quarter of AdamW's state: 2 bytes per parameter instead of 8, embeddings apart"
 PAGED = EIGHT_BIT + "; paged: what does not fit moves to the host instead of running out of memory"
@@ -33,7 +47,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
     {
         "4gb-gpu": Recipe(
             name="4gb-gpu",
-            purpose=f"GTX 1650, RTX 3050 Laptop ... ({NOT_MEASURED})",
+            purpose=_purpose("4gb-gpu", "GTX 1650, RTX 3050 Laptop"),
             per_device_train_batch_size=8,
             per_device_eval_batch_size=8,
             optim="paged_adamw_8bit",
@@ -51,7 +65,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "6gb-gpu": Recipe(
             name="6gb-gpu",
-            purpose=f"GTX 1660, RTX 2060, RTX 3050 6GB ... ({NOT_MEASURED})",
+            purpose=_purpose("6gb-gpu", "GTX 1660, RTX 2060, RTX 3050 6GB"),
             per_device_train_batch_size=8,
             per_device_eval_batch_size=16,
             optim="paged_adamw_8bit",
@@ -64,7 +78,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "8gb-gpu": Recipe(
             name="8gb-gpu",
-            purpose=f"RTX 3060 Ti, RTX 4060, P4 ... ({NOT_MEASURED})",
+            purpose=_purpose("8gb-gpu", "RTX 3060 Ti, RTX 4060, P4"),
             per_device_train_batch_size=16,
             per_device_eval_batch_size=16,
             optim="adamw_8bit",
@@ -77,7 +91,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "12gb-gpu": Recipe(
             name="12gb-gpu",
-            purpose=f"RTX 3060 12GB, RTX 4070, TITAN Xp ... ({NOT_MEASURED})",
+            purpose=_purpose("12gb-gpu", "RTX 3060 12GB, RTX 4070, TITAN Xp"),
             optim="adamw_8bit",
             eval_accumulation_steps=16,
             reasons={
@@ -88,7 +102,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "16gb-gpu": Recipe(
             name="16gb-gpu",
-            purpose=f"T4, P100, V100 16GB, RTX 4080 ... ({NOT_MEASURED})",
+            purpose=_purpose("16gb-gpu", "T4, P100, V100 16GB, RTX 4080"),
             eval_accumulation_steps=16,
             reasons={
                 "per_device_train_batch_size": FITS_WHOLE,
@@ -98,7 +112,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "24gb-gpu": Recipe(
             name="24gb-gpu",
-            purpose=f"RTX 3090, RTX 4090, A10, L4 ... ({NOT_MEASURED})",
+            purpose=_purpose("24gb-gpu", "RTX 3090, RTX 4090, A10, L4"),
             per_device_eval_batch_size=64,
             eval_accumulation_steps=32,
             reasons={
@@ -109,7 +123,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "40gb-gpu": Recipe(
             name="40gb-gpu",
-            purpose=f"A100 40GB, L40S ... ({NOT_MEASURED})",
+            purpose=_purpose("40gb-gpu", "A100 40GB, L40S"),
             per_device_eval_batch_size=128,
             dataloader_num_workers=2,
             reasons={
@@ -120,7 +134,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "80gb-gpu": Recipe(
             name="80gb-gpu",
-            purpose=f"A100 80GB, H100 ... ({NOT_MEASURED})",
+            purpose=_purpose("80gb-gpu", "A100 80GB, H100"),
             per_device_eval_batch_size=256,
             dataloader_num_workers=4,
             reasons={

@@ -123,7 +123,8 @@ def test_what_a_recipe_trained_is_reloaded_and_merged(name: str, folder: Path, t
     assert (logits(merged) - expected).abs().max() <= {"nf4": 0.3, "int8": 0.1}.get(chosen.load_in, 0.02) * scale
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_best_checkpoint_is_loaded_at_the_end(name: str, folder: Path, tmp_path: Path) -> None:
     arguments = {
         "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "max_steps": 6, "learning_rate": 0.1,
@@ -228,6 +229,7 @@ def test_labels_of_sound_are_padded_and_lose_the_token_that_the_model_adds() -> 
     assert pickle.loads(pickle.dumps(collator)) == collator
 
 
+@pytest.mark.slow
 def test_a_model_that_is_built_later_gets_adapters(folder: Path, tmp_path: Path) -> None:
     chosen = RECIPES["LoRA"]
     trainer = chosen.trainer(

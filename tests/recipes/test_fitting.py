@@ -38,7 +38,7 @@ def fitting(memory: str, model: Any = None, seq_len: int = 64) -> Recipe:
 
 LADDER = [  # memory of torch's allocator, and what is chosen for it
     pytest.param("500MiB", {}, marks=pytest.mark.slow),
-    ("210MiB", {"per_device_train_batch_size", "fused_cross_entropy"}),
+    pytest.param("210MiB", {"per_device_train_batch_size", "fused_cross_entropy"}, marks=pytest.mark.slow),
     pytest.param("150MiB", {"checkpointing", "per_device_train_batch_size"}, marks=pytest.mark.slow),
     ("110MiB", {"lora", "weights_dtype"}),
     pytest.param("60MiB", {"lora", "load_in", "checkpointing"}, marks=pytest.mark.slow),
@@ -68,6 +68,7 @@ def test_the_least_change_that_fits_is_chosen_with_its_reason(memory: str, chang
     assert Recipe.from_json(found.to_json()) == found
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_refused() -> None:
     with pytest.raises(ValueError) as error:
         fitting("20MiB")
