@@ -111,7 +111,8 @@ def presets(
 
     if name is None and model is not None:
         raise ValueError(
-            f"model={model!r} has no preset to begin with; expected both. Call: hf-memopt presets 8gb-gpu --model {model}"
+            f"model={model!r} has no preset to begin with; expected both. "
+            f"Call: hf-memopt presets 8gb-gpu --model {model}"
         )
     if name is None:
         if json_output:
