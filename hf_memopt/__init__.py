@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hf_memopt.batching.views.bucketed_view import bucketed
     from hf_memopt.batching.views.sorted_view import sorted_by_length
     from hf_memopt.binding.attach import attach
+    from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
     from hf_memopt.binding.quantized_weights import prepare_quantized
     from hf_memopt.changes import Change
     from hf_memopt.devices.gpus import GPUS, Gpu, custom_gpu, find_gpu
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from hf_memopt.techniques.expandable_segments import use_expandable_segments
     from hf_memopt.techniques.freezing.freezing import FreezeCallback, freeze
     from hf_memopt.techniques.freezing.unfreezing import GradualUnfreezeCallback
+    from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback
     from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
     from hf_memopt.techniques.nonfinite.overflow import OverflowCallback
     from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback, override_embedding_bits
@@ -57,6 +59,7 @@ _MODULES = {
     "hf_memopt.batching.plan.samplers": ("LengthBucketedBatchSampler", "LengthBucketedSampler"),
     "hf_memopt.batching.views.bucketed_view": ("bucketed",),
     "hf_memopt.binding.attach": ("attach",),
+    "hf_memopt.binding.fused_loss.fuse": ("fuse_cross_entropy",),
     "hf_memopt.binding.quantized_weights": ("prepare_quantized",),
     "hf_memopt.changes": ("Change",),
     "hf_memopt.errors": ("BudgetError", "MissingExtraError"),
@@ -74,6 +77,7 @@ _MODULES = {
     "hf_memopt.techniques.optimizers.embedding_bits": ("EmbeddingBitsCallback", "override_embedding_bits"),
     "hf_memopt.techniques.evaluation.guard": ("EvaluationGuardCallback",),
     "hf_memopt.techniques.freezing.freezing": ("FreezeCallback", "freeze"),
+    "hf_memopt.techniques.fused_cross_entropy": ("FusedCrossEntropyCallback",),
     "hf_memopt.techniques.optimizers.gradient_release": ("gradient_release",),
     "hf_memopt.techniques.microbatching.microbatch": ("MicrobatchCallback",),
     "hf_memopt.techniques.nonfinite.overflow": ("OverflowCallback",),
@@ -97,6 +101,7 @@ __all__ = [
     "Estimate",
     "EvaluationGuardCallback",
     "FreezeCallback",
+    "FusedCrossEntropyCallback",
     "Gpu",
     "GradualUnfreezeCallback",
     "LeanCheckpointCallback",
@@ -124,6 +129,7 @@ __all__ = [
     "exact_loss",
     "find_gpu",
     "freeze",
+    "fuse_cross_entropy",
     "gradient_release",
     "override_embedding_bits",
     "padding_report",

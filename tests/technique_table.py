@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from bitsandbytes.optim import AdamW
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback
 
@@ -19,6 +20,7 @@ from hf_memopt import (
     EmbeddingBitsCallback,
     EvaluationGuardCallback,
     FreezeCallback,
+    FusedCrossEntropyCallback,
     GradualUnfreezeCallback,
     MemoryReportCallback,
     MicrobatchCallback,
@@ -45,7 +47,7 @@ class Technique(NamedTuple):
     reference: Callable[[], TrainerCallback] | None = None
     settings: Mapping[str, Any] = MappingProxyType({})
     tolerance: float = 0.0  # largest difference of a weight after the run
-    model: Callable[..., torch.nn.Module] = tiny.bert  # a classifier, or a subclass that the technique needs
+    model: Callable[[], torch.nn.Module] | None = None  # where another than ``classifier`` is needed
 
 
 class FrozenByHand(TrainerCallback):
@@ -68,7 +70,7 @@ TABLE = {
     "gradual unfreezing": Technique(lambda: GradualUnfreezeCallback({2: "layers:1"}), UnfrozenByHand),
     "32-bit embeddings": Technique(EmbeddingBitsCallback, settings=EIGHT_BIT),
     "gradient release": Technique(),
-    "sparse tied embedding": Technique(TiedEmbeddingCallback, model=tiny.tied_bert),
+    "sparse tied embedding": Technique(TiedEmbeddingCallback, model=lambda: tiny.tied_bert(vocab_size=200)),
     "16-bit weights": Technique(),  # the reference is MastersByHand
     "checkpointing policy": Technique(lambda: CheckpointingCallback("selective")),
     # sums in another order: one rounding of float32 per micro-batch
@@ -78,17 +80,46 @@ TABLE = {
     "evaluation guard": Technique(lambda: EvaluationGuardCallback(reduce="argmax")),
     "memory report": Technique(MemoryReportCallback),
     "sharded checkpoints": Technique(ShardedCheckpointCallback),
+    # the softmax's gradient by other instructions: one rounding of float32 per step
+    "fused cross-entropy": Technique(FusedCrossEntropyCallback, tolerance=1e-7),
 }
 assert tuple(TABLE) == TECHNIQUES
 
 
 GROUPS = {
     "with micro-batches": set(TECHNIQUES) - {"gradient release", "32-bit embeddings", "16-bit weights"},
-    "with 8-bit state": set(TECHNIQUES) - {"gradient release", "micro-batching"},
-    "with released gradients": set(TECHNIQUES) - {"micro-batching", "non-finite detection"},
+    "with 8-bit state": set(TECHNIQUES) - {"gradient release", "micro-batching", "fused cross-entropy"},
+    "with released gradients": set(TECHNIQUES) - {"micro-batching", "non-finite detection", "fused cross-entropy"},
+    "with released gradients and fused loss": set(TECHNIQUES)
+    - {"micro-batching", "non-finite detection", "32-bit embeddings", "16-bit weights"},
     "with micro-batches and 8-bit state": {"micro-batching", "32-bit embeddings", "16-bit weights"},
+    "with fused loss and 8-bit state": {"fused cross-entropy", "32-bit embeddings"},
+    "with fused loss and 16-bit weights": {"fused cross-entropy", "16-bit weights"},
 }
 """Sets in which every pair that is not refused stands."""
+
+
+def tolerance(names: Iterable[str]) -> float:
+    """Return the largest difference of a weight after a run with these techniques."""
+    if {"fused cross-entropy", "16-bit weights"} <= set(names):
+        return 2**-8  # the last bit of a bfloat16 weight of 1
+    if {"fused cross-entropy", "32-bit embeddings"} <= set(names):
+        return 5e-3  # a rounding of float32 moves an 8-bit state by one of its codes: 10 % of an update of 0.05
+    return max(TABLE[name].tolerance for name in names)
+
+
+class BertForSequenceClassification(transformers.BertForSequenceClassification):
+    """A classifier whose head can be fused with its loss, as that of a language model."""
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        """Return the head, of three classes."""
+        return self.classifier
+
+
+def classifier() -> BertForSequenceClassification:
+    """Return the model of most rows; 6,400 elements of embeddings, large enough for an 8-bit state."""
+    torch.manual_seed(0)
+    return BertForSequenceClassification(tiny.bert_config(vocab_size=200))
 
 
 class Run(NamedTuple):
@@ -116,9 +147,9 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(np.mean(found == prediction.label_ids))}
 
 
-def model_of(names: Iterable[str]) -> Callable[..., torch.nn.Module]:
-    """Return the function that builds a model with which all of these techniques work."""
-    return next((TABLE[name].model for name in names if TABLE[name].model is not tiny.bert), tiny.bert)
+def model_of(names: Iterable[str]) -> torch.nn.Module:
+    """Return a model with which all of these techniques work."""
+    return next((build for name in names if (build := TABLE[name].model) is not None), classifier)()
 
 
 def make_trainer(
@@ -126,7 +157,7 @@ def make_trainer(
     folder: Path,
     *,
     use: bool = True,
-    model: Callable[..., torch.nn.Module] | None = None,
+    model: Callable[[], torch.nn.Module] | None = None,
     **settings: Any,
 ) -> Trainer:
     """Return a Trainer on a tiny BERT with the named techniques, attached; or, not ``use``, stock's way to the same."""
@@ -146,7 +177,7 @@ def make_trainer(
             "train_dataset": bucketed(examples(), batch_size=4),
             "data_collator": BucketedCollator(tiny.tokenizer()),
         }
-    built = (model or model_of(names))(vocab_size=200)  # 6,400 elements: large enough for an 8-bit state
+    built = model_of(names) if model is None else model()
     trainer = Trainer(
         model=built.bfloat16() if "16-bit weights" in names else built,
         args=tiny.arguments(folder, **asked),

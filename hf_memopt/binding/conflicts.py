@@ -45,6 +45,7 @@ TECHNIQUES = (
     "evaluation guard",
     "memory report",
     "sharded checkpoints",
+    "fused cross-entropy",
 )
 """The techniques, by the name that each bears as ``technique``."""
 
@@ -57,6 +58,9 @@ SETTINGS: Mapping[str, str] = {
     "reentrant checkpointing": 'activation_checkpointing_kwargs={"use_reentrant": True}',
     "layer-wise optimizer": "LOMO, AdaLOMO and the *_layerwise optimizers, which step within the backward pass",
     "auto_find_batch_size": "auto_find_batch_size=True",
+    "torch.compile": "torch_compile=True",
+    "Liger kernel": "use_liger_kernel=True",
+    "TRL": "a Trainer of trl, such as SFTTrainer",
     "DDP": "several processes with ddp_broadcast_buffers=False and ddp_find_unused_parameters=False",
     "DDP, default flags": "several processes with either of the two left to its default",
     "FSDP": "sharded weights",
@@ -90,6 +94,7 @@ class Refusal:
 
 
 DROP_RELEASE = "Train with the plain optimizer class"
+DROP_FUSED = "Take FusedCrossEntropyCallback out of callbacks="
 DROP_MICROBATCH = "Take MicrobatchCallback out of callbacks="
 
 REFUSALS = (
@@ -236,6 +241,12 @@ REFUSALS = (
         )
         for name in ("DDP", "DDP, default flags", "FSDP", "DeepSpeed")
     ),
+    Refusal(
+        "sparse tied embedding",
+        "torch.compile",
+        "compiled code makes the whole gradient of the embeddings, so nothing would be saved",
+        "Leave torch_compile out",
+    ),
     *(
         Refusal(
             "sparse tied embedding",
@@ -252,6 +263,28 @@ REFUSALS = (
             "processes wait for each other within a forward pass, and only one would repeat it",
             "Take EvaluationGuardCallback out of callbacks=",
         )
+        for name in ("FSDP", "DeepSpeed")
+    ),
+    Refusal(
+        "fused cross-entropy",
+        "torch.compile",
+        "compiled code computes the logits",
+        "Leave torch_compile out",
+    ),
+    Refusal(
+        "fused cross-entropy",
+        "Liger kernel",
+        "Liger's own fused loss does not call the head, so nothing would be fused",
+        DROP_FUSED,
+    ),
+    Refusal(
+        "fused cross-entropy",
+        "TRL",
+        "its trainers compute the loss from the head's weights, in tiles of their own, and do not call the head",
+        DROP_FUSED,
+    ),
+    *(
+        Refusal("fused cross-entropy", name, "the weights of the head are sharded when the loss needs them", DROP_FUSED)
         for name in ("FSDP", "DeepSpeed")
     ),
 )
@@ -287,6 +320,7 @@ def refusals_of(trainer: Trainer, *callbacks: TrainerCallback) -> list[Refusal]:
     world_size = 1 if any(engines.values()) else trainer.args.world_size  # the model is not wrapped by DDP then
     used = [*techniques, *settings_in_use(trainer.args, world_size=world_size)]
     used += [name for name, is_used in engines.items() if is_used]
+    used += ["TRL"] * any(kind.__module__.partition(".")[0] == "trl" for kind in type(trainer).__mro__)
     pairs = ((one, other) for one in techniques for other in used)
     found = dict.fromkeys(refusal_of(one, other) for one, other in pairs)
     return [refusal for refusal in found if refusal is not None]
@@ -332,6 +366,8 @@ def settings_in_use(args: TrainingArguments, *, world_size: int = 1) -> tuple[st
         "reentrant checkpointing": is_checkpointed and options.get("use_reentrant") is True,
         "layer-wise optimizer": steps_in_backward(optim),
         "auto_find_batch_size": args.auto_find_batch_size,
+        "torch.compile": args.torch_compile,
+        "Liger kernel": args.use_liger_kernel,
         "DDP": world_size > 1 and flags == (False, False),
         "DDP, default flags": world_size > 1 and flags != (False, False),
     }

@@ -62,9 +62,7 @@ class TiedEmbeddingCallback(TrainerCallback):
         is_changed = self._handles.model is trainer.model  # since the Trainer was built
         self._change(trainer.model)
         record_changes(trainer, self.changes)
-        return undo_all(
-            self.binding.to(trainer), *([] if is_changed else [self._handles.handle_of(trainer.model)])
-        )
+        return undo_all(self.binding.to(trainer), *([] if is_changed else [self._handles.handle_of(trainer.model)]))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -81,8 +79,6 @@ class TiedEmbeddingCallback(TrainerCallback):
         self.handle = self._handles.keep(model, handle)
         weight = tied_embeddings(model)[0].weight
         size = format_bytes(weight.nbytes)
-        change = Change(
-            "gradient of the tied embeddings", "a matrix and a sum", "rows", f"2 x {size} less in the backward pass"
-        )
+        change = Change("gradient of the tied embeddings", "dense", "rows", f"2 x {size} less in the backward pass")
         if add_change(self.changes, change):
             logger.info(f"TiedEmbeddingCallback: {change}")

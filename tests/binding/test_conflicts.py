@@ -40,6 +40,8 @@ ASKED: dict[str, list[dict[str, Any]]] = {
         {"optim": name} for name in ("lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise")
     ],
     "auto_find_batch_size": [{"auto_find_batch_size": True}],
+    "torch.compile": [{"torch_compile": True}],
+    "Liger kernel": [{"use_liger_kernel": True}],
 }
 NOT_ASKED = [
     {},
@@ -106,7 +108,7 @@ def test_an_engine_stands_in_for_ddp(tmp_path: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_setting_is_tried() -> None:
-    assert {*ASKED, "DDP", "DDP, default flags", "FSDP", "DeepSpeed"} == set(SETTINGS)
+    assert {*ASKED, "TRL", "DDP", "DDP, default flags", "FSDP", "DeepSpeed"} == set(SETTINGS)
 
 
 # ---- Techniques -----------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import tiny
 from hf_memopt import gradient_release, sparse_tied_embedding
@@ -27,7 +27,13 @@ from hf_memopt.binding.tied_embedding import tied_embeddings
 VOCABULARY = 499
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 DECODER = {**SMALL, "intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 12, "tie_word_embeddings": True}
-ENCODER = {**SMALL, "intermediate_size": 32, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ENCODER = {
+    **SMALL,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 T5 = {"d_model": 24, "d_kv": 12, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
 BART = {"d_model": 24, "scale_embedding": True, "dropout": 0.0, "pad_token_id": 1}
 BART |= {f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
@@ -50,10 +56,12 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 CASES = [
-    pytest.param(name, dtype, marks=[] if first == 0 or dtype == torch.bfloat16 else pytest.mark.slow)
-    for first, name in enumerate(MODELS)
+    pytest.param(name, dtype, marks=[] if place == 0 or dtype == torch.bfloat16 else pytest.mark.slow)
+    for place, name in enumerate(MODELS)
     for dtype in DTYPES
 ]
+QUICK = ("Llama", "T5, one weight three times")
+EACH = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MODELS]
 
 
 def build(name: str = "Llama", dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
@@ -183,7 +191,7 @@ def test_embeddings_that_run_in_a_checkpointed_part_of_their_own() -> None:
 # ---- Memory ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH)
 def test_one_matrix_is_made_where_stock_makes_three_or_more(name: str) -> None:
     stock = build(name)
     ours = copy.deepcopy(stock)

@@ -202,20 +202,25 @@ class _Chunks:
             layer.allocate(len(self.target) == self.count, self.accumulated)
         with _without_autocast(self.target.device.type):
             for part in parts:
-                log_probabilities, kept = self._log_probabilities(part)
-                labels = self.target[part].unsqueeze(1)
-                total += self._sum(log_probabilities, labels)
-                if self.learns:
-                    of_logits = self._gradient(log_probabilities, labels, scale)
-                    del log_probabilities  # its memory is the gradient's, or free
-                    outputs: list[torch.Tensor | None] = [None] * len(self.layers)
-                    backpropagate(self.loss.expression, of_logits, kept, outputs)
-                    for layer, output in zip(self.layers, outputs, strict=True):
-                        assert output is not None  # each product is in the expression
-                        layer.add(part, output)
+                total += self._run_part(part, scale)
         if not self.loss.mean:
             return total
         return total / self.count if self.count else total * float("nan")  # a mean over nothing, as in stock
+
+    def _run_part(self, part: Any, scale: torch.Tensor | float) -> torch.Tensor:
+        """Add the gradients of some rows; return their loss. What is made for them is freed at the end."""
+        log_probabilities, kept = self._log_probabilities(part)
+        labels = self.target[part].unsqueeze(1)
+        total = self._sum(log_probabilities, labels)
+        if self.learns:
+            of_logits = self._gradient(log_probabilities, labels, scale)
+            del log_probabilities  # its memory is the gradient's, or free
+            outputs: list[torch.Tensor | None] = [None] * len(self.layers)
+            backpropagate(self.loss.expression, of_logits, kept, outputs)
+            for layer, output in zip(self.layers, outputs, strict=True):
+                assert output is not None  # each product is in the expression
+                layer.add(part, output)
+        return total
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of each hidden state, weight and bias; None where none is needed."""
@@ -256,11 +261,11 @@ class _Chunks:
     ) -> torch.Tensor:
         """Return the gradient of the logits that the loss read, which takes the memory of a wide log-softmax."""
         smoothing = self.loss.smoothing
-        gradient = log_probabilities.to(self.accumulated).exp_()
+        gradient = log_probabilities.to(self.accumulated).exp_().mul_(scale)
         if smoothing:
-            gradient.sub_(smoothing / gradient.shape[1])
-        gradient.scatter_add_(1, labels, torch.full_like(labels, smoothing - 1, dtype=gradient.dtype))
-        return gradient.mul_(scale).to(self.loss.softmax).to(self.loss.expression.dtype)
+            gradient.sub_(scale * (smoothing / gradient.shape[1]))
+        own = torch.full_like(labels, smoothing - 1, dtype=gradient.dtype).mul_(scale)
+        return gradient.scatter_add_(1, labels, own).to(self.loss.softmax).to(self.loss.expression.dtype)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:

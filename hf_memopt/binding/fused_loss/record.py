@@ -15,11 +15,13 @@ class FusionRecord:
     Attributes:
         fused: losses that were computed without logits.
         real: how often each operation of the training forward pass made real logits, by its name.
+        warned: whether the user was told that nothing was fused.
     """
 
     def __init__(self, layers: str, chunks: str) -> None:
         self.fused = 0
         self.real: Counter[str] = Counter()
+        self.warned = False
         self._layers, self._chunks = layers, chunks
 
     def note_fused(self) -> None:

@@ -1,0 +1,108 @@
+"""Train a language model without its logits: ``fuse_cross_entropy`` for the model of a ``Trainer``.
+
+What it does and what it leaves out is in ``hf_memopt.binding.fused_loss.fuse``. Evaluation, ``compute_metrics`` and
+``preprocess_logits_for_metrics`` get real logits, since the model is in evaluation mode there.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from hf_memopt.binding.callback_binding import Binding
+from hf_memopt.binding.conflicts import check_settings
+from hf_memopt.binding.fused_loss.fuse import FusedHandle, checked_chunk_bytes, fuse_cross_entropy
+from hf_memopt.binding.handles import UndoHandle, undo_all
+from hf_memopt.changes import Change, add_change, record_changes
+from hf_memopt.techniques.model_handles import ModelHandles
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+__all__ = ["FusedCrossEntropyCallback", "fuse_cross_entropy"]
+
+logger = logging.getLogger(__name__)
+
+
+class FusedCrossEntropyCallback(TrainerCallback):
+    """Fuse the head of the model with its loss when the ``Trainer`` is built, and again when ``train()`` starts.
+
+    By then ``model_init`` has made another model. It logs no keys. What was fused, and each operation that made real
+    logits in training, is in ``changes``, and in ``trainer.memopt_changes`` after ``attach(trainer)``; a first step in
+    which no loss was fused warns.
+
+    Args:
+        chunk_bytes: as ``fuse_cross_entropy`` takes it.
+
+    Attributes:
+        changes: what was done, one ``Change`` per kind.
+        handle: undoes the fusion of the last model; None before the first. Its ``record`` counts.
+
+    Raises:
+        ValueError: ``chunk_bytes`` out of range, at once; what ``fuse_cross_entropy`` refuses, when the ``Trainer`` is
+            constructed; settings that it is incompatible with (``hf_memopt.binding.conflicts``).
+        TypeError: the head is not a linear layer, when the ``Trainer`` is constructed.
+    """
+
+    technique = "fused cross-entropy"
+
+    def __init__(self, chunk_bytes: int | None = None) -> None:
+        self.chunk_bytes = checked_chunk_bytes(chunk_bytes)
+        self.changes: list[Change] = []
+        self.handle: FusedHandle | None = None
+        self.binding = Binding()
+        self._handles = ModelHandles()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.chunk_bytes,)  # a copy starts unused: handles belong to this process and its model
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Fuse the model that the Trainer was given."""
+        self._fuse(model)
+
+    def bind(self, trainer: Trainer) -> UndoHandle:
+        """Fuse for a Trainer that was built without this callback; ``attach`` calls it."""
+        is_fused = self._handles.model is trainer.model  # since the Trainer was built
+        self._fuse(trainer.model)
+        return undo_all(
+            self.binding.to(trainer),
+            *([] if is_fused else [self._handles.handle_of(trainer.model)]),
+        )
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Fuse a model that is new, and refuse settings here too, for a Trainer that is not attached."""
+        check_settings(self.technique, args)
+        fused = self._handles.model
+        if not any(module is fused for module in model.modules()):  # else it is the model, or inside a wrapper
+            self._fuse(model)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Record what was fused and what made real logits."""
+        if self.handle is None:
+            return
+        record = self.handle.record
+        new = [change for change in record.changes() if add_change(self.changes, change)]
+        for change in new:
+            logger.info("%s", change)
+        if (trainer := self.binding.trainer) is not None and new:
+            record_changes(trainer, new)
+        if record.fused == 0 and not record.warned:
+            record.warned = True
+            found = ", ".join(record.real) or "the head was not called"
+            warnings.warn(
+                f"FusedCrossEntropyCallback fused no loss in a training step ({found}); expected cross_entropy of the "
+                "head's logits. Take it out of callbacks=, or see trainer.memopt_changes for what made real logits",
+                stacklevel=2,
+            )
+
+    def _fuse(self, model: Any) -> None:
+        if self._handles.model is not model or self.handle is None or self.handle.is_removed:
+            self.handle = fuse_cross_entropy(model, chunk_bytes=self.chunk_bytes)
+            self._handles.keep(model, self.handle)

@@ -1,0 +1,121 @@
+"""``TiedEmbeddingCallback`` in the stock Trainer: alone, and with the fused loss, released gradients, checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import Trainer
+
+import tiny
+from hf_memopt import (
+    FusedCrossEntropyCallback,
+    TiedEmbeddingCallback,
+    attach,
+    fuse_cross_entropy,
+    gradient_release,
+    sparse_tied_embedding,
+)
+from hf_memopt.binding import versions as compat
+from hf_memopt.changes import Change
+
+SIZES = {"vocab_size": 500, "tie_word_embeddings": True}
+CHANGE = Change("gradient of the tied embeddings", "dense", "rows", "2 x 125.0 KiB less in the backward pass")
+
+
+def build(dtype: torch.dtype = torch.float64, **changed: Any) -> Any:
+    return tiny.llama(**{**SIZES, **changed}).to(dtype)
+
+
+def rows() -> list[dict[str, Any]]:
+    tokens = [row["input_ids"] for row in tiny.rows(8)]
+    return [{"input_ids": row, "labels": [-100, *row[1:]]} for row in tokens]
+
+
+def trainer(folder: Any, *callbacks: Any, released: bool = False, model: Any = None, **settings: Any) -> Trainer:
+    kind = gradient_release(torch.optim.SGD) if released else torch.optim.SGD
+    return Trainer(
+        model=build() if model is None else model,
+        args=tiny.arguments(folder, per_device_train_batch_size=2, **settings),
+        train_dataset=rows(),
+        callbacks=list(callbacks),
+        optimizer_cls_and_kwargs=(kind, {"lr": 0.1}),
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_are_those_of_stock(fused: bool, released: bool, checkpointing: bool, tmp_path: Any) -> None:
+    """Bit for bit, but for the fused loss, whose logits stock rounds to float32."""
+    settings = compat.checkpointing_arguments(use_reentrant=False) if checkpointing else {}
+    callbacks = [TiedEmbeddingCallback(), *([FusedCrossEntropyCallback()] if fused else [])]
+    ours = attach(trainer(tmp_path / "ours", *callbacks, released=released, **settings))
+    stock = trainer(tmp_path / "stock")
+    ours.train()
+    stock.train()
+    assert tiny.largest_difference(ours.model, stock.model) <= (1e-7 if fused else 0.0)
+    assert CHANGE in ours.memopt_changes
+
+
+@pytest.mark.parametrize(
+    "order", [(fuse_cross_entropy, sparse_tied_embedding), (sparse_tied_embedding, fuse_cross_entropy)]
+)
+def test_with_the_fused_loss_one_matrix_is_made(order: Any) -> None:
+    """The gradient that the fused loss made is the one that the rows are added into, and the only one."""
+    model = build(torch.float32, vocab_size=3000).train()
+    for function in order:
+        function(model)
+    weight = model.get_input_embeddings().weight
+    steps: list[torch.Size] = []
+    weight.register_post_accumulate_grad_hook(lambda parameter: steps.append(parameter.grad.shape))
+    ids = torch.randint(5, 3000, (2, 12))
+    model(input_ids=ids, labels=ids).loss.backward()
+    loss = model(input_ids=ids, labels=ids).loss
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        loss.backward()
+    large = [event.name for event in found.events() if (event.self_cpu_memory_usage or 0) >= weight.nbytes]
+    assert large == []
+    assert steps == [weight.shape] * 2
+
+
+def test_both_with_labels_that_are_all_ignored(tmp_path: Any) -> None:
+    model = build(torch.float32)
+    fuse_cross_entropy(model)
+    sparse_tied_embedding(model)
+    ids = torch.randint(5, 500, (2, 12))
+    (model(input_ids=ids, labels=torch.full_like(ids, -100)).loss * 0).backward()
+    assert model.get_input_embeddings().weight.grad.layout == torch.strided
+
+
+def test_a_new_model_of_each_run_is_changed(tmp_path: Any) -> None:
+    callback = TiedEmbeddingCallback()
+    made: list[Any] = []
+
+    def model_init() -> Any:
+        made.append(build())
+        return made[-1]
+
+    run = Trainer(
+        model_init=model_init,
+        args=tiny.arguments(tmp_path, per_device_train_batch_size=4),
+        train_dataset=rows(),
+        callbacks=[callback],
+    )
+    run.train()
+    assert sparse_tied_embedding(made[-1]).is_removed  # it is changed already
+    assert callback.changes == [CHANGE]
+    assert callback.handle is not None
+    callback.handle.remove()
+    assert not sparse_tied_embedding(made[-1]).is_removed
+
+
+def test_an_untied_model_is_refused_when_the_trainer_is_built(tmp_path: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        trainer(tmp_path, TiedEmbeddingCallback(), model=tiny.llama())
+    assert str(error.value) == (
+        "model=<LlamaForCausalLM> has no head that shares the weight of its input embeddings; expected tied weights. "
+        "Leave sparse_tied_embedding out"
+    )

@@ -1,0 +1,50 @@
+"""The benchmark of large models reaches its aims, and says what they cost."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def large_models(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("large_models")
+
+
+def test_every_parameter_of_a_1b_model_is_trained_on_4_gb(large_models: Any) -> None:
+    """Llama-3.2-1B, 1 x 512, in at most 3.5 GiB, context included; the rounding's temporaries do not add to it."""
+    row = large_models.ROWS[0]
+    plain, rounded = (
+        large_models.figures_of(large_models.estimated(row, large_models.STEPS[name]))
+        for name in ("both", "both, stochastic rounding")
+    )
+    assert rounded["total_bytes"] <= 3.5 * 2**30
+    assert rounded["to_spare_bytes"] >= 0
+    assert rounded["total_bytes"] == plain["total_bytes"]
+    assert (rounded["effective_batch"], rounded["clipping"]) == (1, "none")
+
+
+@pytest.mark.slow
+def test_every_aim_is_reached(large_models: Any) -> None:
+    """On 4 GB, 12 GB with 2 GiB to spare, and 17 GiB."""
+    assert large_models.missed() == []
+    figures = large_models.model_figures()
+    lines = large_models.table(figures).splitlines()
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
+    assert len(lines) == 2 + sum(map(len, figures.values()))
+    eight = list(figures.values())[-1]["loss without logits, stochastic rounding"]
+    assert eight["reserved_bytes"] <= 17 * 2**30
+
+
+@pytest.mark.slow
+def test_logits_and_loss_take_a_tenth(large_models: Any) -> None:
+    """Llama-3.2-1B, 2 x 512, 16-bit weights: at most 0.2 GiB."""
+    found = large_models.logits_figures()["16-bit weights"]
+    assert found["fused"] <= 0.2 * 2**30
+    assert found["stock"] > 1.4 * 2**30
