@@ -15,6 +15,7 @@ baseline-peft-bnb and accelerated-peft-bnb). The estimate prepares its model by 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,14 +23,48 @@ from torch import nn
 
 from hf_memopt.binding.handles import UndoHandle, nothing_to_undo
 from hf_memopt.binding.layer_names import parameters_outside_adapters
+from hf_memopt.binding.model_tasks import NEW_HEADS
 from hf_memopt.binding.model_traits import unwrap_model
 
-__all__ = ["prepare_quantized"]
+__all__ = ["is_quantized", "prepare_quantized", "quantization_options"]
+
+_LOAD_IN: Mapping[str, Mapping[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+"""Options of ``BitsAndBytesConfig``; for 4 bits those of QLoRA (Dettmers et al. 2023, section 3)."""
 
 _PACKED = ("Params4bit", "Int8Params")
 """The classes of bitsandbytes' quantised weights, by name: importing it takes a second."""
+_REPACKS = "support_avx512bf16_for_cpu"
+"""By this attribute bitsandbytes 0.50's ``Linear4bit`` repacks its weight for a CPU with AVX-512 BF16 at the first
+forward pass in evaluation mode, and keeps it so: gradients no longer pass the layer when training goes on, with no more
+than a warning. False keeps the weight as it is."""
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _CHECKED_ROWS = 4096
+
+
+def quantization_options(load_in: str, compute_dtype: str, task: str | None = None) -> dict[str, Any]:
+    """Return the options of ``BitsAndBytesConfig``.
+
+    Args:
+        load_in: ``"nf4"`` or ``"int8"``.
+        compute_dtype: of the products with 4-bit weights.
+        task: of the model's head. A new head is not quantised, since it could not be trained and PEFT stops at it;
+            of any other model transformers itself leaves the head out.
+
+    Example:
+        >>> quantization_options("int8", "bfloat16", "question-answering")["llm_int8_skip_modules"]
+        ['qa_outputs']
+    """
+    heads = {"llm_int8_skip_modules": list(NEW_HEADS[task])} if task is not None and task in NEW_HEADS else {}
+    return {**_LOAD_IN[load_in], "bnb_4bit_compute_dtype": compute_dtype, **heads}
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether weights of a model are quantised by bitsandbytes, or the model says that they are."""
+    packed = any(type(parameter).__name__ in _PACKED for parameter in model.parameters())
+    return packed or bool(getattr(unwrap_model(model), "is_quantized", False))
 
 
 def prepare_quantized(model: nn.Module) -> UndoHandle:
@@ -72,7 +107,7 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
         )
     inside = unwrap_model(model)
     plain = [parameter for parameter in model.parameters() if type(parameter).__name__ not in _PACKED]
-    if len(plain) == len(list(model.parameters())) and not getattr(inside, "is_quantized", False):
+    if not is_quantized(model):
         raise ValueError(
             f"model=<{type(inside).__name__}> has no quantised weights; expected one that from_pretrained has "
             "quantised. Load it with quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
@@ -81,8 +116,12 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
     for parameter in frozen:
         parameter.requires_grad_(False)
     casts = _trained_to_float32(plain) + _frozen_to_16_bits(model, inside)
-    if not frozen and not casts:
+    repacking = [module for module in model.modules() if getattr(module, _REPACKS, False)]
+    if not frozen and not casts and not repacking:
         return nothing_to_undo()
+    for module in repacking:
+        setattr(module, _REPACKS, False)
+    repacked = [weakref.ref(module) for module in repacking]
     flags = [weakref.ref(parameter) for parameter in frozen]
     dtypes = [(weakref.ref(parameter), parameter.dtype) for parameter, _ in casts]
     for parameter, dtype in casts:
@@ -95,6 +134,9 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
         for reference, dtype in dtypes:
             if (parameter := reference()) is not None:
                 parameter.data = parameter.data.to(dtype)
+        for module_reference in repacked:
+            if (module := module_reference()) is not None:
+                setattr(module, _REPACKS, True)
 
     return UndoHandle(undo)
 

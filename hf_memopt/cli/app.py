@@ -99,6 +99,8 @@ def demo(
 @app.command(cls=Command)
 def presets(
     name: Annotated[str | None, typer.Argument(help="The preset to explain, with the reason for every choice.")] = None,
+    model: Annotated[str | None, typer.Option(help="Change it until a training step of this model fits.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest row of --model.")] = None,
     json_output: AsJson = False,
 ) -> None:
     """List the presets, or explain one."""
@@ -107,6 +109,11 @@ def presets(
     from hf_memopt.cli.progress import spinner
     from hf_memopt.recipes.presets import PRESETS, recipe
 
+    if name is None and model is not None:
+        raise ValueError(
+            f"model={model!r} has no preset to begin with; expected both. "
+            f"Call: hf-memopt presets 8gb-gpu --model {model}"
+        )
     if name is None:
         if json_output:
             import json
@@ -115,8 +122,9 @@ def presets(
         else:
             _print_presets()
         return
-    with spinner("looking at this machine", Console(stderr=True), shown=name == "auto" and not json_output):
-        chosen = recipe(name)
+    what = "looking at this machine" if model is None else f"estimating {model}"
+    with spinner(what, Console(stderr=True), shown=(name == "auto" or model is not None) and not json_output):
+        chosen = recipe(name, model, seq_len=seq_len)
     typer.echo(chosen.to_json() if json_output else _wrapped(str(chosen), Console()))
 
 
@@ -148,8 +156,8 @@ def _print_presets() -> None:
         table.add_row(*(row[heading] for heading in headings))
     console.print(table, crop=False)
     console.print(
-        "batch: examples x accumulation steps, for BERT-large on about 128 tokens. Every choice with its reason: "
-        "hf-memopt presets 4gb-gpu",
+        "batch: examples x accumulation steps, for encoders such as BERT-large. Every choice with its reason: "
+        "hf-memopt presets 4gb-gpu. For another model: hf-memopt presets 8gb-gpu --model NAME",
         highlight=False,
     )
 

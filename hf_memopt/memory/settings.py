@@ -90,6 +90,8 @@ class StepSettings:
             is: a language model's as in ``from_pretrained``, a classifier's as with ``llm_int8_skip_modules``.
         lora: the adapters that PEFT adds: their rank, for all linear layers but the head (a classifier's is trained
             whole), or a ``peft.LoraConfig``; None for none. They are float32, as ``get_peft_model`` makes them.
+        lora_targets: with a rank, the last parts of the names of the layers that get adapters, such as
+            ``("q_proj", "v_proj")``; ``"auto"`` for all linear layers but the head.
         freeze: patterns of parameters that are not trained, as ``hf_memopt.freeze`` takes them.
         prepare: functions that change the model, the same as in the real run, after all of the above.
         loop: ``"trainer"`` for the stock ``Trainer``; ``"manual"`` for a hand-written loop, with Accelerate or without,
@@ -135,6 +137,7 @@ class StepSettings:
     expandable_segments: bool = False
     load_in: str | None = None
     lora: int | LoraConfig | None = field(default=None, hash=False)
+    lora_targets: str | tuple[str, ...] = "auto"
     freeze: tuple[str, ...] = ()
     prepare: tuple[Callable[[Any], Any], ...] = ()
     loop: str = "trainer"
@@ -181,6 +184,15 @@ class StepSettings:
         elif self.lora is not None and (isinstance(self.lora, bool) or not isinstance(self.lora, int) or self.lora < 1):
             raise ValueError(
                 f"lora={self.lora!r} is invalid; expected a rank of 1 or more, a peft.LoraConfig, or None. Pass lora=16"
+            )
+        targets: Any = self.lora_targets
+        if isinstance(targets, list):
+            object.__setattr__(self, "lora_targets", tuple(targets))
+        check_value("lora_targets", self.lora_targets, Literal["auto"] | tuple[str, ...], "auto")
+        if self.lora_targets != "auto" and not isinstance(self.lora, int):
+            raise ValueError(
+                f"lora_targets={self.lora_targets!r}, lora={self.lora!r} do not fit each other; expected a rank as "
+                "lora. Pass lora=16, or LoraConfig(target_modules=...) alone"
             )
 
     def _check_load_in(self) -> None:

@@ -1,7 +1,8 @@
 """The presets: a literal ``Recipe`` for every common size of GPU, and the functions that return them.
 
-They are sized for a model of about 340 million parameters (BERT-large) on texts of about 128 tokens. None of their
-memory figures has been measured on a GPU yet; each purpose line says so.
+They are set-ups for encoders: each purpose line says what it holds at which length, by the estimate
+(``tests/recipes/test_presets.py``). None of their memory figures has been measured on a GPU yet. For any other model
+``recipe(name, model=...)`` changes a preset until an estimate says that it fits.
 """
 
 from __future__ import annotations
@@ -17,9 +18,24 @@ from hf_memopt.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
+    from hf_memopt.devices.gpus import Gpu
+
 __all__ = ["PRESETS", "preset", "recipe"]
 
-NOT_MEASURED = "for BERT-large and about 128 tokens; memory not yet measured on a GPU"
+BERT_LARGE_TOKENS = {
+    **{"4gb-gpu": 512, "6gb-gpu": 256, "8gb-gpu": 128, "12gb-gpu": 256, "16gb-gpu": 256, "24gb-gpu": 256},
+    **{"40gb-gpu": 512, "80gb-gpu": 512},
+}
+"""Tokens of the longest rows of BERT-large that a preset holds; of models of RoBERTa-base's size it holds 512."""
+
+
+def _purpose(name: str, gpus: str) -> str:
+    tokens = BERT_LARGE_TOKENS[name]
+    return (
+        f"{gpus} ... (encoders: RoBERTa-base at 512 tokens, BERT-large at {tokens}; computed, memory not yet measured "
+        "on a GPU)"
+    )
+
 
 EIGHT_BIT = "about a quarter of AdamW's state: 2 bytes per parameter instead of 8, embeddings apart"
 PAGED = EIGHT_BIT + "; paged: what does not fit moves to the host instead of running out of memory"
@@ -31,7 +47,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
     {
         "4gb-gpu": Recipe(
             name="4gb-gpu",
-            purpose=f"GTX 1650, RTX 3050 Laptop ... ({NOT_MEASURED})",
+            purpose=_purpose("4gb-gpu", "GTX 1650, RTX 3050 Laptop"),
             per_device_train_batch_size=8,
             per_device_eval_batch_size=8,
             optim="paged_adamw_8bit",
@@ -49,7 +65,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "6gb-gpu": Recipe(
             name="6gb-gpu",
-            purpose=f"GTX 1660, RTX 2060, RTX 3050 6GB ... ({NOT_MEASURED})",
+            purpose=_purpose("6gb-gpu", "GTX 1660, RTX 2060, RTX 3050 6GB"),
             per_device_train_batch_size=8,
             per_device_eval_batch_size=16,
             optim="paged_adamw_8bit",
@@ -62,7 +78,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "8gb-gpu": Recipe(
             name="8gb-gpu",
-            purpose=f"RTX 3060 Ti, RTX 4060, P4 ... ({NOT_MEASURED})",
+            purpose=_purpose("8gb-gpu", "RTX 3060 Ti, RTX 4060, P4"),
             per_device_train_batch_size=16,
             per_device_eval_batch_size=16,
             optim="adamw_8bit",
@@ -75,7 +91,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "12gb-gpu": Recipe(
             name="12gb-gpu",
-            purpose=f"RTX 3060 12GB, RTX 4070, TITAN Xp ... ({NOT_MEASURED})",
+            purpose=_purpose("12gb-gpu", "RTX 3060 12GB, RTX 4070, TITAN Xp"),
             optim="adamw_8bit",
             eval_accumulation_steps=16,
             reasons={
@@ -86,7 +102,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "16gb-gpu": Recipe(
             name="16gb-gpu",
-            purpose=f"T4, P100, V100 16GB, RTX 4080 ... ({NOT_MEASURED})",
+            purpose=_purpose("16gb-gpu", "T4, P100, V100 16GB, RTX 4080"),
             eval_accumulation_steps=16,
             reasons={
                 "per_device_train_batch_size": FITS_WHOLE,
@@ -96,7 +112,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "24gb-gpu": Recipe(
             name="24gb-gpu",
-            purpose=f"RTX 3090, RTX 4090, A10, L4 ... ({NOT_MEASURED})",
+            purpose=_purpose("24gb-gpu", "RTX 3090, RTX 4090, A10, L4"),
             per_device_eval_batch_size=64,
             eval_accumulation_steps=32,
             reasons={
@@ -107,7 +123,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "40gb-gpu": Recipe(
             name="40gb-gpu",
-            purpose=f"A100 40GB, L40S ... ({NOT_MEASURED})",
+            purpose=_purpose("40gb-gpu", "A100 40GB, L40S"),
             per_device_eval_batch_size=128,
             dataloader_num_workers=2,
             reasons={
@@ -118,7 +134,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "80gb-gpu": Recipe(
             name="80gb-gpu",
-            purpose=f"A100 80GB, H100 ... ({NOT_MEASURED})",
+            purpose=_purpose("80gb-gpu", "A100 80GB, H100"),
             per_device_eval_batch_size=256,
             dataloader_num_workers=4,
             reasons={
@@ -143,25 +159,63 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
 COVERED_FRACTION = 0.92
 
 
-def recipe(name: str) -> Recipe:
+def recipe(name: str, model: Any = None, *, seq_len: int | None = None) -> Recipe:
     """Return a preset as a ``Recipe``; ``"auto"`` looks at the machine and returns the one that suits it.
 
+    Args:
+        name: of the preset.
+        model: that it must hold: the preset is changed until an estimate says so, by smaller passes and checkpointing,
+            else LoRA, else QLoRA; every change has its reason. A module, a configuration, a folder or a name, as for
+            ``estimate``. None for the preset as it is.
+        seq_len: tokens of the longest row, for ``model``; None for 512, or what the model takes.
+
     Raises:
-        ValueError: no such preset; the message names the nearest and all of them.
+        ValueError: no such preset; the message names the nearest and all of them. Nothing makes the model fit, or it
+            cannot be estimated.
 
     Example:
         >>> recipe("4gb-gpu").checkpointing
         True
     """
+    if seq_len is not None and model is None:
+        raise ValueError(
+            f"seq_len={seq_len!r} is the length of a model's texts, and model=None; expected both. "
+            "Call: recipe('8gb-gpu', model='Llama-3.2-1B', seq_len=512)"
+        )
     if name == "auto":
-        return _for_this_machine()
+        return _for_this_machine() if model is None else _fitting_here(model, seq_len)
     if name not in PRESETS:
         known = [*PRESETS, "auto"]
         raise ValueError(
             f"name={name!r} is not a preset; expected one of {', '.join(known)}.{did_you_mean(str(name), known)} "
             "See them: hf-memopt presets"
         )
-    return PRESETS[name]
+    if model is None or name == "cpu":  # what a CPU can hold is not estimated
+        return PRESETS[name]
+    from hf_memopt.recipes.fitting import fitting_recipe
+
+    return fitting_recipe(PRESETS[name], model, seq_len=seq_len, gpu=_smallest_gpu(name))
+
+
+def _fitting_here(model: Any, seq_len: int | None) -> Recipe:
+    from hf_memopt.devices.gpus import current_gpu
+    from hf_memopt.recipes.fitting import fitting_recipe
+
+    preset, gpu = _for_this_machine(), current_gpu()
+    return preset if gpu is None else fitting_recipe(preset, model, seq_len=seq_len, gpu=gpu)
+
+
+def _smallest_gpu(name: str) -> Gpu:
+    """Return a GPU with what is usable of the smallest of a preset's size, and this machine's kernels if it has any.
+
+    Without a GPU here the kernels are those that ``custom_gpu`` assumes.
+    """
+    from hf_memopt.devices.gpus import GPUS, current_gpu, custom_gpu
+
+    size = parse_bytes(f"{name.removesuffix('gb-gpu')}GiB")
+    usable_bytes = min(gpu.usable_bytes for gpu in GPUS.values() if gpu.memory_bytes == size)
+    here = current_gpu()
+    return custom_gpu(usable_bytes, None if here is None else here.compute_capability, name=name)
 
 
 def _for_this_machine() -> Recipe:

@@ -11,16 +11,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_memopt.binding import versions
-from hf_memopt.binding.conflicts import refusals_of
-from hf_memopt.changes import Change, record_changes
+from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
-from hf_memopt.recipes.effective_batch import cut_effective_batch
+from hf_memopt.recipes.field_checks import check_together
+from hf_memopt.recipes.resolved_arguments import resolve_arguments
 
 # What a recipe turns into needs torch and transformers, and is imported there: the presets are read without them.
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from hf_memopt.batching.collation.collators import BucketedCollator
@@ -43,13 +43,30 @@ class Recipe:
             the batch is cut into.
         per_device_train_batch_size: examples of one forward and backward pass.
         per_device_eval_batch_size: examples of one evaluation batch.
-        precision: ``"auto"``, ``"bf16"``, ``"fp16"`` or ``"fp32"`` of the autocast region; weights stay float32.
+        precision: ``"auto"``, ``"bf16"``, ``"fp16"`` or ``"fp32"`` of the autocast region. With ``"auto"`` there is
+            none where 16-bit weights are trained: they compute in 16 bits by themselves.
         optim: a name that ``TrainingArguments(optim=...)`` knows.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer; ignored with any other.
         checkpointing: whether activations are recomputed instead of kept.
         bucketing: whether the training data is read in length-bucketed order.
         pad_to_multiple_of: what the longest row of a batch is rounded up to.
         freeze: patterns for ``hf_memopt.freeze``.
+        lora: the rank of LoRA adapters, which are trained in place of the weights; None for none.
+        lora_alpha: the adapters' output is scaled by alpha / rank; None for twice the rank.
+        lora_targets: the layers that get adapters, by the last parts of their names such as ``("q_proj", "v_proj")``;
+            ``"auto"`` for all linear layers but the head.
+        load_in: ``"nf4"`` (4 bits with double quantisation, as in QLoRA) or ``"int8"`` for weights that bitsandbytes
+            quantises; needs ``lora``. None for weights as they are.
+        weights_dtype: of the weights as loaded: ``"float32"``, or 16 bits for weights that adapters leave frozen, or
+            (``"bfloat16"`` alone) for training without float32 copies. Beside quantised weights ``"float32"`` means
+            the 16 bits that the machine computes in.
+        rounding: how an update of 16-bit weights is rounded: ``"nearest"``, which loses small ones, ``"stochastic"`` or
+            ``"kahan"``.
+        offload: whether the inputs of checkpointed layers wait in host memory.
+        fused_cross_entropy: whether the loss is computed without all logits at once.
+        sparse_tied_embedding: whether the gradient of a tied embedding is added into the head's in place.
+        gradient_release: whether each parameter steps as soon as it has its gradient; then nothing is accumulated, and
+            nothing clipped.
         attn_implementation: for ``from_pretrained``.
         eval_accumulation_steps: evaluation batches whose outputs stay on the GPU before they move to the host; None
             for all of them.
@@ -72,6 +89,16 @@ class Recipe:
     bucketing: bool = True
     pad_to_multiple_of: Count = 8
     freeze: tuple[str, ...] = ()
+    lora: Count | None = None
+    lora_alpha: Count | None = None
+    lora_targets: Literal["auto"] | tuple[str, ...] = "auto"
+    load_in: Literal["nf4", "int8"] | None = None
+    weights_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"
+    offload: bool = False
+    fused_cross_entropy: bool = False
+    sparse_tied_embedding: bool = False
+    gradient_release: bool = False
     attn_implementation: str = "sdpa"
     eval_accumulation_steps: Count | None = None
     dataloader_num_workers: CountOrZero = 0
@@ -81,10 +108,11 @@ class Recipe:
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        patterns: Any = self.freeze
-        if isinstance(patterns, list):  # JSON has no tuples
-            object.__setattr__(self, "freeze", tuple(patterns))
+        for name in ("freeze", "lora_targets"):
+            if isinstance(names := getattr(self, name), list):  # JSON has no tuples
+                object.__setattr__(self, name, tuple(names))
         check_fields(self)
+        check_together(self)
 
     def replace(self, **changed: Any) -> Recipe:
         """Return the recipe with other values; a changed field loses its reason, which was for the old value.
@@ -142,7 +170,7 @@ class Recipe:
 
     def changes(self, *, effective_batch_size: int | None = None, **training_arguments: Any) -> tuple[Change, ...]:
         """Return what ``training_arguments`` with the same overrides would decide by itself, each with its reason."""
-        return self._resolve(effective_batch_size, training_arguments)[1]
+        return resolve_arguments(self, effective_batch_size, training_arguments)[1]
 
     def training_arguments(
         self, output_dir: str | None = None, *, effective_batch_size: int | None = None, **overrides: Any
@@ -163,108 +191,88 @@ class Recipe:
             raise NotADirectoryError(
                 f"output_dir={output_dir!r} is a file; expected a folder or a new path. Pass another output_dir"
             )
-        arguments, changes = self._resolve(effective_batch_size, overrides)
+        arguments, changes = resolve_arguments(self, effective_batch_size, overrides)
         for change in changes:
             logger.info("%s: %s", self.name, change)
         return TrainingArguments(output_dir=output_dir, **arguments)
 
-    def _resolve(
-        self, effective_batch_size: int | None, overrides: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], tuple[Change, ...]]:
-        from hf_memopt.recipes.trainer_inputs import check_argument_names
+    @property
+    def trains_16_bits(self) -> bool:
+        """Whether weights are trained that have 16 bits themselves, without a float32 copy."""
+        return self.lora is None and self.weights_dtype != "float32"
 
-        check_argument_names(overrides)
-        use_cpu = bool(overrides.get("use_cpu", False))
-        from hf_memopt.devices.precision_support import accelerator_type
+    def model_kwargs(self, task: str | None = None) -> dict[str, Any]:
+        """Return keywords for ``from_pretrained``: the weights' dtype (its own default is the checkpoint's), attention,
+        and the ``BitsAndBytesConfig`` of ``load_in``.
 
-        on_cpu = use_cpu or accelerator_type() == "cpu"
-        arguments: dict[str, Any] = {
-            "per_device_eval_batch_size": self.per_device_eval_batch_size,
-            "optim": self.optim,
-            "eval_accumulation_steps": self.eval_accumulation_steps,
-            "dataloader_num_workers": self.dataloader_num_workers,
-        }
-        changes = []
-        if self.checkpointing and not any(name.endswith("_checkpointing") for name in overrides):
-            arguments.update(versions.checkpointing_arguments())
-        if on_cpu and "dataloader_pin_memory" not in overrides:
-            arguments["dataloader_pin_memory"] = False
-            changes.append(Change("dataloader_pin_memory", True, False, "there is no accelerator to copy to"))
-        precision, why = self._precision(overrides, use_cpu)
-        arguments.update(precision)
-        if why is not None:
-            changes.append(why)
-        preferred = self.per_device_train_batch_size, self.effective_batch_size // self.per_device_train_batch_size
-        effective = self.effective_batch_size if effective_batch_size is None else effective_batch_size
-        batch, why = cut_effective_batch(effective, preferred, overrides)
-        arguments.update(batch)
-        if why is not None:
-            changes.append(why)
-        if on_cpu and arguments.get("bf16") and "use_cpu" not in overrides:
-            arguments["use_cpu"] = True  # stock asks for it where bf16 runs on a CPU
-        return {**arguments, **overrides, **batch}, tuple(changes)
+        Args:
+            task: of the head, such as ``"sequence-classification"``: where it is new, it is not quantised, so that it
+                can be trained. None for a language model.
 
-    def _precision(self, overrides: Mapping[str, Any], use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
-        from hf_memopt.devices.precision_support import check_precision, choose_precision
-
-        if "bf16" in overrides or "fp16" in overrides:
-            asked = {"bf16": bool(overrides.get("bf16", False)), "fp16": bool(overrides.get("fp16", False))}
-            check_precision(**asked, use_cpu=use_cpu)
-            return asked, None
-        if self.precision != "auto":
-            asked = {"bf16": self.precision == "bf16", "fp16": self.precision == "fp16"}
-            check_precision(**asked, use_cpu=use_cpu)
-            return asked, None
-        chosen = choose_precision(use_cpu=use_cpu)
-        return {"bf16": chosen.bf16, "fp16": chosen.fp16}, Change("precision", "auto", chosen.name, chosen.reason)
-
-    def model_kwargs(self) -> dict[str, Any]:
-        """Return keywords for ``from_pretrained``: float32 weights (its own default is the checkpoint's dtype) and
-        attention.
+        Raises:
+            ValueError: bfloat16 weights on a GPU that only emulates them; an unknown task.
         """
-        import torch
+        from hf_memopt.recipes.model_setup import model_keywords
 
-        return {"dtype": torch.float32, "attn_implementation": self.attn_implementation}
+        return model_keywords(self, task)
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Return the model with the recipe's adapters, all else frozen, and what is trained in float32.
+
+        ``Recipe.trainer`` calls it; call it yourself for another Trainer. The order is that of a QLoRA run: PEFT's
+        ``get_peft_model``, then ``prepare_quantized`` in place of PEFT's ``prepare_model_for_kbit_training``; the
+        Trainer switches checkpointing on afterwards. A model without ``lora``, or with adapters of its own, is returned
+        as it is.
+
+        Args:
+            model: as ``from_pretrained(name, **recipe.model_kwargs())`` returned it. Changed in place.
+
+        Raises:
+            ValueError: ``lora_targets`` name no layer; the weights are not quantised though ``load_in`` says so, or
+                the other way round; a new head is quantised.
+            MissingExtraError: peft is not installed.
+        """
+        from hf_memopt.recipes.model_setup import prepared_model
+
+        return prepared_model(self, model)[0]
 
     def step_settings(self) -> StepSettings:
         """Return what of the recipe changes the bytes of a step, for ``estimate``; freezing by the same function."""
+        accumulated = max(self.effective_batch_size // self.per_device_train_batch_size, 1)
         return StepSettings(
-            precision=self.precision,
+            precision=self._step_precision(),
+            weights_dtype=self.weights_dtype,
+            load_in=self.load_in,
+            lora=self.lora,
+            lora_targets=self.lora_targets,
             optim=self.optim,
             embedding_bits=self.embedding_bits,
-            gradient_accumulation_steps=max(self.effective_batch_size // self.per_device_train_batch_size, 1),
+            rounding=self.rounding,
+            fused_cross_entropy=self.fused_cross_entropy,
+            sparse_tied_embedding=self.sparse_tied_embedding,
+            gradient_release=self.gradient_release,
+            max_grad_norm=0.0 if self.gradient_release else 1.0,
+            gradient_accumulation_steps=1 if self.gradient_release else accumulated,
             autocast_cache=self.autocast_cache,
-            checkpointing=self.checkpointing,
+            checkpointing={"offload": True} if self.offload else self.checkpointing,
             attn_implementation=self.attn_implementation,
             eval_batch_size=self.per_device_eval_batch_size,
             eval_accumulation_steps=self.eval_accumulation_steps,
             freeze=self.freeze,
         )
 
+    def _step_precision(self) -> str:
+        if self.precision != "auto":
+            return self.precision
+        return "fp32" if self.trains_16_bits else "fp16" if self.weights_dtype == "float16" else "auto"
+
     def callbacks(self) -> list[TrainerCallback]:
         """Return new callbacks for a Trainer that ``attach`` is called on: freezing, float32 weights and autocast's
         cache, 32-bit embeddings of an 8-bit optimizer, micro-batches after out of memory, the memory report.
         """
-        return self._callbacks(self.optim)
+        from hf_memopt.recipes.wired_trainer import callbacks_of
 
-    def _callbacks(self, optim: str) -> list[TrainerCallback]:
-        from hf_memopt.memory.report import MemoryReportCallback
-        from hf_memopt.techniques.freezing.freezing import FreezeCallback
-        from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
-        from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
-        from hf_memopt.techniques.precision import PrecisionCallback
-
-        wanted: list[TrainerCallback] = []
-        if self.freeze:
-            wanted.append(FreezeCallback(self.freeze))
-        wanted.append(PrecisionCallback(autocast_cache=self.autocast_cache))
-        if optim in BITSANDBYTES_8BIT:
-            wanted.append(EmbeddingBitsCallback())
-        if self.micro_batching:
-            wanted.append(MicrobatchCallback())
-        if self.memory_report:
-            wanted.append(MemoryReportCallback())
-        return wanted
+        return callbacks_of(self, self.optim)
 
     def collator(self, tokenizer: Any, *, causal_lm: bool = False) -> BucketedCollator:
         """Return the collator that pads every batch to its own longest row, and labels the tokens of a causal LM."""
@@ -297,72 +305,18 @@ class Recipe:
         Raises:
             TypeError, ValueError: see ``training_arguments``, ``bucketed`` and ``attach``.
         """
-        from transformers import Trainer
+        from hf_memopt.recipes.wired_trainer import build_trainer
 
-        from hf_memopt.binding.attach import attach
-        from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
-        from hf_memopt.recipes.trainer_inputs import check_trainer_inputs, needs_causal_labels, takes_images
-
-        callbacks = tuple(callbacks)
-        check_trainer_inputs(model, training_arguments, trainer_kwargs)
-        has_images = takes_images(model, train_dataset)
-        if processing_class is None and "data_collator" not in trainer_kwargs and not has_images:
-            raise ValueError(
-                "processing_class=None leaves nothing to pad with; expected the tokenizer. Pass "
-                "processing_class=tokenizer, or data_collator=..."
-            )
-        given = dict(training_arguments or {})
-        if self.bucketing:
-            given = view_arguments(self.name, train_dataset, given)
-        args = self.training_arguments(**given)
-        if self.bucketing:
-            batch = {"batch_size": args.per_device_train_batch_size, "pad_to_multiple_of": self.pad_to_multiple_of}
-            train_dataset = training_view(self.name, train_dataset, **batch)
-            trainer_kwargs["eval_dataset"] = evaluation_view(self.name, trainer_kwargs.get("eval_dataset"), args)
-        changes: tuple[Change, ...] = ()
-        if trainer_kwargs.get("data_collator") is None and not has_images:
-            causal_lm = needs_causal_labels(model, train_dataset)
-            trainer_kwargs["data_collator"] = self.collator(processing_class, causal_lm=causal_lm)
-            if causal_lm:
-                reason = f"{type(model).__name__} predicts tokens, and the data has no labels of its own"
-                changes = (Change("labels", None, "input_ids", reason),)
-                logger.info("%s: %s", self.name, changes[0])
-        trainer = Trainer(
+        return build_trainer(
+            self,
             model=model,
-            args=args,
             train_dataset=train_dataset,
             processing_class=processing_class,
-            callbacks=[*self._callbacks(args.optim), *callbacks],
-            **trainer_kwargs,
+            training_arguments=training_arguments,
+            callbacks=tuple(callbacks),
+            trainer_kwargs=trainer_kwargs,
         )
-        record_changes(trainer, changes)
-        self._remove_refused_callbacks(trainer, kept=callbacks)
-        return attach(trainer)
 
-    def _remove_refused_callbacks(self, trainer: Trainer, kept: Iterable[TrainerCallback]) -> None:
-        """Remove the recipe's own callbacks that are incompatible with what the caller asked for."""
-        for refusal in refusals_of(trainer):
-            for callback in tuple(trainer.callback_handler.callbacks):
-                name = getattr(callback, "technique", None)
-                if name in (refusal.one, refusal.other) and not any(callback is own for own in kept):
-                    trainer.remove_callback(callback)
-                    other = refusal.other if name == refusal.one else refusal.one
-                    change = Change(name, True, False, f"incompatible with {other}: {refusal.reason}")
-                    logger.info("%s: %s", self.name, change)
-                    record_changes(trainer, (change,))
-
-
-BITSANDBYTES_8BIT = (
-    "adamw_8bit",
-    "adamw_bnb_8bit",
-    "paged_adamw_8bit",
-    "lion_8bit",
-    "paged_lion_8bit",
-    "ademamix_8bit",
-    "paged_ademamix_8bit",
-    "rmsprop_bnb_8bit",
-)
-"""The names of ``TrainingArguments(optim=...)`` whose state bitsandbytes keeps in 8 bits."""
 
 DEFAULT_REASONS = {
     "effective_batch_size": "examples per optimizer step; never changed by a small GPU",
@@ -375,6 +329,16 @@ DEFAULT_REASONS = {
     "bucketing": "batches of like lengths pad little",
     "pad_to_multiple_of": "tensor cores like multiples of 8",
     "freeze": "nothing is frozen unless asked for",
+    "lora": "all weights are trained, no adapters",
+    "lora_alpha": "twice the rank, as usual",
+    "lora_targets": "all linear layers but the head matter more than the rank (arXiv 2305.14314)",
+    "load_in": "only frozen weights can be quantised",
+    "weights_dtype": "small updates are lost in 16 bits",
+    "rounding": "float32 weights lose no update that matters",
+    "offload": "copies to the host cost time on the bus",
+    "fused_cross_entropy": "the logits of a small vocabulary are small",
+    "sparse_tied_embedding": "matters where a large embedding is the head too",
+    "gradient_release": "it would exclude accumulation and clipping",
     "attn_implementation": "no attention matrix is kept",
     "eval_accumulation_steps": "logits stay on the GPU until evaluation ends",
     "dataloader_num_workers": "padding from Arrow is cheap beside a training step",

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.model_traits import is_causal_lm
+from hf_memopt.binding.model_traits import is_causal_lm, unwrap_model
 from hf_memopt.errors import did_you_mean
 from hf_memopt.recipes.data_views import column_names
 
-__all__ = ["check_argument_names", "check_trainer_inputs", "needs_causal_labels", "takes_images"]
+if TYPE_CHECKING:
+    from hf_memopt.batching.collation.speech import SpeechCollator
+
+__all__ = [
+    "check_argument_names",
+    "check_trainer_inputs",
+    "fixed_size_input",
+    "needs_causal_labels",
+    "speech_collator",
+]
 
 LABELS = {"labels", "label", "label_ids"}
 SHORT_NAMES = {
@@ -97,12 +106,26 @@ def _check_keywords(trainer_kwargs: Mapping[str, Any]) -> None:
             )
 
 
-def takes_images(model: Any, dataset: Any) -> bool:
-    """Return whether the examples are images of one size, which stock's default collator stacks without padding."""
-    if getattr(model, "main_input_name", None) == "pixel_values":
-        return True
+def fixed_size_input(model: Any, dataset: Any) -> str | None:
+    """Return the column of inputs of one size, which need no padding and no tokenizer; None for text.
+
+    ``"pixel_values"`` of images, which stock's default collator stacks, or ``"input_features"`` of sound (Whisper).
+    """
     names = column_names(dataset)
-    return "pixel_values" in names and "input_ids" not in names
+    for name in ("pixel_values", "input_features"):
+        if getattr(model, "main_input_name", None) == name or (name in names and "input_ids" not in names):
+            return name
+    return None
+
+
+def speech_collator(model: Any) -> SpeechCollator:
+    """Return the collator of sound for a model, or for float32 features where ``model_init`` builds it later."""
+    from hf_memopt.batching.collation.speech import SpeechCollator
+
+    if model is None:
+        return SpeechCollator()
+    inside = unwrap_model(model)
+    return SpeechCollator(getattr(inside.config, "decoder_start_token_id", None), inside.dtype)
 
 
 def needs_causal_labels(model: Any, dataset: Any) -> bool:

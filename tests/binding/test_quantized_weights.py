@@ -127,6 +127,27 @@ def test_adapters_that_are_not_active_stay_float32(folder: Path) -> None:
     assert dtypes(model, ".other.") == {torch.float32}
 
 
+def gradients(model: Any) -> list[torch.Tensor]:
+    model.train()(input_ids=torch.arange(5, 17)[None], labels=torch.arange(5, 17)[None]).loss.backward()
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def test_an_evaluation_leaves_the_gradients_as_they_are(folder: Path) -> None:
+    """On a CPU with AVX-512 BF16 bitsandbytes 0.50 repacks weights for inference, and loses gradients from then on."""
+    model = peft.get_peft_model(load(folder), peft.LoraConfig(**ADAPTERS))
+    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    had = [module.support_avx512bf16_for_cpu for module in layers]
+    handle = prepare_quantized(model)
+    before = gradients(model)
+    with torch.inference_mode():
+        model.eval()(input_ids=torch.arange(5, 17)[None])
+    assert all(map(torch.equal, gradients(model), before))
+    handle.remove()
+    assert [module.support_avx512bf16_for_cpu for module in layers] == had
+
+
 def test_the_handle_does_not_keep_the_model_alive(folder: Path) -> None:
     model = load(folder)
     handle, parameter = prepare_quantized(model), weakref.ref(model.lm_head.weight)

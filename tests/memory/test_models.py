@@ -30,10 +30,12 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenCl
 
 import tiny
 from hf_memopt import hub
+from hf_memopt.binding import model_tasks
+from hf_memopt.binding.model_tasks import task_of
 from hf_memopt.memory.models import loading as models
 from hf_memopt.memory.models.example_batch import check_sequence, cut_batch, example_batch
 from hf_memopt.memory.models.known import known_models
-from hf_memopt.memory.models.loading import TASKS, load_model, task_of
+from hf_memopt.memory.models.loading import TASKS, load_model
 from hf_memopt.memory.models.meta_copy import copy_to_meta
 from hf_memopt.memory.settings import NotEstimableError
 
@@ -900,7 +902,7 @@ def test_a_hub_that_never_answers_costs_the_patience_once(monkeypatch: pytest.Mo
 
 
 def test_tasks_are_the_heads() -> None:
-    assert tuple(models._HEADS) == models.TASKS
+    assert tuple(model_tasks.HEADS) == models.TASKS
 
 
 def test_folder_without_config_is_refused(tmp_path: Any) -> None:

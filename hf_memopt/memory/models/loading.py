@@ -15,16 +15,17 @@ import copy
 import os
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import PretrainedConfig
-from transformers.models.auto import modeling_auto
 
+from hf_memopt.binding.model_tasks import HEADS, task_of_class
 from hf_memopt.binding.model_traits import unwrap_model
+from hf_memopt.binding.quantized_weights import quantization_options
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.cuda.flash_attention_2 import use_stand_in
 from hf_memopt.memory.models.config_files import TASKS, check_task
@@ -32,29 +33,7 @@ from hf_memopt.memory.models.configurations import one_error, read_config
 from hf_memopt.memory.models.meta_copy import copy_to_meta, rest_to_meta
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["NEW_HEADS", "TASKS", "LoadedModel", "load_model", "task_of"]
-
-_HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "speech-seq2seq": ("AutoModelForSpeechSeq2Seq", modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
-    "seq2seq": ("AutoModelForSeq2SeqLM", modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
-    "causal-lm": ("AutoModelForCausalLM", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-    "masked-lm": ("AutoModelForMaskedLM", modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-    "sequence-classification": (
-        "AutoModelForSequenceClassification",
-        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    ),
-    "token-classification": (
-        "AutoModelForTokenClassification",
-        modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    ),
-    "question-answering": ("AutoModelForQuestionAnswering", modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
-    "multiple-choice": ("AutoModelForMultipleChoice", modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
-    "image-classification": (
-        "AutoModelForImageClassification",
-        modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    ),
-}
-# Of the tasks that list a class, the first is taken: BartForConditionalGeneration is not a masked LM.
+__all__ = ["TASKS", "LoadedModel", "load_model"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,9 +128,7 @@ def load_model(
         text = config.to_json_string()
         quantization = _take_quantization(config)
         if load_in is not None:
-            # a quantised head could not be trained, and PEFT stops at it; None is transformers' own choice
-            heads = {"llm_int8_skip_modules": list(NEW_HEADS[task])} if task in NEW_HEADS else {}
-            quantization = {**_LOAD_IN[load_in], "bnb_4bit_compute_dtype": compute_dtype, **heads}
+            quantization = quantization_options(load_in, compute_dtype, task)
         built = _build(config, task, attn_implementation, weights_dtype, quantization)
         if name is not None:
             _untie_head(built)
@@ -159,27 +136,11 @@ def load_model(
     return LoadedModel(name or type(built).__name__, _as_in_training(built, keep_cache), key)
 
 
-def task_of(model: nn.Module) -> str | None:
-    """Return the task of a model's head, or None if its class is not one of the known heads of transformers."""
-    tasks = _task_of_class()
-    return next((tasks[kind.__name__] for kind in type(unwrap_model(model)).__mro__ if kind.__name__ in tasks), None)
-
-
 # ---- building
 
 
-@cache
-def _task_of_class() -> dict[str, str]:
-    tasks: dict[str, str] = {}
-    for task, (_, mapping) in _HEADS.items():
-        for names in mapping.values():
-            for name in (names,) if isinstance(names, str) else names:
-                tasks.setdefault(name, task)
-    return tasks
-
-
 def _tasks_of_type(model_type: str) -> list[str]:
-    return [task for task, (_, mapping) in _HEADS.items() if model_type in mapping]
+    return [task for task, (_, mapping) in HEADS.items() if model_type in mapping]
 
 
 def _usual_task(config: PretrainedConfig) -> str | None:
@@ -203,7 +164,7 @@ def _own_task(config: PretrainedConfig) -> str:
     named: Any = config.architectures or None
     if isinstance(named, list | tuple):
         named = named[0]
-    task = usual if named is None else _task_of_class().get(str(named))
+    task = usual if named is None else task_of_class().get(str(named))
     if task is None:
         what = f"architectures=[{named!r}]" if named is not None else f"model_type={config.model_type!r}"
         tasks = _tasks_of_type(config.model_type)
@@ -220,7 +181,7 @@ def _own_task(config: PretrainedConfig) -> str:
 
 
 def _check_head(config: PretrainedConfig, task: str) -> None:
-    if config.model_type not in _HEADS[task][1]:
+    if config.model_type not in HEADS[task][1]:
         raise ValueError(
             f"task={task!r} has no head for model_type={config.model_type!r}; expected one of "
             f"{', '.join(map(repr, _tasks_of_type(config.model_type)))}. Remove task for the usual one"
@@ -237,7 +198,7 @@ def _build(
     """Return the head for ``task`` on the meta device."""
     if task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # decoders refuse to classify several rows without one; it needs no memory
-    from_config = partial(getattr(transformers, _HEADS[task][0]).from_config, trust_remote_code=False)
+    from_config = partial(getattr(transformers, HEADS[task][0]).from_config, trust_remote_code=False)
     dtype = getattr(torch, weights_dtype)
     wanted = None if attn_implementation == "flash_attention_2" else attn_implementation
     with torch.device("meta"):
@@ -258,21 +219,6 @@ def _build(
         quantize(model, quantization)
     built: nn.Module = model
     return built
-
-
-_LOAD_IN: Mapping[str, Mapping[str, Any]] = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    "int8": {"load_in_8bit": True},
-}
-"""Options of ``BitsAndBytesConfig``; for 4 bits those of QLoRA (Dettmers et al. 2023, section 3)."""
-NEW_HEADS: Mapping[str, tuple[str, ...]] = {
-    "sequence-classification": ("pre_classifier", "classifier", "score"),
-    "token-classification": ("classifier", "score"),
-    "question-answering": ("qa_outputs",),
-    "multiple-choice": ("pre_classifier", "classifier"),
-    "image-classification": ("classifier",),
-}
-"""Heads that a checkpoint usually lacks, so that they are trained whole, by the names that PEFT gives them."""
 
 
 def _take_quantization(config: Any) -> dict[str, Any] | None:

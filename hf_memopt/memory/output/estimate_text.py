@@ -124,7 +124,9 @@ def _choices(settings: StepSettings) -> Iterator[str]:
     if settings.load_in is not None:
         yield f"{settings.load_in} linears"
     if settings.lora is not None:
-        adapters = {"r": settings.lora} if isinstance(settings.lora, int) else _changed_options(settings.lora)
+        targets = {} if settings.lora_targets == "auto" else {"targets": settings.lora_targets}
+        is_rank = isinstance(settings.lora, int)
+        adapters = {"r": settings.lora, **targets} if is_rank else _changed_options(settings.lora)
         yield f"LoRA{_call_text(adapters)}"
     if settings.freeze:
         yield f"frozen: {', '.join(settings.freeze)}"

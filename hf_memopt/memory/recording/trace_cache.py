@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_memopt.binding import versions as compat
+from hf_memopt.binding.adapters import add_adapters
 from hf_memopt.binding.conflicts import steps_in_backward
 from hf_memopt.binding.frozen_parameters import freeze
 from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
@@ -29,6 +30,7 @@ from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 from hf_memopt.memory.cuda.semantics import CudaSemantics
 from hf_memopt.memory.models.example_batch import cut_batch, example_batch
 from hf_memopt.memory.models.loading import LoadedModel
+from hf_memopt.memory.models.meta_copy import rest_to_meta
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.longer_trace import lengthen
 from hf_memopt.memory.recording.repeated_layers import NotRepeatableError, RepeatedLayers, state_kept
@@ -169,9 +171,8 @@ def _hidden(chip: Chip, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
     """Apply what the user, the Trainer and the techniques do to a model before the first step, in this order."""
     if settings.lora is not None:
-        from hf_memopt.memory.models.adapters import add_adapters
-
-        model = add_adapters(model, settings.lora)
+        with torch.device("meta"):
+            model = rest_to_meta(add_adapters(model, settings.lora, targets=settings.lora_targets))
         if settings.load_in is not None:
             prepare_quantized(model)
     if settings.checkpointing:

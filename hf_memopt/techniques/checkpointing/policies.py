@@ -41,7 +41,7 @@ from hf_memopt.techniques.model_handles import ModelHandles
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["CheckpointingCallback", "checkpoint_layers"]
+__all__ = ["CheckpointingCallback", "check_offload", "checkpoint_layers"]
 
 logger = logging.getLogger(__name__)
 
@@ -303,6 +303,11 @@ def _check_offload(model: nn.Module, policy: _Policy, offload: bool) -> None:
         return
     if policy.kind == "selective":
         raise _offload_error(policy.text)
+    check_offload(on_cpu=any(parameter.device.type == "cpu" for parameter in model.parameters()))
+
+
+def check_offload(*, on_cpu: bool) -> None:
+    """Refuse ``offload`` where transformers or the machine cannot do it; ``on_cpu`` is where the model is now."""
     if not can_offload_checkpoints():
         from transformers import __version__
 
@@ -310,7 +315,6 @@ def _check_offload(model: nn.Module, policy: _Policy, offload: bool) -> None:
             f"offload=True is not known to transformers {__version__}; expected 5.17 or newer. "
             "Call: pip install -U transformers"
         )
-    on_cpu = any(parameter.device.type == "cpu" for parameter in model.parameters())
     if on_cpu and not torch.accelerator.is_available():
         raise ValueError(
             "offload=True moves activations from an accelerator to the host, and there is no accelerator; expected a "

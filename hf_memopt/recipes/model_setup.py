@@ -1,0 +1,94 @@
+"""How a Recipe's model is loaded, and what is done to it before a Trainer is built: adapters, quantised weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.changes import Change
+from hf_memopt.recipes.resolved_arguments import sixteen_bits_here, weights_dtype_here
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_memopt.recipes.recipe import Recipe
+
+__all__ = ["model_keywords", "prepared_model"]
+
+
+def model_keywords(recipe: Recipe, task: str | None) -> dict[str, Any]:
+    """Return keywords for ``from_pretrained``; see ``Recipe.model_kwargs``."""
+    import torch
+
+    from hf_memopt.memory.models.config_files import check_task
+
+    check_task(task)
+    found = {
+        "dtype": getattr(torch, weights_dtype_here(recipe)),
+        "attn_implementation": recipe.attn_implementation,
+    }
+    if recipe.load_in is not None:
+        from transformers import BitsAndBytesConfig
+
+        from hf_memopt.binding.quantized_weights import quantization_options
+
+        options = quantization_options(recipe.load_in, sixteen_bits_here(recipe), task)
+        found["quantization_config"] = BitsAndBytesConfig(**options)  # type: ignore[no-untyped-call]
+    return found
+
+
+def prepared_model(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, tuple[Change, ...]]:
+    """Return the model with the recipe's adapters, and what was done to it; see ``Recipe.prepare_model``.
+
+    Adapters come first: then ``prepare_quantized`` finds the copies of a head that PEFT trains whole, and makes them
+    float32. Checkpointing comes last, by the Trainer: it must find the wrapped model, whose embeddings' output then
+    requires a gradient.
+    """
+    from hf_memopt.binding.adapters import add_adapters
+    from hf_memopt.binding.quantized_weights import is_quantized, prepare_quantized
+    from hf_memopt.memory.resolved_settings import own_dtype
+
+    if hasattr(model, "peft_config"):
+        own = Change("lora", recipe.lora, "the model's own", f"{type(model).__name__} has adapters already")
+        return model, () if recipe.lora is None else (own,)
+    _check_quantisation(recipe, model)
+    if recipe.trains_16_bits and (dtype := own_dtype(model, None)) != recipe.weights_dtype:
+        raise ValueError(
+            f"model=<{type(model).__name__}> has {dtype} weights, and weights_dtype={recipe.weights_dtype!r}; expected "
+            f"weights of that dtype. Load with **recipe.model_kwargs(), or call: model.to(torch.{recipe.weights_dtype})"
+        )
+    if recipe.lora is None:
+        return model, ()
+    name = type(model).__name__
+    adapted = add_adapters(model, recipe.lora, alpha=recipe.lora_alpha, targets=recipe.lora_targets)
+    if is_quantized(adapted):
+        prepare_quantized(adapted)
+    parameters = [(parameter.numel(), parameter.requires_grad) for parameter in adapted.parameters()]
+    trained = sum(size for size, is_trained in parameters if is_trained)
+    layers = sum(name.endswith(".lora_A") for name, _ in adapted.named_modules())
+    reason = f"adapters on {layers} layers of {name}; {trained:,} parameters are trained, all in float32"
+    return adapted, (Change("lora", None, recipe.lora, reason),)
+
+
+def _check_quantisation(recipe: Recipe, model: nn.Module) -> None:
+    from hf_memopt.binding.model_tasks import NEW_HEADS, task_of
+    from hf_memopt.binding.quantized_weights import is_quantized
+
+    name, quantized = type(model).__name__, is_quantized(model)
+    if recipe.load_in is not None and not quantized:
+        raise ValueError(
+            f"model=<{name}> has no quantised weights, and load_in={recipe.load_in!r}; expected a model loaded so. "
+            "Load it with from_pretrained(name, **recipe.model_kwargs()), or pass recipe.replace(load_in=None)"
+        )
+    if quantized and recipe.lora is None:
+        raise ValueError(
+            f"model=<{name}> has quantised weights, which have no gradient, and lora=None; expected adapters. "
+            "Call: recipe.replace(lora=16).trainer(...)"
+        )
+    task = task_of(model) if quantized else None
+    for head in NEW_HEADS.get(task or "", ()):
+        part = dict(model.named_children()).get(head)
+        if part is not None and is_quantized(part):
+            raise ValueError(
+                f"model=<{name}> has a quantised head ({head}), which cannot be trained; expected it in 16 bits. "
+                f"Load the model with **recipe.model_kwargs(task={task!r})"
+            )

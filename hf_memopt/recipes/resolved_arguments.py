@@ -1,0 +1,184 @@
+"""What a Recipe's fields become as ``TrainingArguments`` on this machine, with the caller's own values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.binding import versions
+from hf_memopt.binding.conflicts import refusal_of
+from hf_memopt.changes import Change
+from hf_memopt.recipes.effective_batch import cut_effective_batch, process_count
+
+if TYPE_CHECKING:
+    from hf_memopt.recipes.recipe import Recipe
+
+__all__ = ["resolve_arguments", "sixteen_bits_here", "weights_dtype_here"]
+
+
+def resolve_arguments(
+    recipe: Recipe, effective_batch_size: int | None, overrides: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[Change, ...]]:
+    """Return fields of ``TrainingArguments``, and each decision that was made for them.
+
+    Raises:
+        TypeError, ValueError: see ``Recipe.training_arguments``.
+    """
+    from hf_memopt.devices.precision_support import accelerator_type
+    from hf_memopt.recipes.trainer_inputs import check_argument_names
+
+    check_argument_names(overrides)
+    use_cpu = bool(overrides.get("use_cpu", False))
+    on_cpu = use_cpu or accelerator_type() == "cpu"
+    arguments: dict[str, Any] = {
+        "per_device_eval_batch_size": recipe.per_device_eval_batch_size,
+        "optim": recipe.optim,
+        "eval_accumulation_steps": recipe.eval_accumulation_steps,
+        "dataloader_num_workers": recipe.dataloader_num_workers,
+    }
+    changes = []
+    if recipe.checkpointing and not any(name.endswith("_checkpointing") for name in overrides):
+        arguments.update(_checkpointing(recipe, on_cpu))
+    if on_cpu and "dataloader_pin_memory" not in overrides:
+        arguments["dataloader_pin_memory"] = False
+        changes.append(Change("dataloader_pin_memory", True, False, "there is no accelerator to copy to"))
+    precision, why = _precision(recipe, overrides, use_cpu)
+    arguments.update(precision)
+    if why is not None:
+        changes.append(why)
+    preferred = recipe.per_device_train_batch_size, recipe.effective_batch_size // recipe.per_device_train_batch_size
+    effective = recipe.effective_batch_size if effective_batch_size is None else effective_batch_size
+    if recipe.gradient_release:
+        preferred = recipe.per_device_train_batch_size, 1
+        effective = _released_batch(recipe, effective_batch_size, overrides, changes)
+        overrides = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1, **overrides}
+    batch, why = cut_effective_batch(effective, preferred, overrides)
+    arguments.update(batch)
+    if why is not None:
+        changes.append(why)
+    if on_cpu and arguments.get("bf16") and "use_cpu" not in overrides:
+        arguments["use_cpu"] = True  # stock asks for it where bf16 runs on a CPU
+    arguments = {**arguments, **overrides, **batch}
+    if recipe.gradient_release:
+        _check_release(arguments)
+    return arguments, tuple(changes)
+
+
+def _checkpointing(recipe: Recipe, on_cpu: bool) -> dict[str, Any]:
+    if not recipe.offload:
+        return versions.checkpointing_arguments()
+    from hf_memopt.techniques.checkpointing.policies import check_offload
+
+    check_offload(on_cpu=on_cpu)
+    return versions.checkpointing_arguments(offload=True)
+
+
+# ---- Gradient release -----------------------------------------------------------------------------------------------
+
+
+def _released_batch(
+    recipe: Recipe, effective_batch_size: int | None, overrides: Mapping[str, Any], changes: list[Change]
+) -> int:
+    """Return the effective batch of one pass, and record what gradient release changes."""
+    if overrides.get("gradient_accumulation_steps", 1) != 1:
+        raise ValueError(str(refusal_of("gradient release", "accumulation")))
+    if "max_grad_norm" not in overrides:
+        changes.append(Change("max_grad_norm", 1.0, 0.0, "released gradients have no norm of all of them to clip"))
+    if effective_batch_size is not None:
+        return effective_batch_size
+    per_device = overrides.get("per_device_train_batch_size", recipe.per_device_train_batch_size)
+    effective = int(per_device) * process_count() if isinstance(per_device, int) else recipe.effective_batch_size
+    if effective != recipe.effective_batch_size:
+        reason = "released gradients are not accumulated, so a step has the examples of one pass"
+        changes.append(Change("effective_batch_size", recipe.effective_batch_size, effective, reason))
+    return effective
+
+
+def _check_release(arguments: Mapping[str, Any]) -> None:
+    asked = {
+        "norm clipping": (arguments["max_grad_norm"] or 0) > 0,
+        "fp16": arguments["fp16"],
+    }
+    for name, is_asked in asked.items():
+        refusal = refusal_of("gradient release", name)
+        if is_asked and refusal is not None:
+            raise ValueError(str(refusal))
+
+
+# ---- Precision ------------------------------------------------------------------------------------------------------
+
+
+def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
+    """Return ``bf16`` and ``fp16``, and the ``Change`` where the recipe leaves them to the machine."""
+    from hf_memopt.devices.precision_support import check_precision
+
+    weights = weights_dtype_here(recipe, use_cpu=use_cpu)  # what it refuses is refused before a model is loaded
+    why = None
+    if "bf16" in overrides or "fp16" in overrides:
+        asked = {"bf16": bool(overrides.get("bf16", False)), "fp16": bool(overrides.get("fp16", False))}
+    else:
+        name = recipe.precision
+        if name == "auto":
+            why = _chosen_precision(recipe, weights, use_cpu)
+            name = why.new
+        asked = {"bf16": name == "bf16", "fp16": name == "fp16"}
+    if why is None:
+        check_precision(**asked, use_cpu=use_cpu)
+    autocast = "bfloat16" if asked["bf16"] else "float16" if asked["fp16"] else weights
+    if weights != "float32" and autocast != weights:
+        raise ValueError(
+            f"weights_dtype={weights!r} and autocast in {autocast} do not mix: torch has no operations with both "
+            f"16-bit formats; expected one of them. Call: recipe.replace(weights_dtype={autocast!r}), and load it anew"
+        )
+    return asked, why
+
+
+def _chosen_precision(recipe: Recipe, weights: str, use_cpu: bool) -> Change:
+    from hf_memopt.devices.precision_support import accelerator_type, choose_precision
+
+    chosen = choose_precision(use_cpu=use_cpu)
+    name: str = chosen.name
+    reason = chosen.reason
+    if recipe.trains_16_bits:
+        name, reason = "fp32", f"without autocast: the weights are {weights}, and so is the computation"
+    elif name == "fp16" and recipe.gradient_release:
+        name, reason = "fp32", f"gradient release has no gradient scaler, which fp16 needs ({chosen.reason})"
+    elif weights == "float16":
+        name, reason = "fp16", "the frozen weights are float16, and autocast mixes no two 16-bit formats"
+    elif weights == "bfloat16" and name == "fp32" and (use_cpu or accelerator_type() == "cpu"):
+        name, reason = "bf16", "the frozen weights are bfloat16, and the adapters that are trained float32"
+    return Change("precision", "auto", name, reason)
+
+
+def sixteen_bits_here(recipe: Recipe) -> str:
+    """Return the 16-bit dtype that this machine computes in: float16 on a GPU that only emulates bfloat16."""
+    from hf_memopt.devices.precision_support import choose_precision
+
+    name = choose_precision().name if recipe.precision == "auto" else recipe.precision
+    return "float16" if name == "fp16" else "bfloat16"
+
+
+def weights_dtype_here(recipe: Recipe, *, use_cpu: bool = False) -> str:
+    """Return the dtype of the weights as loaded; beside quantised ones float32 becomes the 16 bits of this machine.
+
+    Raises:
+        ValueError: bfloat16 that this machine only emulates, float16 where it has no gradient scaler.
+    """
+    from hf_memopt.devices.precision_support import accelerator_type, choose_precision
+
+    if recipe.load_in is not None and recipe.weights_dtype == "float32":
+        return sixteen_bits_here(recipe)
+    native = choose_precision(use_cpu=use_cpu)
+    if recipe.weights_dtype == "bfloat16" and native.fp16:
+        other = "float32" if recipe.lora is None else "float16"
+        raise ValueError(
+            f"weights_dtype='bfloat16' is emulated here: {native.reason}; expected {other} on this GPU. "
+            f"Call: recipe.replace(weights_dtype={other!r})"
+        )
+    backend = "cpu" if use_cpu else accelerator_type()
+    if recipe.weights_dtype == "float16" and backend in ("cpu", "mps"):
+        raise ValueError(
+            f"weights_dtype='float16' cannot be trained with on this machine, whose device is {backend!r}; expected a "
+            "GPU with a gradient scaler. Call: recipe.replace(weights_dtype='bfloat16')"
+        )
+    return recipe.weights_dtype

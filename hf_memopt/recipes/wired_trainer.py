@@ -1,0 +1,188 @@
+"""Build the stock ``Trainer`` of a Recipe: adapters, arguments, data, collator, optimizer and callbacks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer
+
+from hf_memopt.binding.attach import attach
+from hf_memopt.binding.conflicts import refusals_of
+from hf_memopt.changes import Change, add_change, record_changes
+from hf_memopt.memory.report import MemoryReportCallback
+from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
+from hf_memopt.recipes.model_setup import prepared_model
+from hf_memopt.recipes.trainer_inputs import (
+    check_trainer_inputs,
+    fixed_size_input,
+    needs_causal_labels,
+    speech_collator,
+)
+from hf_memopt.techniques.freezing.freezing import FreezeCallback
+from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
+from hf_memopt.techniques.optimizers.released_optimizer import released_optimizer
+from hf_memopt.techniques.optimizers.sixteen_bit_weights import rounded_optimizer
+from hf_memopt.techniques.precision import PrecisionCallback
+from hf_memopt.techniques.tied_embedding import TiedEmbeddingCallback
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback, TrainingArguments
+
+    from hf_memopt.recipes.recipe import Recipe
+
+__all__ = ["BITSANDBYTES_8BIT", "build_trainer", "callbacks_of"]
+
+logger = logging.getLogger(__name__)
+
+BITSANDBYTES_8BIT = (
+    "adamw_8bit",
+    "adamw_bnb_8bit",
+    "paged_adamw_8bit",
+    "lion_8bit",
+    "paged_lion_8bit",
+    "ademamix_8bit",
+    "paged_ademamix_8bit",
+    "rmsprop_bnb_8bit",
+)
+"""The names of ``TrainingArguments(optim=...)`` whose state bitsandbytes keeps in 8 bits."""
+
+
+def build_trainer(
+    recipe: Recipe,
+    *,
+    model: Any,
+    train_dataset: Any,
+    processing_class: Any,
+    training_arguments: Mapping[str, Any] | None,
+    callbacks: tuple[TrainerCallback, ...],
+    trainer_kwargs: dict[str, Any],
+) -> Trainer:
+    """Return the Trainer; see ``Recipe.trainer``."""
+    check_trainer_inputs(model, training_arguments, trainer_kwargs)
+    fixed = fixed_size_input(model, train_dataset)
+    if processing_class is None and "data_collator" not in trainer_kwargs and fixed is None:
+        raise ValueError(
+            "processing_class=None leaves nothing to pad with; expected the tokenizer. Pass "
+            "processing_class=tokenizer, or data_collator=..."
+        )
+    given = dict(training_arguments or {})
+    if recipe.bucketing:
+        given = view_arguments(recipe.name, train_dataset, given)
+    args = recipe.training_arguments(**given)
+    changes = list(recipe.changes(**_without_folder(given))) if recipe.gradient_release else []
+    trainer_kwargs |= _optimizer(recipe, args, model, trainer_kwargs)
+    if model is not None:
+        model, made = prepared_model(recipe, model)
+        changes += made
+    elif recipe.lora is not None:
+        trainer_kwargs["model_init"] = _preparing(recipe, trainer_kwargs["model_init"], changes)
+    if recipe.bucketing:
+        batch = {"batch_size": args.per_device_train_batch_size, "pad_to_multiple_of": recipe.pad_to_multiple_of}
+        train_dataset = training_view(recipe.name, train_dataset, **batch)
+        trainer_kwargs["eval_dataset"] = evaluation_view(recipe.name, trainer_kwargs.get("eval_dataset"), args)
+    if trainer_kwargs.get("data_collator") is None:
+        if fixed is None:
+            causal_lm = needs_causal_labels(model, train_dataset)
+            trainer_kwargs["data_collator"] = recipe.collator(processing_class, causal_lm=causal_lm)
+            if causal_lm:
+                reason = f"{_name(model)} predicts tokens, and the data has no labels of its own"
+                changes.append(Change("labels", None, "input_ids", reason))
+        elif fixed == "input_features":
+            trainer_kwargs["data_collator"] = speech_collator(model)
+    own = callbacks_of(recipe, args.optim)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=train_dataset,
+        processing_class=processing_class,
+        callbacks=[*own, *callbacks],
+        **trainer_kwargs,
+    )
+    for change in changes:
+        logger.info("%s: %s", recipe.name, change)
+    record_changes(trainer, changes)
+    asked = [callback for callback in own if not isinstance(callback, _REMOVABLE)]
+    _remove_refused_callbacks(recipe, trainer, kept=(*asked, *callbacks))
+    return attach(trainer)
+
+
+def callbacks_of(recipe: Recipe, optim: str) -> list[TrainerCallback]:
+    """Return new callbacks for a Trainer with this optimizer; see ``Recipe.callbacks``."""
+    wanted: list[TrainerCallback] = []
+    if recipe.freeze:
+        wanted.append(FreezeCallback(recipe.freeze))
+    wanted.append(PrecisionCallback(autocast_cache=recipe.autocast_cache, master_weights=not recipe.trains_16_bits))
+    if optim in BITSANDBYTES_8BIT:
+        wanted.append(EmbeddingBitsCallback())
+    if recipe.sparse_tied_embedding:
+        wanted.append(TiedEmbeddingCallback())
+    if recipe.fused_cross_entropy:
+        from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback
+
+        wanted.append(FusedCrossEntropyCallback())
+    if recipe.micro_batching:
+        wanted.append(MicrobatchCallback())
+    if recipe.memory_report:
+        wanted.append(MemoryReportCallback())
+    return wanted
+
+
+_REMOVABLE = (PrecisionCallback, EmbeddingBitsCallback, MicrobatchCallback, MemoryReportCallback)
+"""What a recipe leaves out where the caller asks for something else; what a recipe was asked for is refused."""
+
+
+def _remove_refused_callbacks(recipe: Recipe, trainer: Trainer, kept: Iterable[TrainerCallback]) -> None:
+    """Remove the recipe's own callbacks that are incompatible with what the caller asked for."""
+    for refusal in refusals_of(trainer):
+        for callback in tuple(trainer.callback_handler.callbacks):
+            name = getattr(callback, "technique", None)
+            if name in (refusal.one, refusal.other) and not any(callback is own for own in kept):
+                trainer.remove_callback(callback)
+                other = refusal.other if name == refusal.one else refusal.one
+                change = Change(name, True, False, f"incompatible with {other}: {refusal.reason}")
+                logger.info("%s: %s", recipe.name, change)
+                record_changes(trainer, (change,))
+
+
+def _optimizer(recipe: Recipe, args: TrainingArguments, model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``optimizer_cls_and_kwargs`` for gradient release and the rounding of 16-bit weights, or nothing."""
+    if not recipe.gradient_release and recipe.rounding == "nearest":
+        return {}
+    field = "gradient_release" if recipe.gradient_release else "rounding"
+    for name, value in (("optimizers", (given.get("optimizers") or (None,))[0]), (_CLASS, given.get(_CLASS))):
+        if value is not None:
+            raise ValueError(
+                f"{name} is given, and {field}={getattr(recipe, field)!r} makes an optimizer of its own; expected "
+                f"only one of them. Pass training_arguments={{'optim': ...}}, or recipe.replace({field}=...)"
+            )
+    if recipe.rounding == "nearest" or recipe.gradient_release:
+        return {_CLASS: released_optimizer(args, model, rounding=recipe.rounding)}
+    return {_CLASS: rounded_optimizer(args, model, recipe.rounding)}
+
+
+_CLASS = "optimizer_cls_and_kwargs"
+
+
+def _preparing(recipe: Recipe, model_init: Callable[..., Any], changes: list[Change]) -> Callable[..., Any]:
+    @wraps(model_init)  # stock counts its parameters
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        model, made = prepared_model(recipe, model_init(*args, **kwargs))
+        for change in made:
+            add_change(changes, change)
+        return model
+
+    return prepared
+
+
+def _without_folder(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name != "output_dir"}
+
+
+def _name(model: Any) -> str:
+    from hf_memopt.binding.model_traits import unwrap_model
+
+    return type(unwrap_model(model)).__name__

@@ -1,0 +1,246 @@
+"""Recipes for adapters train for real, on a CPU: full, LoRA, QLoRA and int8, saved, reloaded, merged and resumed."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+import tiny
+from hf_memopt import Recipe, prepare_quantized
+from hf_memopt.batching.collation.speech import SpeechCollator
+from hf_memopt.binding.adapters import without_warnings_of_peft
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning"),
+    # peft 0.21 asks transformers 5.23 under the names of 5.17, here where the Trainer switches checkpointing on
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+SMALL = Recipe("small", "a test", effective_batch_size=8, per_device_train_batch_size=4, memory_report=False)
+RECIPES = {
+    "full": SMALL,
+    "full, bfloat16": SMALL.replace(weights_dtype="bfloat16"),
+    "full, released": SMALL.replace(gradient_release=True, optim="adamw_torch"),
+    "LoRA": SMALL.replace(lora=4, weights_dtype="bfloat16"),
+    "LoRA, two targets": SMALL.replace(lora=4, lora_targets=("q_proj", "v_proj")),
+    "int8": SMALL.replace(lora=4, load_in="int8"),
+    "QLoRA": SMALL.replace(lora=4, load_in="nf4", checkpointing=True, optim="paged_adamw_8bit"),
+}
+SIZES = {"hidden_size": 64, "intermediate_size": 128}  # bitsandbytes quantises blocks of 64
+QUICK = ("QLoRA",)
+EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RECIPES]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny Llama, saved in bfloat16 as models are published."""
+    path = tmp_path_factory.mktemp("llama")
+    tiny.llama(**SIZES).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def texts(count: int = 32) -> Dataset:
+    """Return rows of tokens without labels."""
+    return Dataset.from_list([{"input_ids": [5 + (i * j) % 90 for j in range(6 + 5 * i % 11)]} for i in range(count)])
+
+
+def trainer_of(recipe: Recipe, folder: Path, output_dir: Path, **given: Any) -> transformers.Trainer:
+    arguments = {
+        "output_dir": str(output_dir), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 4,
+        "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(folder, **recipe.model_kwargs())
+    return recipe.trainer(
+        model=model,
+        train_dataset=texts(),
+        processing_class=tiny.tokenizer(),
+        training_arguments={**arguments, **given.pop("training_arguments", {})},
+        **given,
+    )
+
+
+def trained_weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.eval()(input_ids=torch.arange(5, 17)[None]).logits.float()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_recipe_trains_saves_reloads_and_resumes(name: str, folder: Path, tmp_path: Path) -> None:
+    chosen = RECIPES[name]
+    trainer = trainer_of(chosen, folder, tmp_path)
+    before = trained_weights(trainer.model)
+    if chosen.lora is not None:
+        assert {weight.dtype for weight in before.values()} == {torch.float32}
+        assert all("lora_" in name for name in before)
+    trainer.train()
+    after = trained_weights(trainer.model)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    resumed = trainer_of(chosen, folder, tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    again = trained_weights(resumed.model)
+    assert all(torch.equal(after[name], again[name]) for name in after)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_a_recipe_trained_is_reloaded_and_merged(name: str, folder: Path, tmp_path: Path) -> None:
+    chosen = RECIPES[name].replace(precision="fp32")  # without autocast: a saved model computes as in training
+    trainer = trainer_of(chosen, folder, tmp_path, training_arguments={"save_strategy": "no"})
+    trainer.train()
+    trainer.save_model(str(tmp_path / "last"))
+    expected, keywords = logits(trainer.model), chosen.model_kwargs()
+    if chosen.lora is None:
+        reloaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "last", **keywords)
+        assert torch.equal(logits(reloaded), expected)
+        return
+    base = AutoModelForCausalLM.from_pretrained(folder, **keywords)
+    reloaded = peft.PeftModel.from_pretrained(base, tmp_path / "last")
+    if chosen.load_in is not None:
+        prepare_quantized(reloaded)  # without bitsandbytes' kernel for inference on a CPU, which rounds otherwise
+    scale = expected.abs().max()
+    assert torch.equal(logits(reloaded), expected)
+    with without_warnings_of_peft(), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Merge lora module to .-bit linear may get different generations", UserWarning
+        )
+        merged = reloaded.merge_and_unload()
+    assert not any("lora_" in name for name, _ in merged.named_parameters())
+    # the merged weight is rounded to the base's dtype: 8 bits of a bfloat16, or anew to 8 or 4 bits
+    assert (logits(merged) - expected).abs().max() <= {"nf4": 0.3, "int8": 0.1}.get(chosen.load_in, 0.02) * scale
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_best_checkpoint_is_loaded_at_the_end(name: str, folder: Path, tmp_path: Path) -> None:
+    arguments = {
+        "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "max_steps": 6, "learning_rate": 0.1,
+        "metric_for_best_model": "loss",
+    }  # fmt: skip
+    trainer = trainer_of(RECIPES[name], folder, tmp_path, training_arguments=arguments, eval_dataset=texts(8))
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    assert best.name == f"checkpoint-{min(losses, key=losses.get)}"
+    assert trainer.evaluate()["eval_loss"] == min(losses.values())
+
+
+# ---- Other models ---------------------------------------------------------------------------------------------------
+
+
+def whisper() -> transformers.WhisperForConditionalGeneration:
+    sizes = {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 64}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(vocab_size=100, **sizes, **tokens))
+
+
+def sounds() -> list[dict[str, Any]]:
+    """Return features of one size with labels of several lengths, as Whisper's tokenizer makes them: start first."""
+    generator = torch.Generator().manual_seed(0)
+    labels = [[3, *(5 + (i * j) % 50 for j in range(1 + i % 7)), 2] for i in range(16)]
+    return [{"input_features": torch.randn(8, 32, generator=generator), "labels": row} for row in labels]
+
+
+def vit() -> transformers.ViTForImageClassification:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=32, num_labels=3))
+
+
+def images() -> list[dict[str, Any]]:
+    return [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 3} for i in range(16)]
+
+
+def t5() -> transformers.T5ForConditionalGeneration:
+    sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)
+    )
+
+
+def pairs() -> Dataset:
+    return texts(16).map(lambda row: {"labels": row["input_ids"][: 1 + len(row["input_ids"]) % 5]})
+
+
+def gpt2() -> transformers.GPT2LMHeadModel:
+    sizes = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "loss_type": "ForCausalLM"}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+
+
+OTHERS = {
+    "Whisper": (whisper, sounds, None),
+    "ViT": (vit, images, None),
+    "T5": (t5, pairs, tiny.tokenizer),
+    "GPT-2": (gpt2, lambda: texts(16), tiny.tokenizer),
+    "BERT": (tiny.bert, lambda: tiny.rows(16), tiny.tokenizer),
+}
+SET_UPS = {"full": SMALL, "LoRA": RECIPES["LoRA"], "LoRA, checkpointed": RECIPES["LoRA"].replace(checkpointing=True)}
+PAIRS = [
+    pytest.param(name, set_up, marks=() if (name, set_up) == ("Whisper", "LoRA") else pytest.mark.slow)
+    for name in OTHERS
+    for set_up in SET_UPS
+]
+
+
+@pytest.mark.parametrize(("name", "set_up"), PAIRS)
+def test_every_kind_of_model_trains_with_what_its_data_needs(name: str, set_up: str, tmp_path: Path) -> None:
+    build, read, tokenizer = OTHERS[name]
+    chosen = SET_UPS[set_up]
+    torch.manual_seed(0)
+    trainer = chosen.trainer(
+        model=build().to(chosen.model_kwargs()["dtype"]),
+        train_dataset=read(),
+        eval_dataset=read(),
+        processing_class=None if tokenizer is None else tokenizer(),
+        training_arguments={
+            "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 2,
+            "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 1e-2,
+        },
+    )  # fmt: skip
+    before = trained_weights(trainer.model)
+    assert {weight.dtype for weight in before.values()} == {torch.float32}
+    trainer.train()
+    after = trained_weights(trainer.model)
+    assert not any(torch.equal(before[name], after[name]) for name in before if "lora_A" not in name)
+    assert 0 < trainer.evaluate()["eval_loss"] < 10
+
+
+def test_labels_of_sound_are_padded_and_lose_the_token_that_the_model_adds() -> None:
+    collator, rows = SpeechCollator(decoder_start_token_id=3, dtype=torch.bfloat16), sounds()[:3]
+    batch = collator(rows)
+    assert batch["labels"].tolist() == [[5, 2, -100, -100], [5, 6, 2, -100], [5, 7, 9, 2]]
+    assert (batch["input_features"].shape, batch["input_features"].dtype) == ((3, 8, 32), torch.bfloat16)
+    assert SpeechCollator(decoder_start_token_id=4)(rows)["labels"][0].tolist() == [3, 5, 2, -100, -100]
+    assert list(collator([{"input_features": row["input_features"]} for row in rows])) == ["input_features"]
+    assert pickle.loads(pickle.dumps(collator)) == collator
+
+
+@pytest.mark.slow
+def test_a_model_that_is_built_later_gets_adapters(folder: Path, tmp_path: Path) -> None:
+    chosen = RECIPES["LoRA"]
+    trainer = chosen.trainer(
+        model_init=lambda: AutoModelForCausalLM.from_pretrained(folder, **chosen.model_kwargs()),
+        train_dataset=texts().map(lambda row: {"labels": row["input_ids"]}),
+        processing_class=tiny.tokenizer(),
+        training_arguments={
+            "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 1,
+            "save_strategy": "no",
+        },
+    )  # fmt: skip
+    trainer.train()
+    assert isinstance(trainer.model, peft.PeftModel)
+    assert "lora" in [change.name for change in trainer.memopt_changes]

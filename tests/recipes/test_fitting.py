@@ -1,0 +1,131 @@
+"""``recipe(name, model=...)`` changes a preset until an estimate says that the model fits, in order, and says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import tiny
+from hf_memopt import PRESETS, Recipe, custom_gpu, estimate, recipe
+from hf_memopt.recipes import presets
+from hf_memopt.recipes.fitting import fitting_recipe
+from hf_memopt.units import parse_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 4000}
+PRESET = Recipe("tiny-gpu", "a test", effective_batch_size=16, per_device_train_batch_size=16, precision="bf16")
+
+
+def config() -> transformers.LlamaConfig:
+    return tiny.llama_config(**SIZES, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256)
+
+
+def gpu_of(memory: str) -> Any:
+    """Return a GPU with so much for torch's allocator, beside a context."""
+    context_bytes = custom_gpu("1GiB", "8.6").context_bytes
+    return custom_gpu(parse_bytes(memory) + context_bytes, "8.6", name=f"a GPU with {memory}")
+
+
+def fitting(memory: str, model: Any = None, seq_len: int = 64) -> Recipe:
+    return fitting_recipe(PRESET, config() if model is None else model, seq_len=seq_len, gpu=gpu_of(memory))
+
+
+LADDER = [  # memory of torch's allocator, and what is chosen for it
+    pytest.param("500MiB", {}, marks=pytest.mark.slow),
+    pytest.param("210MiB", {"per_device_train_batch_size", "fused_cross_entropy"}, marks=pytest.mark.slow),
+    pytest.param("150MiB", {"checkpointing", "per_device_train_batch_size"}, marks=pytest.mark.slow),
+    ("110MiB", {"lora", "weights_dtype"}),
+    pytest.param("60MiB", {"lora", "load_in", "checkpointing"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("memory", "changed"), LADDER)
+def test_the_least_change_that_fits_is_chosen_with_its_reason(memory: str, changed: set[str]) -> None:
+    found = fitting(memory)
+    names = ("lora", "load_in", "weights_dtype", "checkpointing", "per_device_train_batch_size", "fused_cross_entropy")
+    differing = {name for name in names if getattr(found, name) != getattr(PRESET, name)}
+    assert set(changed) <= differing
+    for name in {"lora", "load_in", "weights_dtype"} - set(changed):
+        assert name not in differing
+    assert all(found.reasons[name] for name in differing)
+    gpu = gpu_of(memory)
+    rows = found.per_device_train_batch_size
+    assert found.effective_batch_size % rows == 0
+    itself = estimate(config(), batch_size=rows, seq_len=64, recipe=found, gpu=gpu)
+    assert itself.fits
+    assert found.purpose.endswith(", computed and not measured")
+    if "per_device_train_batch_size" in differing:
+        more = found.replace(per_device_train_batch_size=2 * rows)
+        bigger = estimate(config(), batch_size=2 * rows, seq_len=64, recipe=more, gpu=gpu)
+        assert bigger.total_bytes > itself.total_bytes
+        assert found.reasons["per_device_train_batch_size"].startswith(f"{2 * rows} examples at a time need ")
+    assert Recipe.from_json(found.to_json()) == found
+
+
+@pytest.mark.slow
+def test_what_cannot_fit_is_refused() -> None:
+    with pytest.raises(ValueError) as error:
+        fitting("20MiB")
+    message = str(error.value)
+    assert message.startswith("model=<LlamaForCausalLM> does not fit a GPU with 20MiB at seq_len=64: QLoRA needs ")
+    assert message.endswith(
+        " even with one example at a time; expected a smaller model, shorter texts or a larger GPU. See what would "
+        "fit: hf-memopt estimate LlamaForCausalLM --compare"
+    )
+
+
+def test_a_module_is_fitted_as_its_configuration_and_keeps_its_weights() -> None:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config())
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    assert fitting("110MiB", model) == fitting("110MiB")
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+
+
+@pytest.mark.slow
+def test_a_model_with_adapters_keeps_them() -> None:
+    adapted = Recipe("one", "a test", lora=16).prepare_model(transformers.LlamaForCausalLM(config()))
+    assert isinstance(adapted, peft.PeftModel)
+    found = fitting("150MiB", adapted)
+    assert (found.lora, found.load_in, found.weights_dtype) == (None, None, "float32")
+    assert "training the adapters of " in found.purpose
+
+
+def test_a_preset_without_a_model_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recipe("8gb-gpu") is PRESETS["8gb-gpu"]
+    assert recipe("cpu", model=nn.Linear(2, 2)) is PRESETS["cpu"]  # what a CPU can hold is not estimated
+    with pytest.raises(ValueError) as error:
+        recipe("8gb-gpu", seq_len=512)
+    assert str(error.value) == (
+        "seq_len=512 is the length of a model's texts, and model=None; expected both. "
+        "Call: recipe('8gb-gpu', model='Llama-3.2-1B', seq_len=512)"
+    )
+    monkeypatch.setattr("hf_memopt.devices.gpus.current_gpu", lambda: None)
+    assert recipe("auto", model="bert-base-uncased").name == recipe("auto").name == "cpu"
+
+
+def test_the_gpu_of_a_preset_is_the_smallest_of_its_size() -> None:
+    gpu = presets._smallest_gpu("16gb-gpu")
+    assert gpu.usable_bytes < 16 * 2**30
+    assert gpu.name == "16gb-gpu"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "model", "lora", "load_in"),
+    [
+        ("4gb-gpu", "bert-large-uncased", None, None),
+        ("8gb-gpu", "Llama-3.2-1B", 16, None),
+        ("8gb-gpu", "Llama-3.1-8B", 16, "nf4"),
+        ("24gb-gpu", "Llama-3.1-8B", 16, None),
+    ],
+)
+def test_well_known_models_get_what_people_use(name: str, model: str, lora: int | None, load_in: str | None) -> None:
+    found = recipe(name, model=model, seq_len=512)
+    assert (found.lora, found.load_in) == (lora, load_in)
