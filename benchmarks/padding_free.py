@@ -1,8 +1,8 @@
 """Batches without padding: how much of the token budget they use, and what reading and collating them costs.
 
-The sets of lengths of benchmarks/batching.py, 10,000 examples (docstrings: as many as there are) in a datasets.Dataset, one epoch through the training
-DataLoader of a stock Trainer, one thread, no workers; CPU time, best of three. "fits" is the number of rows whose longest texts
-stay within the budget, "mean" the one that uses the budget on average.
+The sets of lengths of benchmarks/batching.py, 10,000 examples in a datasets.Dataset (docstrings: as many as there are),
+one epoch through the training DataLoader of a stock Trainer, one thread, no workers; CPU time, best of three. "fits" is
+the number of rows of the longest text that the budget holds, "mean" the one that uses the budget on average.
 
 python benchmarks/padding_free.py
 """
