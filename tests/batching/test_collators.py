@@ -741,7 +741,9 @@ def test_repr_names_what_is_set():
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    "start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)]
+)  # it pickles, as tested above
 def test_worker_processes_give_the_batches_of_this_process(start):
     if start not in multiprocessing.get_all_start_methods():
         pytest.skip(f"this system starts no processes by {start}")
