@@ -12,14 +12,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
 from hf_memopt.binding.handles import set_attribute
-from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_model
+from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm, unwrap_model
 from hf_memopt.binding.probing import undisturbed
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ __all__ = ["check_flattened_texts"]
 
 LENGTHS = (6, 8, 7)  # tokens of the texts, of which the second is asked
 LARGEST_DEVIATION = 0.1  # of the gradient from that of the text alone: above rounding in 16 bits, below other positions
-PAD_INSTEAD = "Pad instead: BucketedCollator(tokenizer, causal_lm=True)"
 
 
 def check_flattened_texts(trainer: Trainer, inner: Callable[[Any], Any]) -> None:
@@ -50,7 +49,7 @@ def check_flattened_texts(trainer: Trainer, inner: Callable[[Any], Any]) -> None
             stacklevel=2,
         )
         return
-    with undisturbed(trainer, unwrap_model(model)):
+    with undisturbed(trainer, cast(nn.Module, model)):
         reason = _why_not(trainer, inner)
     if reason is not None:
         raise ValueError(f"inner={type(inner).__name__} joins the texts of a batch into one row, {reason}")
@@ -58,45 +57,54 @@ def check_flattened_texts(trainer: Trainer, inner: Callable[[Any], Any]) -> None
 
 def _why_not(trainer: Any, inner: Callable[[Any], Any]) -> str | None:
     """Return what is wrong with flattened texts, what is expected and what to do, or None."""
-    name = _name(trainer.model)
-    texts = _texts(unwrap_model(trainer.model))
-    start, end = LENGTHS[0], LENGTHS[0] + LENGTHS[1]  # of the second text in the row
-    row = inner([{"input_ids": text} for text in texts])
-    if row["labels"][0, [0, start, end]].ne(IGNORED_LABEL).any():
-        return (
-            f"with labels {row['labels'][0, [0, start, end]].tolist()} for their first tokens; expected "
-            f"{IGNORED_LABEL}, as nothing predicts them. Call: DataCollatorWithFlattening(separator_id={IGNORED_LABEL})"
-        )
-    inside, first = (torch.full_like(row["labels"], IGNORED_LABEL) for _ in range(2))
-    inside[0, start:end] = row["labels"][0, start:end]
-    first[0, start] = texts[1][0]
-    alone = torch.tensor([texts[1]])
-    own_labels = alone.clone()
-    own_labels[0, 0] = IGNORED_LABEL
+    name, start, end = _name(trainer.model), LENGTHS[0], LENGTHS[0] + LENGTHS[1]  # of the second text in the row
     try:
-        expected = _gradient(trainer, {"input_ids": alone, "labels": own_labels})
-        found = _gradient(trainer, {**row, "labels": inside})
-        of_first = _gradient(trainer, {**row, "labels": first})
+        texts = _texts(unwrap_model(trainer.model))
+        row = inner([{"input_ids": text} for text in texts])
+        labels = row["labels"][0, [0, start, end]]
+        alone, among, of_first = _gradients(trainer, row, texts[1])
     except Exception as error:  # whatever the model raises for inputs that it does not take
         return (
             f"which {name} could not be trained on ({type(error).__name__}: {error}); expected a causal language model "
-            f"that takes position_ids. {PAD_INSTEAD}"
+            f"that takes position_ids. {_pad_instead(trainer)}"
         )
-    others = torch.cat([found[:start], found[end:]])
-    if bool(others.abs().max() > 0):
+    if labels.ne(IGNORED_LABEL).any():
+        return (
+            f"with labels {labels.tolist()} for their first tokens; expected {IGNORED_LABEL}, as nothing predicts "
+            f"them. Call: DataCollatorWithFlattening(separator_id={IGNORED_LABEL})"
+        )
+    if bool(torch.cat([among[:start], among[end:]]).abs().max() > 0):
         return _leak(trainer, name)
     if bool(of_first[start:end].abs().max() > 0):
         return (
             f"and leaves out the label of their first tokens, which the loss of {name} counts; expected a causal "
-            f"language model. {PAD_INSTEAD.replace(', causal_lm=True', '')}"
+            f"language model. {_pad_instead(trainer)}"
         )
-    if bool((found[start:end] - expected).norm() > LARGEST_DEVIATION * expected.norm()):
+    if bool((among[start:end] - alone).norm() > LARGEST_DEVIATION * alone.norm()):
         return (
             f"where {name} does not compute what it computes for a text alone, as with other positions; expected the "
-            f"same. Call: DataCollatorWithFlattening(position_ids_start=2) if it counts positions from 2; else "
-            f"{PAD_INSTEAD[0].lower()}{PAD_INSTEAD[1:]}"
+            "same. Call: DataCollatorWithFlattening(position_ids_start=2) if it counts positions from 2; else "
+            f"{_pad_instead(trainer)}"
         )
     return None
+
+
+def _gradients(
+    trainer: Any, row: Mapping[str, Any], text: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradient of the second text's loss: of the text alone, shape (its tokens, hidden); in the row, shape
+    (seq, hidden); and in the row with a label for its first token only.
+    """
+    start, end = LENGTHS[0], LENGTHS[0] + LENGTHS[1]
+    inside, first = (torch.full_like(row["labels"], IGNORED_LABEL) for _ in range(2))
+    inside[0, start + 1 : end] = row["labels"][0, start + 1 : end]
+    first[0, start] = text[0]
+    alone = {"input_ids": torch.tensor([text]), "labels": torch.tensor([[IGNORED_LABEL, *text[1:]]])}
+    return (
+        _gradient(trainer, alone),
+        _gradient(trainer, {**row, "labels": inside}),
+        _gradient(trainer, {**row, "labels": first}),
+    )
 
 
 def _leak(trainer: Any, name: str) -> str:
@@ -108,7 +116,7 @@ def _leak(trainer: Any, name: str) -> str:
             f"{seen}, as models that return a cache ignore where position_ids start again; expected use_cache=False. "
             "Pass TrainingArguments(..., use_cache=False)"
         )
-    return f"{seen}; expected a model whose layers keep apart what position_ids count anew. {PAD_INSTEAD}"
+    return f"{seen}; expected a model whose layers keep apart what position_ids count anew. {_pad_instead(trainer)}"
 
 
 def _gradient(trainer: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -138,10 +146,15 @@ def _texts(model: Any) -> list[list[int]]:
     config = getattr(model, "config", None)
     named = vars(config) if config is not None else {}
     special = {value for name, value in named.items() if name.endswith("token_id") and isinstance(value, int)}
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = len(model.get_input_embeddings().weight)
     usable = [token for token in range(min(vocabulary, 1000)) if token not in special]
     tokens = iter(usable[-1 - 7 * i % len(usable)] for i in range(sum(LENGTHS)))
     return [[next(tokens) for _ in range(length)] for length in LENGTHS]
+
+
+def _pad_instead(trainer: Any) -> str:
+    labels = ", causal_lm=True" if is_causal_lm(trainer.model) else ""
+    return f"Pad instead: BucketedCollator(tokenizer{labels})"
 
 
 def _name(model: Any) -> str:

@@ -71,7 +71,9 @@ def bucketed(
         max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``. Batches of short examples have more
             rows, so a loss that is a mean over the rows gives each of them less weight: made for losses per token.
             With ``BucketedCollator(inner=DataCollatorWithFlattening())`` a batch is one row without padding, and an
-            attached view packs texts of all lengths into nearly ``max_tokens`` tokens.
+            attached view packs texts of all lengths into nearly ``max_tokens`` tokens; a stream goes on counting padded
+            ones. ``estimate(model, batch_size=1, seq_len=max_tokens)`` is its memory, for flash attention with
+            ``padding=False``.
         n_buckets: see ``LengthBuckets``.
         boundaries: see ``LengthBuckets``; ``BucketedCollator`` pads to them, other collators to the longest row.
         seed: of the order; None: ``attach`` takes that of the training arguments (``data_seed``, else ``seed``), and
