@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from torch import nn
-from transformers import DataCollatorForLanguageModeling
+from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening
 
 from hf_memopt.batching.collation.columns import (
     Array,
@@ -33,6 +33,7 @@ from hf_memopt.batching.collation.columns import (
     take_labels,
     where_padding,
 )
+from hf_memopt.batching.collation.flattened_texts import check_flattened_texts
 from hf_memopt.batching.collation.rows import RowBatch
 from hf_memopt.batching.plan.checks import check_counts
 from hf_memopt.binding.handles import UndoHandle, set_attribute, undo_all
@@ -73,7 +74,9 @@ class BucketedCollator:
         pad_to_multiple_of: round the padded length up; 8 fits tensor cores. None or 1 rounds nothing.
         label_pad_token_id: what the loss ignores.
         position_ids: add ``position_ids`` that count real tokens from 0. None: on left padding if the model needs it.
-        inner: a collator that does all the work instead; this one only passes the examples on.
+        inner: a collator that does all the work instead; this one only passes the examples on. Stock's
+            ``DataCollatorWithFlattening()`` joins the texts of a batch into one row, without padding; ``attach`` then
+            refuses a model in which texts of one row see each other.
 
     Raises:
         ValueError: settings out of range or against each other, no pad token or mask token; on a call: no features,
@@ -137,8 +140,15 @@ class BucketedCollator:
             self.adapt(model)
             self._has_model = True
 
+    @property
+    def is_padding_free(self) -> bool:
+        """Whether ``inner`` is stock's ``DataCollatorWithFlattening``, which joins texts instead of padding them."""
+        return isinstance(self.inner, DataCollatorWithFlattening)
+
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
-        """Adapt to the trainer's model; ``attach`` calls it."""
+        """Adapt to the trainer's model, or refuse one that cannot train on flattened texts; ``attach`` calls it."""
+        if self.is_padding_free:
+            check_flattened_texts(trainer, cast(DataCollatorWithFlattening, self.inner))
         names = ("_has_decoder", "_shift_labels", "_predicts_next_token", "_adds_position_ids")
         handles = [set_attribute(self, name, getattr(self, name)) for name in names]
         record_changes(trainer, self.adapt(cast(nn.Module, trainer.model)))

@@ -1,4 +1,5 @@
-"""Choose the length limits of buckets that waste the fewest padded tokens, by dynamic programming.
+"""Choose the length limits of buckets that waste the fewest padded tokens, by dynamic programming; sort and shuffle by
+them.
 
 Quantile or geometric limits pad more with as many buckets, so they are not offered.
 """
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["bucket_numbers", "optimal_boundaries"]
+__all__ = ["bucket_ends", "bucket_numbers", "by_bucket", "optimal_boundaries", "shuffle_buckets"]
 
 FINEST_GRID = 512  # distinct limits the dynamic programme considers: its cost grows with their square
 LONGEST_TABLE = 2**20  # longer examples are looked up by bisection instead of in a table
@@ -73,3 +74,33 @@ def bucket_numbers(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) ->
         found: NDArray[Any] = table[lengths]
         return found
     return np.searchsorted(boundaries, lengths).astype(dtype)
+
+
+def bucket_ends(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where each bucket ends in the order from the longest bucket to the shortest, shape (buckets,)."""
+    counts = np.bincount(bucket_numbers(lengths, boundaries), minlength=len(boundaries))
+    return np.cumsum(counts[: len(boundaries)][::-1])
+
+
+def by_bucket(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return the examples from the longest bucket to the shortest, ascending inside each, without those too long.
+
+    Example:
+        >>> by_bucket(np.array([8, 9, 64, 65]), np.array([8, 64]))
+        array([1, 2, 0], dtype=int32)
+    """
+    numbers = bucket_numbers(lengths, boundaries)
+    falling = numbers.dtype.type(len(boundaries)) - numbers  # 0: too long
+    too_long = np.count_nonzero(falling == 0)
+    return np.argsort(falling, kind="stable")[too_long:].astype(np.int32)
+
+
+def shuffle_buckets(order: NDArray[np.int32], ends: NDArray[np.int64], generator: np.random.Generator) -> None:
+    """Shuffle the examples inside each bucket, in place; the same state of the generator gives the same order."""
+    begin = 0
+    for end in ends.tolist():
+        bucket = order[begin:end]
+        # One 32-bit number for each example; the stable sort leaves equal ones in the order of their indices.
+        draws = generator.bit_generator.random_raw((len(bucket) + 1) // 2).view(np.uint32)[: len(bucket)]
+        bucket[:] = bucket[draws.argsort(kind="stable")]
+        begin = end

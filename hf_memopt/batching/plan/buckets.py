@@ -5,8 +5,8 @@ does not fill a batch of its own bucket tops up with the next shorter one and on
 Whole batches are then shuffled, the largest one first, so that a GPU that is too small fails at step 1. The number of
 batches is the same every epoch.
 
-A plan holds 4 bytes per example beside the 4 of its length. Limitations: no packing (its rows need attention that does
-not look across examples); lengths that are unknown beforehand are the task of ``views/bucketed_stream.py``.
+A plan holds 4 bytes per example beside the 4 of its length. Rows without padding are planned by ``packing.py``;
+lengths that are unknown beforehand are the task of ``views/bucketed_stream.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hf_memopt.batching.plan.boundaries import bucket_numbers, optimal_boundaries
+from hf_memopt.batching.plan.boundaries import bucket_ends, by_bucket, optimal_boundaries, shuffle_buckets
 from hf_memopt.batching.plan.checks import (
     check_batch_limits,
     check_counts,
@@ -165,7 +165,7 @@ class LengthBuckets:
             if max_tokens is not None:  # beyond FINEST_GRID the limits are coarser than the padding
                 self.boundaries = np.minimum(self.boundaries, self._longest_allowed())
         self.n_examples = len(fitting)
-        self._bucket_ends = self._find_bucket_ends()
+        self._bucket_ends = bucket_ends(self.lengths, self.boundaries)
         self._cuts = self._cut()
 
     @property
@@ -204,11 +204,6 @@ class LengthBuckets:
         return int(np.clip(batches // max(BATCHES_PER_BUCKET, self.world_size), FEWEST_BUCKETS, MOST_BUCKETS))
 
     # ---- The batches, alike in every epoch --------------------------------------------------------------------------
-
-    def _find_bucket_ends(self) -> NDArray[np.int64]:
-        """Return where each bucket ends in the order from the longest bucket to the shortest, shape (buckets,)."""
-        counts = np.bincount(bucket_numbers(self.lengths, self.boundaries), minlength=len(self.boundaries))
-        return np.cumsum(counts[: len(self.boundaries)][::-1])
 
     def _rows_per_batch(self) -> NDArray[np.int64]:
         if self.max_tokens is None:
@@ -265,14 +260,8 @@ class LengthBuckets:
         """Return the order of one epoch; the same ``(seed, epoch)`` always gives the same one."""
         check_seed(epoch, name="epoch")
         generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
-        order = self._by_bucket()
-        begin = 0
-        for end in self._bucket_ends.tolist():
-            bucket = order[begin:end]
-            # One 32-bit number for each example; the stable sort leaves equal ones in the order of their indices.
-            draws = generator.bit_generator.random_raw((len(bucket) + 1) // 2).view(np.uint32)[: len(bucket)]
-            bucket[:] = bucket[draws.argsort(kind="stable")]
-            begin = end
+        order = by_bucket(self.lengths, self.boundaries)
+        shuffle_buckets(order, self._bucket_ends, generator)
         starts, limits, whole = self._cuts
         groups = generator.permutation(whole // self.world_size)
         for first in reversed(self._largest_groups(order)):
@@ -280,12 +269,6 @@ class LengthBuckets:
         sequence = np.arange(len(limits))
         sequence[:whole] = (groups[:, None] * self.world_size + np.arange(self.world_size)).ravel()
         return EpochPlan(order, starts, sequence, limits if self.pads_to_boundaries else None)
-
-    def _by_bucket(self) -> NDArray[np.int32]:
-        """Return the examples from the longest bucket to the shortest, ascending inside each."""
-        numbers = bucket_numbers(self.lengths, self.boundaries)
-        falling = numbers.dtype.type(len(self.boundaries)) - numbers  # 0: too long
-        return np.argsort(falling, kind="stable")[self.dropped :].astype(np.int32)
 
     def _largest_groups(self, order: NDArray[np.int32]) -> list[int]:
         """Return the groups to be read first: that of the most padded tokens, then that of the longest row."""

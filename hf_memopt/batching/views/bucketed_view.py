@@ -21,16 +21,19 @@ from hf_memopt.batching.collation.rows import RowBatch, RowReader
 from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets
 from hf_memopt.batching.plan.checks import check_batch_limits, check_counts, checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
+from hf_memopt.batching.plan.packing import PackedBatches
 from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
 from hf_memopt.batching.views.descriptions import DescribedByDataset, is_map_style
 from hf_memopt.batching.views.trainer_checks import (
     check_per_device,
     check_world_size_of_run,
     flattens_batches,
+    is_padding_free,
     read_in_order,
     take_seed,
 )
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, share_attribute, undo_all
+from hf_memopt.changes import Change, record_changes
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -67,6 +70,10 @@ def bucketed(
         batch_size: examples per batch: a multiple of ``per_device_train_batch_size``; or
         max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``. Batches of short examples have more
             rows, so a loss that is a mean over the rows gives each of them less weight: made for losses per token.
+            With ``BucketedCollator(inner=DataCollatorWithFlattening())`` a batch is one row without padding, and an
+            attached view packs texts of all lengths into nearly ``max_tokens`` tokens; a stream goes on counting padded
+            ones. ``estimate(model, batch_size=1, seq_len=max_tokens)`` is its memory, for flash attention with
+            ``padding=False``.
         n_buckets: see ``LengthBuckets``.
         boundaries: see ``LengthBuckets``; ``BucketedCollator`` pads to them, other collators to the longest row.
         seed: of the order; None: ``attach`` takes that of the training arguments (``data_seed``, else ``seed``), and
@@ -150,10 +157,10 @@ class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
 
     def __init__(self, dataset: Any, buckets: LengthBuckets) -> None:
         self.dataset = dataset
-        self.buckets = buckets
+        self.buckets: LengthBuckets | PackedBatches = buckets
         self.reader = RowReader(dataset)
         self._share_epoch(torch.zeros(1, dtype=torch.int64))
-        self._planned: tuple[int, int, EpochPlan] | None = None
+        self._planned: tuple[tuple[int, int, LengthBuckets | PackedBatches], EpochPlan] | None = None
 
     def _share_epoch(self, epoch: torch.Tensor) -> None:
         """Keep the epoch in shared memory, so that the workers of a persistent DataLoader see a new one."""
@@ -183,12 +190,12 @@ class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
     @property
     def plan(self) -> EpochPlan:
         """The order of the current epoch."""
-        epoch, seed = int(self._epoch[0]), self.buckets.seed
-        planned = self._planned
-        if planned is None or planned[0] != epoch or planned[1] != seed:
+        epoch = int(self._epoch[0])
+        key, planned = (epoch, self.buckets.seed, self.buckets), self._planned
+        if planned is None or planned[0] != key:
             self._planned = None  # the old order is not needed while the new one is made
-            self._planned = planned = (epoch, seed, self.buckets.plan(epoch))
-        return planned[2]
+            self._planned = planned = (key, self.buckets.plan(epoch))
+        return planned[1]
 
     def _read(self, examples: Sequence[int] | NDArray[Any], width: int | None) -> RowBatch:
         if len(self.dataset) != len(self.buckets.lengths):
@@ -319,7 +326,22 @@ class BucketedBatches(_BucketedView):
             ValueError: the Trainer's arguments or collator do not fit whole batches.
         """
         check_per_device(trainer, None, of="bucketed view")
-        return undo_all(self._bind(trainer), count_examples(trainer))
+        packing = self._pack(trainer)
+        try:
+            return undo_all(packing, self._bind(trainer), count_examples(trainer))
+        except ValueError:
+            packing.remove()
+            raise
+
+    def _pack(self, trainer: Trainer) -> UndoHandle:
+        """Plan the batches by their tokens alone if the Trainer's collator pads nothing, else by their padded size."""
+        buckets = self.buckets
+        if not is_padding_free(trainer):  # but another Trainer of this view may pad nothing
+            return share_attribute(self, "buckets", getattr(buckets, "padded", buckets))
+        packed = buckets if isinstance(buckets, PackedBatches) else PackedBatches(buckets)
+        reason = "a batch without padding costs its tokens, so texts of all lengths share one"
+        record_changes(trainer, [Change("what max_tokens limits", "rows x longest row", "sum of lengths", reason)])
+        return share_attribute(self, "buckets", packed)
 
 
 def _follow_each_other(positions: Sequence[int]) -> bool:

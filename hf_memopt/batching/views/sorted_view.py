@@ -40,6 +40,7 @@ from hf_memopt.batching.exact_losses import ExactLoss
 from hf_memopt.batching.plan.checks import checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
 from hf_memopt.batching.views.descriptions import DescribedByDataset, is_map_style
+from hf_memopt.batching.views.trainer_checks import is_padding_free
 from hf_memopt.binding.handles import set_attribute
 from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm
 
@@ -176,6 +177,12 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
                 "that of the dataset; expected False. Pass sorted_by_length(dataset)"
             )
         args = trainer.args
+        if args.world_size > 1 and is_padding_free(trainer):
+            raise ValueError(
+                "data_collator joins the texts of a batch into one row, from which those that fill up the last step of "
+                f"world_size={args.world_size} processes could not be left out; expected the dataset itself, as there "
+                "is no padding that an order could save. Evaluate view.dataset"
+            )
         if args.train_sampling_strategy == "group_by_length":
             raise ValueError(
                 "train_sampling_strategy='group_by_length' permutes evaluation too, so predictions could not be put "

@@ -11,7 +11,14 @@ from hf_memopt.changes import Change, record_changes
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
-__all__ = ["check_per_device", "check_world_size_of_run", "flattens_batches", "read_in_order", "take_seed"]
+__all__ = [
+    "check_per_device",
+    "check_world_size_of_run",
+    "flattens_batches",
+    "is_padding_free",
+    "read_in_order",
+    "take_seed",
+]
 
 
 def check_world_size_of_run(trainer: Trainer, world_size: int, of: str) -> None:
@@ -39,10 +46,11 @@ def check_per_device(trainer: Trainer, batch_size: int | None, of: str) -> None:
             "1. Pass TrainingArguments(..., per_device_train_batch_size=1)"
         )
     if not flattens_batches(trainer):
+        name = type(trainer.data_collator).__name__
+        given = f"inner={name}()" if name == "DataCollatorWithFlattening" else "tokenizer"
         raise ValueError(
-            f"data_collator=<{type(trainer.data_collator).__name__}> cannot flatten the whole batches of the "
-            "max_tokens view; expected BucketedCollator. Pass Trainer(..., "
-            "data_collator=BucketedCollator(tokenizer))"
+            f"data_collator=<{name}> cannot flatten the whole batches of the max_tokens view; expected "
+            f"BucketedCollator. Pass Trainer(..., data_collator=BucketedCollator({given}))"
         )
 
 
@@ -51,6 +59,11 @@ def flattens_batches(trainer: Trainer) -> bool:
     from hf_memopt.batching.collation.collators import BucketedCollator  # imports transformers, which a view need not
 
     return isinstance(trainer.data_collator, BucketedCollator)
+
+
+def is_padding_free(trainer: Trainer) -> bool:
+    """Return whether the Trainer's collator joins the texts of a batch into one row, without padding."""
+    return flattens_batches(trainer) and bool(getattr(trainer.data_collator, "is_padding_free", False))
 
 
 def read_in_order(trainer: Trainer) -> UndoHandle:

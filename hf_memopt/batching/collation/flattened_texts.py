@@ -1,0 +1,161 @@
+"""Check that a model can train on texts in one row, as stock's ``DataCollatorWithFlattening`` joins them.
+
+Nothing in a model says whether its attention keeps such texts apart: many models read that off ``position_ids``, which
+start again with every text, others ignore them (BLOOM, Falcon) or have layers that run across texts (Mamba, the
+convolutions of LFM2). So the model itself is asked, with three texts of a few tokens: the gradient of one text's loss
+with respect to the embeddings of its neighbours is exactly 0 where texts are apart, and in its own tokens it is that of
+the text alone. The kernel in use is asked, whichever it is; the weights and their gradients are not touched.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+
+from hf_memopt.binding.handles import set_attribute
+from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm, unwrap_model
+from hf_memopt.binding.probing import undisturbed
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = ["check_flattened_texts"]
+
+LENGTHS = (6, 8, 7)  # tokens of the texts, of which the second is asked
+LARGEST_DEVIATION = 0.1  # of the gradient from that of the text alone: above rounding in 16 bits, below other positions
+
+
+def check_flattened_texts(trainer: Trainer, inner: Callable[[Any], Any]) -> None:
+    """Raise ValueError unless the trainer's model trains on the rows of ``inner`` as on padded texts.
+
+    With FSDP and DeepSpeed, which give the model its weights only when training begins, it warns instead.
+
+    Raises:
+        ValueError: the model takes no such row, its texts see each other there or get other positions, its loss counts
+            the label of a first token, or ``inner`` gives that a label.
+    """
+    model = trainer.model
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        warnings.warn(
+            f"attach could not check whether {_name(model)} keeps the texts of a flattened batch apart, since its "
+            "weights are sharded; expected a check with whole weights. Run attach(trainer) once in a process without "
+            "FSDP and DeepSpeed.",
+            stacklevel=2,
+        )
+        return
+    with undisturbed(trainer, cast(nn.Module, model)):
+        reason = _why_not(trainer, inner)
+    if reason is not None:
+        raise ValueError(f"inner={type(inner).__name__} joins the texts of a batch into one row, {reason}")
+
+
+def _why_not(trainer: Any, inner: Callable[[Any], Any]) -> str | None:
+    """Return what is wrong with flattened texts, what is expected and what to do, or None."""
+    name, start, end = _name(trainer.model), LENGTHS[0], LENGTHS[0] + LENGTHS[1]  # of the second text in the row
+    try:
+        texts = _texts(unwrap_model(trainer.model))
+        row = inner([{"input_ids": text} for text in texts])
+        labels = row["labels"][0, [0, start, end]]
+        alone, among, of_first = _gradients(trainer, row, texts[1])
+    except Exception as error:  # whatever the model raises for inputs that it does not take
+        return (
+            f"which {name} could not be trained on ({type(error).__name__}: {error}); expected a causal language model "
+            f"that takes position_ids. {_pad_instead(trainer)}"
+        )
+    if labels.ne(IGNORED_LABEL).any():
+        return (
+            f"with labels {labels.tolist()} for their first tokens; expected {IGNORED_LABEL}, as nothing predicts "
+            f"them. Call: DataCollatorWithFlattening(separator_id={IGNORED_LABEL})"
+        )
+    if bool(torch.cat([among[:start], among[end:]]).abs().max() > 0):
+        return _leak(trainer, name)
+    if bool(of_first[start:end].abs().max() > 0):
+        return (
+            f"and leaves out the label of their first tokens, which the loss of {name} counts; expected a causal "
+            f"language model. {_pad_instead(trainer)}"
+        )
+    if bool((among[start:end] - alone).norm() > LARGEST_DEVIATION * alone.norm()):
+        return (
+            f"where {name} does not compute what it computes for a text alone, as with other positions; expected the "
+            "same. Call: DataCollatorWithFlattening(position_ids_start=2) if it counts positions from 2; else "
+            f"{_pad_instead(trainer)}"
+        )
+    return None
+
+
+def _gradients(
+    trainer: Any, row: Mapping[str, Any], text: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradient of the second text's loss: of the text alone, shape (its tokens, hidden); in the row, shape
+    (seq, hidden); and in the row with a label for its first token only.
+    """
+    start, end = LENGTHS[0], LENGTHS[0] + LENGTHS[1]
+    inside, first = (torch.full_like(row["labels"], IGNORED_LABEL) for _ in range(2))
+    inside[0, start + 1 : end] = row["labels"][0, start + 1 : end]
+    first[0, start] = text[0]
+    alone = {"input_ids": torch.tensor([text]), "labels": torch.tensor([[IGNORED_LABEL, *text[1:]]])}
+    return (
+        _gradient(trainer, alone),
+        _gradient(trainer, {**row, "labels": inside}),
+        _gradient(trainer, {**row, "labels": first}),
+    )
+
+
+def _leak(trainer: Any, name: str) -> str:
+    config = getattr(unwrap_model(trainer.model), "config", None)
+    attention = getattr(config, "_attn_implementation", None)
+    seen = f"where those of {name} see each other (attention: {attention!r})"
+    if getattr(config, "use_cache", False):
+        return (
+            f"{seen}, as models that return a cache ignore where position_ids start again; expected use_cache=False. "
+            "Pass TrainingArguments(..., use_cache=False)"
+        )
+    return f"{seen}; expected a model whose layers keep apart what position_ids count anew. {_pad_instead(trainer)}"
+
+
+def _gradient(trainer: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Return the gradient of the model's loss with respect to the embeddings of its one row, shape (seq, hidden)."""
+    model = trainer.model
+    embeddings: nn.Module = unwrap_model(model).get_input_embeddings()
+    found: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        found.append(output.detach().requires_grad_())
+        return found[-1]
+
+    config = getattr(unwrap_model(model), "config", None)
+    with ExitStack() as stack:
+        stack.enter_context(embeddings.register_forward_hook(keep))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(trainer.compute_loss_context_manager())
+        if getattr(config, "output_router_logits", False):  # the loss of a router is over all tokens of a batch
+            stack.enter_context(set_attribute(config, "output_router_logits", False))
+        loss = model(**send_to_device(dict(inputs), trainer.args.device)).loss
+    (gradient,) = torch.autograd.grad(loss, found[:1])
+    return gradient[0].float()
+
+
+def _texts(model: Any) -> list[list[int]]:
+    """Return three texts of tokens that mean nothing special to the model."""
+    config = getattr(model, "config", None)
+    named = vars(config) if config is not None else {}
+    special = {value for name, value in named.items() if name.endswith("token_id") and isinstance(value, int)}
+    vocabulary = len(model.get_input_embeddings().weight)
+    usable = [token for token in range(min(vocabulary, 1000)) if token not in special]
+    tokens = iter(usable[-1 - 7 * i % len(usable)] for i in range(sum(LENGTHS)))
+    return [[next(tokens) for _ in range(length)] for length in LENGTHS]
+
+
+def _pad_instead(trainer: Any) -> str:
+    labels = ", causal_lm=True" if is_causal_lm(trainer.model) else ""
+    return f"Pad instead: BucketedCollator(tokenizer{labels})"
+
+
+def _name(model: Any) -> str:
+    return type(unwrap_model(model)).__name__

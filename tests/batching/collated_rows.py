@@ -1,0 +1,139 @@
+"""Rows, the slow reference of their padding, and the tiny models of the tests of collators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import strategies as st
+
+import tiny
+
+PAD, CLS, SEP, MASK = 0, 2, 3, 4
+
+# A loss of a padded batch against the mean of losses without padding: other kernel shapes, other rounding in float32.
+LOSS_TOLERANCE = 1e-5
+
+
+# The slow obvious reference: nested Python lists.
+
+
+def reference(rows: list[list[Any]], value: Any, *, side: str = "right", multiple: int = 8) -> list[list[Any]]:
+    longest = max(len(row) for row in rows)
+    width = next(n for n in range(max(longest, 1), longest + multiple + 1) if n % multiple == 0)
+    padded = []
+    for row in rows:
+        padding = [value] * (width - len(row))
+        padded.append(list(row) + padding if side == "right" else padding + list(row))
+    return padded
+
+
+def ids_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """Return random ids without special tokens, one list per length."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(5, 100, (n,), generator=generator).tolist() for n in lengths]
+
+
+def tokenized(lengths: list[int], **columns: Any) -> list[dict[str, Any]]:
+    ids = ids_of(lengths)
+    rows = [{"input_ids": row, "attention_mask": [1] * len(row), "token_type_ids": [0] * len(row)} for row in ids]
+    return [{**row, **{name: cells[i] for name, cells in columns.items()}} for i, row in enumerate(rows)]
+
+
+def as_kind(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    convert: dict[str, Callable[[Any], Any]] = {"list": lambda cell: cell, "numpy": np.array, "torch": torch.tensor}
+    return [{name: convert[kind](cell) for name, cell in row.items()} for row in rows]
+
+
+def assert_same(batch: dict[str, Any], other: dict[str, Any]) -> None:
+    assert batch.keys() == other.keys()
+    for name, column in batch.items():
+        assert column.dtype == other[name].dtype, name
+        assert torch.equal(column, other[name]), name
+
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+
+
+SIDES = st.sampled_from(["right", "left"])
+
+
+@cache
+def t5() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=100,
+            d_model=32,
+            d_kv=16,
+            d_ff=64,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            pad_token_id=0,
+            eos_token_id=3,
+            decoder_start_token_id=0,
+        )
+    ).eval()
+
+
+@cache
+def bart() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(
+            vocab_size=100,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            max_position_embeddings=64,
+            dropout=0.0,
+            pad_token_id=0,
+            bos_token_id=2,
+            eos_token_id=3,
+            decoder_start_token_id=3,
+            forced_eos_token_id=None,
+        )
+    ).eval()
+
+
+@cache
+def gpt2() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 100,
+        "n_positions": 64,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+    }
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout)).eval()
+
+
+@cache
+def bert(head: str, **config: Any) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    return getattr(transformers, f"BertFor{head}")(tiny.bert_config(**config)).eval()
+
+
+@cache
+def llama() -> transformers.PreTrainedModel:
+    return tiny.llama().eval()
+
+
+def error_of(call: Callable[[], Any], kind: type[Exception]) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)

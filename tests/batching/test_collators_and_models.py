@@ -1,0 +1,346 @@
+"""Collators and models: equal to stock where stock is right, padding that changes no loss, positions."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from collated_rows import (
+    CLS,
+    LENGTHS,
+    LOSS_TOLERANCE,
+    MASK,
+    PAD,
+    SEP,
+    SIDES,
+    assert_same,
+    bart,
+    bert,
+    gpt2,
+    ids_of,
+    llama,
+    reference,
+    t5,
+    tokenized,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    default_data_collator,
+)
+
+import tiny
+from hf_memopt.batching.collation.collators import DynamicPaddingCollator, needs_position_ids
+from hf_memopt.changes import Change
+
+# Equal to stock where stock is right
+
+
+@given(lengths=LENGTHS, side=SIDES, multiple=st.sampled_from([None, 8]))
+def test_equals_data_collator_with_padding(lengths, side, multiple):
+    tokenizer = tiny.tokenizer(side)
+    rows = tokenized(lengths, label=[i % 3 for i in range(len(lengths))])
+    stock = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)(copy.deepcopy(rows))
+    assert_same(DynamicPaddingCollator(tokenizer, pad_to_multiple_of=multiple)(rows), dict(stock))
+
+
+@given(lengths=LENGTHS, side=SIDES)
+def test_equals_data_collator_for_token_classification(lengths, side):
+    tokenizer = tiny.tokenizer(side)
+    rows = tokenized(lengths, labels=ids_of(lengths, seed=1))
+    stock = DataCollatorForTokenClassification(tokenizer, pad_to_multiple_of=8)(copy.deepcopy(rows))
+    assert_same(DynamicPaddingCollator(tokenizer)(rows), dict(stock))
+
+
+@given(lengths=LENGTHS, seed=st.integers(0, 9), data=st.data())
+def test_equals_data_collator_for_seq2seq_on_right_padding(lengths, seed, data):
+    targets = data.draw(st.lists(st.integers(1, 40), min_size=len(lengths), max_size=len(lengths)))
+    tokenizer, model = tiny.tokenizer(), t5()
+    rows = tokenized(lengths, labels=ids_of(targets, seed=seed))
+    stock = DataCollatorForSeq2Seq(tokenizer, model=model, pad_to_multiple_of=8)(copy.deepcopy(rows))
+    assert_same(DynamicPaddingCollator(tokenizer, model=model)(rows), dict(stock))
+
+
+@given(lengths=LENGTHS, side=SIDES, seed=st.integers(0, 9), with_mask=st.booleans())
+def test_mlm_draws_and_masks_as_stock_does(lengths, side, seed, with_mask):
+    tokenizer = tiny.tokenizer(side)
+    rows = [{**row, "input_ids": [CLS, *row["input_ids"][1:]]} for row in tokenized(lengths)]
+    if with_mask:
+        rows = [{**row, "special_tokens_mask": [1] + [0] * (len(row["input_ids"]) - 1)} for row in rows]
+    torch.manual_seed(seed)
+    stock = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, pad_to_multiple_of=8)(copy.deepcopy(rows))
+    torch.manual_seed(seed)
+    assert_same(DynamicPaddingCollator(tokenizer, mlm_probability=0.3)(rows), dict(stock))
+
+
+@given(lengths=LENGTHS, side=SIDES)
+def test_mlm_masks_every_real_token_at_1_and_nothing_else(lengths, side):
+    # The pad token is not among the special tokens that a mask of the data names, and CLS is masked out by the data.
+    rows = [{"input_ids": [CLS, *row], "special_tokens_mask": [1] + [0] * len(row)} for row in ids_of(lengths)]
+    batch = DynamicPaddingCollator(tiny.tokenizer(side), mlm_probability=1.0)(rows)
+    expected = reference([[-100, *row] for row in ids_of(lengths)], -100, side=side)
+    assert batch["labels"].tolist() == expected
+    untouched = batch["labels"] == -100
+    original = torch.tensor(reference([row["input_ids"] for row in rows], PAD, side=side))
+    assert torch.equal(batch["input_ids"][untouched], original[untouched])
+
+
+def test_mlm_does_not_mask_what_the_attention_mask_of_the_data_leaves_out():
+    rows = [{"input_ids": [5, 6, 7, 8], "attention_mask": [1, 1, 0, 0]}]
+    batch = DynamicPaddingCollator(tiny.tokenizer(), mlm_probability=1.0)(rows)
+    assert batch["labels"].tolist() == [[5, 6] + [-100] * 6]
+
+
+# Padding changes no loss
+
+
+def loss_without_padding(model: Any, row: dict[str, Any]) -> float:
+    with torch.no_grad():
+        return model(**{name: torch.tensor([cell]) for name, cell in row.items()}).loss.item()
+
+
+def assert_padding_changes_no_loss(
+    model: Any, collator: DynamicPaddingCollator, rows: list[dict[str, Any]], weights: list[int] | None = None
+) -> None:
+    """Compare the loss of the batch with the weighted mean of the losses of its rows, each alone and unpadded."""
+    weights = weights or [1] * len(rows)
+    alone = [loss_without_padding(model, row) for row in rows]
+    expected = sum(loss * weight for loss, weight in zip(alone, weights, strict=True)) / sum(weights)
+    with torch.no_grad():
+        assert abs(model(**collator(rows)).loss.item() - expected) < LOSS_TOLERANCE
+
+
+FEW = settings(max_examples=10)  # each runs a model on every row
+
+
+HEADS = {
+    "classification": ({"num_labels": 3, "problem_type": "single_label_classification"}, lambda i: i % 3),
+    "multi-label": (
+        {"num_labels": 3, "problem_type": "multi_label_classification"},
+        lambda i: [float(i % 2), 1.0, 0.0],
+    ),
+    "regression": ({"num_labels": 1}, lambda i: i / 3),
+    "several targets": ({"num_labels": 3, "problem_type": "regression"}, lambda i: [i / 3, -1.0, 0.5]),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@FEW
+@given(lengths=LENGTHS)
+def test_padding_changes_no_loss_of_a_row_wise_head(head, lengths):
+    config, label = HEADS[head]
+    model = bert("SequenceClassification", **config)
+    rows = tokenized(lengths, labels=[label(i) for i in range(len(lengths))])
+    assert_padding_changes_no_loss(model, DynamicPaddingCollator(tiny.tokenizer(), model=model), rows)
+
+
+@FEW
+@given(lengths=LENGTHS, side=SIDES)
+def test_padding_changes_no_loss_of_token_classification(lengths, side):
+    model = bert("TokenClassification", num_labels=3)
+    rows = tokenized(lengths, labels=[[(i + j) % 3 for j in range(n)] for i, n in enumerate(lengths)])
+    assert_padding_changes_no_loss(model, DynamicPaddingCollator(tiny.tokenizer(side), model=model), rows, lengths)
+
+
+@FEW
+@given(lengths=LENGTHS, side=SIDES)
+def test_padding_changes_no_loss_of_mlm_with_given_labels(lengths, side):
+    model = bert("MaskedLM")
+    labels = [[token if j % 2 == 0 else -100 for j, token in enumerate(row)] for row in ids_of(lengths, seed=1)]
+    weights = [(n + 1) // 2 for n in lengths]
+    collator = DynamicPaddingCollator(tiny.tokenizer(side), model=model)
+    assert_padding_changes_no_loss(model, collator, tokenized(lengths, labels=labels), weights)
+
+
+LENGTHS_OVER_1 = st.lists(st.integers(2, 40), min_size=1, max_size=6)  # a causal LM has no target for a single token
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+@FEW
+@given(lengths=LENGTHS_OVER_1, side=SIDES)
+def test_padding_changes_no_loss_of_a_causal_lm(build, lengths, side):
+    model, ids = build(), ids_of(lengths)
+    collator = DynamicPaddingCollator(tiny.tokenizer(side), model=model, causal_lm=True)
+    with torch.no_grad():
+        loss = model(**collator([{"input_ids": row} for row in ids])).loss.item()
+    alone = [loss_without_padding(model, {"input_ids": row, "labels": row}) * (len(row) - 1) for row in ids]
+    assert abs(loss - sum(alone) / sum(n - 1 for n in lengths)) < LOSS_TOLERANCE
+
+
+@FEW
+@given(lengths=LENGTHS, side=SIDES)
+def test_padding_changes_no_loss_of_a_causal_classifier(lengths, side):
+    torch.manual_seed(0)
+    model = transformers.LlamaForSequenceClassification(tiny.llama_config(num_labels=3)).eval()
+    ids = ids_of(lengths)
+    rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": i % 3} for i, row in enumerate(ids)]
+    assert_padding_changes_no_loss(model, DynamicPaddingCollator(tiny.tokenizer(side), model=model), rows)
+
+
+@pytest.mark.parametrize(("build", "sides"), [(t5, ["right", "left"]), (bart, ["right"])])
+@FEW
+@given(lengths=LENGTHS, data=st.data())
+def test_padding_changes_no_loss_of_an_encoder_decoder(build, sides, lengths, data):
+    targets = data.draw(st.lists(st.integers(1, 40), min_size=len(lengths), max_size=len(lengths)))
+    side = data.draw(st.sampled_from(sides))
+    model = build()
+    rows = [
+        {"input_ids": row, "attention_mask": [1] * len(row), "labels": target}
+        for row, target in zip(ids_of(lengths), ids_of(targets, seed=1), strict=True)
+    ]
+    collator = DynamicPaddingCollator(tiny.tokenizer(side), model=model)
+    assert_padding_changes_no_loss(model, collator, rows, targets)
+
+
+def test_left_padding_in_stock_does_change_the_loss_of_gpt2_by_positions_and_by_the_first_label():
+    rows = [{"input_ids": row} for row in ids_of([3, 20])]
+    tokenizer = tiny.tokenizer("left")
+    batch = DynamicPaddingCollator(tokenizer, causal_lm=True, position_ids=True)(rows)
+    with torch.no_grad():
+        right = gpt2()(**DynamicPaddingCollator(tiny.tokenizer(), causal_lm=True)(rows)).loss
+        repaired = gpt2()(**batch).loss
+        stock = DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=8)(rows)
+        stock_with_positions = gpt2()(**stock, position_ids=batch["position_ids"]).loss
+        stock_with_our_labels = gpt2()(**{**stock, "labels": batch["labels"]}).loss
+    assert abs(repaired - right) < LOSS_TOLERANCE
+    assert abs(stock_with_positions - right) > 1e-4
+    assert abs(stock_with_our_labels - right) > 1e-4
+
+
+# Positions and what depends on the model
+
+
+def test_position_ids_count_real_tokens_on_either_side_and_skip_padding_of_the_data():
+    rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
+    for side, expected in [("right", [[0, 1, 2, 0], [0, 0, 0, 0]]), ("left", [[0, 0, 1, 2], [0, 0, 0, 0]])]:
+        collator = DynamicPaddingCollator(tiny.tokenizer(side), position_ids=True, pad_to_multiple_of=4)
+        assert collator(rows)["position_ids"].tolist() == expected
+    collator = DynamicPaddingCollator(tiny.tokenizer("left"), position_ids=True, pad_to_multiple_of=4)
+    masked = [{"input_ids": [0, 5, 6], "attention_mask": [0, 1, 1]}]
+    assert collator(masked)["position_ids"].tolist() == [[0, 0, 0, 1]]
+    own = [{"input_ids": [5, 6], "position_ids": [3, 4]}]
+    assert collator(own)["position_ids"].tolist() == [[0, 0, 3, 4]]
+
+
+GPT = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+
+
+ENCODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+
+
+POSITIONS = [  # model class, configuration, whether it needs position_ids
+    ("BertForMaskedLM", ENCODER, True),
+    ("ElectraForMaskedLM", ENCODER, True),
+    ("AlbertForMaskedLM", {**ENCODER, "embedding_size": 16}, True),
+    (
+        "DistilBertForMaskedLM",
+        {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "max_position_embeddings": 64},
+        True,
+    ),
+    ("DebertaV2ForMaskedLM", ENCODER, True),
+    ("GPT2LMHeadModel", GPT, True),
+    ("OpenAIGPTLMHeadModel", GPT, True),
+    ("CTRLLMHeadModel", {**GPT, "dff": 64}, True),
+    ("XGLMForCausalLM", {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 2}, True),
+    ("RobertaForMaskedLM", ENCODER, False),
+    ("CamembertForMaskedLM", ENCODER, False),
+    ("EsmForMaskedLM", {**ENCODER, "mask_token_id": MASK}, False),
+    ("ModernBertForMaskedLM", ENCODER, False),
+    ("LlamaForCausalLM", {**ENCODER, "num_key_value_heads": 2}, False),
+    ("GPTNeoXForCausalLM", ENCODER, False),
+    ("OPTForCausalLM", {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}, False),
+    ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 2}, False),
+]
+
+
+# DeBERTa of transformers 5.8 still calls torch.jit.script, which torch 2.13 deprecates.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("name", "config", "needed"), POSITIONS, ids=[name for name, *_ in POSITIONS])
+def test_position_ids_are_added_exactly_where_left_padding_changes_the_logits(name, config, needed):
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    ids_of_specials = {"vocab_size": 100, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
+    model = kind(kind.config_class(**{**config, **ids_of_specials})).eval()
+    assert needs_position_ids(model) is needed
+
+    tokenizer = tiny.tokenizer("left", pad_token="[UNK]")  # id 1, as in RoBERTa
+    row = {"input_ids": ids_of([5])[0]}
+    alone = DynamicPaddingCollator(tokenizer, pad_to_multiple_of=None)([row])
+    with torch.no_grad():
+        expected = model(**alone).logits[0]
+        plain, adapted = (
+            model(**DynamicPaddingCollator(tokenizer, model=given)([row])).logits[0, -5:] for given in (None, model)
+        )
+    assert ((plain - expected).abs().max() > 1e-3) == needed
+    assert torch.allclose(adapted, expected, atol=LOSS_TOLERANCE)
+
+
+def test_adapt_returns_every_choice_and_leaves_a_collator_that_was_given_its_model():
+    collator = DynamicPaddingCollator(tiny.tokenizer("left"))
+    reason = "GPT2LMHeadModel would have to predict it from the padding on its left"
+    label = Change("label of the first token", "token id", -100, reason)
+    reason = "padding on the left would shift the positions of GPT2LMHeadModel"
+    assert collator.adapt(gpt2()) == (label, Change("position_ids", False, True, reason))
+    assert "position_ids" in collator([{"input_ids": [5]}])
+    assert collator.adapt(bert("TokenClassification", num_labels=3))[0].name == "position_ids"  # another model
+    assert collator.adapt(t5())[0].name == "integer lists in labels"
+    assert "position_ids" not in collator([{"input_ids": [5]}])
+
+    reason = "T5ForConditionalGeneration is an encoder-decoder, whose labels are padded on the right"
+    change = Change("integer lists in labels", "told apart by length", "decoder labels", reason)
+    assert DynamicPaddingCollator(tiny.tokenizer()).adapt(t5()) == (change,)
+    assert DynamicPaddingCollator(tiny.tokenizer()).adapt(gpt2()) == ()  # right padding
+    assert DynamicPaddingCollator(tiny.tokenizer("left"), position_ids=False).adapt(gpt2()) == (label,)
+    assert DynamicPaddingCollator(tiny.tokenizer("left"), model=llama()).adapt(gpt2()) == ()
+    assert DynamicPaddingCollator(inner=default_data_collator).adapt(gpt2()) == ()
+
+
+def test_adapt_takes_a_model_without_config():
+    collator = DynamicPaddingCollator(tiny.tokenizer("left"))
+    assert collator.adapt(torch.nn.Linear(2, 2)) == ()
+
+
+def test_an_encoder_decoder_has_decoder_labels_even_where_they_are_as_long_as_the_inputs():
+    rows = tokenized([2, 3], labels=[[5, 6], [7, 8, 9]])
+    batch = DynamicPaddingCollator(tiny.tokenizer("left"), model=bart(), pad_to_multiple_of=4)(rows)
+    assert batch["labels"].tolist() == [[5, 6, -100, -100], [7, 8, 9, -100]]
+    assert batch["decoder_input_ids"].tolist() == [[SEP, 5, 6, PAD], [SEP, 7, 8, 9]]
+
+
+def test_a_head_on_the_encoder_of_an_encoder_decoder_keeps_token_labels():
+    model = transformers.T5ForTokenClassification(copy.deepcopy(t5().config))  # it changes the config
+    rows = tokenized([2, 3], labels=[[1, 0], [1, 1, 0]])
+    batch = DynamicPaddingCollator(tiny.tokenizer("left"), model=model, pad_to_multiple_of=4)(rows)
+    assert batch["labels"].tolist() == [[-100, -100, 1, 0], [-100, 1, 1, 0]]
+    assert "decoder_input_ids" not in batch
+
+
+def test_decoder_input_ids_of_the_data_and_scalar_labels_are_left_alone():
+    collator = DynamicPaddingCollator(tiny.tokenizer(), model=bart(), pad_to_multiple_of=4)
+    given_ids = collator(tokenized([2], labels=[[5, 6, 7]], decoder_input_ids=[[2, 5, 6]]))["decoder_input_ids"]
+    assert given_ids.tolist() == [[2, 5, 6, PAD]]
+    assert "decoder_input_ids" not in collator(tokenized([2], labels=[1]))
+
+
+# peft 0.21 asks a transformers 5.23 model for is_gradient_checkpointing, which that version renamed.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_wrappers_are_looked_into():
+    lora = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    assert needs_position_ids(peft.get_peft_model(copy.deepcopy(gpt2()), lora))
+    lora = peft.LoraConfig(target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM")
+    collator = DynamicPaddingCollator(tiny.tokenizer(), model=peft.get_peft_model(copy.deepcopy(t5()), lora))
+    assert "decoder_input_ids" in collator(tokenized([2], labels=[[5, 6, 7]]))

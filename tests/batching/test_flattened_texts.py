@@ -1,0 +1,441 @@
+"""Batches without padding by stock's DataCollatorWithFlattening: the weights of padded training, the token budget, and
+a refusal wherever texts would see each other.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
+
+import tiny
+from hf_memopt.batching.collation.collators import BucketedCollator
+from hf_memopt.batching.exact_losses import exact_loss
+from hf_memopt.batching.plan.buckets import LengthBuckets
+from hf_memopt.batching.plan.packing import PackedBatches
+from hf_memopt.batching.views.bucketed_view import bucketed
+from hf_memopt.batching.views.sorted_view import sorted_by_length
+from hf_memopt.binding.attach import attach
+from hf_memopt.changes import Change
+from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+
+COUNT, MAX_TOKENS = 36, 64
+LENGTHS = [(7 * i) % 23 + 2 for i in range(COUNT)]
+
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+WITHOUT_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+OF_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, **WITHOUT_DROPOUT}
+APART = {  # that read position_ids in their masks, with absolute and with rotary positions
+    "llama": {},
+    "gpt2": OF_GPT2,
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 4},
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 4},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True},
+    "gpt_neox": {},
+    "phi": {},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+}
+LEAKING = {  # relative positions without position_ids, recurrence, convolution, positions counted from the mask
+    "falcon": {},
+    "lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+    "bert": {"is_decoder": True},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "bloom": {"n_layer": 2, "n_head": 2},
+    "mamba": {"state_size": 4},
+    "jamba": {"num_key_value_heads": 2, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
+}
+DEFAULT = {"llama", "gpt2", "falcon", "lfm2", "bert"}
+FAMILIES = [
+    pytest.param(name, own, id=name, marks=[] if name in DEFAULT else pytest.mark.slow)
+    for name, own in {**APART, **LEAKING}.items()
+]
+
+
+def examples() -> list[dict[str, Any]]:
+    """Return texts of different lengths with the labels of a causal LM; the second token, 5 + index, names the text."""
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(5, 100, (length,), generator=generator).tolist() for length in LENGTHS]
+    texts = [[text[0], 5 + i, *text[2:]] for i, text in enumerate(texts)]
+    return [{"input_ids": text, "labels": [-100, *text[1:]]} for text in texts]
+
+
+def flattening(**settings: Any) -> BucketedCollator:
+    return BucketedCollator(inner=DataCollatorWithFlattening(**settings))
+
+
+def causal_lm(name: str, **settings: Any) -> Any:
+    config = AutoConfig.for_model(name, **{**SMALL, **settings, "pad_token_id": 0, "eos_token_id": 3})
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # kernels that are not installed
+        return AutoModelForCausalLM.from_config(config)
+
+
+def make_trainer(
+    folder: Any, model: Any, dataset: Any, collator: Any = None, *callbacks: Any, loss: Any = None, **settings: Any
+) -> tuple[Trainer, list[torch.Tensor]]:
+    """Return a Trainer and the list that its training steps fill with their ids."""
+    seen: list[torch.Tensor] = []
+    model.register_forward_pre_hook(
+        lambda module, _, kwargs: seen.append(kwargs["input_ids"]) if module.training else None, with_kwargs=True
+    )
+    args = tiny.arguments(folder, **{"per_device_train_batch_size": 1, **settings})
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=dataset,
+        data_collator=flattening() if collator is None else collator,
+        callbacks=list(callbacks),
+        compute_loss_func=loss,
+    )
+    return trainer, seen
+
+
+def refusal(folder: Path, model: Any, **settings: Any) -> str:
+    """Return the message with which attach refuses a model."""
+    with pytest.raises(ValueError) as error:
+        attach(make_trainer(folder, model, examples(), flattening(**settings))[0])
+    start = "inner=DataCollatorWithFlattening joins the texts of a batch into one row, "
+    assert str(error.value).startswith(start)
+    return str(error.value).removeprefix(start)
+
+
+# ---- Exact against padded training ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "is_exact"),
+    [
+        ("llama", "sdpa", False),
+        ("gpt2", "eager", True),
+        pytest.param("gpt2", "sdpa", True, marks=pytest.mark.slow),
+        pytest.param("mistral", "sdpa", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_is_that_of_padded_training(name, attention, is_exact, tmp_path):
+    """One optimizer step over all texts, in packed rows and in padded batches: 1e-12 is rounding in another order.
+
+    Not with Llama's eager attention or Gemma 3, which round to float32 inside.
+    """
+    weights, before = [], []
+    for way in ("flattened", "padded"):
+        model = causal_lm(name, **APART[name]).double()
+        model.set_attn_implementation(attention)
+        before.append(torch.cat([p.detach().clone().flatten() for p in model.parameters()]))
+        if way == "flattened":
+            view, collator, per_device = bucketed(examples(), max_tokens=MAX_TOKENS), flattening(), 1
+        else:
+            view, collator, per_device = bucketed(examples(), batch_size=6), BucketedCollator(tiny.tokenizer()), 6
+        trainer, seen = make_trainer(
+            tmp_path,
+            model,
+            view,
+            collator,
+            loss=exact_loss(model) if is_exact else None,
+            per_device_train_batch_size=per_device,
+            gradient_accumulation_steps=COUNT,  # an epoch is one step
+        )
+        attach(trainer).train()
+        assert trainer.state.global_step == 1
+        assert {len(ids) for ids in seen} == {per_device}
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*before)
+    assert (weights[0] - before[0]).abs().max() > 1e-4
+    assert (weights[0] - weights[1]).norm() / (weights[0] - before[0]).norm() <= 1e-12
+
+
+# ---- Texts that see each other --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "own"), FAMILIES)
+def test_attach_refuses_exactly_the_models_whose_texts_see_each_other(name, own, tmp_path):
+    """The slow reference: one text is changed, and the loss of another one in its row is looked at."""
+    model = causal_lm(name, **own)
+    trainer, _ = make_trainer(tmp_path, model, examples())
+    losses = []
+    for changed in (range(10, 17), range(30, 37)):
+        row = DataCollatorWithFlattening()([{"input_ids": list(changed)}, {"input_ids": list(range(50, 56))}])
+        row["labels"][:, :7] = -100
+        model.config.output_router_logits = False
+        with torch.no_grad():
+            losses.append(float(model.eval()(**row).loss))
+    model.config.output_router_logits = own.get("output_router_logits", False)
+    is_leaking = losses[0] != losses[1]
+    assert is_leaking == (name in LEAKING)
+    if not is_leaking:
+        assert attach(trainer) is trainer
+        return
+    assert refusal(tmp_path, model) == (
+        f"where those of {type(model).__name__} see each other (attention: {model.config._attn_implementation!r}); "
+        "expected a model whose layers keep apart what position_ids count anew. "
+        "Pad instead: BucketedCollator(tokenizer, causal_lm=True)"
+    )
+
+
+def test_a_model_that_returns_a_cache_is_refused(tmp_path):
+    model = tiny.llama()
+    trainer, _ = make_trainer(tmp_path, model, examples(), use_cache=True)
+    with pytest.raises(ValueError) as error:
+        attach(trainer)
+    assert str(error.value) == (
+        "inner=DataCollatorWithFlattening joins the texts of a batch into one row, where those of LlamaForCausalLM see "
+        "each other (attention: 'sdpa'), as models that return a cache ignore where position_ids start again; "
+        "expected use_cache=False. Pass TrainingArguments(..., use_cache=False)"
+    )
+
+
+def test_a_row_without_position_ids_is_refused(tmp_path):
+    assert refusal(tmp_path, tiny.llama(), return_position_ids=False).startswith(
+        "where those of LlamaForCausalLM see each other"
+    )
+
+
+def test_other_positions_than_those_of_a_text_alone_are_refused(tmp_path):
+    if "position_ids_start" not in DataCollatorWithFlattening.__init__.__code__.co_varnames:
+        pytest.skip("this version of transformers counts from 0 only")
+    assert refusal(tmp_path, causal_lm("gpt2", **OF_GPT2), position_ids_start=5) == (
+        "where GPT2LMHeadModel does not compute what it computes for a text alone, as with other positions; expected "
+        "the same. Call: DataCollatorWithFlattening(position_ids_start=2) if it counts positions from 2; else "
+        "Pad instead: BucketedCollator(tokenizer, causal_lm=True)"
+    )
+
+
+def test_labels_of_first_tokens_are_refused(tmp_path):
+    assert refusal(tmp_path, tiny.llama(), separator_id=7) == (
+        "with labels [7, 7, 7] for their first tokens; expected -100, as nothing predicts them. "
+        "Call: DataCollatorWithFlattening(separator_id=-100)"
+    )
+
+
+def test_a_loss_that_counts_first_tokens_is_refused(tmp_path):
+    torch.manual_seed(0)
+    model = transformers.LlamaForTokenClassification(tiny.llama_config(num_labels=100))
+    assert refusal(tmp_path, model) == (
+        "and leaves out the label of their first tokens, which the loss of LlamaForTokenClassification counts; "
+        "expected a causal language model. Pad instead: BucketedCollator(tokenizer)"
+    )
+
+
+def test_a_model_that_cannot_read_the_row_is_refused(tmp_path):
+    torch.manual_seed(0)
+    found = refusal(tmp_path, transformers.LlamaForSequenceClassification(tiny.llama_config(num_labels=3)))
+    assert found.startswith("which LlamaForSequenceClassification could not be trained on (ValueError: ")
+    assert found.endswith(
+        "); expected a causal language model that takes position_ids. Pad instead: BucketedCollator(tokenizer)"
+    )
+
+
+def test_a_module_that_is_no_model_of_transformers_is_refused(tmp_path):
+    assert refusal(tmp_path, torch.nn.Linear(2, 2)).startswith("which Linear could not be trained on (AttributeError: ")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_looked_into_and_flash_attentions_arguments_are_taken(tmp_path):
+    lora = peft.LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny.llama(), lora)
+    view = bucketed(examples(), max_tokens=MAX_TOKENS)
+    collator = flattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    trainer, seen = make_trainer(tmp_path, model, view, collator)
+    attach(trainer).train()
+    assert len(seen) == len(view)
+
+
+def test_sharded_weights_are_not_checked_but_told(tmp_path):
+    trainer, _ = make_trainer(tmp_path, tiny.llama(), examples())
+    trainer.is_fsdp_enabled = True
+    with pytest.warns(UserWarning, match="weights are sharded") as warned:
+        trainer.data_collator.bind_trainer(trainer)
+    assert [str(warning.message) for warning in warned] == [
+        "attach could not check whether LlamaForCausalLM keeps the texts of a flattened batch apart, since its weights "
+        "are sharded; expected a check with whole weights. Run attach(trainer) once in a process without FSDP and "
+        "DeepSpeed."
+    ]
+
+
+def test_the_check_leaves_no_trace(tmp_path):
+    model = causal_lm("gpt2", **OF_GPT2)
+    frozen = model.transformer.wte.weight.requires_grad_(False)
+    trainer, seen = make_trainer(tmp_path, model.train(), examples())
+    state, random = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    trainer.data_collator.bind_trainer(trainer).remove()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not frozen.requires_grad
+    assert model.training
+    assert not model.get_input_embeddings()._forward_hooks
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not seen
+
+
+# ---- The token budget -----------------------------------------------------------------------------------------------
+
+
+def texts_of(ids: torch.Tensor, lengths: dict[int, int]) -> list[int]:
+    """Return the texts in a row, whose second tokens name them."""
+    found, position = [], 0
+    while position < ids.shape[1]:
+        found.append(int(ids[0, position + 1]) - 5)
+        position += lengths[found[-1]]
+    return found
+
+
+@pytest.mark.parametrize("source", [list, Dataset.from_list], ids=["rows", "datasets"])
+def test_an_attached_view_packs_rows_up_to_the_budget(source, tmp_path):
+    view = bucketed(source(examples()), max_tokens=MAX_TOKENS)
+    trainer, seen = make_trainer(tmp_path, tiny.llama(), view, num_train_epochs=2)
+    padded = len(view)
+    attach(attach(trainer)).train()
+    assert isinstance(view.buckets, PackedBatches)
+    assert len(view) < padded
+    assert len(seen) == 2 * len(view)
+    assert {len(ids) for ids in seen} == {1}
+    assert max(ids.shape[1] for ids in seen) <= MAX_TOKENS
+    lengths = dict(enumerate(LENGTHS))
+    for epoch in range(2):
+        rows = seen[epoch * len(view) : (epoch + 1) * len(view)]
+        assert sorted(i for ids in rows for i in texts_of(ids, lengths)) == list(range(COUNT))
+        assert rows[0].shape[1] == max(ids.shape[1] for ids in rows)
+    reason = "a batch without padding costs its tokens, so texts of all lengths share one"
+    change = Change("what max_tokens limits", "rows x longest row", "sum of lengths", reason)
+    assert trainer.memopt_changes.count(change) == 1
+    trainer.memopt_handle.remove()
+    assert isinstance(view.buckets, LengthBuckets)
+    assert len(view) == padded
+
+
+def test_one_view_serves_a_padding_and_a_flattening_trainer(tmp_path):
+    view = bucketed(examples(), max_tokens=MAX_TOKENS)
+    flattened = attach(make_trainer(tmp_path, tiny.llama(), view)[0])
+    packed = len(view)
+    padding = attach(make_trainer(tmp_path, tiny.llama(), view, BucketedCollator(tiny.tokenizer()))[0])
+    assert len(view) > packed
+    assert view.plan.batch(0).size  # of the plan in force, not of the one before
+    flattened.memopt_handle.remove()
+    assert len(view) > packed
+    padding.memopt_handle.remove()
+    assert isinstance(view.buckets, LengthBuckets)
+
+
+def test_a_refused_seed_leaves_the_view_as_it_was(tmp_path):
+    view = bucketed(examples(), max_tokens=MAX_TOKENS, seed=3)
+    with pytest.raises(ValueError, match="seed=3 of the bucketed view differs from data_seed=4"):
+        attach(make_trainer(tmp_path, tiny.llama(), view, data_seed=4)[0])
+    assert isinstance(view.buckets, LengthBuckets)
+
+
+def test_boundaries_are_refused_at_attach(tmp_path):
+    view = bucketed(examples(), max_tokens=MAX_TOKENS, boundaries=[12, 32])
+    with pytest.raises(ValueError, match="here is no padding; expected none"):
+        attach(make_trainer(tmp_path, tiny.llama(), view)[0])
+
+
+def test_stocks_collator_alone_is_told_where_it_belongs(tmp_path):
+    view = bucketed(examples(), max_tokens=MAX_TOKENS)
+    with pytest.raises(ValueError) as error:
+        attach(make_trainer(tmp_path, tiny.llama(), view, DataCollatorWithFlattening())[0])
+    assert str(error.value) == (
+        "data_collator=<DataCollatorWithFlattening> cannot flatten the whole batches of the max_tokens view; expected "
+        "BucketedCollator. Pass Trainer(..., data_collator=BucketedCollator(inner=DataCollatorWithFlattening()))"
+    )
+
+
+def test_micro_batches_are_refused_at_the_first_step(tmp_path):
+    view = bucketed(examples(), max_tokens=MAX_TOKENS)
+    trainer = attach(make_trainer(tmp_path, tiny.llama(), view)[0], MicrobatchCallback(max_tokens=32))
+    with pytest.raises(ValueError, match="its examples are packed into one row, as position_ids shows"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("kind", ["dataset", "sorted"])
+def test_an_evaluation_of_flattened_texts_is_that_of_padded_ones(kind, tmp_path):
+    dataset = Dataset.from_list(examples())
+    found = []
+    for collator in (flattening(), BucketedCollator(tiny.tokenizer())):
+        evaluated = sorted_by_length(dataset) if kind == "sorted" else dataset
+        model = tiny.llama().double()
+        trainer, _ = make_trainer(tmp_path, model, dataset, collator, per_device_eval_batch_size=COUNT)
+        trainer.eval_dataset = evaluated
+        metrics = attach(trainer).evaluate()
+        found.append(metrics["eval_loss_per_token" if kind == "sorted" else "eval_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)  # losses are gathered in float32
+
+
+def test_several_processes_cannot_evaluate_sorted_texts_without_padding(tmp_path, monkeypatch):
+    trainer, _ = make_trainer(tmp_path, tiny.llama(), examples())
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    with pytest.raises(ValueError) as error:
+        sorted_by_length(examples()).check_evaluation(trainer)
+    assert str(error.value) == (
+        "data_collator joins the texts of a batch into one row, from which those that fill up the last step of "
+        "world_size=2 processes could not be left out; expected the dataset itself, as there is no padding that an "
+        "order could save. Evaluate view.dataset"
+    )
+
+
+# ---- Resume ---------------------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, checkpoint: str | None = None) -> tuple[Trainer, list[list[int]]]:
+    view = bucketed(Dataset.from_list(examples()), max_tokens=MAX_TOKENS)
+    trainer, seen = make_trainer(
+        folder,
+        tiny.llama(),
+        view,
+        num_train_epochs=2,
+        save_strategy="steps",
+        save_steps=2,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+    )
+    attach(trainer).train(resume_from_checkpoint=checkpoint)
+    return trainer, [texts_of(ids, dict(enumerate(LENGTHS))) for ids in seen]
+
+
+def check_resume(folder: Path) -> list[list[int]]:
+    """Train, resume within the second epoch, compare; return the texts of every batch of the straight run."""
+    straight, seen = run(folder / "straight")
+    step = straight.state.max_steps // 2 + 1
+    step += step % 2
+    assert step < straight.state.max_steps
+    resumed, rest = run(folder / "resumed", str(folder / "straight" / f"checkpoint-{step}"))
+    assert rest == seen[step:]
+    assert tiny.largest_difference(straight.model, resumed.model) == 0.0
+    return seen
+
+
+def test_a_resumed_run_is_the_straight_one(tmp_path):
+    check_resume(tmp_path)
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_packed_batches(tmp_path):
+    from two_ranks import run_pair
+
+    first, second = run_pair(tmp_path, __file__, str(tmp_path))
+    assert len(first) == len(second)
+    for epoch in (slice(0, len(first) // 2), slice(len(first) // 2, None)):
+        assert sorted(i for rank in (first, second) for texts in rank[epoch] for i in texts) == list(range(COUNT))
+
+
+if __name__ == "__main__":
+    import json
+    import os
+
+    folder = Path(sys.argv[1])
+    seen_by_rank = check_resume(folder)
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(seen_by_rank))
