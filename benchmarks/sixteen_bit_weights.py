@@ -53,12 +53,21 @@ Run = Callable[[str, int], dict[str, float]]
 WAYS = ("float32 masters", "plain bf16", "stochastic", "kahan")
 SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256}
 LENGTH_TOKENS = 64
-ROWS = 512  # of each half of the causal LM's texts
+ROWS = 320  # of each half of the causal LM's texts
 RATES = {"demo": 1e-3, "causal-lm before": 1e-3, "causal-lm": 5e-5}
 
 
 def train(
-    model: Any, way: str, rows: Any, folder: str, *, seed: int = 0, rate: float, epochs: int = 1, **trainer: Any
+    model: Any,
+    way: str,
+    rows: Any,
+    folder: str,
+    *,
+    seed: int = 0,
+    rate: float,
+    epochs: int = 1,
+    batch_size: int = 32,
+    **trainer: Any,
 ) -> Trainer:
     """Train with the weights held in one way."""
     model = model if way == "float32 masters" else model.bfloat16()
@@ -66,7 +75,7 @@ def train(
         output_dir=folder,
         learning_rate=rate,
         warmup_steps=0.1,
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=batch_size,
         num_train_epochs=epochs,
         seed=seed,
         optim="adamw_8bit",
@@ -151,7 +160,7 @@ def causal_run(task: DocstringTask, tokenizer: PreTrainedTokenizerBase, folder: 
     first, second, test = (packed(tokenizer, texts) for texts in parts)
     torch.manual_seed(0)
     base = LlamaForCausalLM(config)
-    train(base, "float32 masters", first, folder, rate=RATES["causal-lm before"], epochs=8)
+    train(base, "float32 masters", first, folder, rate=RATES["causal-lm before"], epochs=4, batch_size=16)
     weights = {name: value.clone() for name, value in base.state_dict().items()}
     ids = torch.tensor([row["input_ids"] for row in test])
     batches = [{"input_ids": part, "labels": part} for part in ids.split(32)]
@@ -159,7 +168,7 @@ def causal_run(task: DocstringTask, tokenizer: PreTrainedTokenizerBase, folder: 
     def run(way: str, seed: int) -> dict[str, float]:
         model = LlamaForCausalLM(config)
         model.load_state_dict(weights)
-        trained = train(model, way, second, folder, seed=seed, rate=RATES["causal-lm"], epochs=4)
+        trained = train(model, way, second, folder, seed=seed, rate=RATES["causal-lm"], epochs=2, batch_size=16)
         return figures_of(trained, *evaluate(trained.model, batches, shift=1))
 
     return run, evaluate(base, batches, shift=1)
