@@ -18,6 +18,11 @@ LOW = ("autocast bfloat16", "autocast float16", "bfloat16")
 float_of_torch = torch.Tensor.float
 
 
+def slow_but(few: tuple[str, ...]) -> list[Any]:
+    """Return all families, those outside of ``few`` marked as slow."""
+    return [family if family in few else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+
+
 @pytest.fixture
 def keeps_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``.float()`` keep float64: stock rounds logits to float32."""
@@ -57,16 +62,11 @@ def test_loss_and_gradients_in_float64(family: str, items: int | None) -> None:
     assert distance(found, expected) <= 1e-12
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FEW))
 def test_loss_and_gradients_in_float32(family: str) -> None:
     (loss, found), (expected_loss, expected) = fused_and_stock(family, torch.float32)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
     assert distance(found, expected) <= 1e-6
-
-
-def slow_but(few: tuple[str, ...]) -> list[Any]:
-    """Return all families, those outside of ``few`` marked as slow."""
-    return [family if family in few else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["mean", "items"])

@@ -68,7 +68,12 @@ COMBINED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMBINED)
+QUICK = ("accumulation", "exact loss", "gradient release")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMBINED]
+)
 def test_training_gives_stocks_weights(name: str, tmp_path: Any) -> None:
     settings = dict(COMBINED[name])
     of_model = settings.pop("model", {})
@@ -78,7 +83,7 @@ def test_training_gives_stocks_weights(name: str, tmp_path: Any) -> None:
     assert tiny.largest_difference(trainer.model, plain.model) <= 1e-6  # roundings of float32, in chunks
 
 
-@pytest.mark.parametrize("rows", [None, 24], ids=["whole", "split"])
+@pytest.mark.parametrize("rows", [pytest.param(None, marks=pytest.mark.slow), 24], ids=["whole", "split"])
 def test_micro_batches_are_fused(rows: int | None, tmp_path: Any) -> None:
     plain = trained(tmp_path)
     trainer = trained(tmp_path, fused(), MicrobatchCallback(max_tokens=rows) if rows else MicrobatchCallback())
