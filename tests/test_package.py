@@ -34,6 +34,7 @@ PUBLIC = {
     "Gpu",
     "NotEstimableError",
     "StepSettings",
+    "TiedEmbeddingCallback",
     "custom_gpu",
     "estimate",
     "estimate_from_arguments",
@@ -68,6 +69,7 @@ PUBLIC = {
     "read_memory",
     "recipe",
     "sorted_by_length",
+    "sparse_tied_embedding",
     "token_lengths",
 }
 
