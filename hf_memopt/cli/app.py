@@ -132,7 +132,10 @@ def _wrapped(text: str, console: Console) -> str:
     """Return lines that fit a terminal, continued with an indent; unchanged where standard output is not a terminal."""
     if not console.is_terminal:
         return text
-    return "\n".join(fill(line, console.width, subsequent_indent=" " * 6) for line in text.splitlines())
+    wrapped = (
+        fill(line, console.width, subsequent_indent=" " * 6, break_on_hyphens=False) for line in text.splitlines()
+    )
+    return "\n".join(wrapped)
 
 
 PRESETS_COLUMNS = 76  # of a terminal; on a narrower one the GPUs would be cut within their names

@@ -22,6 +22,7 @@ from hf_memopt.recipes.trainer_inputs import (
     speech_collator,
 )
 from hf_memopt.techniques.freezing.freezing import FreezeCallback
+from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
 from hf_memopt.techniques.optimizers.released_optimizer import released_optimizer
@@ -121,8 +122,6 @@ def callbacks_of(recipe: Recipe, optim: str) -> list[TrainerCallback]:
     if recipe.sparse_tied_embedding:
         wanted.append(TiedEmbeddingCallback())
     if recipe.fused_cross_entropy:
-        from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback
-
         wanted.append(FusedCrossEntropyCallback())
     if recipe.micro_batching:
         wanted.append(MicrobatchCallback())

@@ -70,7 +70,7 @@ ANSWERED_AT_ONCE = {
     "presets": (0, ""),
     "presets --json": (0, ""),
     "presets 4gb-gpu": (0, ""),
-    "presets --model gpt2": (2, "'gpt2' has no preset to begin with; "),
+    "presets --model gpt2": (2, "--model gpt2 has no preset to begin with; "),
     "presets 9gb": (2, "'9gb' is not a preset; "),
     "estimate --list-models": (0, ""),
     "estimate bert-larg --seq-len 8": (2, "'bert-larg' is neither a well-known name nor a folder, "),
