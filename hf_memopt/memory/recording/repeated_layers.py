@@ -20,7 +20,7 @@ from torch import nn
 from hf_memopt.memory.recording.identical_layers import KEPT_UNITS, LayerRun, find_runs
 from hf_memopt.memory.storage_tracker import StorageTracker
 
-__all__ = ["LayerNames", "NotRepeatableError", "RepeatedLayers", "UnitStart", "state_kept"]
+__all__ = ["LayerNames", "NotRepeatableError", "RepeatedLayers", "UnitStart", "runs_to_cut", "state_kept"]
 
 
 class NotRepeatableError(Exception):
@@ -85,10 +85,8 @@ class RepeatedLayers:
     @classmethod
     def of(cls, model: nn.Module) -> RepeatedLayers | None:
         """Return the runs of a model; None where no layer can be left out."""
-        runs = find_runs(model)
-        if not runs or _shares_weights(model, runs):
-            return None
-        return cls(model, runs)
+        runs = runs_to_cut(model)
+        return cls(model, runs) if runs else None
 
     @contextmanager
     def cut(self, model: nn.Module, tracker: StorageTracker) -> Iterator[None]:
@@ -146,6 +144,12 @@ class RepeatedLayers:
 
     def _look(self) -> None:
         self._looked_at = True
+
+
+def runs_to_cut(model: nn.Module) -> list[LayerRun]:
+    """Return the runs from which layers can be left out; none where they share weights with something else."""
+    runs = find_runs(model)
+    return [] if runs and _shares_weights(model, runs) else runs
 
 
 def _put(layers: nn.Module, modules: dict[str, Any]) -> None:

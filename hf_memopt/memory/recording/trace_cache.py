@@ -8,7 +8,7 @@ module or a function may behave differently at the next call.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Set
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -27,7 +27,8 @@ from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 from hf_memopt.memory.cuda.semantics import CudaSemantics
 from hf_memopt.memory.models.example_batch import cut_batch, example_batch
 from hf_memopt.memory.models.loading import LoadedModel
-from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, parameter_facts
+from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts
+from hf_memopt.memory.recording.kept_models import PreparedModel, prepare_or_reuse
 from hf_memopt.memory.recording.longer_trace import lengthen
 from hf_memopt.memory.recording.repeated_layers import NotRepeatableError, RepeatedLayers, state_kept
 from hf_memopt.memory.recording.step import StepTrace, autocast_dtype, record_step
@@ -53,6 +54,16 @@ _NOT_IN_TRACE = {
     "torch_empty_cache_steps",
     "expandable_segments",
     "cublas_workspace_bytes",
+}
+_NOT_IN_MODEL = _NOT_IN_TRACE | {
+    "precision",
+    "autocast_cache",
+    "micro_batch_size",
+    "label_smoothing_factor",
+    "padding",
+    "eval_batch_size",
+    "prediction_loss_only",
+    "zero_grad_to_none",
 }
 _KEPT_TRACES = 8
 _traces: OrderedDict[Hashable, RecordedStep] = OrderedDict()
@@ -89,20 +100,23 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
         _traces.move_to_end(key)
         return _traces[key]
     lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
-    batch = example_batch(loaded.model, batch_size=shape.batch_size, **lengths)
-    if settings.label_smoothing_factor and hasattr(unwrap_model(loaded.model), "prepare_decoder_input_ids_from_labels"):
+    prepared = prepare_or_reuse(
+        loaded, partial(_prepared, settings=settings), _values_of(settings, left_out=_NOT_IN_MODEL)
+    )
+    batch = example_batch(prepared.base, batch_size=shape.batch_size, **lengths)
+    if settings.label_smoothing_factor and hasattr(unwrap_model(prepared.base), "prepare_decoder_input_ids_from_labels"):
         # label smoothing removes the labels; the decoder's inputs, otherwise made from them, come from the collator
         batch["decoder_input_ids"] = torch.zeros_like(batch["labels"])
     evaluation_batch = None
     if settings.eval_batch_size is not None:
-        evaluation_batch = example_batch(loaded.model, batch_size=settings.eval_batch_size, **lengths)
+        evaluation_batch = example_batch(prepared.base, batch_size=settings.eval_batch_size, **lengths)
     generates = settings.predict_with_generate and evaluation_batch is not None
     if generates:
         from hf_memopt.memory.recording.generation import check_generation  # imports transformers' generation
 
-        check_generation(loaded.model)
+        check_generation(prepared.base)
     rows = settings.micro_batch_size
-    model = _prepared(loaded.model, settings)
+    model = prepared.model
     _check_scaled_gradients(model, settings)
     micro_batch = cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None
 
@@ -114,23 +128,22 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
             cache=settings.autocast_cache,
             tracker=tracker,
         )
-        return record_step(
-            model,
-            batch,
-            settings,
-            micro_batch=micro_batch,
-            releases_gradients=_releases(settings),
-            evaluation_batch=evaluation_batch,
-            tracker=tracker,
-            semantics=semantics,
-            layers=layers,
-        )
+        with state_kept(model):  # another set-up may record it too
+            return record_step(
+                model,
+                batch,
+                settings,
+                micro_batch=micro_batch,
+                releases_gradients=_releases(settings),
+                evaluation_batch=evaluation_batch,
+                tracker=tracker,
+                semantics=semantics,
+                layers=layers,
+            )
 
     # generation runs every layer many times, by itself only some of the steps
-    trace = (None if generates else _of_some_layers(model, record)) or record(None)
-    facts = tuple(parameter_facts(model))
-    notes = (*_notes(model), *trace.notes)
-    found = RecordedStep(trace, facts, _count(model), notes)
+    trace = (None if generates else _of_some_layers(prepared, record)) or record(None)
+    found = RecordedStep(trace, prepared.trainable, _count(model), (*_notes(model), *trace.notes))
     if key is not None:
         _traces[key] = found
     if len(_traces) > _KEPT_TRACES:
@@ -143,14 +156,13 @@ def forget_traces() -> None:
     _traces.clear()
 
 
-def _of_some_layers(model: nn.Module, record: Callable[[RepeatedLayers], StepTrace]) -> StepTrace | None:
+def _of_some_layers(prepared: PreparedModel, record: Callable[[RepeatedLayers], StepTrace]) -> StepTrace | None:
     """Return the trace that was recorded with a few of many identical layers; None where it needs all of them."""
-    layers = RepeatedLayers.of(model)
+    layers = prepared.layers()
     if layers is None:
         return None
     try:
-        with state_kept(model):
-            trace = record(layers)
+        trace = record(layers)
         if trace.host_bytes:
             return None  # how much the host holds is no event
         lengthen(trace, layers)
@@ -227,13 +239,20 @@ def _notes(model: nn.Module) -> tuple[str, ...]:
 
 def _key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Hashable | None:
     """Return what a trace depends on, or None for a step that is not kept."""
+    values = _values_of(settings, left_out=_NOT_IN_TRACE)
+    if loaded.key is None or values is None:
+        return None
+    accumulates = settings.gradient_accumulation_steps > 1
+    return loaded.key, _code_of(loaded.model), values, accumulates, _releases(settings), shape, chip
+
+
+def _values_of(settings: StepSettings, left_out: Set[str]) -> str | None:
+    """Return the values of all settings but some; None where they have functions, which may change."""
     options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
     own_layers = getattr(settings.lora, "_custom_modules", None)  # private, of peft 0.18 to 0.21; repr has none of it
-    if loaded.key is None or settings.prepare or own_layers or any(callable(value) for value in options.values()):
+    if settings.prepare or own_layers or any(callable(value) for value in options.values()):
         return None
-    values = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in _NOT_IN_TRACE}
-    accumulates = settings.gradient_accumulation_steps > 1
-    return loaded.key, _code_of(loaded.model), repr(values), accumulates, _releases(settings), shape, chip
+    return repr({item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in left_out})
 
 
 def _code_of(model: nn.Module) -> Hashable:
