@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 
 __all__ = ["forget_outputs", "run_on_meta"]
 
@@ -23,31 +24,33 @@ _MOST_REMEMBERED = 2**15
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _PLAIN_VALUES = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 _Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-_NOT_REMEMBERED: Any = object()
+_FLOPS = {**flop_registry, torch.ops.aten._int_mm: flop_registry[torch.ops.aten.mm]}
 
-_remembered: dict[Hashable, Any] = {}
+_remembered: dict[Hashable, tuple[Any, int]] = {}
 
 
-def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what ``func(*args, **kwargs)`` returns; of meta tensors from memory where that is possible."""
-    if not _makes_new_tensors(func):
-        return func(*args, **kwargs)
-    key: list[Any] = [func]
-    if not _add_to_key(key, args) or (kwargs and not _add_options(key, kwargs)):
-        return func(*args, **kwargs)
-    found = tuple(key)
-    made = _remembered.get(found)
-    if made is None:
-        out = func(*args, **kwargs)
+def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flops: bool = True) -> tuple[Any, int]:
+    """Return what ``func(*args, **kwargs)`` returns, and its floating-point operations, 0 unless they are asked for.
+
+    Of meta tensors both come from memory where that is possible.
+    """
+    key: list[Any] = [func, flops]
+    known = _makes_new_tensors(func) and _add_to_key(key, args) and (not kwargs or _add_options(key, kwargs))
+    found = _remembered.get(tuple(key)) if known else None
+    if found is not None:
+        made, operations = found
+        if isinstance(made, list):
+            return tuple(None if facts is None else _empty(facts) for facts in made), operations
+        return _empty(made), operations
+    out = func(*args, **kwargs)
+    formula = _FLOPS.get(func._overloadpacket) if flops else None  # private: pinned by a test, torch 2.6 to 2.13
+    operations = 0 if formula is None else formula(*args, **kwargs, out_val=out)
+    made = _facts(out, (*args, *kwargs.values())) if known else None
+    if made is not None:
         if len(_remembered) >= _MOST_REMEMBERED:
             _remembered.clear()
-        _remembered[found] = _facts(out, (*args, *kwargs.values()))
-        return out
-    if made is _NOT_REMEMBERED:
-        return func(*args, **kwargs)
-    if isinstance(made, list):
-        return tuple(None if facts is None else _empty(facts) for facts in made)
-    return _empty(made)
+        _remembered[tuple(key)] = made, operations
+    return out, operations
 
 
 def forget_outputs() -> None:
@@ -88,7 +91,7 @@ def _add_options(key: list[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _facts(out: Any, given: tuple[Any, ...]) -> Any:
-    """Return shapes, strides and dtypes of the results; ``_NOT_REMEMBERED`` where they are not new meta tensors."""
+    """Return shapes, strides and dtypes of the results; None where they are not new meta tensors."""
     many = isinstance(out, tuple)
     results = out if many else (out,)
     storages = {tensor.untyped_storage()._cdata for tensor in _tensors(given)}
@@ -98,11 +101,11 @@ def _facts(out: Any, given: tuple[Any, ...]) -> Any:
             facts.append(None)
             continue
         if type(tensor) is not torch.Tensor or not tensor.is_meta:
-            return _NOT_REMEMBERED
+            return None
         storage = tensor.untyped_storage()
         made = tuple(tensor.shape), tensor.stride(), tensor.dtype
         if storage._cdata in storages or storage.nbytes() != _empty(made).untyped_storage().nbytes():
-            return _NOT_REMEMBERED
+            return None
         storages.add(storage._cdata)
         facts.append(made)
     return facts if many else facts[0]

@@ -17,7 +17,7 @@ import threading
 import warnings
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from logging import ERROR
 from typing import Any
@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from hf_memopt.memory.meta_outputs import run_on_meta
 from hf_memopt.memory.settings import NotEstimableError
@@ -108,17 +107,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return self._answer(func, args[0].dtype)
         if self._backward and (self._recomputing >= 0) != torch.is_grad_enabled() and func is not _aten.detach.default:
             self._toggle_recomputation()  # gradients are off in a backward pass, except in what is recomputed there
-        out = run_on_meta(func, args, kwargs)
+        out, flops = run_on_meta(func, args, kwargs, self._count_flops)
         if isinstance(out, torch.Tensor):
             self.add(out)
         elif isinstance(out, (tuple, list)):
             for item in out:
                 if isinstance(item, torch.Tensor):
                     self.add(item)
-        if self._count_flops:
-            formula = _FLOPS.get(func._overloadpacket)  # private: pinned by a test, seen in torch 2.6 to 2.13
-            if formula is not None:
-                self.flops += formula(*args, **kwargs, out_val=out)
+        self.flops += flops
         if self._hidden is not None:
             self._add_hidden(self._hidden(func, args, kwargs, out))
         return out
@@ -256,12 +252,15 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 leave()
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Note which module of ``model`` runs, by hooks that are removed at the end."""
+    def watching(self, model: nn.Module, idle: Sequence[nn.Module] = ()) -> Iterator[None]:
+        """Note which module of ``model`` runs, by hooks that are removed at the end; none in those that are ``idle``."""
+        unwatched = {id(module) for outer in idle for module in outer.modules()}
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 number = len(self.modules)
                 self.modules.append(name)
+                if id(module) in unwatched:
+                    continue
                 hooks.callback(module.register_forward_pre_hook(self._enter(number)).remove)
                 hooks.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             yield
@@ -300,7 +299,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return place
 
 
-_FLOPS = {**flop_registry, _aten._int_mm: flop_registry[_aten.mm]}
 _QUESTIONS = {_aten._local_scalar_dense.default, _aten.equal.default}
 _MASK_CODE = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
 

@@ -190,7 +190,8 @@ class CachingAllocator:
         if block is None:
             raise AllocationError(self._full_message(size_bytes))
         if block.size - size >= pool.least_rest_bytes:
-            pool.add(block.cut(size))
+            rest = block.cut(size)
+            insort(pool.free, (rest.size, rest.address, rest))
         block.allocated = True
         block.requested = size_bytes
         self._live[key] = block

@@ -25,6 +25,14 @@ from hf_memopt.memory.recording.repeated_layers import RepeatedLayers, runs_to_c
 
 __all__ = ["PreparedModel", "keeping_models", "load_or_reuse", "prepare_or_reuse"]
 
+_NOTES = {
+    "Linear8bitStandIn": "8-bit linears: without outlier columns (2 bytes a row each), which depend on the data",
+    "Linear4bitStandIn": "4-bit linears: a dequantised copy of each weight in forward, which some GPUs do without",
+    "Conv1d": "convolutions: without the workspace that cuDNN chooses on the GPU",
+    "Conv2d": "convolutions: without the workspace that cuDNN chooses on the GPU",
+}
+
+
 class PreparedModel:
     """A model as it is before its first step, and what estimates ask of it; nothing changes it afterwards.
 
@@ -40,6 +48,23 @@ class PreparedModel:
     def trainable(self) -> tuple[ParameterFacts, ...]:
         """The facts of the trainable parameters."""
         return tuple(parameter_facts(self.model))
+
+    @cached_property
+    def parameters(self) -> int:
+        """The number of weights; of a 4-bit weight, whose parameter packs two or more of them, its elements."""
+        modules: list[Any] = list(self.model.modules())
+        packed: dict[int, int] = {
+            id(module.weight): module.in_features * module.out_features
+            for module in modules
+            if type(module).__name__ == "Linear4bitStandIn"  # by name: bitsandbytes takes a second to import
+        }
+        return sum(packed.get(id(parameter), parameter.numel()) for parameter in self.model.parameters())
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What the simulation assumes about the model's modules."""
+        found = {type(module).__name__ for module in self.model.modules()}
+        return tuple(dict.fromkeys(text for name, text in _NOTES.items() if name in found))
 
     @cached_property
     def _runs(self) -> Sequence[LayerRun]:

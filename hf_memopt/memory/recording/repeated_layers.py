@@ -88,6 +88,10 @@ class RepeatedLayers:
         runs = runs_to_cut(model)
         return cls(model, runs) if runs else None
 
+    def left_out(self, model: nn.Module) -> list[nn.Module]:
+        """Return the layers that do not run inside ``cut``."""
+        return [model.get_submodule(f"{run.name}.{layer}") for run in self.runs for layer in run.dropped]
+
     @contextmanager
     def cut(self, model: nn.Module, tracker: StorageTracker) -> Iterator[None]:
         """Leave the layers out inside, and note when the others begin.
@@ -187,9 +191,13 @@ def _watched(value: int, look: Callable[[], None]) -> int:
 
 
 @contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
-    """Restore what the modules of a model refer to, such as a cache that a forward pass fills, at the end."""
-    kept = [(vars(module), dict(vars(module))) for module in model.modules()]
+def state_kept(model: nn.Module, idle: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """Restore what the modules of a model refer to, such as a cache that a forward pass fills, at the end.
+
+    Those that are ``idle`` do not run inside.
+    """
+    left_out = {id(module) for outer in idle for module in outer.modules()}
+    kept = [(vars(module), dict(vars(module))) for module in model.modules() if id(module) not in left_out]
     inside = [(held, dict(held)) for _, values in kept for held in values.values() if isinstance(held, dict)]
     try:
         yield

@@ -128,7 +128,7 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
             cache=settings.autocast_cache,
             tracker=tracker,
         )
-        with state_kept(model):  # another set-up may record it too
+        with state_kept(model, [] if layers is None else layers.left_out(model)):  # another set-up may record it too
             return record_step(
                 model,
                 batch,
@@ -143,7 +143,7 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
 
     # generation runs every layer many times, by itself only some of the steps
     trace = (None if generates else _of_some_layers(prepared, record)) or record(None)
-    found = RecordedStep(trace, prepared.trainable, _count(model), (*_notes(model), *trace.notes))
+    found = RecordedStep(trace, prepared.trainable, prepared.parameters, (*prepared.notes, *trace.notes))
     if key is not None:
         _traces[key] = found
     if len(_traces) > _KEPT_TRACES:
@@ -201,17 +201,6 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
     return model
 
 
-def _count(model: nn.Module) -> int:
-    """Return the number of weights; of a 4-bit weight, whose parameter packs two or more of them, its elements."""
-    modules: list[Any] = list(model.modules())
-    packed: dict[int, int] = {
-        id(module.weight): module.in_features * module.out_features
-        for module in modules
-        if type(module).__name__ == "Linear4bitStandIn"  # by name: bitsandbytes takes a second to import
-    }
-    return sum(packed.get(id(parameter), parameter.numel()) for parameter in model.parameters())
-
-
 def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:
     """Refuse trainable 16-bit weights under the gradient scaler, which raises at the first real step."""
     if settings.precision != "fp16":
@@ -223,18 +212,6 @@ def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:
                 f"precision='fp16' trains {name} in {dtype}, whose gradients torch's scaler refuses; expected float32 "
                 "for trainable weights. Pass weights_dtype='float32' (for a module: model.float()), or precision='fp32'"
             )
-
-
-def _notes(model: nn.Module) -> tuple[str, ...]:
-    """Return what the simulation assumes about a model's modules."""
-    found = {type(module).__name__ for module in model.modules()}
-    notes = {
-        "Linear8bitStandIn": "8-bit linears: without outlier columns (2 bytes a row each), which depend on the data",
-        "Linear4bitStandIn": "4-bit linears: a dequantised copy of each weight in forward, which some GPUs do without",
-        "Conv1d": "convolutions: without the workspace that cuDNN chooses on the GPU",
-        "Conv2d": "convolutions: without the workspace that cuDNN chooses on the GPU",
-    }
-    return tuple(dict.fromkeys(text for name, text in notes.items() if name in found))
 
 
 def _key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Hashable | None:
