@@ -35,7 +35,9 @@ def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flops:
     Of meta tensors both come from memory where that is possible.
     """
     key: list[Any] = [func, flops]
-    known = _makes_new_tensors(func) and _add_to_key(key, args) and (not kwargs or _add_options(key, kwargs))
+    # another mode that is on has to see the operation; private: pinned by a test, seen in torch 2.6 to 2.13
+    known = not torch._C._len_torch_dispatch_stack() and _makes_new_tensors(func)
+    known = known and _add_to_key(key, args) and (not kwargs or _add_options(key, kwargs))
     found = _remembered.get(tuple(key)) if known else None
     if found is not None:
         made, operations = found

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_memopt.memory.meta_outputs import run_on_meta
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["RECORDING_LOCK", "StorageTracker", "recording"]
+__all__ = ["RECORDING_LOCK", "Hidden", "StorageTracker", "recording"]
 
 _aten = torch.ops.aten
 _NO_SEQUENCE = 2**64 - 1  # torch's number of nodes that accumulate a gradient
