@@ -253,7 +253,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     @contextmanager
     def watching(self, model: nn.Module, idle: Sequence[nn.Module] = ()) -> Iterator[None]:
-        """Note which module of ``model`` runs, by hooks that are removed at the end; none in those that are ``idle``."""
+        """Note which module of ``model`` runs, by hooks that are removed at the end; those that are ``idle`` do not."""
         unwatched = {id(module) for outer in idle for module in outer.modules()}
         with ExitStack() as hooks:
             for name, module in model.named_modules():

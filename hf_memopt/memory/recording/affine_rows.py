@@ -211,9 +211,7 @@ class _WithBuffers:
             logits=frozenset(self._moved(tuple(part.logits))),
             logits_event=positions[part.logits_event],
             outputs=self._moved(part.outputs),
-            releases=tuple(
-                (positions[event], index, self._number(number)) for event, index, number in part.releases
-            ),
+            releases=tuple((positions[event], index, self._number(number)) for event, index, number in part.releases),
             generation_end=positions[part.generation_end] if part.generation_end else 0,
         )
 

@@ -149,7 +149,8 @@ class _Comparison:
             return True
         self._seen.add(pair)
         self._alive += (one, other)
-        return _way_of(type(one))(self, one, other)
+        kind: Any = type(one)
+        return _way_of(kind)(self, one, other)
 
     def _same_modules(self, one: nn.Module, other: nn.Module) -> bool:
         return self._same_items(vars(one), vars(other))
@@ -180,7 +181,9 @@ class _Comparison:
         for (name, value), (other_name, other_value) in zip(one.items(), other.items(), strict=True):
             if name != other_name:
                 return False
-            if value is other_value or (type(value) is type(other_value) in _CONTAINERS and not value and not other_value):
+            if value is other_value or (
+                type(value) is type(other_value) in _CONTAINERS and not value and not other_value
+            ):
                 continue
             if isinstance(name, str) and "hooks" in name and isinstance(value, Mapping):  # by the handles' numbers
                 value, other_value = list(value.values()), list(other_value.values())

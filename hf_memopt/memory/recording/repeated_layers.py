@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_memopt.memory.recording.identical_layers import KEPT_UNITS, LayerRun, find_runs
@@ -194,14 +195,19 @@ def _watched(value: int, look: Callable[[], None]) -> int:
 def state_kept(model: nn.Module, idle: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Restore what the modules of a model refer to, such as a cache that a forward pass fills, at the end.
 
-    Those that are ``idle`` do not run inside.
+    A weight on the meta device whose dtype changed inside, as bitsandbytes casts biases, gets its own again. Those
+    modules that are ``idle`` do not run inside.
     """
     left_out = {id(module) for outer in idle for module in outer.modules()}
     kept = [(vars(module), dict(vars(module))) for module in model.modules() if id(module) not in left_out]
     inside = [(held, dict(held)) for _, values in kept for held in values.values() if isinstance(held, dict)]
+    dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
     try:
         yield
     finally:
         for values, copied in [*kept, *inside]:
             values.clear()
             values.update(copied)
+        for parameter, dtype in dtypes:
+            if parameter.dtype != dtype and parameter.is_meta:
+                parameter.data = torch.empty_like(parameter.data, dtype=dtype)

@@ -156,7 +156,9 @@ def _step(prepared: PreparedModel, trace: StepTrace) -> RecordedStep:
 def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip: Chip, hidden: Hidden) -> StepTrace:
     lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
     batch = example_batch(prepared.base, batch_size=shape.batch_size, **lengths)
-    if settings.label_smoothing_factor and hasattr(unwrap_model(prepared.base), "prepare_decoder_input_ids_from_labels"):
+    if settings.label_smoothing_factor and hasattr(
+        unwrap_model(prepared.base), "prepare_decoder_input_ids_from_labels"
+    ):
         # label smoothing removes the labels; the decoder's inputs, otherwise made from them, come from the collator
         batch["decoder_input_ids"] = torch.zeros_like(batch["labels"])
     evaluation_batch = None
