@@ -25,8 +25,8 @@ from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.output.estimate_text import as_dict
 from hf_memopt.memory.output.ladder_picture import Bar
-from hf_memopt.memory.timeline import COMPONENTS
 from hf_memopt.memory.recording.kept_models import keeping_models
+from hf_memopt.memory.timeline import COMPONENTS
 from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.units import format_bytes, to_gib
 

@@ -190,8 +190,7 @@ class CachingAllocator:
         if block is None:
             raise AllocationError(self._full_message(size_bytes))
         if block.size - size >= pool.least_rest_bytes:
-            rest = block.cut(size)
-            insort(pool.free, (rest.size, rest.address, rest))
+            pool.add(block.cut(size))
         block.allocated = True
         block.requested = size_bytes
         self._live[key] = block

@@ -146,7 +146,9 @@ class _Run:
     def __init__(self, traces: Sequence[StepTrace], plan: ReplayPlan, allocator: CachingAllocator) -> None:
         self.plan, self.allocator = plan, allocator
         self._alive: dict[Any, tuple[int, int]] = {}
-        self._log: list[int] = []  # of each change: component, bytes, reserved bytes after it
+        self._columns: list[int] = []
+        self._deltas: list[int] = []
+        self._reserved: list[int] = []
         self._phases: list[tuple[int, str]] = []
         self._steps: list[tuple[int, int]] = []
         self.retries_in_steps = 0
@@ -168,23 +170,27 @@ class _Run:
     def malloc(self, key: Any, size_bytes: int, component: int) -> None:
         if not size_bytes:
             return
-        allocator = self.allocator
-        before = allocator.allocated
-        allocator.malloc(key, size_bytes)
-        allocated = allocator.allocated
-        self._alive[key] = (component, allocated - before)
-        self._log += (component, allocated - before, allocator.reserved)
-        if allocated > self._peak:
-            self._peak, self._peak_event, self._peak_key = allocated, len(self._log) // 3 - 1, key
+        before = self.allocator.allocated
+        self.allocator.malloc(key, size_bytes)
+        block_bytes = self.allocator.allocated - before
+        self._alive[key] = (component, block_bytes)
+        self._note(component, block_bytes)
+        if self.allocator.allocated > self._peak:
+            self._peak, self._peak_event, self._peak_key = self.allocator.allocated, len(self._deltas) - 1, key
 
     def free(self, key: Any) -> None:
         component, block_bytes = self._alive.pop(key, (0, 0))
         if block_bytes:
             self.allocator.free(key)
-            self._log += (component, -block_bytes, self.allocator.reserved)
+            self._note(component, -block_bytes)
+
+    def _note(self, component: int, delta: int) -> None:
+        self._columns.append(component)
+        self._deltas.append(delta)
+        self._reserved.append(self.allocator.reserved)
 
     def phase(self, name: str) -> None:
-        self._phases.append((len(self._log) // 3, name))
+        self._phases.append((len(self._deltas), name))
 
     # ---- Forward and backward passes --------------------------------------------------------------------------------
 
@@ -199,7 +205,7 @@ class _Run:
     def step(self, step: int, batches: Sequence[int]) -> None:
         """Replay one optimizer step, the first is 0, with these recordings as its accumulation steps."""
         plan = self.plan
-        self._steps.append((len(self._log) // 3, step + 1))
+        self._steps.append((len(self._deltas), step + 1))
         self.phase("forward")
         for batch, index in enumerate(batches):
             self.use(index)
@@ -333,9 +339,8 @@ class _Run:
 
     def result(self) -> Replayed:
         """Return the peaks, what the allocated one consists of, and the timeline."""
-        columns, deltas, reserved = np.array(self._log, np.int64).reshape(-1, 3).T
-        table = np.zeros((len(deltas), len(COMPONENTS)), np.int64)
-        table[np.arange(len(deltas)), columns] = deltas
+        table = np.zeros((len(self._deltas), len(COMPONENTS)), np.int64)
+        table[np.arange(len(self._deltas)), self._columns] = self._deltas
         table = np.cumsum(table, axis=0)
         at_peak = table[self._peak_event] if len(table) else np.zeros(len(COMPONENTS), np.int64)
         phase = next((name for start, name in reversed(self._phases) if start <= self._peak_event), "load")
@@ -343,7 +348,7 @@ class _Run:
         if isinstance(self._peak_key, int):
             self.use(self._peak_key // _KEYS)
             module = self._tracker.module_of(self._peak_key % _KEYS)
-        timeline = Timeline(table, reserved.copy(), tuple(self._phases), tuple(self._steps))
+        timeline = Timeline(table, np.array(self._reserved, np.int64), tuple(self._phases), tuple(self._steps))
         components = {name: int(size) for name, size in zip(COMPONENTS, at_peak, strict=True)}
         return Replayed(
             peak_allocated=self.allocator.peak_allocated,

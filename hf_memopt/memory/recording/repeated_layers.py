@@ -42,13 +42,23 @@ class UnitStart:
 
 
 class LayerNames:
-    """Which unit of which run a name of a module or parameter belongs to, in a model with all its layers."""
+    """Which unit of which run a name of a module or parameter belongs to, in a model with all its layers.
+
+    Answers are kept: every event asks for the module that it belongs to.
+    """
 
     def __init__(self, runs: Sequence[LayerRun]) -> None:
         self._runs = runs
+        self._units: dict[str, tuple[int, int] | None] = {}
+        self._moved: dict[tuple[str, int], str] = {}
 
     def unit_of(self, name: str) -> tuple[int, int] | None:
         """Return (run, unit), or None outside the runs."""
+        if name not in self._units:
+            self._units[name] = self._find_unit(name)
+        return self._units[name]
+
+    def _find_unit(self, name: str) -> tuple[int, int] | None:
         for number, run in enumerate(self._runs):
             if name.startswith(f"{run.name}."):
                 layer = int(name[len(run.name) + 1 :].partition(".")[0]) - run.first
@@ -58,6 +68,12 @@ class LayerNames:
 
     def moved(self, name: str, units: int) -> str:
         """Return the name's counterpart so many units later."""
+        key = name, units
+        if key not in self._moved:
+            self._moved[key] = self._move(name, units)
+        return self._moved[key]
+
+    def _move(self, name: str, units: int) -> str:
         found = self.unit_of(name)
         if found is None:
             return name
