@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -131,3 +132,34 @@ def test_a_mode_around_a_tracker_sees_every_operation() -> None:
     with recording(seen, StorageTracker()):
         x.neg(), x.neg()
     assert seen.names == ["aten.neg.default"] * 2
+
+
+# ---- Private names of torch -----------------------------------------------------------------------------------------
+
+
+def test_a_schema_says_what_an_operation_changes_and_returns() -> None:
+    """``OpOverload._schema`` with ``alias_info``; ``_overloadpacket`` is the key of the formulas of operations."""
+    assert [item.alias_info for item in aten.mm.default._schema.arguments] == [None, None]
+    assert [str(item.type) for item in aten.mm.default._schema.returns] == ["Tensor"]
+    assert aten.add_.Tensor._schema.arguments[0].alias_info.is_write
+    assert aten.view.default._schema.returns[0].alias_info is not None
+    assert aten.mm.default._overloadpacket in flop_registry
+
+
+def test_no_function_mode_sees_what_a_tracker_reads() -> None:
+    """``torch._C.DisableTorchFunction``: in a backward pass a function mode is on while the tracker runs."""
+
+    class Names(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    weight = torch.nn.Parameter(meta(4, 4))
+    loss = (meta(2, 4) @ weight).sum()
+    with recording(StorageTracker(), Names()):
+        torch.autograd.graph._engine_run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    assert weight.grad is not None
+    assert names == ["ones_like"]

@@ -101,13 +101,13 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
     if key is not None and key in _traces:
         _traces.move_to_end(key)
         return _traces[key]
-    prepared = _prepare(loaded, settings)
-    known = _by_rows.get(_key(loaded, settings, replace(shape, batch_size=0), chip))
-    if known is not None and LEAST_ROWS <= shape.batch_size <= known[0].most_rows:
-        trace = known[0].at(shape.batch_size, partial(_hidden, chip))
+    by_rows, prepared = _by_rows.get(_key(loaded, settings, replace(shape, batch_size=0), chip), (None, None))
+    if by_rows is not None and prepared is not None and LEAST_ROWS <= shape.batch_size <= by_rows.most_rows:
+        trace = by_rows.at(shape.batch_size, partial(_hidden, chip))
     else:
+        prepared = _prepare(loaded, settings)
         trace = _record(prepared, settings, shape, chip, partial(_hidden, chip))
-    found = _step(prepared, trace)
+    found = RecordedStep(trace, prepared.trainable, prepared.parameters, (*prepared.notes, *trace.notes))
     if key is not None:
         _keep(_traces, key, found)
     return found
@@ -147,10 +147,6 @@ def _keep(kept: OrderedDict[Hashable, Any], key: Hashable, found: Any) -> None:
 def _prepare(loaded: LoadedModel, settings: StepSettings) -> PreparedModel:
     key = _values_of(settings, left_out=_NOT_IN_MODEL)
     return prepare_or_reuse(loaded, partial(_prepared, settings=settings), key)
-
-
-def _step(prepared: PreparedModel, trace: StepTrace) -> RecordedStep:
-    return RecordedStep(trace, prepared.trainable, prepared.parameters, (*prepared.notes, *trace.notes))
 
 
 def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip: Chip, hidden: Hidden) -> StepTrace:
