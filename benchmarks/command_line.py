@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REPEATS = 5
-LIMITS_SECONDS = {"doctor": 4.0, "estimate bert-large-uncased --seq-len 128 --gpu T4": 6.0}
+COMPARISON = "estimate bert-large-uncased --gpu RTX-3060-12GB --compare"
+LIMITS_SECONDS = {"doctor": 4.0, "estimate bert-large-uncased --seq-len 128 --gpu T4": 6.0, COMPARISON: 8.0}
 OTHERS_LIMIT_SECONDS = 1.0
 COMMANDS: dict[str, int] = {  # the exit code of each
     "--help": 0,
@@ -35,6 +36,7 @@ COMMANDS: dict[str, int] = {  # the exit code of each
     "estimate gpt2 --seq-len 1000001": 2,
     "doctor": 0,
     "estimate bert-large-uncased --seq-len 128 --gpu T4": 0,
+    COMPARISON: 0,
     "lengths texts.csv": 0,
     "lengths texts.csv --tokenizer nobody/none": 2,
 }

@@ -9,6 +9,7 @@ the checks of the options answer at once.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -396,6 +397,8 @@ def doctor(json_output: AsJson = False) -> None:
 
 def main() -> None:
     """Run the command line."""
+    # importing torch and transformers makes a million objects that stay; looking through them takes a second or more
+    gc.set_threshold(100_000, 20, 100)
     # bitsandbytes recommends a kernel for CPUs whenever it is imported on a recent one; no command needs it
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     app(prog_name="hf-memopt")

@@ -29,7 +29,6 @@ from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
 from hf_memopt.memory.hints import find_hints
 from hf_memopt.memory.models.example_batch import DEFAULT_LENGTH, default_length
-from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.optimizers.optimizer_memory import (
     OptimizerMemory,
     ParameterFacts,
@@ -37,6 +36,7 @@ from hf_memopt.memory.optimizers.optimizer_memory import (
     memory_by_parameter,
     optimizer_memory,
 )
+from hf_memopt.memory.recording.kept_models import keeping_models, load_or_reuse
 from hf_memopt.memory.recording.trace_cache import RecordedStep, Shape, record_or_reuse
 from hf_memopt.memory.resolved_settings import own_dtype, settings_of_recipe, sixteen_bits, with_16_bits, with_precision
 from hf_memopt.memory.result import Estimate
@@ -161,7 +161,8 @@ def with_hints(
             weights_dtype=settings.get("weights_dtype"),
         )
 
-    return replace(found, hints=find_hints(found, simulate, announce=announce))
+    with keeping_models():
+        return replace(found, hints=find_hints(found, simulate, announce=announce))
 
 
 def estimate_from_arguments(
@@ -284,7 +285,7 @@ def _recorded(
 ) -> tuple[RecordedStep, str, StepSettings, Shape]:
     """Return the recorded step, the model's name, the settings with a module's own dtype, the shape with a length."""
     with torch.inference_mode(False):  # weights created in the caller's inference mode could not be trained
-        loaded = load_model(
+        loaded = load_or_reuse(
             model,
             attn_implementation=settings.attn_implementation,
             weights_dtype=settings.weights_dtype,

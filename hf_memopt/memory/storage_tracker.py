@@ -17,7 +17,7 @@ import threading
 import warnings
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from logging import ERROR
 from typing import Any
@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from hf_memopt.memory.meta_outputs import run_on_meta
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["RECORDING_LOCK", "StorageTracker", "recording"]
+__all__ = ["RECORDING_LOCK", "Hidden", "StorageTracker", "recording"]
 
 _aten = torch.ops.aten
 _NO_SEQUENCE = 2**64 - 1  # torch's number of nodes that accumulate a gradient
@@ -98,22 +98,26 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        # a function mode is on in a backward pass, and would see each shape that is read here
+        with torch._C.DisableTorchFunction():  # private: pinned by a test, seen in torch 2.6 to 2.13
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _QUESTIONS and args[0].is_meta:
             return self._answer(func, args[0].dtype)
         if self._backward and (self._recomputing >= 0) != torch.is_grad_enabled() and func is not _aten.detach.default:
             self._toggle_recomputation()  # gradients are off in a backward pass, except in what is recomputed there
-        out = _all_distinct(*args) if func is _UNIQUE and args[0].is_meta else func(*args, **kwargs)
+        if func is _UNIQUE and args[0].is_meta:
+            out, flops = _all_distinct(*args), 0
+        else:
+            out, flops = run_on_meta(func, args, kwargs, self._count_flops)
         if isinstance(out, torch.Tensor):
             self.add(out)
         elif isinstance(out, (tuple, list)):
             for item in out:
                 if isinstance(item, torch.Tensor):
                     self.add(item)
-        if self._count_flops:
-            formula = _FLOPS.get(func._overloadpacket)  # private: pinned by a test, seen in torch 2.6 to 2.13
-            if formula is not None:
-                self.flops += formula(*args, **kwargs, out_val=out)
+        self.flops += flops
         if self._hidden is not None:
             self._add_hidden(self._hidden(func, args, kwargs, out))
         return out
@@ -251,12 +255,15 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 leave()
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Note which module of ``model`` runs, by hooks that are removed at the end."""
+    def watching(self, model: nn.Module, idle: Sequence[nn.Module] = ()) -> Iterator[None]:
+        """Note which module of ``model`` runs, by hooks that are removed at the end; those that are ``idle`` do not."""
+        unwatched = {id(module) for outer in idle for module in outer.modules()}
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 number = len(self.modules)
                 self.modules.append(name)
+                if id(module) in unwatched:
+                    continue
                 hooks.callback(module.register_forward_pre_hook(self._enter(number)).remove)
                 hooks.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             yield
@@ -304,7 +311,6 @@ def _all_distinct(elements: torch.Tensor, *_: bool) -> tuple[torch.Tensor, ...]:
     return elements.new_empty(count), torch.empty_like(elements, dtype=torch.long), elements.new_empty(0)
 
 
-_FLOPS = {**flop_registry, _aten._int_mm: flop_registry[_aten.mm]}
 _QUESTIONS = {_aten._local_scalar_dense.default, _aten.equal.default}
 _MASK_CODE = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
 

@@ -8,9 +8,10 @@ different.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -23,6 +24,7 @@ KEPT_UNITS = 5
 """The first three units of a run and the last two: enough to compare the middle one with both of its neighbours."""
 
 _LONGEST_PERIOD = 8
+_CONTAINERS = (dict, OrderedDict, set)
 _PLAIN = (bytes, bool, float, complex, type(None), torch.dtype, torch.device, torch.Size, type)
 
 
@@ -130,15 +132,6 @@ class _Comparison:
         self._distance = distance
         self._seen: set[tuple[int, int]] = set()
         self._alive: list[Any] = []  # so that no identity is used twice
-        self._ways: tuple[tuple[Any, Callable[[Any, Any], bool]], ...] = (
-            (nn.Module, lambda one, other: self._same_items(vars(one), vars(other))),
-            (torch.Tensor, self._same_tensors),
-            (Mapping, self._same_items),
-            ((list, tuple), self._same_sequences),
-            (FunctionType, self._same_functions),
-            (MethodType, lambda one, other: self.same((one.__func__, one.__self__), (other.__func__, other.__self__))),
-            (partial, lambda one, other: self.same(one.__reduce__()[2], other.__reduce__()[2])),
-        )
 
     def same(self, one: Any, other: Any) -> bool:
         if one is other:
@@ -156,11 +149,22 @@ class _Comparison:
             return True
         self._seen.add(pair)
         self._alive += (one, other)
-        for kinds, way in self._ways:
-            if isinstance(one, kinds):
-                return way(one, other)
-        if isinstance(one, set | frozenset):
-            return bool(one == other)
+        kind: Any = type(one)
+        return _way_of(kind)(self, one, other)
+
+    def _same_modules(self, one: nn.Module, other: nn.Module) -> bool:
+        return self._same_items(vars(one), vars(other))
+
+    def _same_methods(self, one: MethodType, other: MethodType) -> bool:
+        return self.same((one.__func__, one.__self__), (other.__func__, other.__self__))
+
+    def _same_partials(self, one: Any, other: Any) -> bool:
+        return self.same(one.__reduce__()[2], other.__reduce__()[2])
+
+    def _same_sets(self, one: Any, other: Any) -> bool:
+        return bool(one == other)
+
+    def _same_objects(self, one: Any, other: Any) -> bool:
         return hasattr(one, "__dict__") and not hasattr(one, "__slots__") and self.same(vars(one), vars(other))
 
     def _same_names(self, one: str, other: str) -> bool:
@@ -177,6 +181,10 @@ class _Comparison:
         for (name, value), (other_name, other_value) in zip(one.items(), other.items(), strict=True):
             if name != other_name:
                 return False
+            if value is other_value or (
+                type(value) is type(other_value) in _CONTAINERS and not value and not other_value
+            ):
+                continue
             if isinstance(name, str) and "hooks" in name and isinstance(value, Mapping):  # by the handles' numbers
                 value, other_value = list(value.values()), list(other_value.values())
             if not self.same(value, other_value):
@@ -207,3 +215,22 @@ class _Comparison:
             for tensor in (one, other)
         ]
         return facts[0] == facts[1] and self.same(*hooks) and self.same(vars(one), vars(other))
+
+
+_WAYS: tuple[tuple[Any, Callable[[_Comparison, Any, Any], bool]], ...] = (
+    (nn.Module, _Comparison._same_modules),
+    (torch.Tensor, _Comparison._same_tensors),
+    (Mapping, _Comparison._same_items),
+    ((list, tuple), _Comparison._same_sequences),
+    (FunctionType, _Comparison._same_functions),
+    (MethodType, _Comparison._same_methods),
+    (partial, _Comparison._same_partials),
+    ((set, frozenset), _Comparison._same_sets),
+    (object, _Comparison._same_objects),
+)
+
+
+@cache
+def _way_of(kind: type) -> Callable[[_Comparison, Any, Any], bool]:
+    """Return how two objects of a class are compared; to ask so many abstract classes each time would take longer."""
+    return next(way for kinds, way in _WAYS if issubclass(kind, kinds))

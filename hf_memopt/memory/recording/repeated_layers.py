@@ -15,12 +15,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_memopt.memory.recording.identical_layers import KEPT_UNITS, LayerRun, find_runs
 from hf_memopt.memory.storage_tracker import StorageTracker
 
-__all__ = ["LayerNames", "NotRepeatableError", "RepeatedLayers", "UnitStart", "state_kept"]
+__all__ = ["LayerNames", "NotRepeatableError", "RepeatedLayers", "UnitStart", "runs_to_cut", "state_kept"]
 
 
 class NotRepeatableError(Exception):
@@ -41,13 +42,23 @@ class UnitStart:
 
 
 class LayerNames:
-    """Which unit of which run a name of a module or parameter belongs to, in a model with all its layers."""
+    """Which unit of which run a name of a module or parameter belongs to, in a model with all its layers.
+
+    Answers are kept: every event asks for the module that it belongs to.
+    """
 
     def __init__(self, runs: Sequence[LayerRun]) -> None:
         self._runs = runs
+        self._units: dict[str, tuple[int, int] | None] = {}
+        self._moved: dict[tuple[str, int], str] = {}
 
     def unit_of(self, name: str) -> tuple[int, int] | None:
         """Return (run, unit), or None outside the runs."""
+        if name not in self._units:
+            self._units[name] = self._find_unit(name)
+        return self._units[name]
+
+    def _find_unit(self, name: str) -> tuple[int, int] | None:
         for number, run in enumerate(self._runs):
             if name.startswith(f"{run.name}."):
                 layer = int(name[len(run.name) + 1 :].partition(".")[0]) - run.first
@@ -57,6 +68,12 @@ class LayerNames:
 
     def moved(self, name: str, units: int) -> str:
         """Return the name's counterpart so many units later."""
+        key = name, units
+        if key not in self._moved:
+            self._moved[key] = self._move(name, units)
+        return self._moved[key]
+
+    def _move(self, name: str, units: int) -> str:
         found = self.unit_of(name)
         if found is None:
             return name
@@ -85,10 +102,12 @@ class RepeatedLayers:
     @classmethod
     def of(cls, model: nn.Module) -> RepeatedLayers | None:
         """Return the runs of a model; None where no layer can be left out."""
-        runs = find_runs(model)
-        if not runs or _shares_weights(model, runs):
-            return None
-        return cls(model, runs)
+        runs = runs_to_cut(model)
+        return cls(model, runs) if runs else None
+
+    def left_out(self, model: nn.Module) -> list[nn.Module]:
+        """Return the layers that do not run inside ``cut``."""
+        return [model.get_submodule(f"{run.name}.{layer}") for run in self.runs for layer in run.dropped]
 
     @contextmanager
     def cut(self, model: nn.Module, tracker: StorageTracker) -> Iterator[None]:
@@ -148,6 +167,12 @@ class RepeatedLayers:
         self._looked_at = True
 
 
+def runs_to_cut(model: nn.Module) -> list[LayerRun]:
+    """Return the runs from which layers can be left out; none where they share weights with something else."""
+    runs = find_runs(model)
+    return [] if runs and _shares_weights(model, runs) else runs
+
+
 def _put(layers: nn.Module, modules: dict[str, Any]) -> None:
     layers._modules.clear()
     layers._modules.update(modules)
@@ -183,13 +208,22 @@ def _watched(value: int, look: Callable[[], None]) -> int:
 
 
 @contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
-    """Restore what the modules of a model refer to, such as a cache that a forward pass fills, at the end."""
-    kept = [(vars(module), dict(vars(module))) for module in model.modules()]
+def state_kept(model: nn.Module, idle: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """Restore what the modules of a model refer to, such as a cache that a forward pass fills, at the end.
+
+    A weight on the meta device whose dtype changed inside, as bitsandbytes casts biases, gets its own again. Those
+    modules that are ``idle`` do not run inside.
+    """
+    left_out = {id(module) for outer in idle for module in outer.modules()}
+    kept = [(vars(module), dict(vars(module))) for module in model.modules() if id(module) not in left_out]
     inside = [(held, dict(held)) for _, values in kept for held in values.values() if isinstance(held, dict)]
+    dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
     try:
         yield
     finally:
         for values, copied in [*kept, *inside]:
             values.clear()
             values.update(copied)
+        for parameter, dtype in dtypes:
+            if parameter.dtype != dtype and parameter.is_meta:
+                parameter.data = torch.empty_like(parameter.data, dtype=dtype)

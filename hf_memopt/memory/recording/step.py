@@ -8,7 +8,7 @@ between steps. The optimizer does not run: its bytes are known (``optimizer_memo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -117,7 +117,8 @@ def record_step(
         NotEstimableError: the model's code asks for values that only real data has, or fails; a recurrent layer of
             cuDNN.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = list(model.parameters())
+    parameters = [parameter for parameter in weights if parameter.requires_grad]
     if not parameters:
         raise ValueError(
             f"model=<{type(model).__name__}> has no trainable parameter; expected one or more with requires_grad=True. "
@@ -128,16 +129,18 @@ def record_step(
     if semantics is None:
         autocast = autocast_dtype(settings.precision)
         semantics = CudaSemantics(autocast=autocast, cache=settings.autocast_cache, tracker=tracker)
-    model.zero_grad()
+    _drop_gradients(weights)
     trace = StepTrace(tracker, _weights(model, tracker), _numbers(batch, tracker))
     adds = settings.gradient_accumulation_steps > 1 or micro_batch is not None or not settings.zero_grad_to_none
     count = 2 if adds else 1
     releasing = parameters if releases_gradients else []
     recorder = _Recorder(model, settings, tracker, semantics)
-    model.train()
+    _to_training(model)
     try:
         with ExitStack() as around:
-            for context in (recording(tracker, semantics), tracker.watching(model), recorder.releasing(releasing)):
+            idle = [] if layers is None else layers.left_out(model)
+            watching = tracker.watching(model, idle)
+            for context in (recording(tracker, semantics), watching, recorder.releasing(releasing)):
                 around.enter_context(context)
             around.enter_context(torch.inference_mode(False))  # whatever the caller is in; gradients are on with it
             trace.notes = around.enter_context(_every_layer(model))
@@ -153,7 +156,7 @@ def record_step(
             del gradients
             released = [number for _, _, number in trace.micro_batches[0].releases]
             trace.gradients = tuple(dict.fromkeys([*trace.gradient_of.values(), *released]))
-            model.zero_grad()
+            _drop_gradients(weights)
             if evaluation_batch is not None:
                 trace.evaluation_inputs = _numbers(evaluation_batch, tracker)
                 trace.evaluation = recorder.evaluate(evaluation_batch)
@@ -163,10 +166,20 @@ def record_step(
         raise _not_estimable(model, error) from error
     finally:
         tracker.close()
-        model.zero_grad()
-        model.train()
+        _drop_gradients(weights)
+        _to_training(model)
     trace.host_bytes = semantics.peak_host_bytes
     return trace
+
+
+def _drop_gradients(weights: Iterable[nn.Parameter]) -> None:
+    for weight in weights:
+        weight.grad = None
+
+
+def _to_training(model: nn.Module) -> None:
+    if not all(module.training for module in model.modules()):
+        model.train()
 
 
 def _refuse_recurrent_layers(model: nn.Module) -> None:

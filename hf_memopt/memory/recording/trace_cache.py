@@ -8,8 +8,8 @@ module or a function may behave differently at the next call.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Hashable, Mapping, Set
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -31,14 +31,16 @@ from hf_memopt.memory.cuda.semantics import CudaSemantics
 from hf_memopt.memory.models.example_batch import cut_batch, example_batch
 from hf_memopt.memory.models.loading import LoadedModel
 from hf_memopt.memory.models.meta_copy import rest_to_meta
-from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, parameter_facts
+from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts
+from hf_memopt.memory.recording.affine_rows import LEAST_ROWS, AffineTrace, NotAffineError
+from hf_memopt.memory.recording.kept_models import PreparedModel, prepare_or_reuse
 from hf_memopt.memory.recording.longer_trace import lengthen
 from hf_memopt.memory.recording.repeated_layers import NotRepeatableError, RepeatedLayers, state_kept
 from hf_memopt.memory.recording.step import StepTrace, autocast_dtype, record_step
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.memory.storage_tracker import StorageTracker
+from hf_memopt.memory.storage_tracker import Hidden, StorageTracker
 
-__all__ = ["RecordedStep", "Shape", "forget_traces", "record_or_reuse"]
+__all__ = ["RecordedStep", "Shape", "forget_traces", "record_or_reuse", "record_rows"]
 
 _NOT_IN_TRACE = {
     "optim",
@@ -59,8 +61,19 @@ _NOT_IN_TRACE = {
     "expandable_segments",
     "cublas_workspace_bytes",
 }
+_NOT_IN_MODEL = _NOT_IN_TRACE | {
+    "precision",
+    "autocast_cache",
+    "micro_batch_size",
+    "label_smoothing_factor",
+    "padding",
+    "eval_batch_size",
+    "prediction_loss_only",
+    "zero_grad_to_none",
+}
 _KEPT_TRACES = 8
 _traces: OrderedDict[Hashable, RecordedStep] = OrderedDict()
+_by_rows: OrderedDict[Hashable, tuple[AffineTrace, PreparedModel]] = OrderedDict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,69 +106,113 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
     if key is not None and key in _traces:
         _traces.move_to_end(key)
         return _traces[key]
+    by_rows, prepared = _by_rows.get(_key(loaded, settings, replace(shape, batch_size=0), chip), (None, None))
+    if by_rows is not None and prepared is not None and LEAST_ROWS <= shape.batch_size <= by_rows.most_rows:
+        trace = by_rows.at(shape.batch_size, partial(_hidden, chip))
+    else:
+        prepared = _prepare(loaded, settings)
+        trace = _record(prepared, settings, shape, chip, partial(_hidden, chip))
+    found = RecordedStep(trace, prepared.trainable, prepared.parameters, (*prepared.notes, *trace.notes))
+    if key is not None:
+        _keep(_traces, key, found)
+    return found
+
+
+def record_rows(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> bool:
+    """Record a step so that ``record_or_reuse`` knows the traces of 2 to ``shape.batch_size`` rows in milliseconds.
+
+    Returns:
+        Whether it does; where the traces are no line (``affine_rows``), each number of rows is recorded by itself.
+
+    Raises:
+        ValueError, NotEstimableError: as ``record_or_reuse`` does.
+    """
+    key = _key(loaded, settings, replace(shape, batch_size=0), chip)
+    if key is None or settings.predict_with_generate:
+        return False
+    if key not in _by_rows or _by_rows[key][0].most_rows < shape.batch_size:
+        prepared = _prepare(loaded, settings)
+
+        def record(rows: int, hidden: Hidden) -> StepTrace:
+            return _record(prepared, settings, replace(shape, batch_size=rows), chip, hidden)
+
+        try:
+            _keep(_by_rows, key, (AffineTrace(record, shape.batch_size), prepared))
+        except NotAffineError:
+            return False
+    return True
+
+
+def _keep(kept: OrderedDict[Hashable, Any], key: Hashable, found: Any) -> None:
+    kept[key] = found
+    if len(kept) > _KEPT_TRACES:
+        kept.popitem(last=False)
+
+
+def _prepare(loaded: LoadedModel, settings: StepSettings) -> PreparedModel:
+    key = _values_of(settings, left_out=_NOT_IN_MODEL)
+    return prepare_or_reuse(loaded, partial(_prepared, settings=settings), key)
+
+
+def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip: Chip, hidden: Hidden) -> StepTrace:
     lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
-    batch = example_batch(loaded.model, batch_size=shape.batch_size, **lengths)
-    if settings.label_smoothing_factor and hasattr(unwrap_model(loaded.model), "prepare_decoder_input_ids_from_labels"):
+    batch = example_batch(prepared.base, batch_size=shape.batch_size, **lengths)
+    if settings.label_smoothing_factor and hasattr(
+        unwrap_model(prepared.base), "prepare_decoder_input_ids_from_labels"
+    ):
         # label smoothing removes the labels; the decoder's inputs, otherwise made from them, come from the collator
         batch["decoder_input_ids"] = torch.zeros_like(batch["labels"])
     evaluation_batch = None
     if settings.eval_batch_size is not None:
-        evaluation_batch = example_batch(loaded.model, batch_size=settings.eval_batch_size, **lengths)
+        evaluation_batch = example_batch(prepared.base, batch_size=settings.eval_batch_size, **lengths)
     generates = settings.predict_with_generate and evaluation_batch is not None
     if generates:
         from hf_memopt.memory.recording.generation import check_generation  # imports transformers' generation
 
-        check_generation(loaded.model)
+        check_generation(prepared.base)
     rows = settings.micro_batch_size
-    model = _prepared(loaded.model, settings)
+    model = prepared.model
     _check_scaled_gradients(model, settings)
     micro_batch = cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None
 
     def record(layers: RepeatedLayers | None) -> StepTrace:
-        tracker = StorageTracker(padding=settings.padding, hidden=partial(_hidden, chip))
+        tracker = StorageTracker(padding=settings.padding, hidden=hidden)
         semantics = CudaSemantics(
             autocast=autocast_dtype(settings.precision),
             capability=chip.capability,
             cache=settings.autocast_cache,
             tracker=tracker,
         )
-        return record_step(
-            model,
-            batch,
-            settings,
-            micro_batch=micro_batch,
-            releases_gradients=_releases(settings),
-            evaluation_batch=evaluation_batch,
-            tracker=tracker,
-            semantics=semantics,
-            layers=layers,
-        )
+        with state_kept(model, [] if layers is None else layers.left_out(model)):  # another set-up may record it too
+            return record_step(
+                model,
+                batch,
+                settings,
+                micro_batch=micro_batch,
+                releases_gradients=_releases(settings),
+                evaluation_batch=evaluation_batch,
+                tracker=tracker,
+                semantics=semantics,
+                layers=layers,
+            )
 
     # generation runs every layer many times, by itself only some of the steps
-    trace = (None if generates else _of_some_layers(model, record)) or record(None)
-    facts = tuple(parameter_facts(model))
-    notes = (*_notes(model), *trace.notes)
-    found = RecordedStep(trace, facts, _count(model), notes)
-    if key is not None:
-        _traces[key] = found
-    if len(_traces) > _KEPT_TRACES:
-        _traces.popitem(last=False)
-    return found
+    return (None if generates else _of_some_layers(prepared, record)) or record(None)
 
 
 def forget_traces() -> None:
     """Drop the recordings kept for later calls."""
     _traces.clear()
+    _by_rows.clear()
 
 
-def _of_some_layers(model: nn.Module, record: Callable[[RepeatedLayers], StepTrace]) -> StepTrace | None:
+def _of_some_layers(prepared: PreparedModel, record: Callable[[RepeatedLayers], StepTrace]) -> StepTrace | None:
     """Return the trace that was recorded with a few of many identical layers; None where it needs all of them."""
-    layers = RepeatedLayers.of(model)
+    layers = prepared.layers()
     if layers is None:
         return None
     try:
-        with state_kept(model):
-            trace = record(layers)
+        trace = record(layers)
         if trace.host_bytes:
             return None  # how much the host holds is no event
         lengthen(trace, layers)
@@ -197,17 +254,6 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
     return model
 
 
-def _count(model: nn.Module) -> int:
-    """Return the number of weights; of a 4-bit weight, whose parameter packs two or more of them, its elements."""
-    modules: list[Any] = list(model.modules())
-    packed: dict[int, int] = {
-        id(module.weight): module.in_features * module.out_features
-        for module in modules
-        if type(module).__name__ == "Linear4bitStandIn"  # by name: bitsandbytes takes a second to import
-    }
-    return sum(packed.get(id(parameter), parameter.numel()) for parameter in model.parameters())
-
-
 def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:
     """Refuse trainable 16-bit weights under the gradient scaler, which raises at the first real step."""
     if settings.precision != "fp16":
@@ -221,27 +267,22 @@ def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:
             )
 
 
-def _notes(model: nn.Module) -> tuple[str, ...]:
-    """Return what the simulation assumes about a model's modules."""
-    found = {type(module).__name__ for module in model.modules()}
-    notes = {
-        "Linear8bitStandIn": "8-bit linears: without outlier columns (2 bytes a row each), which depend on the data",
-        "Linear4bitStandIn": "4-bit linears: a dequantised copy of each weight in forward, which some GPUs do without",
-        "Conv1d": "convolutions: without the workspace that cuDNN chooses on the GPU",
-        "Conv2d": "convolutions: without the workspace that cuDNN chooses on the GPU",
-    }
-    return tuple(dict.fromkeys(text for name, text in notes.items() if name in found))
-
-
 def _key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Hashable | None:
     """Return what a trace depends on, or None for a step that is not kept."""
+    values = _values_of(settings, left_out=_NOT_IN_TRACE)
+    if loaded.key is None or values is None:
+        return None
+    accumulates = settings.gradient_accumulation_steps > 1
+    return loaded.key, _code_of(loaded.model), values, accumulates, _releases(settings), shape, chip
+
+
+def _values_of(settings: StepSettings, left_out: Set[str]) -> str | None:
+    """Return the values of all settings but some; None where they have functions, which may change."""
     options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
     own_layers = getattr(settings.lora, "_custom_modules", None)  # private, of peft 0.18 to 0.21; repr has none of it
-    if loaded.key is None or settings.prepare or own_layers or any(callable(value) for value in options.values()):
+    if settings.prepare or own_layers or any(callable(value) for value in options.values()):
         return None
-    values = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in _NOT_IN_TRACE}
-    accumulates = settings.gradient_accumulation_steps > 1
-    return loaded.key, _code_of(loaded.model), repr(values), accumulates, _releases(settings), shape, chip
+    return repr({item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in left_out})
 
 
 def _code_of(model: nn.Module) -> Hashable:

@@ -1,0 +1,100 @@
+"""Set-ups that share a model within a comparison are estimated as each of them alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from hf_memopt.cli.technique_ladder import ladder
+from hf_memopt.devices.gpus import find_gpu
+from hf_memopt.memory.estimation import estimate
+from hf_memopt.memory.models import loading
+from hf_memopt.memory.recording import kept_models
+from hf_memopt.memory.recording.kept_models import keeping_models, load_or_reuse
+from hf_memopt.memory.recording.trace_cache import forget_traces
+from tests.memory.test_repeated_layers import CONFIGS
+
+pytestmark = [
+    # the deprecated name of activation checkpointing, asked for by peft; seen in peft 0.18 with transformers 5.23
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+GPU = find_gpu("RTX 3060 12GB")
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the list of models that were built since; nothing was recorded before."""
+    forget_traces()
+    seen: list[Any] = []
+
+    def counting(model: Any, **options: Any) -> Any:
+        seen.append(model)
+        return loading.load_model(model, **options)
+
+    monkeypatch.setattr(kept_models, "load_model", counting)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("model", "every"),
+    [(CONFIGS["bert"](), 8), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("bert-large", "t5-base"))],
+)
+def test_a_ladder_has_the_figures_of_each_estimate_alone(model: Any, every: int, loads: list[Any]) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    rows = ladder(model, batch_size=8, seq_len=32, gpu=GPU)
+    assert sum(row.estimate is not None for row in rows) == len(rows)
+    assert len(loads) <= 12  # of each way to prepare it one, and three that stay as they are
+    for row in rows[::every]:
+        forget_traces()
+        rung = row.rung
+        alone = estimate(model, batch_size=rung.batch_size, seq_len=rung.seq_len, gpu=GPU, **rung.settings)
+        assert row.estimate is not None
+        assert row.estimate.to_json() == alone.to_json(), rung.added
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"load_in": "int8", "lora": 4},
+        *(pytest.param(settings, marks=pytest.mark.slow) for settings in ({"lora": 4, "checkpointing": True}, {})),
+    ],
+)
+def test_a_recording_leaves_nothing_in_a_kept_model(settings: dict[str, Any], loads: list[Any]) -> None:
+    """An 8-bit layer of bitsandbytes casts its bias when it runs first, which is an allocation of the first step."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    config, found = CONFIGS["bert"](), []
+    with keeping_models():
+        for _ in range(3):
+            forget_traces()
+            found.append(estimate(config, batch_size=2, seq_len=16, gpu=GPU, precision="bf16", **settings).to_json())
+    assert len(set(found)) == 1
+    assert len(loads) == 2  # one that stays as it is, one that is prepared
+
+
+def test_models_are_kept_inside_the_block_alone(loads: list[Any]) -> None:
+    config = CONFIGS["bert"]()
+    with keeping_models():
+        with keeping_models():
+            first = load_or_reuse(config)
+        assert load_or_reuse(config) is first
+        assert load_or_reuse(config, weights_dtype="bfloat16") is not first
+    assert load_or_reuse(config) is not first
+    assert len(loads) == 3
+
+
+def test_modules_are_copied_each_time(loads: list[Any]) -> None:
+    module: nn.Module = loading.load_model(CONFIGS["bert"]()).model
+    with keeping_models():
+        assert load_or_reuse(module).model is not load_or_reuse(module).model
+
+
+def test_functions_that_prepare_a_model_run_each_time() -> None:
+    calls: list[Any] = []
+    with keeping_models():
+        for _ in range(2):
+            estimate(CONFIGS["bert"](), batch_size=2, seq_len=16, gpu=GPU, prepare=(calls.append,))
+    assert len(calls) == 2
