@@ -128,6 +128,7 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
 
     # generation runs every layer many times, by itself only some of the steps
     trace = (None if generates else _of_some_layers(model, record)) or record(None)
+    trace.tracker.operations.clear()  # counted in the trace
     facts = tuple(parameter_facts(model))
     notes = (*_notes(model), *trace.notes)
     found = RecordedStep(trace, facts, _count(model), notes)
