@@ -52,6 +52,7 @@ def optimizer_operations(
     weight_decay: float = 0.0,
     clips: bool = True,
     unscales: bool = False,
+    zeroes: bool = False,
 ) -> Counter[Operation]:
     """Return the costs of a step of the optimizer.
 
@@ -63,6 +64,7 @@ def optimizer_operations(
         weight_decay: as ``TrainingArguments`` takes it.
         clips: whether the norm of the gradients is clipped.
         unscales: whether fp16's gradient scaler divides them.
+        zeroes: whether they are kept between steps, and set to zero.
     """
     gradients = sum(fact.size_bytes for fact in parameters)
     found: Counter[Operation] = Counter()
@@ -75,6 +77,8 @@ def optimizer_operations(
     if clips:  # the norm reads, the scaling reads and writes
         launches = 2 * together + 2 * of_lists
         found[Operation("memory", moved_bytes=3 * gradients, kernels=2 * together, launches=launches)] += 1
+    if zeroes:
+        found[Operation("memory", moved_bytes=gradients, kernels=together, launches=together + of_lists)] += 1
     if optim in _OF_TORCH or optim == "adafactor":
         tensors = len(parameters) if memory.releases_gradients else 0
         alone = tuple(replace(fact, name="") for fact in parameters)  # layers share shapes, and so the cached run

@@ -66,7 +66,7 @@ def timing_of_step(
     rows = [lengths[trace] for batches in steps for trace in batches]
     known = [length for length in rows if length is not None]
     costs = StepCosts(
-        passes=_passes(traces, steps, plan.micro_batches),
+        passes=_passes(traces, steps, plan.micro_batches, plan.keeps_gradients),
         optimizer=optimizer_operations(
             parameters,
             optimizer,
@@ -74,6 +74,7 @@ def timing_of_step(
             weight_decay=settings.weight_decay,
             clips=settings.max_grad_norm > 0 and not optimizer.releases_gradients,
             unscales=settings.precision == "fp16",
+            zeroes=plan.keeps_gradients,
         ),
         micro_batches=batches_of_step * plan.micro_batches,
         examples=round(batch_size * batches_of_step),
@@ -95,12 +96,12 @@ def _why_unknown(trace: StepTrace, settings: StepSettings) -> str:
 
 
 def _passes(
-    traces: Sequence[StepTrace], steps: Sequence[Sequence[int]], micro_batches: int
+    traces: Sequence[StepTrace], steps: Sequence[Sequence[int]], micro_batches: int, keeps_gradients: bool
 ) -> tuple[tuple[float, Counter[Operation]], ...]:
     """Return (times per optimizer step, operations) of each different pass of ``steps``."""
     times: Counter[tuple[int, int]] = Counter()  # by trace, and the place of the pass in it: first, or last
     for batches in steps:
         for place, trace in enumerate(batches):
-            times[trace, -1 if place else 0] += 1
+            times[trace, -1 if place or keeps_gradients else 0] += 1
             times[trace, -1] += micro_batches - 1
     return tuple((number / len(steps), traces[trace].operations[which]) for (trace, which), number in times.items())
