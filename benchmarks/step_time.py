@@ -211,7 +211,9 @@ def ladder_a() -> list[Row]:
 def main(arguments: list[str] | None = None) -> int:
     """Print the rows and the summaries, append the figures to the results; 1 where the limits are not kept."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=Path, action="append", help="rows held back, in a format of benchmarks/published")
+    parser.add_argument(
+        "--cases", type=Path, action="append", help="rows held back, in a format of benchmarks/published"
+    )
     parser.add_argument("--cpu", action="store_true", help="real steps on this CPU instead")
     parser.add_argument("--no-results", action="store_true", help="write nothing to benchmarks/results")
     given = parser.parse_args(arguments)

@@ -136,7 +136,6 @@ def main(*, write_results: bool = True) -> int:
 
         append("step_time_cpu", {"rows": [row.figures() for row in rows], "summaries": found})
     ranks = [
-        spearman([row.predicted.seconds for row in group], [row.measured for row in group])
-        for group in groups.values()
+        spearman([row.predicted.seconds for row in group], [row.measured for row in group]) for group in groups.values()
     ]
     return 0 if min(ranks) >= LEAST_ON_CPU else 1

@@ -131,6 +131,7 @@ def facts_of(trace: StepTrace) -> dict[str, Any]:
         "gradients": trace.gradients,
         "passes": [of_pass(part) for part in (*trace.micro_batches, trace.evaluation)],
         "flops": trace.flops,
+        "operations": trace.operations,
         "notes": trace.notes,
         "host bytes": trace.host_bytes,
     }

@@ -103,5 +103,6 @@ def _passes(
     for batches in steps:
         for place, trace in enumerate(batches):
             times[trace, -1 if place or keeps_gradients else 0] += 1
-            times[trace, -1] += micro_batches - 1
+            if micro_batches > 1:
+                times[trace, -1] += micro_batches - 1
     return tuple((number / len(steps), traces[trace].operations[which]) for (trace, which), number in times.items())
