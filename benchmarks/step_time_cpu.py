@@ -1,10 +1,10 @@
 """Predicted against real seconds of a training step on this CPU: python benchmarks/step_time.py --cpu
 
 Three small measurements calibrate the CPU: a matrix product, a copy to new memory, and additions of eight elements in a
-chain of modules, forward and backward, which cost the host's work alone. Then the demo's
-model takes real steps of 16 rows under twelve set-ups, on one thread, and CPU time is read, which other processes
-disturb less than the clock. On a CPU GELU, softmax and layer norm are arithmetic and not copies, so that predictions
-are too fast throughout: what is checked is the order of set-ups with the same optimizer.
+chain of modules, forward and backward, which cost the host's work alone. Then the demo's model takes real steps of 16
+rows under twelve set-ups, on one thread. CPU time is read, which other processes disturb less than the clock, but not
+little: run it on a quiet machine. On a CPU GELU, softmax and layer norm are arithmetic and not copies, so that
+predictions are too fast throughout: what is checked is the order of set-ups with the same optimizer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from step_time import LEAST_SPEARMAN, Row, print_rows, print_summaries, spearman
+from step_time import Row, print_rows, print_summaries
 from transformers import BertConfig, BertForSequenceClassification
 from transformers.optimization import Adafactor
 
@@ -26,7 +26,7 @@ from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.step_time.prices import Constants, Prices, step_time
 
 ROWS = 16
-LEAST_ON_CPU = 0.9
+LEAST_ON_CPU = 0.9  # of the rank correlation of seconds
 STEPS = 3
 SETUPS: tuple[dict[str, Any], ...] = (
     *(
@@ -49,7 +49,7 @@ def calibrate() -> Prices:
     bandwidth = 2 * source.nbytes / copy
     print(f"{rate / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s, {launch * 1e6:.1f} us for a launch")
     constants = Constants(memory_fraction=1.0, kernel_seconds=0.0, launch_seconds=launch, micro_batch_seconds=0.0)
-    rates = {"products fp32": rate, "attention fp32": rate}
+    rates = {("product", "fp32"): rate, ("attention", "fp32"): rate}
     return Prices(rates, bandwidth, constants=constants, is_measured=False, runs_ahead=False)
 
 
@@ -125,7 +125,6 @@ def compare(prices: Prices) -> list[Row]:
 
 def main(*, write_results: bool = True) -> int:
     """Print the set-ups and the summaries; 1 where the order is not kept."""
-    assert LEAST_SPEARMAN >= LEAST_ON_CPU  # a CPU shared with other processes is held to less than published rows
     torch.set_num_threads(1)
     rows = compare(calibrate())
     print_rows(rows)
@@ -135,7 +134,4 @@ def main(*, write_results: bool = True) -> int:
         from results_file import append
 
         append("step_time_cpu", {"rows": [row.figures() for row in rows], "summaries": found})
-    ranks = [
-        spearman([row.predicted.seconds for row in group], [row.measured for row in group]) for group in groups.values()
-    ]
-    return 0 if min(ranks) >= LEAST_ON_CPU else 1
+    return 0 if all(figures["spearman"] >= LEAST_ON_CPU for figures in found.values()) else 1

@@ -347,12 +347,12 @@ def test_more_work_takes_longer_and_a_faster_gpu_is_faster() -> None:
 def test_the_range_is_wider_where_less_is_known() -> None:
     busy = costs_of(Operation("product", "bf16", flops=10**14))
     measured, unmeasured = busy.on(GPUS[A100]), busy.on(GPUS["RTX 3090"])
-    assert (measured.low, measured.high) == pytest.approx((0.9 * measured.seconds, 1.1 * measured.seconds))
+    assert (measured.low, measured.high) == pytest.approx((0.88 * measured.seconds, 1.12 * measured.seconds))
     assert (unmeasured.low, unmeasured.high) == pytest.approx((0.8 * unmeasured.seconds, 1.2 * unmeasured.seconds))
     assert not measured.is_launch_bound
     waiting = costs_of(*[Operation("memory", moved_bytes=1)] * 2000).on(GPUS[A100])
     assert waiting.is_launch_bound
-    assert waiting.low < 0.55 * waiting.seconds
+    assert waiting.low < 0.5 * waiting.seconds
 
 
 def test_times_within_five_percent_are_equal() -> None:
@@ -377,8 +377,8 @@ def test_a_time_that_cannot_be_predicted_is_not_guessed() -> None:
     by_size = small(gpu=custom_gpu("8GB"))
     assert by_size.step_time is None
     assert by_size.step_costs is not None
-    assert by_size.time_unknown == "the bandwidth and rate of products of custom 8.00 GiB is unknown"
-    assert "Time of a step: not predicted, the bandwidth" in by_size.table()
+    assert by_size.time_unknown == "custom 8.00 GiB has no known bandwidth and rate of products"
+    assert "Time of a step: not predicted, custom 8.00 GiB has no known bandwidth" in by_size.table()
     assert small(optim="stable_adamw").time_unknown == "the step of optim='stable_adamw' is not counted"
     experts = estimate(
         transformers.MixtralConfig(

@@ -83,7 +83,7 @@ def timing_of_step(
     )
     missing = "" if gpu is None else missing_figures(gpu)
     if gpu is None or missing:
-        return Timing(None, costs, f"the {missing} of {gpu.name} is unknown" if gpu is not None else "")
+        return Timing(None, costs, f"{gpu.name} has no known {missing}" if gpu is not None else "")
     return Timing(costs.on(gpu), costs, "")
 
 
