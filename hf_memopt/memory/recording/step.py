@@ -8,7 +8,6 @@ between steps. The optimizer does not run: its bytes are known (``optimizer_memo
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -70,8 +69,8 @@ class StepTrace:
 
     ``micro_batches`` has the first pass of a step, whose gradients are new, and, where a step has several, the second,
     which adds to them. ``gradient_of`` has the gradients that are held after them, by the index of the trainable
-    parameter. ``operations`` has the costs of the operations of each of ``micro_batches``. ``notes`` say what was
-    changed in the model for the recording.
+    parameter. ``operations`` has (cost, times) of the operations of each of ``micro_batches``, in order. ``notes`` say
+    what was changed in the model for the recording.
     """
 
     tracker: StorageTracker
@@ -83,7 +82,7 @@ class StepTrace:
     evaluation: RecordedPass | None = None
     evaluation_inputs: tuple[int, ...] = ()
     flops: list[int] = field(default_factory=list)
-    operations: list[Counter[Operation]] = field(default_factory=list)
+    operations: list[list[tuple[Operation, int]]] = field(default_factory=list)
     host_bytes: int = 0
     notes: tuple[str, ...] = ()
 
@@ -170,7 +169,7 @@ def record_step(
         model.zero_grad()
         model.train()
     trace.host_bytes = semantics.peak_host_bytes
-    trace.operations = [Counter(cost for _, cost in costs) for costs in tracker.operations]
+    trace.operations = [[(cost, 1) for _, cost in costs] for costs in tracker.operations]
     return trace
 
 

@@ -253,16 +253,18 @@ class UnitEvents:
             missing += (run.units - KEPT_UNITS) * each
         return missing
 
-    def with_missing_operations(self, part: RecordedPass, costs: Sequence[tuple[int, Operation]]) -> Counter[Operation]:
-        """Return the operations of a pass of the whole model; ``costs`` are (event before which it ran, cost).
+    def with_missing_operations(
+        self, part: RecordedPass, costs: Sequence[tuple[int, Operation]]
+    ) -> list[tuple[Operation, int]]:
+        """Return (cost, times) of the operations of a pass; ``costs`` are (event before which it ran, cost).
 
-        An operation that allocates nothing, at the border of two units, counts with the later one: by a whole period
-        later it does so again, so that each stretch has those of one unit.
+        An operation that allocates nothing, at the border of two units, counts with the later one: a whole period later
+        it does so again, so that each stretch has those of one unit.
 
         Raises:
             NotRepeatableError: the middle unit and its neighbour have different ones.
         """
-        found = Counter(cost for _, cost in costs)
+        repeated: list[tuple[int, int, int]] = []  # first event, end, how often it was left out
         for sweep in self.sweeps:
             if not part.start <= sweep.begin < part.end:
                 continue
@@ -272,9 +274,10 @@ class UnitEvents:
             )
             if ours != other:
                 raise NotRepeatableError("units have different operations")
-            dropped = self._layers.runs[sweep.run].units - KEPT_UNITS
-            found.update({cost: dropped * times for cost, times in ours.items()})
-        return found
+            repeated.append((*sweep.spans[MIDDLE], self._layers.runs[sweep.run].units - KEPT_UNITS))
+        return [
+            (cost, 1 + sum(times for begin, end, times in repeated if begin <= event < end)) for event, cost in costs
+        ]
 
 
 def _agree(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:

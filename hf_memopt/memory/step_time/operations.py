@@ -15,14 +15,23 @@ Limitations: bytes that a later kernel finds in the GPU's cache; the workspace o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["FOREACH_CHUNK", "FOREACH_CHUNKS_PER_KERNEL", "VIEW", "Operation", "operation_of"]
+__all__ = [
+    "FOREACH_CHUNK",
+    "FOREACH_CHUNKS_PER_KERNEL",
+    "VIEW",
+    "Operation",
+    "affine_operations",
+    "merged",
+    "operation_of",
+]
 
 FOREACH_CHUNK = 65_536  # elements, aten/src/ATen/native/cuda/MultiTensorApply.cuh
 FOREACH_CHUNKS_PER_KERNEL = 320
@@ -157,6 +166,36 @@ def operation_of(
         work /= 2
     dtype = _DTYPES.get(first.dtype, "fp32")
     return Operation(traits.kind, dtype, in_backward, work, moved, kernels, launches)
+
+
+def merged(operations: Iterable[tuple[Operation, int]]) -> Counter[Operation]:
+    """Return how often each operation runs, from (cost, times) in order."""
+    found: Counter[Operation] = Counter()
+    for cost, times in operations:
+        found[cost] += times
+    return found
+
+
+def affine_operations(
+    few: Sequence[tuple[Operation, int]], many: Sequence[tuple[Operation, int]], fraction: float
+) -> list[tuple[Operation, int]]:
+    """Return the (cost, times) of a batch between two others, whose rows are ``fraction`` of the way from few to many.
+
+    The operations of a step are the same for every number of rows, and their FLOPs and bytes grow along a line.
+
+    Raises:
+        ValueError: the two are not the same operations.
+    """
+    found = []
+    for (small, times), (large, others) in zip(few, many, strict=True):
+        if times != others or small._replace(flops=large.flops, moved_bytes=large.moved_bytes) != large:
+            raise ValueError(
+                f"few={small!r} is another operation than {large!r}; expected the same. Record it by itself"
+            )
+        flops = small.flops + fraction * (large.flops - small.flops)
+        moved = small.moved_bytes + fraction * (large.moved_bytes - small.moved_bytes)
+        found.append((small._replace(flops=flops, moved_bytes=moved), times))
+    return found
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hf_memopt.memory.step_time.operations import Operation
+from hf_memopt.memory.step_time.operations import Operation, merged
 from hf_memopt.memory.step_time.optimizer_step import UNPRICED_OPTIMIZERS, optimizer_operations
 from hf_memopt.memory.step_time.prices import StepCosts, StepTime, missing_figures
 
@@ -105,4 +105,6 @@ def _passes(
             times[trace, -1 if place or keeps_gradients else 0] += 1
             if micro_batches > 1:
                 times[trace, -1] += micro_batches - 1
-    return tuple((number / len(steps), traces[trace].operations[which]) for (trace, which), number in times.items())
+    return tuple(
+        (number / len(steps), merged(traces[trace].operations[which])) for (trace, which), number in times.items()
+    )
