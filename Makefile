@@ -9,7 +9,7 @@ PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 CLIENTS = .venv-clients/bin
 CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo test test-full test-compat test-clients test-upstream lint format bench bench-batching bench-gpu bench-published clean
+.PHONY: demo test test-full test-compat test-clients test-upstream lint format bench bench-batching bench-gpu bench-published bench-step-time clean
 
 demo: $(READY)            ## the main job: four set-ups of the stock Trainer on real text, side by side
 	$(BIN)/python -m hf_memopt demo
@@ -55,6 +55,10 @@ bench-batching: $(READY)  ## samplers side by side: ours, stock, lhotse, fairseq
 
 bench-published: $(READY) ## predicted memory against what other people measured on GPUs, without a GPU
 	$(BIN)/python benchmarks/published.py
+
+bench-step-time: $(READY) ## predicted seconds of a step against what other people measured on GPUs, and against this CPU
+	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/step_time.py --cpu
 
 bench-gpu: $(READY)       ## predicted against measured memory, on a CUDA GPU; goes on where it stopped
 	$(BIN)/python benchmarks/gpu.py

@@ -61,7 +61,7 @@ class Case:
         use_cache: False where a hand-written loop switched the key-value cache off; None for the model's own.
         rocm: whether it is an AMD GPU.
         environment: what runs share whose memory outside of torch's allocator is the same.
-        tokens_per_second: of the run; None if it was not recorded.
+        tokens_per_second: of the run, on one GPU; None if it was not recorded.
         excluded: why the row is not compared; "" for a row that is.
     """
 
@@ -173,9 +173,15 @@ def _case(row: Mapping[str, Any]) -> Case:
         optim_class=optim_class,
         use_cache=False if "use_cache=False" in how else None,
         environment=f"{row['source']}; {row.get('versions', '')}",
+        tokens_per_second=_tokens_per_second(row),
         rocm="rocm" in f"{row['source']} {row.get('versions', '')}".lower(),
         excluded=excluded or ("" if choices == 4 else f"{choices} choices: the estimate takes 4"),
     )
+
+
+def _tokens_per_second(row: Mapping[str, Any]) -> float | None:
+    samples, seq_len = row.get("samples_per_second"), row["configuration"].get("seq_len")
+    return None if samples is None or seq_len is None else samples * seq_len
 
 
 def _settings(given: Mapping[str, Any], optim: str, loop: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from hf_memopt.memory.recording.trace_cache import RecordedStep, Shape, record_o
 from hf_memopt.memory.resolved_settings import own_dtype, settings_of_recipe, sixteen_bits, with_16_bits, with_precision
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.memory.step_time.recorded_step import timing_of_step
 from hf_memopt.memory.training_arguments import notes_of_arguments, refuse_arguments, settings_of_arguments
 
 if TYPE_CHECKING:
@@ -243,6 +244,16 @@ def _estimate(
     replayed = replay_on_gpu(step.trace, plan, settings, gpu, others)
     if lengths is not None:
         fragmentation = fragmentation_of(step.trace, others, plan, settings, lengths, replayed)
+    timing = timing_of_step(
+        [step.trace, *others],
+        plan,
+        step.trainable,
+        optimizer,
+        settings,
+        gpu,
+        batch_size=shape.batch_size,
+        lengths=(shape.seq_len,) if lengths is None else lengths.recorded,
+    )
     notes = () if fragmentation is None else (fragmentation.note(shape.seq_len or 0, settings.expandable_segments),)
     return Estimate(
         model=name,
@@ -270,6 +281,7 @@ def _estimate(
             *optimizer.notes,
         ),
         fragmentation=fragmentation,
+        **timing._asdict(),
     )
 
 

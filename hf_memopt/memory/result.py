@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
     from hf_memopt.memory.batch_lengths import Fragmentation
     from hf_memopt.memory.hints import Hint
+    from hf_memopt.memory.step_time.prices import StepCosts, StepTime
     from hf_memopt.memory.timeline import Timeline
 
 __all__ = ["Estimate"]
@@ -46,6 +47,11 @@ class Estimate:
         hints: changes that make it fit, or come nearest to it, each simulated; None where they were
             not looked for (``estimate(..., hints=True)`` does) or nothing had to change.
         fragmentation: what differing batch lengths add to the reserved bytes; None without ``estimate(lengths=)``.
+        step_time: the predicted seconds of an optimizer step, with a range; None without a GPU, and where they cannot
+            be predicted.
+        step_costs: what the step computes and moves; ``step_costs.on(gpu)`` is its time on another GPU of the same
+            compute capability. None where it is unknown.
+        time_unknown: why ``step_time`` is None although there is a GPU; "" otherwise.
     """
 
     model: str
@@ -67,6 +73,9 @@ class Estimate:
     notes: tuple[str, ...] = ()
     hints: tuple[Hint, ...] | None = None
     fragmentation: Fragmentation | None = None
+    step_time: StepTime | None = None
+    step_costs: StepCosts | None = None
+    time_unknown: str = ""
 
     @property
     def total_bytes(self) -> int:

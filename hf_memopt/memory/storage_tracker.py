@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.memory.meta_outputs import run_on_meta
 from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.memory.step_time.operations import Operation, operation_of
 
 __all__ = ["RECORDING_LOCK", "Hidden", "StorageTracker", "recording"]
 
@@ -62,6 +63,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         after_recomputation: called at the end of each such stretch.
         modules: names of the watched modules; ``module_of`` returns that of a storage.
         flops: floating-point operations so far.
+        operations: for each pass inside ``counting``, (event before which it ran, cost) of each operation.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.recomputed: list[tuple[int, int]] = []
         self.modules: list[str] = [""]
         self.flops = 0
+        self.operations: list[list[tuple[int, Operation]]] = []
         self.ignored: set[int] = set()
         self.after_recomputation: list[Callable[[], None]] = []
         self._live: dict[int, tuple[int, Any]] = {}
@@ -91,6 +94,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._count_flops = flops
         self._backward = False
         self._recomputing = -1
+        self._is_counting = False
         self._stack = [0]
         self._entered: tuple[list[int], list[int]] = ([-1], [0])
         self._answers: Callable[[str, torch.dtype], bool | int] | None = None
@@ -107,8 +111,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return self._answer(func, args[0].dtype)
         if self._backward and (self._recomputing >= 0) != torch.is_grad_enabled() and func is not _aten.detach.default:
             self._toggle_recomputation()  # gradients are off in a backward pass, except in what is recomputed there
+        event = len(self.events)
+        out: Any = None
+        flops = 0
         if func is _UNIQUE and args[0].is_meta:
-            out, flops = _all_distinct(*args), 0
+            out = _all_distinct(*args)
         else:
             out, flops = run_on_meta(func, args, kwargs, self._count_flops)
         if isinstance(out, torch.Tensor):
@@ -118,6 +125,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 if isinstance(item, torch.Tensor):
                     self.add(item)
         self.flops += flops
+        if self._is_counting:
+            in_cpp = self._backward and self._recomputing < 0
+            cost = operation_of(func, args, kwargs, out, flops=flops, in_backward=in_cpp, on_host=self.ignored)
+            self.operations[-1].append((event, cost))
         if self._hidden is not None:
             self._add_hidden(self._hidden(func, args, kwargs, out))
         return out
@@ -253,6 +264,16 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self._recomputing = -1
             for leave in self.after_recomputation:
                 leave()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Note the cost of each operation inside, as those of one pass in ``operations``."""
+        self.operations.append([])
+        self._is_counting = True
+        try:
+            yield
+        finally:
+            self._is_counting = False
 
     @contextmanager
     def watching(self, model: nn.Module, idle: Sequence[nn.Module] = ()) -> Iterator[None]:

@@ -26,6 +26,7 @@ from hf_memopt.memory.recording.repeated_layers import RepeatedLayers, state_kep
 from hf_memopt.memory.recording.step import RecordedPass, StepTrace
 from hf_memopt.memory.recording.trace_cache import Shape, record_or_reuse
 from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.step_time.operations import merged
 from hf_memopt.techniques.checkpointing.policies import checkpoint_layers
 from hf_memopt.techniques.freezing.freezing import freeze
 
@@ -132,6 +133,7 @@ def facts_of(trace: StepTrace) -> dict[str, Any]:
         "gradients": trace.gradients,
         "passes": [of_pass(part) for part in (*trace.micro_batches, trace.evaluation)],
         "flops": trace.flops,
+        "operations": [merged(part) for part in trace.operations],
         "notes": trace.notes,
         "host bytes": trace.host_bytes,
     }

@@ -55,6 +55,7 @@ def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str]
     lines = [f"The peak is reached in the {estimate.phase} phase{place}."]
     if estimate.host_bytes:
         lines.append(f"Moved to the host: {format_bytes(estimate.host_bytes)}.")
+    lines += _time(estimate)
     lines += [f"Note: {wording(note)}" for note in estimate.notes]
     plain = partial(console.print, markup=False, highlight=False, emoji=False)
     plain(heading)
@@ -90,6 +91,21 @@ def _components(estimate: Estimate, block: str) -> RenderableType:
     table.add_row("CUDA context", context)
     table.add_row("total", format_bytes(estimate.total_bytes), style="bold")
     return table
+
+
+def _time(estimate: Estimate) -> list[str]:
+    """Return the line about the time of a step; none without a GPU."""
+    time = estimate.step_time
+    if time is None:
+        return [f"Time of a step: not predicted, {estimate.time_unknown}."] if estimate.time_unknown else []
+    speed = f"{time.examples_per_second:,.3g} examples/s"
+    tokens = time.tokens_per_second()
+    if tokens is not None:
+        speed = f"{tokens:,.0f} tokens/s"
+    bound = (
+        f"; {time.shares['launches']:.0%} of it are launches, which the host decides" if time.is_launch_bound else ""
+    )
+    return [f"Time of a step, predicted: {time.seconds:.3g} s ({time.low:.3g} to {time.high:.3g} s), {speed}{bound}."]
 
 
 def _parameters(estimate: Estimate) -> str:
@@ -209,7 +225,7 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
     Functions among the settings (``prepare``, a ``context_fn``) are given by name.
     """
     gpu = None if estimate.gpu is None else {**asdict(estimate.gpu), "bf16": estimate.gpu.bf16}
-    nested = ("settings", "gpu", "timeline", "fragmentation")
+    nested = ("settings", "gpu", "timeline", "fragmentation", "step_time", "step_costs")
     figures = {item.name: getattr(estimate, item.name) for item in fields(estimate) if item.name not in nested}
     versions = {name: importlib.metadata.version(name) for name in ("hf-memopt", "torch", "transformers")}
     found = {
@@ -217,6 +233,7 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
         "settings": {item.name: getattr(estimate.settings, item.name) for item in fields(estimate.settings)},
         "gpu": gpu,
         "fragmentation": None if estimate.fragmentation is None else asdict(estimate.fragmentation),
+        "step_time": None if estimate.step_time is None else asdict(estimate.step_time),
         "total_bytes": estimate.total_bytes,
         "fits": estimate.fits,
         "hints": [hint.as_dict() for hint in estimate.hints or ()],

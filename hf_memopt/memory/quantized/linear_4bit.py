@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from bitsandbytes.nn.modules import Linear4bit, Params4bit
 
+from hf_memopt.memory.quantized.kernels import dequantized
 from hf_memopt.memory.quantized.quantized_linear import cast_bias, copy_bias_and_mode, matmul
 
 __all__ = ["Linear4bitStandIn"]
@@ -109,15 +110,17 @@ class Linear4bitStandIn(Linear4bit):
         if self.weight.compress_statistics:  # both are held until the product is computed
             _dequantized = torch.empty_like(self.absmax, dtype=torch.float32)
             _absmax = _dequantized + self.offset
-        weight = torch.empty((self.out_features, self.in_features), dtype=x.dtype, device=x.device)
-        return F.linear(x, weight, bias)
+        return F.linear(x, self._dequantized(x.dtype), bias)
 
     def dequantize(self) -> torch.Tensor:
         """Mirror ``bitsandbytes.functional.dequantize_4bit``: the weight in the dtype in which it was loaded."""
         if self.weight.compress_statistics:
             _absmax = torch.empty_like(self.absmax, dtype=torch.float32)
             _absmax += self.offset
-        return torch.empty((self.out_features, self.in_features), dtype=self.weight_dtype, device=self.weight.device)
+        return self._dequantized(self.weight_dtype)
+
+    def _dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        return dequantized(self.weight.data, self.absmax, (self.out_features, self.in_features), dtype)
 
 
 def _like(weight: Any, packed: torch.Tensor) -> Params4bit:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from bitsandbytes.nn.modules import Int8Params, Linear8bitLt
 
+from hf_memopt.memory.quantized.kernels import quantized_rows, rescaled
 from hf_memopt.memory.quantized.quantized_linear import cast_bias, copy_bias_and_mode, matmul
 
 __all__ = ["Linear8bitStandIn"]
@@ -49,15 +50,13 @@ class Linear8bitStandIn(Linear8bitLt):
 
     def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Mirror the CUDA kernel of ``bitsandbytes::int8_vectorwise_quant`` for an input without outliers."""
-        rows = x.numel() // x.shape[-1]
-        row_scales = torch.empty(rows, device=x.device, dtype=torch.float32)
-        quantized = torch.empty(x.shape, device=x.device, dtype=torch.int8)
+        row_scales, quantized = quantized_rows(x)
         columns = None
         if self.state.threshold > 0.0:
             outliers = x.abs() >= self.state.threshold
             outliers.any()
             columns = torch.empty(0, device=x.device, dtype=torch.int64)
-            if rows > 1:
+            if row_scales.numel() > 1:
                 quantized[:, columns] = 0
         return quantized, row_scales, columns
 
@@ -77,7 +76,7 @@ class Linear8bitStandIn(Linear8bitLt):
 
 def _rescale(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Mirror ``bitsandbytes::int8_mm_dequant``, whose CUDA kernel writes fp16 and nothing else."""
-    output = torch.empty_like(product, dtype=torch.float16)
+    output = rescaled(product)
     if bias is not None and bias.dtype != torch.float16:
         output.add_(bias)
     return output.to(dtype)

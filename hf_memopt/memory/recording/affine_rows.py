@@ -24,6 +24,7 @@ import torch
 
 from hf_memopt.memory.cuda.kernel_buffers import has_buffers
 from hf_memopt.memory.recording.step import RecordedPass, StepTrace
+from hf_memopt.memory.step_time.operations import Operation, affine_operations
 from hf_memopt.memory.storage_tracker import Hidden
 
 __all__ = ["LEAST_ROWS", "AffineTrace", "KernelCalls", "NotAffineError"]
@@ -111,6 +112,7 @@ class AffineTrace:
             self._calls[int(storage)] = numbers[pair], int(sizes[2][storage]) - _PLACEHOLDER
         self._flops = [_line(*pair) for pair in zip(first.flops, second.flops, strict=True)]
         self._host_bytes = _line(first.host_bytes, second.host_bytes)
+        self._operations = first.operations, second.operations
         self._prove(last, sizes[2], last_calls)
 
     def _prove(self, last: StepTrace, sizes: Any, calls: KernelCalls) -> None:
@@ -120,6 +122,7 @@ class AffineTrace:
             np.array_equal(np.where(self._kernels, 0, sizes), self._bases + rows * self._slopes)
             and [_at(line, rows) for line in self._flops] == last.flops
             and _at(self._host_bytes, rows) == last.host_bytes
+            and self._operations_at(rows) == last.operations
             and all(repr(predicted[line]) == repr(calls.calls[call]) for line, call in set(self._calls.values()))
         )
         if not proven:
@@ -137,7 +140,16 @@ class AffineTrace:
         trace.flops = [_at(line, rows) for line in self._flops]
         trace.tracker.flops = sum(trace.flops)
         trace.host_bytes = _at(self._host_bytes, rows)
+        trace.operations = self._operations_at(rows)
         return trace
+
+    def _operations_at(self, rows: int) -> list[list[tuple[Operation, int]]]:
+        """Return the operations of each pass for a number of rows."""
+        passes = zip(*self._operations, strict=True)
+        try:
+            return [affine_operations(few, more, rows - LEAST_ROWS) for few, more in passes]
+        except ValueError as error:
+            raise NotAffineError(str(error)) from None
 
 
 class _WithBuffers:

@@ -88,6 +88,10 @@ class _Lengthened:
         ]
         passes = [self._translated(part, index) for index, part in enumerate(trace.micro_batches)]
         evaluation = None if trace.evaluation is None else self._translated(trace.evaluation, None)
+        trace.operations = [
+            self._units.with_missing_operations(part, costs)
+            for part, costs in zip(trace.micro_batches, tracker.operations, strict=True)
+        ]
         trace.gradients = self._gradients(passes[0])
         trace.evaluation_inputs = tuple(self._number(number, None) for number in trace.evaluation_inputs)
         trace.micro_batches, trace.evaluation, trace.flops = passes, evaluation, flops

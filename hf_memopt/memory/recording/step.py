@@ -21,6 +21,7 @@ from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
 from hf_memopt.memory.recording.repeated_layers import RepeatedLayers
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.memory.step_time.operations import Operation
 from hf_memopt.memory.storage_tracker import StorageTracker, recording
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class StepTrace:
 
     ``micro_batches`` has the first pass of a step, whose gradients are new, and, where a step has several, the second,
     which adds to them. ``gradient_of`` has the gradients that are held after them, by the index of the trainable
-    parameter. ``notes`` say what was changed in the model for the recording.
+    parameter. ``operations`` has (cost, times) of the operations of each of ``micro_batches``, in order. ``notes`` say
+    what was changed in the model for the recording.
     """
 
     tracker: StorageTracker
@@ -81,6 +83,7 @@ class StepTrace:
     evaluation: RecordedPass | None = None
     evaluation_inputs: tuple[int, ...] = ()
     flops: list[int] = field(default_factory=list)
+    operations: list[list[tuple[Operation, int]]] = field(default_factory=list)
     host_bytes: int = 0
     notes: tuple[str, ...] = ()
 
@@ -148,7 +151,8 @@ def record_step(
                 around.enter_context(layers.cut(model, tracker))
             for _ in range(count):
                 flops = tracker.flops
-                trace.micro_batches.append(recorder.train(batch if micro_batch is None else micro_batch))
+                with tracker.counting():
+                    trace.micro_batches.append(recorder.train(batch if micro_batch is None else micro_batch))
                 trace.flops.append(tracker.flops - flops)
             recorder.drop_outputs()
             gradients = ((index, parameter.grad) for index, parameter in enumerate(parameters))
@@ -169,6 +173,7 @@ def record_step(
         _drop_gradients(weights)
         _to_training(model)
     trace.host_bytes = semantics.peak_host_bytes
+    trace.operations = [[(cost, 1) for _, cost in costs] for costs in tracker.operations]
     return trace
 
 

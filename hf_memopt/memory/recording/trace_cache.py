@@ -197,7 +197,9 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
             )
 
     # generation runs every layer many times, by itself only some of the steps
-    return (None if generates else _of_some_layers(prepared, record)) or record(None)
+    trace = (None if generates else _of_some_layers(prepared, record)) or record(None)
+    trace.tracker.operations.clear()  # counted in the trace
+    return trace
 
 
 def forget_traces() -> None:

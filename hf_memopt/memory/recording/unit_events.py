@@ -10,7 +10,8 @@ the same name, storages of the same origin freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from hf_memopt.memory.recording.identical_layers import KEPT_UNITS
 from hf_memopt.memory.recording.repeated_layers import NotRepeatableError, RepeatedLayers, UnitStart
 from hf_memopt.memory.recording.step import RecordedPass, StepTrace
+from hf_memopt.memory.step_time.operations import Operation
 
 __all__ = ["MIDDLE", "Sweep", "UnitEvents"]
 
@@ -250,6 +252,32 @@ class UnitEvents:
             run = self._layers.runs[sweep.run]
             missing += (run.units - KEPT_UNITS) * each
         return missing
+
+    def with_missing_operations(
+        self, part: RecordedPass, costs: Sequence[tuple[int, Operation]]
+    ) -> list[tuple[Operation, int]]:
+        """Return (cost, times) of the operations of a pass; ``costs`` are (event before which it ran, cost).
+
+        An operation that allocates nothing, at the border of two units, counts with the later one: a whole period later
+        it does so again, so that each stretch has those of one unit.
+
+        Raises:
+            NotRepeatableError: the middle unit and its neighbour have different ones.
+        """
+        repeated: list[tuple[int, int, int]] = []  # first event, end, how often it was left out
+        for sweep in self.sweeps:
+            if not part.start <= sweep.begin < part.end:
+                continue
+            ours, other = (
+                Counter(cost for event, cost in costs if begin <= event < end)
+                for begin, end in (sweep.spans[MIDDLE], sweep.spans[MIDDLE - 1 if sweep.upwards else MIDDLE + 1])
+            )
+            if ours != other:
+                raise NotRepeatableError("units have different operations")
+            repeated.append((*sweep.spans[MIDDLE], self._layers.runs[sweep.run].units - KEPT_UNITS))
+        return [
+            (cost, 1 + sum(times for begin, end, times in repeated if begin <= event < end)) for event, cost in costs
+        ]
 
 
 def _agree(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:

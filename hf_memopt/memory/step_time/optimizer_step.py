@@ -1,0 +1,165 @@
+"""The cost of what follows the backward pass: unscaling, clipping, and the optimizer's step.
+
+torch's optimizers and transformers' Adafactor run their own code on the meta device, on parameters without values:
+those that update all tensors together on one tensor of all elements, Adafactor on one of each shape. Of kernels that
+torch cannot run there (fused AdamW, bitsandbytes) the bytes follow from ``OptimizerMemory``: weights and state are read
+and written, gradients are read. A paged state crosses PCIe both ways at every step, the most that it can cost.
+
+Limitations: optimizers whose step is neither of these (low-rank ones, which compute singular values; LOMO;
+schedule-free ones) are not counted: ``UNPRICED_OPTIMIZERS``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
+from hf_memopt.memory.step_time.operations import (
+    FOREACH_CHUNK,
+    FOREACH_CHUNKS_PER_KERNEL,
+    Operation,
+    operation_of,
+)
+
+__all__ = ["UNPRICED_OPTIMIZERS", "optimizer_operations"]
+
+_OF_TORCH: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw_torch": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+}
+UNPRICED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "grokadamw", "schedule_free", "stable_adamw")
+"""How the names begin of those whose step is not counted."""
+
+_LAUNCHES_PER_TENSOR = 0.05  # of a foreach call
+_LAUNCHES_OF_BITSANDBYTES = 5  # a call from Python for each parameter
+
+
+def optimizer_operations(
+    parameters: Sequence[ParameterFacts],
+    memory: OptimizerMemory,
+    optim: str | None,
+    *,
+    weight_decay: float = 0.0,
+    clips: bool = True,
+    unscales: bool = False,
+    zeroes: bool = False,
+) -> Counter[Operation]:
+    """Return the costs of a step of the optimizer.
+
+    Args:
+        parameters: the trainable ones.
+        memory: of the optimizer.
+        optim: as ``TrainingArguments`` takes it, none of ``UNPRICED_OPTIMIZERS``; None for an optimizer that is only
+            known by its memory, which counts as one kernel for each parameter.
+        weight_decay: as ``TrainingArguments`` takes it.
+        clips: whether the norm of the gradients is clipped.
+        unscales: whether fp16's gradient scaler divides them.
+        zeroes: whether they are kept between steps, and set to zero.
+    """
+    gradients = sum(fact.size_bytes for fact in parameters)
+    found: Counter[Operation] = Counter()
+    if not parameters:
+        return found
+    together = -(-sum(fact.elements for fact in parameters) // (FOREACH_CHUNK * FOREACH_CHUNKS_PER_KERNEL))
+    of_lists = _LAUNCHES_PER_TENSOR * len(parameters)
+    if unscales:  # reads and writes them
+        found[Operation("memory", moved_bytes=2 * gradients, kernels=together, launches=together + of_lists)] += 1
+    if clips:  # the norm reads, the scaling reads and writes
+        launches = 2 * together + 2 * of_lists
+        found[Operation("memory", moved_bytes=3 * gradients, kernels=2 * together, launches=launches)] += 1
+    if zeroes:
+        found[Operation("memory", moved_bytes=gradients, kernels=together, launches=together + of_lists)] += 1
+    if optim in _OF_TORCH or optim == "adafactor":
+        tensors = len(parameters) if memory.releases_gradients else 0
+        alone = tuple(replace(fact, name="") for fact in parameters)  # layers share shapes, and so the cached run
+        return found + _recorded(optim, tuple(Counter(alone).items()), weight_decay, _momentum(memory), tensors)
+    moved = 2 * gradients + gradients + 2 * memory.state_bytes  # the weights are as large as their gradients
+    kernels, launches = together, together + 2 * of_lists
+    if optim != "adamw_torch_fused" or memory.releases_gradients:
+        kernels, launches = len(parameters), float(_LAUNCHES_OF_BITSANDBYTES * len(parameters))
+    found[Operation("memory", moved_bytes=moved, kernels=kernels, launches=launches)] += 1
+    if memory.host_state_bytes:
+        found[Operation("pcie", moved_bytes=2 * memory.host_state_bytes, kernels=len(parameters))] += 1
+    return found
+
+
+def _momentum(memory: OptimizerMemory) -> bool:
+    """Return whether SGD has one, which is then its only state."""
+    return memory.state_bytes > 0
+
+
+@lru_cache(maxsize=64)
+def _recorded(
+    optim: str, parameters: tuple[tuple[ParameterFacts, int], ...], weight_decay: float, momentum: bool, releases: int
+) -> Counter[Operation]:
+    """Return the operations of torch's or transformers' own code; ``parameters`` are different ones and their number.
+
+    ``releases`` is the number of tensors that step alone, 0 where all step together.
+    """
+    found: Counter[Operation] = Counter()
+    if optim == "adafactor":
+        from transformers.optimization import Adafactor
+
+        of_trainer: Any = partial(Adafactor, scale_parameter=False, relative_step=False, lr=1e-3)
+        for fact, times in parameters:
+            ran = _run(of_trainer, [fact])
+            found.update({cost: times * number for cost, number in ran.items()})
+        return found
+    options: dict[str, Any] = {"momentum": 0.9} if optim == "sgd" and momentum else {}
+    for decays, size in dict.fromkeys((fact.decays, fact.element_size) for fact, _ in parameters):
+        group = [(fact, times) for fact, times in parameters if (fact.decays, fact.element_size) == (decays, size)]
+        elements, tensors = sum(fact.elements * times for fact, times in group), sum(times for _, times in group)
+        whole = replace(group[0][0], shape=(elements,))
+        decay = weight_decay if decays else 0.0
+        build = partial(_OF_TORCH[optim], lr=1e-3, weight_decay=decay, foreach=True, **options)
+        ran = _run(build, [whole])
+        for cost, number in ran.items():
+            kernels = max(cost.kernels, tensors) if releases and cost.kernels else cost.kernels
+            launches = float(tensors) if releases else cost.kernels + _LAUNCHES_PER_TENSOR * tensors
+            found[cost._replace(kernels=kernels, launches=launches)] += number
+    return found
+
+
+def _run(build: Callable[[Any], torch.optim.Optimizer], facts: Iterable[ParameterFacts]) -> Counter[Operation]:
+    """Return the operations of a step of an optimizer that has its state already, on the meta device."""
+    parameters = [
+        nn.Parameter(torch.empty(fact.shape, dtype=_dtype(fact.element_size), device="meta")) for fact in facts
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer = build(parameters)
+    optimizer.step()  # makes the state
+    counter = _Counting()
+    with counter:
+        optimizer.step()
+    return counter.found
+
+
+def _dtype(element_size: int) -> torch.dtype:
+    return torch.float32 if element_size == 4 else torch.bfloat16
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the operations of code that runs on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[Operation] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **kwargs or {})
+        if func.namespace != "profiler":  # step() marks where it begins and ends
+            self.found[operation_of(func, args, kwargs or {}, out)] += 1
+        return out

@@ -1,0 +1,110 @@
+"""Put a recorded step together for ``prices``: its passes as often as they run, and the optimizer's step.
+
+The first forward and backward pass of a step has new gradients, all later ones add to them; of a run with batches of
+differing lengths the mean step counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from hf_memopt.memory.step_time.operations import Operation, merged
+from hf_memopt.memory.step_time.optimizer_step import UNPRICED_OPTIMIZERS, optimizer_operations
+from hf_memopt.memory.step_time.prices import StepCosts, StepTime, missing_figures
+
+if TYPE_CHECKING:
+    from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.memory.allocator.replay import ReplayPlan
+    from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
+    from hf_memopt.memory.recording.step import StepTrace
+    from hf_memopt.memory.settings import StepSettings
+
+__all__ = ["Timing", "timing_of_step"]
+
+_OF_EXPERTS = {"experts", "block_sparse_moe", "router"}
+"""Names of modules that route tokens to experts; seen in transformers 5.8.1 to 5.23.0."""
+
+
+class Timing(NamedTuple):
+    """What an ``Estimate`` says of a step's time, by the names of its attributes."""
+
+    step_time: StepTime | None
+    step_costs: StepCosts | None
+    time_unknown: str
+
+
+def timing_of_step(
+    traces: Sequence[StepTrace],
+    plan: ReplayPlan,
+    parameters: Sequence[ParameterFacts],
+    optimizer: OptimizerMemory,
+    settings: StepSettings,
+    gpu: Gpu | None,
+    *,
+    batch_size: int,
+    lengths: Sequence[int | None],
+) -> Timing:
+    """Return the predicted time of a step, or why there is none.
+
+    Args:
+        traces: the recorded steps.
+        plan: how often their passes run; ``plan.order`` where batches differ in length.
+        parameters: the trainable ones.
+        optimizer: its memory.
+        settings: of the step.
+        gpu: the GPU; None for none, whose time there is nothing to say about.
+        batch_size: examples of a batch.
+        lengths: tokens of a row of each of ``traces``; None for a model without text.
+    """
+    unknown = _why_unknown(traces[0], settings)
+    if unknown:
+        return Timing(None, None, unknown if gpu is not None else "")
+    steps = plan.order or ((0,) * plan.batches,)
+    batches_of_step = sum(map(len, steps)) / len(steps)
+    rows = [lengths[trace] for batches in steps for trace in batches]
+    known = [length for length in rows if length is not None]
+    costs = StepCosts(
+        passes=_passes(traces, steps, plan.micro_batches, plan.keeps_gradients),
+        optimizer=optimizer_operations(
+            parameters,
+            optimizer,
+            settings.optim if settings.optimizer_memory is None else None,
+            weight_decay=settings.weight_decay,
+            clips=settings.max_grad_norm > 0 and not optimizer.releases_gradients,
+            unscales=settings.precision == "fp16",
+            zeroes=plan.keeps_gradients,
+        ),
+        micro_batches=batches_of_step * plan.micro_batches,
+        examples=round(batch_size * batches_of_step),
+        tokens=batch_size * sum(known) / len(steps) if len(known) == len(rows) else None,
+        tf32=settings.precision == "tf32",
+    )
+    missing = "" if gpu is None else missing_figures(gpu)
+    if gpu is None or missing:
+        return Timing(None, costs, f"{gpu.name} has no known {missing}" if gpu is not None else "")
+    return Timing(costs.on(gpu), costs, "")
+
+
+def _why_unknown(trace: StepTrace, settings: StepSettings) -> str:
+    if any(name.rpartition(".")[2] in _OF_EXPERTS for name in trace.tracker.modules):
+        return "how many tokens each expert gets depends on the data"
+    if settings.optimizer_memory is None and settings.optim.startswith(UNPRICED_OPTIMIZERS):
+        return f"the step of optim={settings.optim!r} is not counted"
+    return ""
+
+
+def _passes(
+    traces: Sequence[StepTrace], steps: Sequence[Sequence[int]], micro_batches: int, keeps_gradients: bool
+) -> tuple[tuple[float, Counter[Operation]], ...]:
+    """Return (times per optimizer step, operations) of each different pass of ``steps``."""
+    times: Counter[tuple[int, int]] = Counter()  # by trace, and the place of the pass in it: first, or last
+    for batches in steps:
+        for place, trace in enumerate(batches):
+            times[trace, -1 if place or keeps_gradients else 0] += 1
+            if micro_batches > 1:
+                times[trace, -1] += micro_batches - 1
+    return tuple(
+        (number / len(steps), merged(traces[trace].operations[which])) for (trace, which), number in times.items()
+    )
