@@ -112,12 +112,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if self._backward and (self._recomputing >= 0) != torch.is_grad_enabled() and func is not _aten.detach.default:
             self._toggle_recomputation()  # gradients are off in a backward pass, except in what is recomputed there
         event = len(self.events)
-        out: Any = None
-        flops = 0
-        if func is _UNIQUE and args[0].is_meta:
-            out = _all_distinct(*args)
-        else:
-            out, flops = run_on_meta(func, args, kwargs, self._count_flops)
+        out, flops = run_on_meta(func, args, kwargs, self._count_flops)
         if isinstance(out, torch.Tensor):
             self.add(out)
         elif isinstance(out, (tuple, list)):
@@ -321,15 +316,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             sequences, places = self._entered
             place = places[max(bisect_right(sequences, self.sequences[number]) - 1, 0)]
         return place
-
-
-_UNIQUE = _aten._unique2.default
-
-
-def _all_distinct(elements: torch.Tensor, *_: bool) -> tuple[torch.Tensor, ...]:
-    """Return what ``torch.unique`` does if no two elements are equal, the most that it can: values, places, counts."""
-    count = elements.numel()
-    return elements.new_empty(count), torch.empty_like(elements, dtype=torch.long), elements.new_empty(0)
 
 
 _QUESTIONS = {_aten._local_scalar_dense.default, _aten.equal.default}
