@@ -43,6 +43,9 @@ bench: $(READY)           ## the benchmarks behind the figures; appends to bench
 	$(BIN)/python benchmarks/estimation.py
 	$(BIN)/python benchmarks/microbatch.py
 	$(BIN)/python benchmarks/checkpointing.py
+	$(BIN)/python benchmarks/fused_cross_entropy.py
+	$(BIN)/python benchmarks/large_models.py
+	$(BIN)/python benchmarks/sixteen_bit_weights.py
 	$(BIN)/python benchmarks/resume.py
 	$(BIN)/python benchmarks/accuracy.py
 	$(BIN)/python benchmarks/command_line.py
@@ -51,6 +54,7 @@ bench: $(READY)           ## the benchmarks behind the figures; appends to bench
 bench-batching: $(READY)  ## samplers side by side: ours, stock, lhotse, fairseq's rule, TRL
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	$(BIN)/python benchmarks/streaming.py
+	$(BIN)/python benchmarks/padding_free.py
 	$(BIN)/python benchmarks/batching.py
 
 bench-published: $(READY) ## predicted memory against what other people measured on GPUs, without a GPU

@@ -270,6 +270,76 @@ def checkpointing() -> str:
     return checkpointing_table(_last_row("checkpointing")["figures"])
 
 
+def step_time() -> str:
+    """Return how far predicted seconds are from published ones, from the last run of ``benchmarks/step_time.py``."""
+    lines = ["| steps | rows | Spearman | median error | worst |", "|---|---|---|---|---|"]
+    for name, found in _last_row("step_time")["figures"]["summaries"].items():
+        rank = "-" if found["spearman"] is None else f"{found['spearman']:.3f}"
+        lines.append(f"| {name} | {found['rows']} | {rank} | {found['median']:.1%} | {found['worst']:.1%} |")
+    note = "Seconds per step, errors without sign; the rows are other people's (`make bench-step-time`)."
+    return "\n".join([*lines, "", note])
+
+
+def fused_cross_entropy() -> str:
+    """Return the time of fused steps, from the last run of ``benchmarks/fused_cross_entropy.py``, and their logits."""
+    from hf_memopt.units import format_bytes
+
+    figures = _last_row("fused cross entropy", program="fused_cross_entropy")["figures"]
+    lines = ["| training step | stock | fused | ratio |", "|---|---|---|---|"]
+    for case, found in figures["steps"].items():
+        lines.append(
+            f"| {case} | {found['stock_seconds']:.1f} s | {found['fused_seconds']:.1f} s | {found['ratio']:.2f} |"
+        )
+    logits = _last_row("large_models")["figures"]["logits_and_loss"]["16-bit weights"]
+    note = (
+        f"CPU seconds on {MACHINE} (`python benchmarks/fused_cross_entropy.py`). Logits and loss of Llama-3.2-1B, "
+        f"2 x 512 tokens, 16-bit weights: {format_bytes(logits['fused'])} instead of {format_bytes(logits['stock'])} "
+        "(computed)."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def large_models() -> str:
+    """Return what full training of Llama-3 needs, from the last run of ``benchmarks/large_models.py``."""
+    from hf_memopt.units import format_bytes
+
+    lines = ["| rows x tokens, GPU | set-up | in all | to spare | effective batch |", "|---|---|---|---|---|"]
+    for row, steps in _last_row("large_models")["figures"]["rows"].items():
+        for name, found in steps.items():
+            spare = found["to_spare_bytes"]
+            left = format_bytes(spare) if spare >= 0 else f"-{format_bytes(-spare)}"
+            cells = [row, name, format_bytes(found["total_bytes"]), left, str(found["effective_batch"])]
+            lines.append(f"| {' | '.join(cells)} |")
+    note = (
+        "Computed, not measured (`python benchmarks/large_models.py`); in all: reserved bytes and the CUDA context. "
+        "Released gradients are neither accumulated nor clipped by their global norm."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def sixteen_bit_weights() -> str:
+    """Return quality and bytes of 16-bit weights, from the last runs of ``benchmarks/sixteen_bit_weights.py``."""
+    lines = ["| task | weights | loss | against float32 weights | accuracy | against | bytes |", "|" + "---|" * 7]
+    tasks = {"demo": "the demo's task", "causal-lm": "a small causal language model, continued"}
+    for task, shown in tasks.items():
+        figures = _last_row(f"16-bit weights, {task}", program="sixteen_bit_weights")["figures"]
+        for way, found in figures.items():
+            if not isinstance(found, dict):
+                continue
+            weight, state = found["weight_bytes"], found["state_bytes"]
+            differences = [
+                "{:+.4f} [{:+.4f}, {:+.4f}]".format(*found[key]) if key in found else ""
+                for key in ("loss_difference", "accuracy_difference")
+            ]
+            cells = [shown, way, f"{found['loss']:.4f}", differences[0], f"{found['accuracy']:.4f}", differences[1]]
+            lines.append(f"| {' | '.join(cells)} | {weight:.0f} + {weight:.0f} + {state:.2f} |")
+    note = (
+        f"Means of {figures['seeds']} seeds with 95 % intervals of the difference; bytes of a parameter: weight, "
+        "gradient, 8-bit AdamW's state with embeddings in 32 bits (`python benchmarks/sixteen_bit_weights.py`)."
+    )
+    return "\n".join([*lines, "", note])
+
+
 def compatibility() -> str:
     """Return which techniques and settings are compatible, from the table that ``attach`` enforces: technique by
     technique, technique by setting, and the reasons.
@@ -319,6 +389,10 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "microbatch": microbatch,
     "checkpointing": checkpointing,
     "resume": resume,
+    "step-time": step_time,
+    "fused-cross-entropy": fused_cross_entropy,
+    "large-models": large_models,
+    "sixteen-bit-weights": sixteen_bit_weights,
     "compatibility": compatibility,
     "presets": presets,
     "memory-report": memory_report,

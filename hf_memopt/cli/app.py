@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
@@ -313,6 +314,21 @@ def estimate(
     expandable_segments: Annotated[
         bool | None, _option(STEP, None, "Of torch's allocator; see hf_memopt.use_expandable_segments.")
     ] = None,
+    fused_cross_entropy: Annotated[
+        bool | None, _option(STEP, None, "Compute a language model's loss without its logits.")
+    ] = None,
+    sparse_tied_embedding: Annotated[
+        bool | None, _option(STEP, None, "Keep no second copy of a tied embedding's gradient.")
+    ] = None,
+    gradient_release: Annotated[
+        bool | None, _option(STEP, None, "Step within the backward pass, with --max-grad-norm 0.")
+    ] = None,
+    max_grad_norm: Annotated[
+        float | None, _option(STEP, "NORM", "Clip gradients at it; 1 by default, 0 for no clipping.", min=0)
+    ] = None,
+    rounding: Annotated[
+        str | None, _option(STEP, "KIND", "Of updates of bf16 weights: nearest, stochastic or kahan.")
+    ] = None,
     eval_batch_size: Annotated[
         int | None, _option(STEP, "N", "Also simulate an evaluation with batches of this size.", min=1)
     ] = None,
@@ -340,34 +356,8 @@ def estimate(
 
     from hf_memopt.cli.estimate_command import EstimateOptions, run_estimate
 
-    options = EstimateOptions(
-        model,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        data=data,
-        column=column,
-        tokenizer=tokenizer,
-        gpu=gpu,
-        gpu_memory=gpu_memory,
-        compute_capability=compute_capability,
-        preset=preset,
-        precision=precision,
-        optim=optim,
-        checkpointing=checkpointing,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        weights=weights,
-        load_in=load_in,
-        lora=lora,
-        freeze=tuple(freeze or ()),
-        autocast_cache=autocast_cache,
-        expandable_segments=expandable_segments,
-        attn=attn,
-        task=task,
-        eval_batch_size=eval_batch_size,
-        plot=plot,
-        json_output=json_output,
-        compare=compare,
-    )
+    # each parameter above that is not handled here is a field of the options
+    options = EstimateOptions(**{item.name: context.params[item.name] for item in fields(EstimateOptions)})
     flags = flags_of(context.command.params)
     raise typer.Exit(run_estimate(options, Console(), Console(stderr=True), flags))
 

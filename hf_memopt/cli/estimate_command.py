@@ -7,8 +7,8 @@ name of an attention implementation and patterns of ``--freeze`` wait for the mo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ DEFAULT_BATCH_SIZE, LADDER_BATCH_SIZE = 8, 32
 
 @dataclass(frozen=True)
 class EstimateOptions:
-    """The options of the command; None and () where one was not given."""
+    """The options of the command; None where one was not given."""
 
     model: str
     batch_size: int | None = None
@@ -60,9 +60,14 @@ class EstimateOptions:
     weights: str | None = None
     load_in: str | None = None
     lora: int | None = None
-    freeze: tuple[str, ...] = ()
+    freeze: Sequence[str] | None = None
     autocast_cache: bool | None = None
     expandable_segments: bool | None = None
+    fused_cross_entropy: bool | None = None
+    sparse_tied_embedding: bool | None = None
+    gradient_release: bool | None = None
+    max_grad_norm: float | None = None
+    rounding: str | None = None
     attn: str | None = None
     task: str | None = None
     eval_batch_size: int | None = None
@@ -151,10 +156,11 @@ def _read_gpu(name: str | None, memory: str | None, compute_capability: str | No
 def _refuse_beside_compare(options: EstimateOptions) -> None:
     for name in (
         *("preset", "precision", "optim", "checkpointing", "weights", "load_in", "lora", "freeze"),
-        *("autocast_cache", "expandable_segments", "eval_batch_size"),
+        *("autocast_cache", "expandable_segments", "fused_cross_entropy", "sparse_tied_embedding"),
+        *("gradient_release", "max_grad_norm", "rounding", "eval_batch_size"),
     ):
         value = getattr(options, name)
-        if value not in (None, ()):
+        if value not in (None, (), []):
             raise ValueError(
                 f"{name}={value!r}, compare=True are incompatible: every rung of a ladder has its own set-up; "
                 f"expected only one of them. Drop --compare or --{name.replace('_', '-')}"
@@ -177,22 +183,14 @@ def _check_data(options: EstimateOptions) -> None:
 
 def _set_up(options: EstimateOptions) -> tuple[Recipe | None, int, dict[str, Any]]:
     """Return the preset's recipe, the batch size and the fields of ``StepSettings`` that the options themselves set."""
-    named = {
-        "precision": options.precision,
-        "optim": options.optim,
-        "checkpointing": options.checkpointing,
-        "gradient_accumulation_steps": options.gradient_accumulation_steps,
+    own_names = {item.name for item in fields(options)} & {item.name for item in fields(StepSettings)}
+    named = {name: getattr(options, name) for name in own_names} | {
         "attn_implementation": options.attn,
         "weights_dtype": None if options.weights is None else WEIGHTS.get(options.weights, options.weights),
         "load_in": None if options.load_in is None else QUANTISED.get(options.load_in, options.load_in),
-        "lora": options.lora,
-        "autocast_cache": options.autocast_cache,
-        "expandable_segments": options.expandable_segments,
-        "eval_batch_size": options.eval_batch_size,
+        "freeze": tuple(options.freeze) if options.freeze else None,
     }
     settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    if options.freeze:
-        settings["freeze"] = options.freeze
     if options.preset is None:
         return None, options.batch_size or DEFAULT_BATCH_SIZE, settings
     chosen = recipe(options.preset)

@@ -464,7 +464,7 @@ def test_what_cannot_be_fused_is_refused(
 def test_chunk_bytes_out_of_range(chunk_bytes: Any) -> None:
     with pytest.raises(ValueError, match="expected a number of bytes of at least 1, or None") as error:
         fuse_cross_entropy(llama(), chunk_bytes=chunk_bytes)
-    assert f"chunk_bytes={chunk_bytes!r} is no memory bound" in str(error.value)
+    assert f"chunk_bytes={chunk_bytes!r} is not a number of bytes" in str(error.value)
 
 
 def test_a_function_below_torchs_python_is_refused() -> None:

@@ -96,7 +96,7 @@ def checked_chunk_bytes(chunk_bytes: int | None) -> int | None:
     is_number = isinstance(chunk_bytes, int) and not isinstance(chunk_bytes, bool)
     if chunk_bytes is not None and not (is_number and chunk_bytes > 0):
         raise ValueError(
-            f"chunk_bytes={chunk_bytes!r} is no memory bound; expected a number of bytes of at least 1, or None. "
+            f"chunk_bytes={chunk_bytes!r} is not a number of bytes; expected a number of bytes of at least 1, or None. "
             "Call fuse_cross_entropy(model, chunk_bytes=64 * 2**20)"
         )
     return chunk_bytes
