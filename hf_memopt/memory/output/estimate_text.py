@@ -161,6 +161,10 @@ def _choices(settings: StepSettings) -> Iterator[str]:
         yield f"{settings.rounding} rounding"
     if settings.gradient_release:
         yield "gradient release"
+    if settings.fused_cross_entropy:
+        yield "fused cross-entropy"
+    if settings.sparse_tied_embedding:
+        yield "sparse tied embedding"
     if settings.attn_implementation is not None:
         yield f"{settings.attn_implementation} attention"
     if settings.eval_batch_size is not None:
