@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow_except
 
 from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
 from language_models import ENCODERS, FAMILIES, VOCABULARY, batch, build, distance, gradients
@@ -18,17 +19,16 @@ LOW = ("autocast bfloat16", "autocast float16", "bfloat16")
 float_of_torch = torch.Tensor.float
 
 
-def slow_but(few: tuple[str, ...]) -> list[Any]:
-    """Return all families, those outside of ``few`` marked as slow."""
-    return [family if family in few else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+def float_but_for_logits(tensor: torch.Tensor) -> torch.Tensor:
+    """Stand in for ``Tensor.float`` where logits are to stay in float64."""
+    is_kept = tensor.dtype == torch.float64 and tensor.shape[-1:] == (VOCABULARY,)
+    return tensor if is_kept else float_of_torch(tensor)
 
 
 @pytest.fixture
 def keeps_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``.float()`` keep float64: stock rounds logits to float32."""
-    monkeypatch.setattr(
-        torch.Tensor, "float", lambda tensor: tensor if tensor.dtype == torch.float64 else float_of_torch(tensor)
-    )
+    """Let ``.float()`` keep the logits in float64, which stock rounds to float32."""
+    monkeypatch.setattr(torch.Tensor, "float", float_but_for_logits)
 
 
 def trained(model: Any, inputs: dict[str, Any], precision: str = "", scale: float = 1.0) -> tuple[torch.Tensor, Any]:
@@ -62,7 +62,7 @@ def test_loss_and_gradients_in_float64(family: str, items: int | None) -> None:
     assert distance(found, expected) <= 1e-12
 
 
-@pytest.mark.parametrize("family", slow_but(FEW))
+@pytest.mark.parametrize("family", slow_except(FEW, FAMILIES))
 def test_loss_and_gradients_in_float32(family: str) -> None:
     (loss, found), (expected_loss, expected) = fused_and_stock(family, torch.float32)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
@@ -71,7 +71,7 @@ def test_loss_and_gradients_in_float32(family: str) -> None:
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["mean", "items"])
 @pytest.mark.parametrize("precision", LOW)
-@pytest.mark.parametrize("family", slow_but(FEW))
+@pytest.mark.parametrize("family", slow_except(FEW, FAMILIES))
 def test_sixteen_bits_err_no_more_than_stocks(
     family: str, precision: str, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,9 +101,7 @@ def errors(
 ) -> tuple[float, float, tuple[int, dict[str, int]]]:
     """Return how far stock's and the fused gradients are from those in float64, and what was fused and made real."""
     with monkeypatch.context() as patched:
-        patched.setattr(
-            torch.Tensor, "float", lambda tensor: tensor if tensor.dtype == torch.float64 else float_of_torch(tensor)
-        )
+        patched.setattr(torch.Tensor, "float", float_but_for_logits)
         data = {**batch(family, torch.float64), **counted}
         _, exact = trained(copy.deepcopy(base).double(), data)
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
