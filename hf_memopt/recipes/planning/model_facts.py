@@ -1,0 +1,41 @@
+"""Read of a model what the choice of set-ups depends on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_memopt.binding.layer_names import layer_stacks
+from hf_memopt.binding.model_tasks import task_of
+from hf_memopt.binding.quantized_weights import is_quantized
+from hf_memopt.binding.tied_embedding import tied_embeddings
+from hf_memopt.memory.models.example_batch import default_length, most_tokens
+from hf_memopt.memory.recording.kept_models import load_or_reuse
+from hf_memopt.recipes.planning.set_ups import ModelFacts
+
+__all__ = ["facts_of"]
+
+
+def facts_of(model: Any, task: str | None) -> tuple[Any, str | None, ModelFacts, int | None, int | None]:
+    """Return what to estimate, its task and facts, the most tokens of a row, and the length where none is given.
+
+    Of a plain module of transformers its configuration is estimated, which can be loaded in other ways.
+    """
+    source, own_task = model, task
+    is_module = isinstance(model, nn.Module)
+    if is_module and not hasattr(model, "peft_config") and not is_quantized(model) and task_of(model) is not None:
+        source, own_task = model.config, task_of(model)
+    built = load_or_reuse(source, task=own_task).model
+    found = task_of(built)
+    stacks = [len(stack) for stack in layer_stacks(built)]
+    facts = ModelFacts(
+        task=found,
+        is_tied=bool(tied_embeddings(built)),
+        layers=min(stacks, default=0),
+        has_adapters=hasattr(built, "peft_config"),
+        is_quantized=is_quantized(built),
+        can_adapt=found is not None,
+        can_reload=not isinstance(source, nn.Module),
+    )
+    return source, own_task, facts, most_tokens(built) if found is not None else None, default_length(built)

@@ -1,0 +1,142 @@
+"""Where no set-up fits: what comes nearest, what it lacks, and which length, batch, model or GPU would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.devices.gpus import GPUS
+from hf_memopt.recipes.planning.candidates import MARGIN_SHARE
+from hf_memopt.recipes.planning.request import MULTIPLE
+from hf_memopt.units import format_bytes
+
+if TYPE_CHECKING:
+    from hf_memopt.recipes.planning.candidates import Candidate
+    from hf_memopt.recipes.planning.set_ups import ModelFacts, SetUp
+    from hf_memopt.recipes.planning.simulation import Simulation
+
+__all__ = ["Shortfall", "shortfall_of"]
+
+FIXED = ("weights", "gradients", "optimizer state")
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """What is missing where nothing fits.
+
+    Attributes:
+        nearest: the set-up that needs least, of those that need no further consent.
+        lacks_bytes: what it needs beyond the GPU's memory.
+        longest: tokens of a row with which it fits, with the margin; None where no length does, and without text.
+        batch: examples of a step that a set-up with released gradients could hold; None where it is not about that.
+        parameters: elements of the largest model of the same shape that fits, by proportion; 0 where none does.
+        gpu: name of the smallest GPU of the table that holds it, simulated; "" where none does.
+        consents: words of ``allow`` with which a set-up fits, simulated; () where none does.
+    """
+
+    nearest: Candidate
+    lacks_bytes: int
+    longest: int | None
+    batch: int | None
+    parameters: int
+    gpu: str
+    consents: tuple[str, ...] = ()
+
+
+def shortfall_of(
+    candidates: Sequence[Candidate],
+    simulation: Simulation,
+    facts: ModelFacts,
+    set_ups: Sequence[SetUp],
+    share: int,
+    budget: Any,
+) -> Shortfall:
+    """Return what is missing.
+
+    Raises:
+        ValueError: no set-up can be simulated; the budget does not hold the weights of any.
+    """
+    own = [one for one in candidates if not one.consents]
+    if not own:
+        reason = next(iter(simulation.refused.values()), "no set-up applies to it")
+        raise ValueError(reason)
+    least = min(own, key=lambda one: one.total_bytes)
+    simulation.announce("nothing fits: looking for what would")
+    weights = min(one.components["weights"] + one.context_bytes for one in own)
+    if budget is not None and weights > least.usable_bytes:
+        raise ValueError(
+            f"budget={budget!r} is below the weights of {simulation.model_name}, which take {format_bytes(weights)} "
+            f"with CUDA's context at least; expected more. Pass budget='{-(-2 * weights // 2**30)}GiB', or a smaller "
+            "model"
+        )
+    allowed = [one for one in set_ups if set(one.consents) <= set(simulation.allow)]
+    with_consent = [one for one in candidates if one.consents and one.verdict == "fits"]
+    return Shortfall(
+        nearest=least,
+        lacks_bytes=-least.spare_bytes,
+        longest=_longest(least, simulation, facts),
+        batch=_batch(allowed, simulation, share) if least.recipe.gradient_release else None,
+        parameters=_parameters(least, simulation.parameters),
+        gpu=_smallest_gpu(least, simulation),
+        consents=with_consent[0].consents if with_consent else (),
+    )
+
+
+def _longest(least: Candidate, simulation: Simulation, facts: ModelFacts) -> int | None:
+    """Return the most tokens with which the set-up fits, by bisection over simulations."""
+    if least.seq_len is None or facts.task == "image-classification":
+        return None
+    low, high = 0, -(-least.seq_len // MULTIPLE)
+    while high - low > max(1, high // 16):
+        middle = (low + high) // 2
+        total_bytes = simulation.estimate(least.recipe, middle * MULTIPLE).total_bytes
+        if total_bytes + least.margin_bytes <= least.usable_bytes:
+            low = middle
+        else:
+            high = middle
+        if not low and high <= 2:
+            break
+    return low * MULTIPLE or None
+
+
+def _batch(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> int | None:
+    """Return the largest batch that the leanest set-up with released gradients can hold as one."""
+    released = [one for one in set_ups if one.recipe.gradient_release]
+    low, high = 0, share
+    while released and high - low > 1:
+        rows = (low + high) // 2
+        recipe = released[-1].recipe.replace(effective_batch_size=rows, per_device_train_batch_size=rows)
+        total_bytes = simulation.estimate(recipe, simulation.texts.seq_len).total_bytes
+        usable_bytes = simulation.gpu.usable_bytes
+        if total_bytes + usable_bytes // MARGIN_SHARE <= usable_bytes:
+            low = rows
+        else:
+            high = rows
+    return low or None
+
+
+def _parameters(least: Candidate, parameters: int) -> int:
+    """Return the parameters of a model that would fit, with everything but the context in proportion to them."""
+    room = least.usable_bytes - least.margin_bytes - least.context_bytes
+    return max(int(parameters * room / max(least.reserved_bytes, 1)), 0)
+
+
+def _smallest_gpu(least: Candidate, simulation: Simulation) -> str:
+    """Return the smallest GPU that holds the set-up: of those whose memory is enough the first that a simulation fits.
+
+    Of GPUs of one size the newest counts first.
+    """
+    bf16 = simulation.gpu.bf16
+    larger = [known for known in GPUS.values() if known.bf16 >= bf16 and known.context_bytes is not None]
+    enough = [
+        known
+        for known in larger
+        if known.usable_bytes * (1 - 1 / MARGIN_SHARE) - (known.context_bytes or 0) >= least.reserved_bytes
+    ]
+    order = sorted(enough, key=lambda known: (known.memory_bytes, [-part for part in known.compute_capability]))
+    for known in order[:3]:
+        total_bytes = simulation.estimate(least.recipe, least.seq_len, gpu=known).total_bytes
+        if total_bytes <= known.usable_bytes * (1 - 1 / MARGIN_SHARE):
+            return known.name
+    return ""

@@ -1,0 +1,212 @@
+"""Show a ``Plan`` as text for a terminal of any width, and as JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterator, Sequence
+from textwrap import fill, wrap
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.recipes.planning.request import GOALS
+from hf_memopt.units import format_bytes, to_gib
+
+if TYPE_CHECKING:
+    from hf_memopt.recipes.planning.candidates import Candidate
+    from hf_memopt.recipes.planning.plan import Plan
+
+__all__ = ["plan_json", "plan_text", "shown_candidates"]
+
+SHOWN_FITTING, SHOWN_OVER = 4, 2  # rows of a table beside the chosen one
+BAR_FROM, WIDE_FROM = 76, 100  # columns of a terminal
+LEAST_COLUMNS = 40
+
+
+# ---- Text
+
+
+def plan_text(found: Plan, width: int = 80) -> str:
+    """Return the plan as text of at most ``width`` columns (at least 40)."""
+    width = max(width, LEAST_COLUMNS)
+    paragraphs = [*_heading(found), "", *_table(found, width), "", *_recommended(found), *_short(found)]
+    paragraphs += [f"Note: {note}." for note in found.notes]
+    if any(one.seconds is not None for one in found.candidates):
+        paragraphs.append("* predicted, and so is the memory: nothing of it was measured on this GPU.")
+    lines = []
+    for text in paragraphs:
+        is_table = text.startswith((" ", ">"))
+        lines.append(text if is_table or not text else fill(text, width, break_on_hyphens=False))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _heading(found: Plan) -> Iterator[str]:
+    gpu, texts = found.gpu, found.texts
+    kind = "bf16" if gpu.bf16 else "no bf16"
+    count = found.parameters
+    size = f"{count / 1e9:.2f} B" if count >= 10**9 else f"{count / 1e6:,.0f} M"
+    yield f"{found.model}, {size} parameters, on {gpu.name}: {format_bytes(gpu.usable_bytes)} usable, {kind}"
+    rows = ""
+    if texts.lengths is not None:
+        rows = f"{texts.rows:,} rows, mean {texts.tokens:.0f} tokens, padded {texts.width}; "
+    length = "" if texts.seq_len is None else f"planned for {texts.seq_len} tokens, "
+    several = f" on {found.world_size} GPUs" if found.world_size > 1 else ""
+    yield f"{rows}{length}{found.effective_batch_size} examples a step{several}; goal: {GOALS[found.goal]}"
+
+
+def shown_candidates(found: Plan) -> list[Candidate]:
+    """Return the candidates of the table: the chosen one, the best others, and those that show what is missing.
+
+    Of the micro-batches of a set-up one is shown: the largest that fits, else the smallest.
+    """
+    by_name: dict[tuple[str, int | None], Candidate] = {}
+    for one in found.candidates:
+        known = by_name.get((one.name, one.seq_len))
+        if known is None or one is found.chosen or (known is not found.chosen and _place(one) < _place(known)):
+            by_name[one.name, one.seq_len] = one
+    ranked = sorted(by_name.values(), key=lambda one: (one is not found.chosen, *_place(one)))
+    fitting = [one for one in ranked if one.fits or one is found.chosen][: 1 + SHOWN_FITTING]
+    tight = [one for one in ranked if one.verdict == "tight" and not one.consents and one not in fitting]
+    asking = {one.consents: one for one in reversed(ranked) if one.consents}
+    over: list[Candidate] = []
+    for stage in dict.fromkeys(one.stage for one in found.candidates):
+        of_stage = [one for one in ranked if one.verdict == "over" and one.stage == stage and not one.consents]
+        over += sorted(of_stage, key=lambda one: one.simplicity)[:1]
+    nearest = [found.shortfall.nearest] if found.shortfall is not None else []
+    rows = [*fitting, *tight[:SHOWN_OVER], *nearest, *reversed(asking.values()), *over]
+    return list({id(one): one for one in rows}.values())
+
+
+def _place(one: Candidate) -> tuple[Any, ...]:
+    """Return what sorts candidates: fitting before tight before over, and faster ones first of those that fit."""
+    if one.verdict == "over":
+        return 2, bool(one.consents), -one.spare_bytes
+    return ("fits", "tight").index(one.verdict), bool(one.consents), one.cost
+
+
+def _table(found: Plan, width: int) -> list[str]:
+    rows = shown_candidates(found)
+    timed = any(one.seconds is not None for one in rows)
+    text = any(one.tokens is not None for one in rows)
+    bar_columns = 0 if width < BAR_FROM else 10 if width < WIDE_FROM else 16
+    epoch = found.texts.rows is not None and width >= BAR_FROM
+    headings = ["batch", *(["at the peak"[:bar_columns] if bar_columns < 11 else "at the peak"] if bar_columns else [])]
+    headings += ["GiB", "to spare", *(["tok/s*" if text else "ex/s*"] if timed else []), *(["epoch*"] if epoch else [])]
+    table = [[one.batch, *_figures(one, bar_columns, timed, found.texts.rows if epoch else None)] for one in rows]
+    columns = [max(len(headings[i]), *(len(row[i]) for row in table)) for i in range(len(headings))]
+    name_columns = min(width - 3 - sum(columns) - 2 * len(columns), max(len(one.name) for one in rows))
+    name_columns = max(name_columns, 12)
+
+    def line(mark: str, name: str, cells: Sequence[str]) -> str:
+        left = {0, 1} if bar_columns else {0}
+        shown = [f"{c:<{n}}" if i in left else f"{c:>{n}}" for i, (c, n) in enumerate(zip(cells, columns, strict=True))]
+        return "  ".join([f" {mark} {name:<{name_columns}}", *shown])
+
+    lines = [line(" ", "plan", headings)]
+    for one, row in zip(rows, table, strict=True):
+        mark = ">" if one is found.chosen else "x" if one.verdict == "over" else "?" if one.consents else " "
+        first, *rest = wrap(one.name + (f", {one.seq_len} tokens" if one.seq_len != found.texts.seq_len else ""),
+                            name_columns) or [""]
+        lines += [line(mark, first, row), *(f"     {more}" for more in rest)]
+    return lines
+
+
+def _figures(one: Candidate, bar_columns: int, timed: bool, examples: int | None) -> list[str]:
+    cells = []
+    if bar_columns:
+        share = one.total_bytes / max(one.usable_bytes, 1)
+        full = min(round(share * bar_columns), bar_columns)
+        bar = "█" * full + "░" * (bar_columns - full)
+        cells.append(bar[:-1] + "+" if share > 1 else bar)
+    cells += [f"{to_gib(one.total_bytes):.2f}", f"{to_gib(one.spare_bytes):.2f}"]
+    if timed:
+        speed = "-"
+        if one.seconds is not None and one.verdict != "over":
+            speed = _number((one.tokens or one.examples) / one.seconds)
+        cells.append(speed)
+    if examples is not None:
+        whole = one.seconds is not None and one.verdict != "over"
+        cells.append(_duration(one.cost * examples) if whole else "-")
+    return cells
+
+
+def _recommended(found: Plan) -> Iterator[str]:
+    one = found.chosen
+    if one is None:
+        return
+    parts = sorted(one.components.items(), key=lambda item: -item[1])[:2]
+    peak = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+    yield f"Recommended: {one.name}, {one.batch}: {one.reason}. Peak in the {one.phase} phase: {peak}."
+    if one.seconds is not None and one.low and one.high:
+        unit, amount = ("tokens/s", one.tokens) if one.tokens else ("examples/s", float(one.examples))
+        slow, fast = _number(amount / one.high), _number(amount / one.low)
+        yield f"Speed: {_number(amount / one.seconds)} {unit} ({slow} to {fast}), {one.seconds:.3g} s a step."
+
+
+def _short(found: Plan) -> Iterator[str]:
+    short = found.shortfall
+    if short is None:
+        return
+    near = short.nearest
+    yield (
+        f"Nothing fits. The nearest: {near.name}, {near.batch}, needs {format_bytes(near.total_bytes)}: "
+        f"{format_bytes(short.lacks_bytes)} too much."
+    )
+    what = []
+    if short.consents:
+        what.append(f"with your consent, allow={', '.join(short.consents)}")
+    if short.longest is not None:
+        what.append(f"rows of {short.longest} tokens")
+    if short.batch is not None:
+        what.append(f"an effective batch of {short.batch}")
+    if short.parameters >= 10**6:
+        size = short.parameters
+        shown = f"{size / 1e9:.1f} B" if size >= 10**9 else f"{size / 1e6:.0f} M"
+        what.append(f"a model of about {shown} parameters")
+    if short.gpu:
+        what.append(f"on a {short.gpu}")
+    if what:
+        yield f"What would fit: {'; '.join(what)}."
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+# ---- JSON
+
+
+def plan_json(found: Plan) -> str:
+    """Return everything as JSON text, memory as integers of bytes."""
+    short, texts = found.shortfall, found.texts
+    whole: dict[str, Any] = {
+        "model": found.model,
+        "parameters": found.parameters,
+        "gpu": found.gpu.name,
+        "usable_bytes": found.gpu.usable_bytes,
+        "goal": found.goal,
+        "method": found.method,
+        "allow": list(found.allow),
+        "effective_batch_size": found.effective_batch_size,
+        "world_size": found.world_size,
+        "texts": {name: getattr(texts, name) for name in ("seq_len", "width", "rows", "tokens", "cut")},
+        "fits": found.fits,
+        "chosen": None if found.chosen is None else found.chosen.as_dict(),
+        "shortfall": None if short is None else {**_plain(short), "nearest": short.nearest.as_dict()},
+        "candidates": [one.as_dict() for one in found.candidates],
+        "notes": list(found.notes),
+        "simulations": found.simulations,
+        "versions": {name: importlib.metadata.version(name) for name in ("hf-memopt", "torch", "transformers")},
+    }
+    return json.dumps(whole, indent=2)
+
+
+def _plain(short: Any) -> dict[str, Any]:
+    return {name: getattr(short, name) for name in ("lacks_bytes", "longest", "batch", "parameters", "gpu", "consents")}

@@ -1,0 +1,138 @@
+"""Simulate set-ups of one model on one GPU for ``plan``: each once, with its time at the real lengths of the rows.
+
+Memory is that of batches of the longest rows. Time is that of the mean padded length: a step's seconds grow along a
+line with the length but for attention, so the mean of many lengths is close to the time at the mean. The optimizer's
+part does not depend on lengths, so all optimizers of one recording share the difference between the two lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.devices.gpus import GPUS
+from hf_memopt.errors import MissingExtraError
+from hf_memopt.memory.estimation import estimate
+from hf_memopt.memory.step_time.prices import missing_figures
+from hf_memopt.recipes.planning.candidates import Candidate, candidate_of
+
+if TYPE_CHECKING:
+    from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.memory.result import Estimate
+    from hf_memopt.memory.step_time.prices import StepTime
+    from hf_memopt.recipes.planning.request import Texts
+    from hf_memopt.recipes.planning.set_ups import SetUp
+    from hf_memopt.recipes.recipe import Recipe
+
+__all__ = ["Simulation", "priced_on"]
+
+
+def priced_on(gpu: Gpu) -> Gpu | None:
+    """Return the GPU whose figures give seconds: itself, else the one of its kind that is nearest in size."""
+    if not missing_figures(gpu):
+        return gpu
+    same = [
+        known
+        for known in GPUS.values()
+        if known.compute_capability == gpu.compute_capability and not missing_figures(known)
+    ]
+    return min(same, key=lambda known: abs(known.memory_bytes - gpu.memory_bytes), default=None)
+
+
+@dataclass
+class Simulation:
+    """Estimates of one model on one GPU.
+
+    Attributes:
+        model: as for ``estimate``.
+        task: of the head to build; None for the model's own.
+        gpu: to fit, with what is usable of it.
+        texts: lengths to plan for.
+        world_size: GPUs that share a step.
+        allow: words of ``allow`` that were given.
+        announce: called before each simulation with a text.
+        count: simulations so far.
+        refused: why set-ups could not be simulated, by their names.
+        time_unknown: why there is no time; "" while there is.
+    """
+
+    model: Any
+    task: str | None
+    gpu: Gpu
+    texts: Texts
+    world_size: int = 1
+    allow: tuple[str, ...] = ()
+    announce: Callable[[str], object] = lambda text: None
+    count: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+    time_unknown: str = ""
+    parameters: int = 0
+    model_name: str = ""
+    _found: dict[tuple[Recipe, int | None], Candidate | None] = field(default_factory=dict)
+    _shorter: dict[tuple[Recipe, int, int | None], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.priced_on = priced_on(self.gpu)
+
+    def of(self, set_up: SetUp, rows: int) -> Candidate | None:
+        """Return the set-up with micro-batches of ``rows``; None where it cannot be simulated (see ``refused``)."""
+        recipe = set_up.recipe.replace(per_device_train_batch_size=rows, reasons=set_up.recipe.reasons)
+        key = recipe, self.texts.seq_len
+        if key not in self._found:
+            self.announce(f"{self.count + 1}: {set_up.name}, {rows} at a time")
+            self._found[key] = self._simulated(set_up, recipe)
+        return self._found[key]
+
+    def estimate(self, recipe: Recipe, seq_len: int | None, gpu: Gpu | None = None) -> Estimate:
+        """Return the estimate of a recipe."""
+        self.count += 1
+        steps = recipe.effective_batch_size // (recipe.per_device_train_batch_size * self.world_size)
+        return estimate(
+            self.model,
+            batch_size=recipe.per_device_train_batch_size,
+            seq_len=seq_len,
+            recipe=recipe,
+            gpu=gpu or self.gpu,
+            task=self.task,
+            gradient_accumulation_steps=steps,
+        )
+
+    def _simulated(self, set_up: SetUp, recipe: Recipe) -> Candidate | None:
+        try:
+            found = self.estimate(recipe, self.texts.seq_len)
+        except (ValueError, MissingExtraError) as error:
+            self.refused[set_up.name] = str(error)
+            return None
+        self.parameters, self.model_name = self.parameters or found.parameters, found.model
+        missing = tuple(word for word in set_up.consents if word not in self.allow)
+        return self._timed(set_up, recipe, found, candidate_of(set_up, recipe, found, self.gpu, missing))
+
+    def _timed(self, set_up: SetUp, recipe: Recipe, found: Estimate, candidate: Candidate) -> Candidate:
+        texts, examples = self.texts, recipe.effective_batch_size
+        tokens = texts.tokens if texts.tokens is not None else texts.seq_len
+        candidate = replace(candidate, tokens=None if tokens is None else tokens * examples)
+        time = self._step_time(found)
+        if time is None:
+            return candidate
+        ratio = 1.0
+        if texts.width is not None and texts.width != texts.seq_len and candidate.verdict != "over":
+            ratio = 1 - self._saved(set_up, recipe, time) / time.seconds
+        return replace(candidate, seconds=ratio * time.seconds, low=ratio * time.low, high=ratio * time.high)
+
+    def _step_time(self, found: Estimate) -> StepTime | None:
+        if found.step_time is not None:
+            return found.step_time
+        if found.step_costs is None or self.priced_on is None:
+            self.time_unknown = found.time_unknown
+            return None
+        return found.step_costs.on(self.priced_on)
+
+    def _saved(self, set_up: SetUp, recipe: Recipe, longest: StepTime) -> float:
+        """Return the seconds of a step that rows of the mean padded length save."""
+        rows = recipe.per_device_train_batch_size
+        key = set_up.structure, rows, self.texts.seq_len
+        if key not in self._shorter:
+            time = self._step_time(self.estimate(recipe, self.texts.width))
+            self._shorter[key] = 0.0 if time is None else longest.seconds - time.seconds
+        return self._shorter[key]
