@@ -50,6 +50,8 @@ def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candi
 
 def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> str:
     fitting = [other for other in candidates if other.fits and other.stage == one.stage]
+    if not fitting:
+        return "nothing fits with 5 % to spare, and this leaves most"
     fastest = min(fitting, key=lambda other: other.cost)
     if goal == "memory":
         return "the least memory that fits; of set-ups within 5 % of it the fastest"

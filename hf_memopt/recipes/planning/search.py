@@ -5,7 +5,11 @@
   fits. Every verdict is a simulation's, none that of the line.
 - Bound: no micro-batch of a set-up is faster than all rows at once, which is simulated first. Where that is slower than
   the best so far, the smaller ones are not simulated.
-- Where the set-up that needs least does not fit with a single row, only a few others are simulated, for the table.
+- Weights, gradients that are not released, and optimizer state are there whatever the rows and whatever is recomputed.
+  Where they alone are more than the GPU has, no other set-up with the same ones is simulated.
+- Offloading the inputs of checkpointed layers is never faster than keeping them. It is simulated where checkpointing
+  alone does not fit with all rows, and may still be faster than the best so far.
+- Where the set-up that needs least does not fit with a single row, only the simplest is simulated besides.
 """
 
 from __future__ import annotations
@@ -19,12 +23,9 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.set_ups import SetUp
     from hf_memopt.recipes.planning.simulation import Simulation
+    from hf_memopt.recipes.recipe import Recipe
 
 __all__ = ["best_of", "explore", "least_set_ups", "row_counts", "search"]
-
-SHOWN_OVER = 3
-"""Set-ups of a method that are simulated where none of it can fit: the simplest ones, for the table."""
-
 
 def row_counts(set_up: SetUp, share: int) -> list[int]:
     """Return the micro-batches that a step's examples of one GPU can be cut into; a released gradient needs all."""
@@ -45,19 +46,28 @@ def search(set_ups: Sequence[SetUp], simulation: Simulation, share: int, goal: s
     allowed = [one for one in set_ups if set(one.consents) <= set(simulation.allow)]
     found: list[Candidate] = []
     if allowed and not _can_fit(allowed, simulation, share, found):
-        for set_up in allowed[:SHOWN_OVER]:
-            found += _simulated([simulation.of(set_up, row_counts(set_up, share)[0])])
+        found += _simulated([simulation.of(allowed[0], row_counts(allowed[0], share)[0])])
     elif goal == "memory":
         found += _smallest(allowed, simulation, share)
     else:
         best: Candidate | None = None
+        too_large: set[Recipe] = set()  # of what is there in any case
         for set_up in allowed:
+            if _held(set_up) in too_large:
+                continue
+            if set_up.recipe.offload and not _needs_offload(set_up, simulation, share, best):
+                continue
             explored = explore(set_up, simulation, share, best=best)
             found += explored
+            if any(_floor_bytes(one) > one.usable_bytes for one in explored):
+                too_large.add(_held(set_up))
             best = best_of([*explored, *([] if best is None else [best])], goal)
     if not any(candidate.fits for candidate in found):
         for set_up in _asking(set_ups, simulation):
-            found += explore(set_up, simulation, share)
+            least = simulation.of(set_up, row_counts(set_up, share)[0])
+            found += _simulated([least])
+            if least is not None and least.verdict == "fits":
+                found += explore(set_up, simulation, share)
     return list({id(candidate): candidate for candidate in found}.values())
 
 
@@ -86,6 +96,10 @@ def explore(set_up: SetUp, simulation: Simulation, share: int, best: Candidate |
         best: the best so far, which a smaller micro-batch has to be faster than; None to find the largest in any case.
     """
     counts = row_counts(set_up, share)
+    if best is None:
+        least = simulation.of(set_up, counts[0])
+        if least is None or least.verdict != "fits":
+            return _simulated([least])
     whole = simulation.of(set_up, counts[-1])
     if whole is None:
         return []
@@ -132,6 +146,17 @@ def best_of(candidates: Iterable[Candidate], goal: str = "speed") -> Candidate |
     return min(equal, key=lambda candidate: (candidate.simplicity, candidate.cost))
 
 
+def _held(set_up: SetUp) -> Recipe:
+    """Return what decides how weights, gradients and state are held."""
+    return set_up.recipe.replace(checkpointing=False, offload=False, autocast_cache=True, reasons={})
+
+
+def _floor_bytes(one: Candidate) -> int:
+    """Return the bytes that are there whatever the rows, with the context."""
+    parts = ["weights", "optimizer state", *([] if one.recipe.gradient_release else ["gradients"])]
+    return one.context_bytes + sum(one.components[name] for name in parts)
+
+
 def _may_beat(whole: Candidate, best: Candidate) -> bool:
     """Return whether a set-up that takes ``whole.cost`` at least may be chosen instead of ``best``."""
     if equally_fast(whole.cost, best.cost):
@@ -150,28 +175,44 @@ def _guess(fits: Candidate, does_not: Candidate, between: Sequence[int]) -> int:
 
 
 def _can_fit(set_ups: Sequence[SetUp], simulation: Simulation, share: int, found: list[Candidate]) -> bool:
-    """Return whether one of those that need least fits, of each way to hold weights the last one."""
-    for set_up in least_set_ups(set_ups):
-        least = simulation.of(set_up, row_counts(set_up, share)[0])
-        if least is None:
-            continue
-        found.append(least)
-        if least.verdict != "over":
-            return True
+    """Return whether one of those that need least fits with a single row; offloading, which costs most, comes last."""
+    too_large: set[Recipe] = set()
+    for offload in (False, True):
+        for set_up in least_set_ups([one for one in set_ups if one.recipe.offload is offload]):
+            if _held(set_up) in too_large:
+                continue
+            least = simulation.of(set_up, row_counts(set_up, share)[0])
+            if least is None:
+                continue
+            found.append(least)
+            if least.verdict != "over":
+                return True
+            if _floor_bytes(least) > least.usable_bytes:
+                too_large.add(_held(set_up))
     return False
+
+
+def _needs_offload(set_up: SetUp, simulation: Simulation, share: int, best: Candidate | None) -> bool:
+    """Return whether offloading may help where checkpointing alone is not enough."""
+    kept = set_up.without_offload()
+    whole = simulation.of(kept, row_counts(kept, share)[-1])
+    if whole is None or whole.fits:
+        return False
+    return best is None or _may_beat(whole, best)
 
 
 def least_set_ups(set_ups: Sequence[SetUp]) -> list[SetUp]:
     """Return of each way to hold weights and gradients the set-up that needs least memory."""
     kept = {}
     for one in set_ups:  # the later, the less it needs
-        kept[one.structure.replace(checkpointing=False, offload=False, autocast_cache=True, reasons={})] = one
+        kept[_held(one).replace(optim="adamw_torch_fused")] = one
     return list(reversed(kept.values()))
 
 
 def _asking(set_ups: Sequence[SetUp], simulation: Simulation) -> list[SetUp]:
     """Return one set-up for each set of words of ``allow`` that is missing: the one that needs least memory."""
-    asking = [one for one in set_ups if not set(one.consents) <= set(simulation.allow)]
+    missing = [one for one in set_ups if not set(one.consents) <= set(simulation.allow)]
+    asking = [one for one in missing if not one.recipe.offload]
     return list({one.consents: one for one in asking}.values())
 
 

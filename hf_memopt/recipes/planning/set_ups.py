@@ -7,7 +7,7 @@ set-ups that are as good as each other the one with fewer techniques, and of an 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.recipes.recipe import Recipe
@@ -138,6 +138,13 @@ class SetUp:
     def structure(self) -> Recipe:
         """The recipe without what needs no recording of its own: the optimizer."""
         return self.recipe.replace(optim="adamw_torch_fused", reasons={})
+
+    def without_offload(self) -> SetUp:
+        """Return it with checkpointing in place of offloading."""
+        techniques = tuple(CHECKPOINTING if one is OFFLOAD else one for one in self.techniques)
+        reasons = {name: why for name, why in self.recipe.reasons.items() if name != "offload"}
+        reasons |= dict.fromkeys(CHECKPOINTING.fields, CHECKPOINTING.reason)
+        return replace(self, recipe=self.recipe.replace(offload=False, reasons=reasons), techniques=techniques)
 
     @property
     def simplicity(self) -> tuple[int, int, int]:
