@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory.report import MemoryReportCallback, print_gpu_utilization, print_summary
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.settings import NotEstimableError, StepSettings
+    from hf_memopt.recipes.planning.plan import Plan, plan
     from hf_memopt.recipes.presets import PRESETS, preset, recipe
     from hf_memopt.recipes.recipe import Recipe
     from hf_memopt.techniques.checkpointing.policies import CheckpointingCallback, checkpoint_layers
@@ -69,6 +70,7 @@ _MODULES = {
     "hf_memopt.memory.result": ("Estimate",),
     "hf_memopt.memory.settings": ("NotEstimableError", "StepSettings"),
     "hf_memopt.devices.memory_reading": ("MemoryReading", "read_memory"),
+    "hf_memopt.recipes.planning.plan": ("Plan", "plan"),
     "hf_memopt.recipes.presets": ("PRESETS", "preset", "recipe"),
     "hf_memopt.recipes.recipe": ("Recipe",),
     "hf_memopt.techniques.expandable_segments": ("use_expandable_segments",),
@@ -115,6 +117,7 @@ __all__ = [
     "NotEstimableError",
     "OverflowCallback",
     "PaddingReport",
+    "Plan",
     "PrecisionCallback",
     "Recipe",
     "ShardedCheckpointCallback",
@@ -133,6 +136,7 @@ __all__ = [
     "gradient_release",
     "override_embedding_bits",
     "padding_report",
+    "plan",
     "prepare_quantized",
     "preset",
     "print_gpu_utilization",

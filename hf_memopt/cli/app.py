@@ -1,4 +1,4 @@
-"""The command line: ``hf-memopt demo | presets | lengths | estimate | doctor``, or ``python -m hf_memopt ...``.
+"""The command line: ``hf-memopt demo | presets | lengths | estimate | plan | doctor``, or ``python -m hf_memopt ...``.
 
 Exit code 2 and one line on standard error report an invalid input, and a bug of the package too; with
 ``HF_MEMOPT_DEBUG=1`` the traceback is shown instead. 0 and 1 are results of the commands.
@@ -360,6 +360,54 @@ def estimate(
     options = EstimateOptions(**{item.name: context.params[item.name] for item in fields(EstimateOptions)})
     flags = flags_of(context.command.params)
     raise typer.Exit(run_estimate(options, Console(), Console(stderr=True), flags))
+
+
+@app.command(cls=Command)
+def plan(
+    model: Annotated[str, typer.Argument(help="A well-known name, a folder with config.json, or an id on the hub.")],
+    gpu: Annotated[str | None, typer.Option(help="A name such as 'RTX 3060 12GB', or a size such as 8GB.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Use no more of it than this, such as 6GB.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Plan for the rows of this file.")] = None,
+    column: Annotated[str | None, typer.Option(help="The column of token ids or texts of --data.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Counts the tokens of texts: a folder or a name.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens where rows are cut.")] = None,
+    effective_batch: Annotated[int, typer.Option(min=1, max=10**5, help="Examples of an optimizer step.")] = 32,
+    goal: Annotated[str, typer.Option(help="speed, memory or longest (rows).")] = "speed",
+    method: Annotated[str, typer.Option(help="auto (full, else LoRA, else QLoRA), full, lora or qlora.")] = "auto",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(help="What may be changed: release_clipping, bf16_weights, freeze, shorter. Repeatable."),
+    ] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="GPUs that train together, each with the whole model.")] = 1,
+    task: Annotated[str | None, typer.Option(help="The head to build; the usual one by default.")] = None,
+    json_output: AsJson = False,
+) -> None:
+    """Find the fastest set-up that fits a GPU.
+
+    Exit code 0 if one fits, 1 if none does, 2 if it cannot be planned.
+    """
+    from rich.console import Console
+
+    from hf_memopt.cli.plan_command import PlanOptions, run_plan
+
+    words = tuple(word for text in allow or () for word in text.split(","))
+    options = PlanOptions(
+        model,
+        gpu=gpu,
+        budget=budget,
+        data=data,
+        column=column,
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        effective_batch=effective_batch,
+        goal=goal,
+        method=method,
+        allow=words,
+        world_size=world_size,
+        task=task,
+        json_output=json_output,
+    )
+    raise typer.Exit(run_plan(options, Console(), Console(stderr=True)))
 
 
 @app.command(cls=Command)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_memopt.batching.padding_costs.data_files import FileLengths, file_lengths
 from hf_memopt.memory.models.known import known_models, known_name
 
-__all__ = ["length_of_data"]
+__all__ = ["length_of_data", "lengths_of_data"]
 
 MULTIPLE = 8  # tensor cores want it, and collators pad to it
 
@@ -31,22 +32,31 @@ def length_of_data(
     Raises:
         ValueError: as ``file_lengths``; texts for which the model has no tokenizer here.
     """
+    seq_len, lengths = lengths_of_data(model, path, column, tokenizer, task)
+    p99 = _percentile_99(lengths)
+    limit = ", all that the model takes" if seq_len < p99 else ""
+    longer = int((lengths > seq_len).sum())
+    rest = f"; {longer:,} longer rows have to be truncated" if longer else ""
+    note = (
+        f"seq_len={seq_len} from {len(lengths):,} rows of {path.name}: p99 {p99:,}, longest "
+        f"{int(lengths.max()):,} tokens{limit}{rest}"
+    )
+    return seq_len, note
+
+
+def lengths_of_data(
+    model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None
+) -> tuple[int, NDArray[np.int32]]:
+    """Return the length as ``length_of_data`` does, and the tokens of each row, shape (rows,)."""
     found = file_lengths(path, column=column, tokenizer=tokenizer)
     if found.unit == "words":
         found = _counted_by_model(model, path, column)
-    p99 = int(np.percentile(found.lengths, 99, method="inverted_cdf"))
-    seq_len = -(-p99 // MULTIPLE) * MULTIPLE
-    most = _positions(model, task)
-    limit = ""
-    if most is not None and most < seq_len:
-        seq_len, limit = most, ", all that the model takes"
-    longer = int((found.lengths > seq_len).sum())
-    rest = f"; {longer:,} longer rows have to be truncated" if longer else ""
-    note = (
-        f"seq_len={seq_len} from {len(found.lengths):,} rows of {path.name}: p99 {p99:,}, longest "
-        f"{int(found.lengths.max()):,} tokens{limit}{rest}"
-    )
-    return seq_len, note
+    seq_len = -(-_percentile_99(found.lengths) // MULTIPLE) * MULTIPLE
+    return min(seq_len, _positions(model, task) or seq_len), found.lengths
+
+
+def _percentile_99(lengths: NDArray[np.int32]) -> int:
+    return int(np.percentile(lengths, 99, method="inverted_cdf"))
 
 
 def _counted_by_model(model: str, path: Path, column: str | None) -> FileLengths:

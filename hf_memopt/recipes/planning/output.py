@@ -89,7 +89,7 @@ def _table(found: Plan, width: int) -> list[str]:
     text = any(one.tokens is not None for one in rows)
     bar_columns = 0 if width < BAR_FROM else 10 if width < WIDE_FROM else 16
     epoch = found.texts.rows is not None and width >= BAR_FROM
-    headings = ["batch", *(["at the peak"[:bar_columns] if bar_columns < 11 else "at the peak"] if bar_columns else [])]
+    headings = ["batch", *(["at peak"] if bar_columns else [])]
     headings += ["GiB", "to spare", *(["tok/s*" if text else "ex/s*"] if timed else []), *(["epoch*"] if epoch else [])]
     table = [[one.batch, *_figures(one, bar_columns, timed, found.texts.rows if epoch else None)] for one in rows]
     columns = [max(len(headings[i]), *(len(row[i]) for row in table)) for i in range(len(headings))]
@@ -104,8 +104,9 @@ def _table(found: Plan, width: int) -> list[str]:
     lines = [line(" ", "plan", headings)]
     for one, row in zip(rows, table, strict=True):
         mark = ">" if one is found.chosen else "x" if one.verdict == "over" else "?" if one.consents else " "
-        first, *rest = wrap(one.name + (f", {one.seq_len} tokens" if one.seq_len != found.texts.seq_len else ""),
-                            name_columns) or [""]
+        first, *rest = wrap(
+            one.name + (f", {one.seq_len} tokens" if one.seq_len != found.texts.seq_len else ""), name_columns
+        ) or [""]
         lines += [line(mark, first, row), *(f"     {more}" for more in rest)]
     return lines
 

@@ -32,7 +32,7 @@ def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candi
         return f"{one.says()}: less than the {format_bytes(one.margin_bytes)} that an estimate may be wrong by"
     if chosen is None:
         return one.says()
-    waste = _buys_nothing(one, candidates)
+    waste = _buys_nothing(one, candidates, goal)
     if waste:
         return waste
     if one.stage != chosen.stage:
@@ -61,13 +61,17 @@ def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> s
     return f"{longest}within 5 % of the fastest of the {len(fitting)} that fit, and simpler"
 
 
-def _buys_nothing(one: Candidate, candidates: Sequence[Candidate]) -> str:
-    """Return that a technique is of no use, as the same without it fits with as many rows; "" where it is of some."""
+def _buys_nothing(one: Candidate, candidates: Sequence[Candidate], goal: str) -> str:
+    """Return that a technique is of no use, as the same without it fits with as many rows; "" where it is of some.
+
+    Where memory is the goal, 5 % less of it are of use.
+    """
     for other in candidates:
         without = [name for name in _names(one) if name not in _names(other)]
         same = other.stage == one.stage and other.rows == one.rows and other.seq_len == one.seq_len
         fewer = set(_names(other)) < set(_names(one)) and len(without) == 1
-        if same and fewer and other.fits and one.cost >= other.cost:
+        saves = goal == "memory" and not equally_fast(one.total_bytes, other.total_bytes)
+        if same and fewer and other.fits and one.cost >= other.cost and not saves:
             times = one.cost / other.cost
             freed = other.total_bytes - one.total_bytes
             price = "no more time" if times < 1.005 else f"{times:.2f} x the time"

@@ -16,7 +16,17 @@ from hf_memopt.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["ALLOW", "GOALS", "METHODS", "MULTIPLE", "checked_allow", "checked_batch", "checked_word", "read_gpu", "Texts"]
+__all__ = [
+    "ALLOW",
+    "GOALS",
+    "METHODS",
+    "MULTIPLE",
+    "checked_allow",
+    "checked_batch",
+    "checked_word",
+    "read_gpu",
+    "Texts",
+]
 
 GOALS: Mapping[str, str] = {
     "speed": "the least time per example",

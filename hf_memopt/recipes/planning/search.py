@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["best_of", "explore", "least_set_ups", "row_counts", "search"]
 
+
 def row_counts(set_up: SetUp, share: int) -> list[int]:
     """Return the micro-batches that a step's examples of one GPU can be cut into; a released gradient needs all."""
     if set_up.recipe.gradient_release:
