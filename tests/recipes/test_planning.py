@@ -1,4 +1,4 @@
-"""``plan``: its verdicts are those of ``estimate``, its winner is that of an exhaustive search, its refusals say why."""
+"""``plan``: its verdicts are those of ``estimate``, its winner is that of an exhaustive search, it says why."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hf_memopt.units import parse_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 4000}
+SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 4000}
 CONSENTS = ("release_clipping", "bf16_weights")
 
 
@@ -57,12 +57,16 @@ def estimated(one: Candidate, gpu: Any, world_size: int = 1) -> Any:
     )
 
 
-def test_random_verdicts_are_those_of_a_direct_estimate() -> None:
-    found = [(gpu_of(memory), planned(memory, allow=CONSENTS)) for memory in ("150MiB", "230MiB")]
-    candidates = [(one, gpu) for gpu, one_plan in found for one in one_plan.candidates]
-    assert len(candidates) > 40
+@pytest.fixture(scope="module")
+def found() -> Plan:
+    return planned("80MiB", method="full", lengths=[64] * 30 + [8] * 70, seq_len=None)
+
+
+def test_random_verdicts_are_those_of_a_direct_estimate(found: Plan) -> None:
+    assert len(found.candidates) > 40
+    gpu = gpu_of("80MiB")
     forget_traces()
-    for one, gpu in random.Random(0).sample(candidates, 20):
+    for one in random.Random(0).sample(found.candidates, 20):
         itself = estimated(one, gpu)
         assert one.total_bytes == itself.total_bytes
         assert one.components == itself.components
@@ -70,16 +74,27 @@ def test_random_verdicts_are_those_of_a_direct_estimate() -> None:
         assert one.spare_bytes == gpu.usable_bytes - itself.total_bytes
 
 
-@pytest.mark.parametrize("memory", ["140MiB", pytest.param("200MiB", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("goal", ["speed", "memory"])
-def test_the_winner_is_that_of_an_exhaustive_search(memory: str, goal: str) -> None:
+@pytest.mark.parametrize(
+    ("memory", "goal", "allow"),
+    [
+        ("80MiB", "speed", ()),
+        pytest.param("80MiB", "memory", (), marks=pytest.mark.slow),
+        pytest.param("90MiB", "speed", CONSENTS, marks=pytest.mark.slow),
+        pytest.param("200MiB", "speed", CONSENTS, marks=pytest.mark.slow),
+        pytest.param("200MiB", "memory", CONSENTS, marks=pytest.mark.slow),
+    ],
+)
+def test_the_winner_is_that_of_an_exhaustive_search(memory: str, goal: str, allow: tuple[str, ...]) -> None:
     gpu = gpu_of(memory)
-    found = planned(memory, goal=goal, method="full", allow=CONSENTS, effective_batch_size=4)
+    found = planned(memory, goal=goal, method="full", allow=allow, effective_batch_size=4)
     with keeping_models():
         source, task, facts, _, _ = facts_of(config(), None)
-        simulation = Simulation(source, task, gpu, Texts(64), 1, CONSENTS)
+        simulation = Simulation(source, task, gpu, Texts(64), 1, allow)
         every = [
-            simulation.of(set_up, rows) for set_up in set_ups("full", facts, gpu, 4) for rows in row_counts(set_up, 4)
+            simulation.of(set_up, rows)
+            for set_up in set_ups("full", facts, gpu, 4)
+            if set(set_up.consents) <= set(allow)
+            for rows in row_counts(set_up, 4)
         ]
     best = best_of([one for one in every if one is not None], goal)
     assert best is not None
@@ -108,29 +123,28 @@ def test_checkpointing_at_micro_batch_1_buys_nothing_on_ladder_a() -> None:
 
 
 def test_released_gradients_need_consent_and_the_batch_as_one() -> None:
-    asked = planned("75MiB", method="full")
-    assert not asked.fits
+    asked = planned("68MiB", method="full")
+    assert asked.chosen is None or asked.chosen.verdict == "tight"
     needing = [one for one in asked.candidates if one.consents]
     assert {one.consents for one in needing} >= {("release_clipping",), ("bf16_weights",)}
     released = [one for one in needing if "release_clipping" in one.consents]
-    assert all(one.rows == 8 and one.accumulation_steps == 1 for one in released)
+    assert all((one.rows, one.accumulation_steps) == (8, 1) for one in released)
     fitting = [one for one in needing if one.verdict == "fits"]
     assert fitting
-    assert "needs your consent: allow=(" in fitting[0].reason
-    assert asked.shortfall is not None
-    allowed = planned("75MiB", method="full", allow=asked.shortfall.consents)
-    assert allowed.fits
+    assert "; needs your consent: allow=(" in fitting[0].reason
+    allowed = planned("68MiB", method="full", allow=fitting[0].consents)
     assert allowed.chosen is not None
-    assert set(allowed.chosen.recipe.reasons) >= {"checkpointing", "optim", "per_device_train_batch_size"}
+    assert allowed.chosen.fits
+    assert set(allowed.recipe.reasons) >= {"checkpointing", "optim", "per_device_train_batch_size"}
 
 
 @pytest.mark.parametrize(
     ("memory", "stage", "says"),
     [
         pytest.param("500MiB", "full", "", marks=pytest.mark.slow),
-        ("70MiB", "lora", "full training does not fit with 5 % to spare, so LoRA was chosen"),
+        ("64MiB", "lora", "full training does not fit with 5 % to spare, so LoRA was chosen"),
         pytest.param(
-            "30MiB",
+            "60MiB",
             "qlora",
             "neither full training nor LoRA fits with 5 % to spare, so QLoRA was chosen",
             marks=pytest.mark.slow,
@@ -147,7 +161,7 @@ def test_auto_climbs_its_ladder_and_says_so(memory: str, stage: str, says: str) 
 
 
 def test_where_nothing_fits_it_says_what_would() -> None:
-    found = planned("14MiB", allow="freeze")
+    found = planned("14MiB", method="full")
     assert (found.fits, found.chosen) == (False, None)
     short = found.shortfall
     assert short is not None
@@ -159,16 +173,20 @@ def test_where_nothing_fits_it_says_what_would() -> None:
         _ = found.recipe
 
 
+@pytest.mark.slow
 def test_shorter_rows_are_used_only_where_nothing_else_fits() -> None:
     longer = {"seq_len": 256, "effective_batch_size": 4, "method": "full", "allow": ("shorter", *CONSENTS)}
-    found = planned("300MiB", **longer)
-    assert found.texts.seq_len == 256
+    assert planned("300MiB", **longer).texts.seq_len == 256
+    cut = planned("68MiB", **{**longer, "allow": "shorter"})
+    assert cut.texts.seq_len in (128, 64)
+    assert cut.fits
 
 
 def test_time_is_that_of_the_mean_padded_length() -> None:
     lengths = np.random.default_rng(0).integers(8, 129, size=400)
     gpu = "RTX 3060 12GB"
     found = plan(config(), gpu=gpu, lengths=lengths, effective_batch_size=8, method="full")
+    assert not found.notes
     one = found.chosen
     assert one is not None
     assert found.texts.seq_len == 128
@@ -188,25 +206,23 @@ def test_time_is_that_of_the_mean_padded_length() -> None:
 
 @pytest.mark.slow
 def test_the_longest_rows_are_the_longest_that_fit() -> None:
-    found = planned("120MiB", goal="longest", method="full")
+    found = planned("90MiB", goal="longest", method="full")
     assert found.chosen is not None
     assert found.chosen.seq_len is not None
     assert found.chosen.seq_len % 8 == 0
-    longer = planned("120MiB", method="full", seq_len=min(256, 2 * found.chosen.seq_len))
+    longer = planned("90MiB", method="full", seq_len=min(256, 2 * found.chosen.seq_len))
     assert found.chosen.seq_len > 128 or not longer.fits
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_table_is_as_wide_as_the_terminal(width: int) -> None:
-    found = planned("150MiB", lengths=[64] * 30 + [8] * 70, seq_len=None)
+def test_the_table_is_as_wide_as_the_terminal(found: Plan, width: int) -> None:
     text = found.table(width)
     assert max(map(len, text.splitlines())) <= width
     assert " > " in text
     assert ("epoch*" in text) is (width >= 76)
 
 
-def test_json_has_every_candidate_with_bytes_seconds_verdict_and_reason() -> None:
-    found = planned("150MiB", gpu="RTX 3050 4GB") if False else planned("150MiB")
+def test_json_has_every_candidate_with_bytes_seconds_verdict_and_reason(found: Plan) -> None:
     told = json.loads(found.to_json())
     assert told["fits"] is True
     assert len(told["candidates"]) == len(found.candidates)

@@ -195,7 +195,9 @@ def plan(
             shortfall = shortfall_of(candidates, simulation, facts, search_of.all_set_ups(stages), share, budget)
     reasoned = with_reasons(candidates, chosen, goal)
     taken = None if chosen is None else _with_reasons_of_recipe(reasoned[candidates.index(chosen)], found_gpu)
-    shown = tuple(taken if one is chosen and taken is not None else again for one, again in zip(candidates, reasoned))
+    shown = tuple(
+        taken if one is chosen and taken is not None else again for one, again in zip(candidates, reasoned, strict=True)
+    )
     return Plan(
         model=simulation.model_name,
         parameters=simulation.parameters,
@@ -326,9 +328,8 @@ def _notes(
             yield f"{neither}{without} {does} with 5 % to spare, so {NAMES[chosen.stage]} was chosen"
     if chosen is not None and chosen.verdict == "tight":
         yield f"tight: {format_bytes(chosen.spare_bytes)} to spare, less than the 5 % that an estimate may be wrong by"
-    if simulation.priced_on is not None and simulation.priced_on is not simulation.gpu:
-        if simulation.priced_on.name != simulation.gpu.name:
-            yield f"times are those of an {simulation.priced_on.name}: {simulation.gpu.name} has no known rates"
+    if simulation.priced_on is not None and simulation.priced_on.name != simulation.gpu.name:
+        yield f"times are those of {simulation.priced_on.name}: {simulation.gpu.name} has no known rates"
     if simulation.time_unknown:
         yield f"time is not predicted: {simulation.time_unknown}; set-ups are ranked by their FLOPs"
     if simulation.world_size > 1:

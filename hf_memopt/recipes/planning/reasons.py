@@ -37,9 +37,8 @@ def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candi
         return waste
     if one.stage != chosen.stage:
         return f"fits, but {_stage(chosen.stage)} comes first"
-    if goal == "memory":
-        if not equally_fast(one.total_bytes, chosen.total_bytes):
-            return f"needs {format_bytes(one.total_bytes - chosen.total_bytes)} more than the chosen"
+    if goal == "memory" and not equally_fast(one.total_bytes, chosen.total_bytes):
+        return f"needs {format_bytes(one.total_bytes - chosen.total_bytes)} more than the chosen"
     if goal == "longest" and one.seq_len != chosen.seq_len:
         return f"rows of {one.seq_len} tokens, and {chosen.seq_len} fit"
     if equally_fast(one.cost, chosen.cost):
@@ -56,7 +55,7 @@ def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> s
     if goal == "memory":
         return "the least memory that fits; of set-ups within 5 % of it the fastest"
     longest = f"the longest rows that fit, {one.seq_len} tokens; " if goal == "longest" else ""
-    if fastest is one or equally_fast(fastest.cost, one.cost) and fastest.simplicity == one.simplicity:
+    if fastest is one or (equally_fast(fastest.cost, one.cost) and fastest.simplicity == one.simplicity):
         return f"{longest}the fastest of the {len(fitting)} that fit"
     return f"{longest}within 5 % of the fastest of the {len(fitting)} that fit, and simpler"
 

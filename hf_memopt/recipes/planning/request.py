@@ -21,11 +21,11 @@ __all__ = [
     "GOALS",
     "METHODS",
     "MULTIPLE",
+    "Texts",
     "checked_allow",
     "checked_batch",
     "checked_word",
     "read_gpu",
-    "Texts",
 ]
 
 GOALS: Mapping[str, str] = {

@@ -2,7 +2,8 @@
 
 - The micro-batch: memory grows and the time of an example falls with its rows. All rows at once are simulated, and if
   they do not fit a single one; the line through both tells where to look, and two neighbours prove the largest that
-  fits. Every verdict is a simulation's, none that of the line.
+  fits. Every verdict is a simulation's, none that of the line. All rows at once may fit where a single one does not:
+  without accumulation, gradients appear while activations are freed.
 - Bound: no micro-batch of a set-up is faster than all rows at once, which is simulated first. Where that is slower than
   the best so far, the smaller ones are not simulated.
 - Weights, gradients that are not released, and optimizer state are there whatever the rows and whatever is recomputed.
@@ -73,12 +74,13 @@ def search(set_ups: Sequence[SetUp], simulation: Simulation, share: int, goal: s
 
 
 def _smallest(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> list[Candidate]:
-    """Return every set-up with single rows, and those within 5 % of the least with as many as stay within."""
-    found = {set_up: simulation.of(set_up, row_counts(set_up, share)[0]) for set_up in set_ups}
-    known = _simulated(found.values())
+    """Return every set-up with one and with all rows, and those within 5 % of the least with as many as stay within."""
+    found = [(set_up, simulation.of(set_up, row_counts(set_up, share)[0])) for set_up in set_ups]
+    known = _simulated(first for _, first in found)
+    known += _simulated(simulation.of(set_up, row_counts(set_up, share)[-1]) for set_up in set_ups)
     least = min((candidate.total_bytes for candidate in known if candidate.fits), default=0)
     more = []
-    for set_up, first in found.items():
+    for set_up, first in found:
         for rows in row_counts(set_up, share)[1:]:
             if first is None or not first.fits or not equally_fast(first.total_bytes, least):
                 break
@@ -97,24 +99,21 @@ def explore(set_up: SetUp, simulation: Simulation, share: int, best: Candidate |
         best: the best so far, which a smaller micro-batch has to be faster than; None to find the largest in any case.
     """
     counts = row_counts(set_up, share)
+    least = None
     if best is None:
         least = simulation.of(set_up, counts[0])
-        if least is None or least.verdict != "fits":
+        if least is None or _floor_bytes(least) > least.usable_bytes:
             return _simulated([least])
     whole = simulation.of(set_up, counts[-1])
-    if whole is None:
-        return []
-    if whole.verdict == "fits" or len(counts) == 1:
-        return [whole]
+    if whole is None or whole.verdict == "fits" or len(counts) == 1:
+        return _simulated([whole] if least is whole else [least, whole])
     if best is not None and best.fits and not _may_beat(whole, best):
         return [whole]
     least = simulation.of(set_up, counts[0])
-    if least is None or least.verdict == "over" or len(counts) == 2:
+    if least is None or least.verdict != "fits" or len(counts) == 2:
         return _simulated([least, whole])
     found = {counts[0]: least, counts[-1]: whole}
     low, high = 0, len(counts) - 1  # counts[low] fits, counts[high] does not
-    if least.verdict != "fits":
-        return _simulated([least, whole])
     while high - low > 1:
         guess = _guess(found[counts[low]], found[counts[high]], counts[low + 1 : high])
         between = simulation.of(set_up, guess)
@@ -182,14 +181,17 @@ def _can_fit(set_ups: Sequence[SetUp], simulation: Simulation, share: int, found
         for set_up in least_set_ups([one for one in set_ups if one.recipe.offload is offload]):
             if _held(set_up) in too_large:
                 continue
-            least = simulation.of(set_up, row_counts(set_up, share)[0])
-            if least is None:
-                continue
-            found.append(least)
-            if least.verdict != "over":
-                return True
-            if _floor_bytes(least) > least.usable_bytes:
-                too_large.add(_held(set_up))
+            counts = row_counts(set_up, share)
+            for rows in dict.fromkeys((counts[0], counts[-1])):
+                least = simulation.of(set_up, rows)
+                if least is None:
+                    break
+                found.append(least)
+                if least.verdict != "over":
+                    return True
+                if _floor_bytes(least) > least.usable_bytes:
+                    too_large.add(_held(set_up))
+                    break
     return False
 
 

@@ -187,7 +187,7 @@ def _base(facts: ModelFacts, effective_batch_size: int) -> Recipe:
         per_device_eval_batch_size=rows,
         eval_accumulation_steps=1 if facts.is_language_model else None,
         bucketing=facts.task != "image-classification",
-        reasons={name: why for name, why in reasons.items()},
+        reasons=reasons,
     )
 
 
