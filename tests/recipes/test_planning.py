@@ -123,7 +123,7 @@ def test_checkpointing_at_micro_batch_1_buys_nothing_on_ladder_a() -> None:
 
 
 def test_released_gradients_need_consent_and_the_batch_as_one() -> None:
-    asked = planned("68MiB", method="full")
+    asked = planned("72MiB", method="full")
     assert asked.chosen is None or asked.chosen.verdict == "tight"
     needing = [one for one in asked.candidates if one.consents]
     assert {one.consents for one in needing} >= {("release_clipping",), ("bf16_weights",)}
@@ -132,7 +132,7 @@ def test_released_gradients_need_consent_and_the_batch_as_one() -> None:
     fitting = [one for one in needing if one.verdict == "fits"]
     assert fitting
     assert "; needs your consent: allow=(" in fitting[0].reason
-    allowed = planned("68MiB", method="full", allow=fitting[0].consents)
+    allowed = planned("72MiB", method="full", allow=fitting[0].consents)
     assert allowed.chosen is not None
     assert allowed.chosen.fits
     assert set(allowed.recipe.reasons) >= {"checkpointing", "optim", "per_device_train_batch_size"}
@@ -142,9 +142,9 @@ def test_released_gradients_need_consent_and_the_batch_as_one() -> None:
     ("memory", "stage", "says"),
     [
         pytest.param("500MiB", "full", "", marks=pytest.mark.slow),
-        ("64MiB", "lora", "full training does not fit with 5 % to spare, so LoRA was chosen"),
+        ("66MiB", "lora", "full training does not fit with 5 % to spare, so LoRA was chosen"),
         pytest.param(
-            "60MiB",
+            "64MiB",
             "qlora",
             "neither full training nor LoRA fits with 5 % to spare, so QLoRA was chosen",
             marks=pytest.mark.slow,
@@ -177,7 +177,7 @@ def test_where_nothing_fits_it_says_what_would() -> None:
 def test_shorter_rows_are_used_only_where_nothing_else_fits() -> None:
     longer = {"seq_len": 256, "effective_batch_size": 4, "method": "full", "allow": ("shorter", *CONSENTS)}
     assert planned("300MiB", **longer).texts.seq_len == 256
-    cut = planned("68MiB", **{**longer, "allow": "shorter"})
+    cut = planned("62MiB", **{**longer, "allow": "shorter"})
     assert cut.texts.seq_len in (128, 64)
     assert cut.fits
 
@@ -210,8 +210,8 @@ def test_the_longest_rows_are_the_longest_that_fit() -> None:
     assert found.chosen is not None
     assert found.chosen.seq_len is not None
     assert found.chosen.seq_len % 8 == 0
-    longer = planned("90MiB", method="full", seq_len=min(256, 2 * found.chosen.seq_len))
-    assert found.chosen.seq_len > 128 or not longer.fits
+    longer = planned("90MiB", method="full", seq_len=found.chosen.seq_len + 8)
+    assert longer.chosen is None or longer.chosen.verdict == "tight"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_memopt.memory.recording.kept_models import keeping_models
 from hf_memopt.recipes.planning.candidates import Candidate
@@ -32,7 +32,7 @@ from hf_memopt.recipes.planning.request import (
     read_gpu,
 )
 from hf_memopt.recipes.planning.search import best_of, least_set_ups, row_counts, search
-from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
+from hf_memopt.recipes.planning.set_ups import ModelFacts, SetUp, set_ups
 from hf_memopt.recipes.planning.simulation import Simulation
 from hf_memopt.units import format_bytes
 
@@ -241,7 +241,7 @@ class _Search:
     share: int
     goal: str
 
-    def all_set_ups(self, stages: Iterable[str]) -> list[Any]:
+    def all_set_ups(self, stages: Iterable[str]) -> list[SetUp]:
         return [
             one
             for stage in stages
@@ -286,15 +286,25 @@ class _Search:
         least = least_set_ups(allowed)
         high = min(most or LONGEST, LONGEST) // MULTIPLE + 1
         low, texts = 0, simulation.texts
-        while high - low > max(1, low // 16):
+        while high - low > 1:
             middle = (low + high) // 2 if low else min(texts.seq_len or MULTIPLE, (high - 1) * MULTIPLE) // MULTIPLE
             middle = min(max(middle, low + 1), high - 1)
             simulation.texts = Texts(middle * MULTIPLE)
-            if any((one := simulation.of(s, row_counts(s, self.share)[0])) and one.fits for s in least):
+            if self._any_fits(least):
                 low = middle
             else:
                 high = middle
         simulation.texts = Texts(max(low, 1) * MULTIPLE)
+
+    def _any_fits(self, set_ups: Sequence[SetUp]) -> bool:
+        """Return whether one of the set-ups fits with single rows, or with all of them."""
+        for set_up in set_ups:
+            counts = row_counts(set_up, self.share)
+            for rows in dict.fromkeys((counts[0], counts[-1])):
+                one = self.simulation.of(set_up, rows)
+                if one is not None and one.fits:
+                    return True
+        return False
 
 
 def _with_reasons_of_recipe(chosen: Candidate, gpu: Gpu) -> Candidate:

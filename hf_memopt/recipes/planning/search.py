@@ -5,7 +5,7 @@
   fits. Every verdict is a simulation's, none that of the line. All rows at once may fit where a single one does not:
   without accumulation, gradients appear while activations are freed.
 - Bound: no micro-batch of a set-up is faster than all rows at once, which is simulated first. Where that is slower than
-  the best so far, the smaller ones are not simulated.
+  the best so far, only a single row is simulated besides, for the table.
 - Weights, gradients that are not released, and optimizer state are there whatever the rows and whatever is recomputed.
   Where they alone are more than the GPU has, no other set-up with the same ones is simulated.
 - Offloading the inputs of checkpointed layers is never faster than keeping them. It is simulated where checkpointing
@@ -107,9 +107,9 @@ def explore(set_up: SetUp, simulation: Simulation, share: int, best: Candidate |
     whole = simulation.of(set_up, counts[-1])
     if whole is None or whole.verdict == "fits" or len(counts) == 1:
         return _simulated([whole] if least is whole else [least, whole])
-    if best is not None and best.fits and not _may_beat(whole, best):
-        return [whole]
     least = simulation.of(set_up, counts[0])
+    if best is not None and best.fits and not _may_beat(whole, best):
+        return _simulated([least, whole])
     if least is None or least.verdict != "fits" or len(counts) == 2:
         return _simulated([least, whole])
     found = {counts[0]: least, counts[-1]: whole}

@@ -1,0 +1,66 @@
+"""``hf-memopt plan``: exit codes, one line for what is wrong before torch is imported, text as wide as the terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import tiny
+from hf_memopt.cli.app import app
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: Any) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.llama_config(num_hidden_layers=1, max_position_embeddings=64).save_pretrained(folder)
+    return str(folder)
+
+
+def run(*arguments: str, width: int = 80) -> Any:
+    return CliRunner(env={"COLUMNS": str(width)}).invoke(app, ["plan", *arguments])
+
+
+def test_a_plan_for_a_file_of_lengths(model: str, tmp_path: Path) -> None:
+    rows = [{"input_ids": [1] * length} for length in [8] * 60 + [40] * 39 + [64]]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    found = run(model, "--gpu", "RTX 3060 12GB", "--data", str(data), "--effective-batch", "4", "--method", "full")
+    assert found.exit_code == 0, found.output
+    assert max(map(len, found.output.splitlines())) <= 80
+    assert "100 rows, mean " in found.output
+    assert "Note: rows are cut to 40 tokens, which cuts 1.0% of them." in found.output
+    assert "Recommended: full, " in found.output
+
+
+def test_json_and_the_exit_code_of_what_does_not_fit(model: str) -> None:
+    options = ("--gpu", "160MiB", "--effective-batch", "1", "--seq-len", "8", "--method", "full", "--json")
+    found = run(model, *options)
+    assert found.exit_code == 1, found.output
+    told = json.loads(found.output)
+    assert told["fits"] is False
+    assert told["shortfall"]["lacks_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--goal", "fast"), "--goal fast is unknown; expected one of"),
+        (("--method", "full,lora"), "is unknown; expected one of 'auto', 'full', 'lora', 'qlora'."),
+        (("--allow", "freeze", "--method", "lora"), "contradict each other"),
+        (("--effective-batch", "10", "--world-size", "4"), "--effective-batch 10 cannot be cut over --world-size 4"),
+        (("--column", "text"), "--column text is for a data file, and there is none"),
+        (("--gpu", "RTX 99"), "is not a GPU of the table"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_one_line(options: tuple[str, ...], says: str) -> None:
+    gpu = () if "--gpu" in options else ("--gpu", "RTX 3060 12GB")
+    found = run("bert-base-uncased", *gpu, *options)
+    assert found.exit_code == 2
+    assert says in found.output
+    assert len(found.output.splitlines()) == 1
