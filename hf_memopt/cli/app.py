@@ -101,7 +101,7 @@ def demo(
 @app.command(cls=Command)
 def presets(
     name: Annotated[str | None, typer.Argument(help="The preset to explain, with the reason for every choice.")] = None,
-    model: Annotated[str | None, typer.Option(help="Change it until a training step of this model fits.")] = None,
+    model: Annotated[str | None, typer.Option(help="A set-up that holds this model, as plan chooses it.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest row of --model.")] = None,
     json_output: AsJson = False,
 ) -> None:

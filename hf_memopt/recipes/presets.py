@@ -2,7 +2,7 @@
 
 They are set-ups for encoders: each purpose line says what it holds at which length, by the estimate
 (``tests/recipes/test_presets.py``). None of their memory figures has been measured on a GPU yet. For any other model
-``recipe(name, model=...)`` changes a preset until an estimate says that it fits.
+``recipe(name, model=...)`` returns what ``plan`` chooses for it.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ def recipe(name: str, model: Any = None, *, seq_len: int | None = None) -> Recip
 
     Args:
         name: of the preset.
-        model: that it must hold: the preset is changed until an estimate says so, by smaller passes and checkpointing,
-            else LoRA, else QLoRA; every change has its reason. A module, a configuration, a folder or a name, as for
-            ``estimate``. None for the preset as it is.
+        model: that it must hold: the preset as it is where an estimate says that it does, else what ``plan`` chooses:
+            full training, else LoRA, else QLoRA; every choice has its reason. A module, a configuration, a folder or a
+            name, as for ``estimate``. None for the preset as it is.
         seq_len: tokens of the longest row, for ``model``; None for 512, or what the model takes.
 
     Raises:

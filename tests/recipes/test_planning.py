@@ -123,16 +123,16 @@ def test_checkpointing_at_micro_batch_1_buys_nothing_on_ladder_a() -> None:
 
 
 def test_released_gradients_need_consent_and_the_batch_as_one() -> None:
-    asked = planned("72MiB", method="full")
+    asked = planned("72MiB", method="full", effective_batch_size=2)
     assert asked.chosen is None or asked.chosen.verdict == "tight"
     needing = [one for one in asked.candidates if one.consents]
     assert {one.consents for one in needing} >= {("release_clipping",), ("bf16_weights",)}
     released = [one for one in needing if "release_clipping" in one.consents]
-    assert all((one.rows, one.accumulation_steps) == (8, 1) for one in released)
+    assert all((one.rows, one.accumulation_steps) == (2, 1) for one in released)
     fitting = [one for one in needing if one.verdict == "fits"]
     assert fitting
     assert "; needs your consent: allow=(" in fitting[0].reason
-    allowed = planned("72MiB", method="full", allow=fitting[0].consents)
+    allowed = planned("72MiB", method="full", effective_batch_size=2, allow=fitting[0].consents)
     assert allowed.chosen is not None
     assert allowed.chosen.fits
     assert set(allowed.recipe.reasons) >= {"checkpointing", "optim", "per_device_train_batch_size"}
