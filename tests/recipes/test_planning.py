@@ -132,6 +132,7 @@ def test_released_gradients_need_consent_and_the_batch_as_one() -> None:
     fitting = [one for one in needing if one.verdict == "fits"]
     assert fitting
     assert "; needs your consent: allow=(" in fitting[0].reason
+    assert f"? With your consent, allow={fitting[0].consents[0]}: {fitting[0].name}" in asked.table(300)
     allowed = planned("72MiB", method="full", effective_batch_size=2, allow=fitting[0].consents)
     assert allowed.chosen is not None
     assert allowed.chosen.fits
@@ -240,6 +241,7 @@ BAD = [
     ({"allow": "bf16_weight"}, "Did you mean 'bf16_weights'?"),
     ({"allow": ("freeze",), "method": "lora"}, "allow=('freeze',), method='lora' contradict each other"),
     ({"effective_batch_size": 10, "world_size": 4}, "effective_batch_size=10 cannot be cut over world_size=4 GPUs"),
+    ({"allow": "release_clipping", "world_size": 2}, "world_size=2 contradict each other: released gradients would"),
     ({"effective_batch_size": 0}, "effective_batch_size=0 "),
     ({"lengths": [8, 600]}, "lengths=<longest 600> are beyond the 256 positions of the model; expected 1 to 256."),
     ({"lengths": []}, "are no lengths of examples; expected whole numbers from 1 on"),

@@ -28,7 +28,15 @@ LEAST_COLUMNS = 40
 def plan_text(found: Plan, width: int = 80) -> str:
     """Return the plan as text of at most ``width`` columns (at least 40)."""
     width = max(width, LEAST_COLUMNS)
-    paragraphs = [*_heading(found), "", *_table(found, width), "", *_recommended(found), *_short(found)]
+    paragraphs = [
+        *_heading(found),
+        "",
+        *_table(found, width),
+        "",
+        *_recommended(found),
+        *_short(found),
+        *_with_consent(found),
+    ]
     paragraphs += [f"Note: {note}." for note in found.notes]
     if any(one.seconds is not None for one in found.candidates):
         paragraphs.append("* predicted, and so is the memory: nothing of it was measured on this GPU.")
@@ -141,6 +149,15 @@ def _recommended(found: Plan) -> Iterator[str]:
         unit, amount = ("tokens/s", one.tokens) if one.tokens else ("examples/s", float(one.examples))
         slow, fast = _number(amount / one.high), _number(amount / one.low)
         yield f"Speed: {_number(amount / one.seconds)} {unit} ({slow} to {fast}), {one.seconds:.3g} s a step."
+
+
+def _with_consent(found: Plan) -> Iterator[str]:
+    """Yield what fits and needs words of ``allow`` that were not given."""
+    for one in shown_candidates(found):
+        if one.consents and one.verdict == "fits" and one is not found.chosen:
+            words = ", ".join(one.consents)
+            times = "" if found.chosen is None else f", {one.cost / found.chosen.cost:.2f} x its time"
+            yield f"? With your consent, allow={words}: {one.name}, {one.batch}{times}."
 
 
 def _short(found: Plan) -> Iterator[str]:

@@ -183,6 +183,11 @@ def plan(
     found_gpu = read_gpu(gpu, budget)
     words = checked_allow(allow, method, found_gpu)
     share = checked_batch(effective_batch_size, world_size)
+    if world_size > 1 and "release_clipping" in words:
+        raise ValueError(
+            f"allow={words!r}, world_size={world_size} contradict each other: released gradients would step before the "
+            "GPUs have shared them; expected one GPU. Pass world_size=1, or leave 'release_clipping' out"
+        )
     with keeping_models():
         source, own_task, facts, most, default = facts_of(model, task)
         texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
@@ -246,6 +251,7 @@ class _Search:
             one
             for stage in stages
             for one in set_ups(stage, self.facts, self.simulation.gpu, self.effective_batch_size)
+            if self.simulation.world_size == 1 or not one.recipe.gradient_release  # refused under DDP
         ]
 
     def by_length(self, stages: Sequence[str], most: int | None) -> tuple[list[Candidate], Candidate | None]:
