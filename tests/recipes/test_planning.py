@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
+from datasets import Dataset
 
 import tiny
 from hf_memopt import Plan, custom_gpu, estimate, plan
@@ -299,3 +301,29 @@ def test_the_largest_full_fine_tuning_of_a_gpu(model: str, gpu: str, batch: int,
     assert found.chosen.recipe.freeze == ()
     assert found.chosen.recipe.gradient_release
     assert found.chosen.total_bytes <= most_gib * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "allow"), [("full", ()), ("lora", ()), ("full", ("bf16_weights",)), ("full", ("freeze",))]
+)
+def test_a_planned_recipe_trains_on_a_cpu(tmp_path: Any, method: str, allow: tuple[str, ...]) -> None:
+    model = transformers.LlamaForCausalLM(config())
+    memory = "72MiB" if allow == ("bf16_weights",) or method == "lora" else "200MiB"
+    found = planned(memory, method=method, allow=allow, effective_batch_size=4)
+    recipe = found.recipe
+    if recipe.weights_dtype == "bfloat16":
+        model = model.to(torch.bfloat16)
+    rows = [{"input_ids": [5 + number] * (8 + number)} for number in range(8)]
+    trainer = recipe.trainer(
+        model=model,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tiny.tokenizer(),
+        training_arguments={
+            **{"output_dir": str(tmp_path), "report_to": "none", "save_strategy": "no", "disable_tqdm": True},
+            **{"use_cpu": True, "max_steps": 1},
+            **({"optim": "adamw_torch"} if "8bit" in recipe.optim or "paged" in recipe.optim else {}),
+        },
+    )
+    assert trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps == 4
+    assert trainer.train().global_step == 1
