@@ -340,7 +340,7 @@ def test_a_refused_seed_leaves_the_view_as_it_was(tmp_path):
 
 def test_boundaries_are_refused_at_attach(tmp_path):
     view = bucketed(examples(), max_tokens=MAX_TOKENS, boundaries=[12, 32])
-    with pytest.raises(ValueError, match="here is no padding; expected none"):
+    with pytest.raises(ValueError, match="these batches have no padding; expected none"):
         attach(make_trainer(tmp_path, tiny.llama(), view)[0])
 
 

@@ -123,6 +123,6 @@ def test_boundaries_are_refused():
     with pytest.raises(ValueError) as error:
         PackedBatches(LengthBuckets([3, 5], max_tokens=16, boundaries=[4, 8]))
     assert str(error.value) == (
-        "boundaries=[4, 8] are what batches are padded to, and here is no padding; expected none. "
+        "boundaries=[4, 8] are what batches are padded to, and these batches have no padding; expected none. "
         "Leave boundaries out of bucketed(...)"
     )

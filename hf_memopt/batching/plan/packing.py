@@ -45,8 +45,8 @@ class PackedBatches:
     def __init__(self, buckets: LengthBuckets) -> None:
         if buckets.pads_to_boundaries:
             raise ValueError(
-                f"boundaries={buckets.boundaries.tolist()} are what batches are padded to, and here is no padding; "
-                "expected none. Leave boundaries out of bucketed(...)"
+                f"boundaries={buckets.boundaries.tolist()} are what batches are padded to, and these batches have "
+                "no padding; expected none. Leave boundaries out of bucketed(...)"
             )
         self.padded = buckets
         self.max_tokens = buckets.max_tokens or 0

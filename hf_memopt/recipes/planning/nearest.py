@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Shortfall", "shortfall_of"]
 
-FIXED = ("weights", "gradients", "optimizer state")
-
 
 @dataclass(frozen=True)
 class Shortfall:

@@ -54,7 +54,7 @@ class Simulation:
         announce: called before each simulation with a text.
         count: simulations so far.
         refused: why set-ups could not be simulated, by their names.
-        time_unknown: why there is no time; "" while there is.
+        time_unknown: why no time is predicted; "" where one is.
     """
 
     model: Any

@@ -175,18 +175,18 @@ class _SixteenBit(torch.optim.Optimizer):
         for start in range(0, weight.numel(), SLICE_ELEMENTS):
             part = slice(start, min(start + SLICE_ELEMENTS, weight.numel()))
             lost = state[COMPENSATION].view(-1)[part] if self.rounding == "kahan" else None
-            piece = widened(weight[part], lost)
-            piece.grad = gradient[part].float()
+            float_slice = widened(weight[part], lost)
+            float_slice.grad = gradient[part].float()
             given = {key: part_of(key, value, parameter, part) for key, value in before.items()}
-            self.state[piece] = dict(given)
+            self.state[float_slice] = dict(given)
             try:
-                update(piece)
+                update(float_slice)
             finally:
-                after = self.state.pop(piece)
-            piece.grad = None
+                after = self.state.pop(float_slice)
+            float_slice.grad = None
             store_part(after, given, state, parameter, part)
             del given, after  # a slice's own state, where it was made now
-            round_weights(piece, weight[part], lost, generator)
+            round_weights(float_slice, weight[part], lost, generator)
         if not parameter.is_contiguous():
             parameter.detach().copy_(weight.view(parameter.shape))
 
@@ -217,8 +217,8 @@ class _SixteenBitTorch(_SixteenBit):
                     self._update(parameter, partial(self._step_slice, group))
         return loss
 
-    def _step_slice(self, group: dict[str, Any], piece: torch.Tensor) -> None:
-        self._step_with([{**group, "params": [piece]}])
+    def _step_slice(self, group: dict[str, Any], float_slice: torch.Tensor) -> None:
+        self._step_with([{**group, "params": [float_slice]}])
 
     def _step_with(self, groups: list[dict[str, Any]]) -> None:
         """Run the plain step with other groups."""
@@ -256,7 +256,7 @@ class _SixteenBitBitsandbytes(_SixteenBit):
         if not is_rounded(p):
             plain.update_step(group, p, gindex, pindex)
             return
-        self._update(p, lambda piece: plain.update_step(group, piece, gindex, pindex))
+        self._update(p, lambda float_slice: plain.update_step(group, float_slice, gindex, pindex))
 
 
 def rounded_optimizer(
