@@ -1,0 +1,89 @@
+"""The code of README and of docs/ runs as it stands: Python blocks page by page, and the commands of hf-memopt.
+
+A page may use what its reader has already: a model, its tokenizer, tokenised data and arguments. Names of the hub stand
+for tiny models, since tests have no network.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from slow_cases import slow_except
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, TrainingArguments
+from typer.testing import CliRunner
+
+import tiny
+from hf_memopt.batching.padding_costs import data_files
+from hf_memopt.cli.app import app
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+OF_LANGUAGE_MODELS = ("docs/large-models.md", "docs/lora-and-qlora.md")
+BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+COMMAND_ANSWERS = (0, 1)  # it fits, or it does not
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """Return the code blocks of a page in one language."""
+    return [text for found, text in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")) if found == language]
+
+
+def commands(page: str) -> list[str]:
+    """Return the commands of hf-memopt that a page shows."""
+    lines = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line.startswith("hf-memopt ")]
+
+
+def texts(count: int) -> list[str]:
+    return [" ".join(f"w{(row * 7 + i) % 95}" for i in range(3 + row % 20)) for row in range(count)]
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch) -> dict[str, Any]:
+    """Return the names that a reader of the pages has, in an empty folder with a file of texts."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny.tokenizer()
+    rows = {**tokenizer(texts(16)), "labels": [row % 3 for row in range(16)]}
+    dataset = Dataset.from_dict(rows)
+    Path("train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(64)), encoding="utf-8")
+    return {
+        "__name__": "__main__",
+        "model": tiny.bert(),
+        "tokenizer": tokenizer,
+        "train_set": dataset,
+        "eval_set": dataset.select(range(8)),
+        "args": TrainingArguments("out", num_train_epochs=1, disable_tqdm=True, save_strategy="no"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # what a CPU cannot do as a GPU does is warned of
+@pytest.mark.parametrize(
+    "page", slow_except(("README.md", "docs/getting-started.md"), [page for page in PAGES if blocks(page, "python")])
+)
+def test_python_of_the_page_runs(page, reader, monkeypatch) -> None:
+    if page in OF_LANGUAGE_MODELS or page == "README.md":
+        monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: reader["tokenizer"])
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **settings: tiny.llama(tie_word_embeddings=True))
+    if page in OF_LANGUAGE_MODELS:
+        reader["model"] = tiny.llama(tie_word_embeddings=True)
+        reader["train_set"] = reader["train_set"].remove_columns("labels")
+        reader["collator"] = DataCollatorForLanguageModeling(reader["tokenizer"], mlm=False)
+    for text in blocks(page, "python"):
+        exec(compile(text, page, "exec"), reader)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "command"), [(page, line) for page in PAGES for line in commands(page)])
+def test_command_of_the_page_answers(page, command, reader, monkeypatch) -> None:
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **settings: reader["tokenizer"])
+    monkeypatch.setattr(data_files, "_only_in_cache", lambda name: True)
+    if command == "hf-memopt demo":
+        return
+    found = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert found.exit_code in COMMAND_ANSWERS, found.output
