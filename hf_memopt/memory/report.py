@@ -7,12 +7,14 @@ or tensor, and the peaks between phases (data loading, logging, saving).
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding
-from hf_memopt.binding.handles import UndoHandle
+from hf_memopt.binding.handles import UndoHandle, override_method
 from hf_memopt.devices.memory_reading import (
     MemoryReading,
     PeakMeter,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PHASES", "MemoryReportCallback", "PhasePeaks", "print_gpu_utilization", "print_summary"]
 
+MEMORY_KEY = re.compile(r"(^|_)memory_\w+_gib$")
 PHASES = ("load", "forward_backward", "optimizer", "evaluation")
 
 
@@ -83,7 +86,8 @@ class MemoryReportCallback(TrainerCallback):
     hyperparameter search gets are without memory: its default objective is the sum of all metrics.
 
     The sinks of ``report_to`` come before all other callbacks, so the callback must be moved to the front, which
-    ``attach(trainer)`` does. Without a sink (``report_to="none"``) it also works unbound.
+    ``attach(trainer)`` does. The console then shows one figure, ``memory_gib``: the largest peak of these phases.
+    Without a sink (``report_to="none"``) it also works unbound.
 
     A phase is measured by **resetting torch's peak counters** when it begins: ``torch.cuda.max_memory_allocated()``
     then covers the last phase only. Read ``summary`` instead. One device is read, ``args.device`` of this process.
@@ -135,7 +139,8 @@ class MemoryReportCallback(TrainerCallback):
         handler = trainer.callback_handler
         handler.callbacks[:] = [self, *(callback for callback in handler.callbacks if callback is not self)]
         self._begin(trainer.args).meter.skip()  # what attach itself runs is not loading
-        return self.binding.to(trainer)
+        consoles = [one for one in handler.callbacks if isinstance(one, (ProgressCallback, PrinterCallback))]
+        return self.binding.to(trainer, *(override_method(one, "on_log", _with_one_figure) for one in consoles))
 
     def _begin(self, args: TrainingArguments) -> PhasePeaks:
         """Return the peaks; the first call ends the span before the Trainer was created."""
@@ -241,6 +246,22 @@ class MemoryReportCallback(TrainerCallback):
         peaks.close("evaluation")
         prefix = next((key.removesuffix("_runtime") for key in metrics if key.endswith("_runtime")), "eval")
         return _named(f"{prefix}_memory", peaks.take("evaluation")["evaluation"])
+
+
+def _with_one_figure(before: Callable[..., Any]) -> Callable[..., Any]:
+    """Print one figure of memory in the console, the largest peak, since a line has no room for all that sinks get."""
+
+    def on_log(*args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        if logs is None:
+            return before(*args, logs=logs, **kwargs)
+        shown = {key: value for key, value in logs.items() if not MEMORY_KEY.search(key)}
+        for kind in ("reserved", "allocated", "rss"):
+            if peaks := [logs[key] for key in logs.keys() - shown.keys() if kind in key]:
+                shown["memory_gib"] = round(max(peaks), 2)
+                break
+        return before(*args, logs=shown, **kwargs)
+
+    return on_log
 
 
 def _named(prefix: str, peaks: dict[str, int]) -> dict[str, float]:

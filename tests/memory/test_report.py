@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import doctest
 import pickle
@@ -197,6 +198,21 @@ def test_every_sink_history_and_result_get_the_exact_peaks_of_each_phase(gpu, tm
         "optimizer                 1.46 GiB        1.66 GiB\n"
         "evaluation                1.86 GiB        1.86 GiB"
     )
+
+
+def test_the_console_shows_one_figure_and_sinks_get_all(gpu, tmp_path, capsys):
+    callback = MemoryReportCallback()
+    trainer = make_trainer(gpu, tmp_path, [callback], report_to="sink", logging_steps=4)
+    handle = callback.bind(trainer)
+    trainer.train()
+    first = capsys.readouterr().out.splitlines()[0]
+    peak = round((WEIGHTS + STATE + TRAIN_FORWARD) / GIB, 2)
+    assert ast.literal_eval(first)["memory_gib"] == str(peak)
+    assert "memory_optimizer" not in first
+    assert memory_of(sink_of(trainer).logs[0]) == FIRST_LOG
+    handle.remove()
+    trainer.log({"memory_device_used_gib": 1.0})
+    assert "memory_device_used_gib" in capsys.readouterr().out
 
 
 def test_accumulation_is_one_forward_backward_phase_per_step(gpu, tmp_path):

@@ -262,7 +262,7 @@ def test_size_is_remembered_until_the_evaluation_ends(tmp_path: Path, caplog: py
         trainer.evaluate()
     assert limit.failures == 2  # 8 rows and 4, and none in the second batch
     assert [record.getMessage() for record in caplog.records] == [
-        f"evaluation ran out of memory with {rows} rows; it goes on with {rows // 2} at a time and joins the results"
+        f"evaluation: out of memory with {rows} rows; it goes on with {rows // 2} at a time, and joins the results."
         for rows in (8, 4)
     ]
     trainer.evaluate()

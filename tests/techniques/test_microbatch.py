@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import pickle
 import sys
 import weakref
@@ -346,10 +347,20 @@ def test_each_change_of_the_limit_is_one_line(tmp_path: Path, caplog: pytest.Log
         Change("max_tokens", None, 36, "out of memory at step 1"),
         Change("max_tokens", 36, 18, "out of memory at step 1"),
     ]
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("hf_memopt.techniques")] == [
-        "micro-batching: max_tokens: None -> 36 (out of memory at step 1)",
-        "micro-batching: max_tokens: 36 -> 18 (out of memory at step 1)",
+    *lines, summary = [
+        record.getMessage() for record in caplog.records if record.name.startswith("hf_memopt.techniques")
     ]
+    assert lines == [
+        "step 1: out of memory with 6 x 12 tokens; repeated in 2 micro-batches of at most 36 tokens. Same batch, same "
+        "loss.",
+        "step 1: out of memory with 3 x 12 tokens; repeated in 4 micro-batches of at most 18 tokens. Same batch, same "
+        "loss.",
+    ]
+    assert re.fullmatch(
+        r"3 of 3 steps ran in micro-batches\. Memory ran out 2 times, which cost \d+\.\d s\. To cut from the first step "
+        r"on: MicrobatchCallback\(max_tokens=18\)",
+        summary,
+    )
 
 
 def test_the_limit_rises_after_steps_that_fit_and_falls_back(tmp_path: Path) -> None:

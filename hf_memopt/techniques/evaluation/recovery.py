@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 from hf_memopt.binding.handles import UndoHandle, override_method, remove_all, set_attribute
 from hf_memopt.binding.model_traits import IGNORED_LABEL
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.loss_rules import LossWeights
 from hf_memopt.techniques.microbatching.probed_loss import Items, NotSplittableError
 from hf_memopt.techniques.microbatching.splitting import (
@@ -149,9 +150,10 @@ class _Recovery:
                 f"training, or EvaluationGuardCallback(reduce='argmax'). ({message})"
             )
         self.rows_that_fit = (rows + 1) // 2
-        logger.info(
-            f"evaluation ran out of memory with {rows} rows; it goes on with {self.rows_that_fit} at a time and joins "
-            "the results"
+        notify(
+            logger,
+            f"evaluation: out of memory with {rows} rows; it goes on with {self.rows_that_fit} at a time, and joins "
+            "the results.",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -15,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.versions import checkpointing_arguments
-from hf_memopt.changes import Change
+from hf_memopt.changes import Change, record_changes
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
+from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.limits import Limit
 from hf_memopt.techniques.microbatching.loss_rules import LossWeights
 from hf_memopt.techniques.microbatching.probed_loss import Items, NotSplittableError
@@ -30,6 +32,7 @@ from hf_memopt.techniques.microbatching.splitting import (
     splittable_reason,
     take_rows,
 )
+from hf_memopt.techniques.microbatching.tally import Tally
 from hf_memopt.techniques.nonfinite.example_indices import example_indices
 
 if TYPE_CHECKING:
@@ -88,6 +91,7 @@ class MicrobatchedStep:
         self._has_computed_loss = False  # in the current micro-batch
         self._share_gradients: Callable[[], None] | None = None
         self._is_shared = False  # whether gradients of this attempt were sent to other processes
+        self._tally = Tally()
 
     # ---- Overrides --------------------------------------------------------------------------------------------------
 
@@ -98,7 +102,11 @@ class MicrobatchedStep:
             check_compatibility(self._trainer(), cast("TrainerCallback", self))
             self._is_checked, self._weights = False, LossWeights()
             self._begin_window()
-            return before(*args, **kwargs)
+            self._tally = Tally()
+            output = before(*args, **kwargs)
+            if self._tally.failures:
+                notify(logger, self._tally.summary(self._limits))
+            return output
 
         return train
 
@@ -150,9 +158,12 @@ class MicrobatchedStep:
         """Run the newest accumulation step; after out of memory the whole window, in smaller micro-batches."""
         first = len(self._window) - 1  # the gradients of those before are there already
         while True:
+            begin = time.perf_counter()
             loss, failed, text = self._attempt(run, trainer, model, first)
             if loss is not None:
                 return loss
+            self._tally.failures += 1
+            self._tally.lost_seconds += time.perf_counter() - begin
             # The except block has ended, and with it the frames that referred to the failed step's tensors.
             model.zero_grad(set_to_none=True)
             free_failed_step()
@@ -213,24 +224,30 @@ class MicrobatchedStep:
     def _split(self, trainer: Any, model: nn.Module, position: int) -> list[_MicroBatch]:
         """Split an accumulation step into micro-batches; all at once, since counting waits for the device."""
         inputs, num_items_in_batch, _ = self._window[position]
-        max_tokens, max_examples = self._limits["max_tokens"].limit, self._limits["max_examples"].limit
-        every_row = list(range(row_count(inputs)))
-        if max_tokens is None and max_examples is None:
-            return [_MicroBatch(position, every_row, 1.0, inputs)]
-        lengths = row_lengths(inputs)
-        if lengths is None:
-            groups = cut([1] * len(every_row), max_examples=max_examples)
-        else:
-            limits = {"max_tokens": max_tokens, "max_examples": max_examples}
-            groups = cut(lengths, **limits, decoder_lengths=decoder_lengths(inputs))
+        groups = self._groups(inputs)
         if len(groups) == 1:
-            return [_MicroBatch(position, every_row, 1.0, take_rows(inputs, every_row))]
+            is_limited = any(limit.limit is not None for limit in self._limits.values())
+            whole = take_rows(inputs, groups[0]) if is_limited else inputs
+            return [_MicroBatch(position, groups[0], 1.0, whole)]
         _refuse(trainer.model, splittable_batch_reason(inputs))
         self._was_split = True
         weights = self._weights.of_rows(trainer, model, inputs, num_items_in_batch)
         return [
             _MicroBatch(position, rows, weight, take_rows(inputs, rows)) for rows, weight in _weighted(groups, weights)
         ]
+
+    def _groups(self, inputs: Mapping[str, Any]) -> list[list[int]]:
+        """Return the rows of each micro-batch of a batch; of a single one all of them in their order."""
+        limits = {name: limit.limit for name, limit in self._limits.items()}
+        every_row = list(range(row_count(inputs)))
+        if all(limit is None for limit in limits.values()):
+            return [every_row]
+        lengths = row_lengths(inputs)
+        if lengths is None:
+            groups = cut([1] * len(every_row), max_examples=limits["max_examples"])
+        else:
+            groups = cut(lengths, **limits, decoder_lengths=decoder_lengths(inputs))
+        return groups if len(groups) > 1 else [every_row]
 
     @contextmanager
     def _without_sync(self, trainer: Trainer, model: nn.Module, *, shares: bool) -> Iterator[None]:
@@ -276,20 +293,31 @@ class MicrobatchedStep:
         limit = self._limits[name]
         old = limit.limit
         limit.lower(size)
-        self._record(name, old, f"out of memory at step {trainer.state.global_step + 1}", logging.WARNING)
+        step = trainer.state.global_step + 1
+        self._record(trainer, name, old, f"out of memory at step {step}")
+        lengths, unit = row_lengths(inputs), name.removeprefix("max_")
+        failed = f"{len(rows)} examples" if lengths is None else f"{len(rows)} x {max(lengths[r] for r in rows)} tokens"
+        notify(
+            logger,
+            f"{_process(trainer)}step {step}: out of memory with {failed}; repeated in "
+            f"{len(self._groups(inputs))} micro-batches of at most {limit.limit:,} {unit}. Same batch, same loss.",
+        )
 
     def _end_window(self, trainer: Trainer) -> None:
+        self._tally.steps += 1
+        self._tally.cut_steps += self._was_split
         for name, limit in self._limits.items():
             old = limit.limit
             if limit.note_step(was_split=self._was_split):
                 reason = f"no out of memory in {limit.wait_steps} steps, at step {trainer.state.global_step + 1}"
-                self._record(name, old, reason, logging.INFO)
+                logger.info("micro-batching: %s", self._record(trainer, name, old, reason))
         self._begin_window()
 
-    def _record(self, name: str, old: int | None, reason: str, level: int) -> None:
+    def _record(self, trainer: Trainer, name: str, old: int | None, reason: str) -> Change:
         change = Change(name, old, self._limits[name].limit, reason)
         self._changes.append(change)
-        logger.log(level, "micro-batching: %s", change)
+        record_changes(trainer, [change])
+        return change
 
     # ---- Refusals ---------------------------------------------------------------------------------------------------
 
@@ -321,6 +349,10 @@ class MicrobatchedStep:
                     raise
                 return error
         return None
+
+
+def _process(trainer: Any) -> str:
+    return f"process {trainer.args.process_index}, " if trainer.args.world_size > 1 else ""
 
 
 def _refuse(model: nn.Module, reason: str | None) -> None:

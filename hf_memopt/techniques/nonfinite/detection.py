@@ -37,6 +37,7 @@ from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method
 from hf_memopt.changes import Change, add_change
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.plain_data import Count, check_value
+from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.splitting import row_count
 from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport, diagnose, write_reports
 from hf_memopt.techniques.nonfinite.example_indices import example_indices
@@ -247,11 +248,12 @@ class _Detection(TrainerCallback):
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Log the counts."""
         self.end_run()
-        if self._record.nonfinite_steps or self._record.skipped_steps:
-            logger.info(
-                f"non-finite detection dropped {self._record.nonfinite_steps} steps; the loss scale skipped "
-                f"{self._record.skipped_steps}"
-            )
+        dropped, skipped = self._record.nonfinite_steps, self._record.skipped_steps
+        counts = f"non-finite detection dropped {dropped} steps; the loss scale skipped {skipped}"
+        if dropped:
+            notify(logger, counts)
+        elif skipped:  # as the scale settles in any run with fp16
+            logger.info(counts)
 
     def end_run(self) -> None:
         """Take off what is needed only within a run."""
@@ -293,7 +295,10 @@ class _Detection(TrainerCallback):
         record = self._record
         is_known = any((other.case, other.where) == (report.case, report.where) for other in record.reports)
         record.reports.append(report)
-        logger.log(logging.INFO if is_known else logging.WARNING, f"non-finite detection dropped {report}")
+        if is_known:
+            logger.info("non-finite detection dropped %s", report)
+        else:
+            notify(logger, f"non-finite detection dropped {report}")
         folder = Path(trainer.args.output_dir or "") if record.report_dir is None else record.report_dir
         try:
             return write_reports(record.reports, folder, trainer.args.process_index)

@@ -1,0 +1,36 @@
+"""Count what micro-batching did in a run, for the notice at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hf_memopt.techniques.microbatching.limits import Limit
+
+__all__ = ["Tally"]
+
+
+@dataclass
+class Tally:
+    """What micro-batching did in a run.
+
+    Attributes:
+        steps: optimizer steps.
+        cut_steps: those of them that ran in micro-batches.
+        failures: attempts that ran out of memory.
+        lost_seconds: what these took.
+    """
+
+    steps: int = 0
+    cut_steps: int = 0
+    failures: int = 0
+    lost_seconds: float = 0.0
+
+    def summary(self, limits: Mapping[str, Limit]) -> str:
+        """Return what it cost, and how to spare it next time."""
+        learned = [f"{name}={limit.limit}" for name, limit in limits.items() if limit.limit != limit.maximum]
+        times = "once" if self.failures == 1 else f"{self.failures} times"
+        return (
+            f"{self.cut_steps} of {self.steps} steps ran in micro-batches. Memory ran out {times}, which cost "
+            f"{self.lost_seconds:.1f} s. To cut from the first step on: MicrobatchCallback({', '.join(learned)})"
+        )
