@@ -9,7 +9,7 @@ PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 CLIENTS = .venv-clients/bin
 CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo test test-full test-compat test-clients test-upstream lint format bench bench-batching bench-gpu bench-published bench-step-time clean
+.PHONY: demo test test-full test-compat test-clients test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time clean
 
 demo: $(READY)            ## the main job: four set-ups of the stock Trainer on real text, side by side
 	$(BIN)/python -m hf_memopt demo
@@ -37,6 +37,12 @@ lint: $(READY)            ## formatting, lint and types
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(READY)            ## the documentation, built offline into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+notebooks: $(READY)       ## run the notebooks and store what they show
+	$(BIN)/python notebooks/execute.py
 
 bench: $(READY)           ## the benchmarks behind the figures; appends to benchmarks/results
 	$(BIN)/python benchmarks/memory_report.py

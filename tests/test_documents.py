@@ -5,7 +5,9 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -40,19 +42,10 @@ def test_generated_parts_of_the_readme_are_current(table) -> None:
     assert table.rendered(readme) == readme, "run: python benchmarks/table.py"
 
 
-def test_three_ways_in_are_in_the_first_twenty_lines() -> None:
-    head = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:20]
-    assert {"preset(", "bucketed(", "BucketedCollator(", "callbacks="} <= {
-        part
-        for part in ("preset(", "bucketed(", "BucketedCollator(", "callbacks=")
-        if any(part in line for line in head)
-    }
-
-
-def test_every_public_name_is_in_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    internal = {"BudgetError", "Change", "MissingExtraError", "MemoryReading"}
-    assert not [name for name in hf_memopt.__all__ if name not in internal and name not in readme]
+def test_every_public_name_is_in_the_reference() -> None:
+    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = re.findall(r"^::: (\S+)\.(\w+)$", reference, flags=re.MULTILINE)
+    assert {name: module for module, name in named} == hf_memopt._MODULE_OF
 
 
 def test_changelog_has_this_version() -> None:
@@ -60,26 +53,47 @@ def test_changelog_has_this_version() -> None:
 
 
 def test_makefile_has_the_targets_that_the_readme_names() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = set(re.findall(r"make ([a-z][a-z-]*)", readme)) - {"and"}
     targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, flags=re.MULTILINE))
     assert named <= targets, named - targets
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # a notebook may warn; here it must only run
-def test_the_notebook_runs(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    notebook = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text(encoding="utf-8"))
-    names: dict[str, object] = {"__name__": "__main__"}
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            assert cell["outputs"] == []
-            exec(compile("".join(cell["source"]), "quickstart.ipynb", "exec"), names)
-    printed = capsys.readouterr().out
-    assert "<class 'transformers.trainer.Trainer'>" in printed
-    assert "trainable afterwards" in printed
-    assert "torch" in sys.modules
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_short_and_show_their_outputs(path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(cells) <= 15
+    assert all(cell["execution_count"] for cell in code)
+    shown = [output for cell in code for output in cell["outputs"]]
+    assert shown
+    assert not [output for output in shown if output["output_type"] == "error" or output.get("name") == "stderr"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run_offline(path, monkeypatch) -> None:
+    pytest.importorskip("nbclient")
+    monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
+    importlib.import_module("execute").execute(path)  # raises the error of a cell
+
+
+def test_the_documentation_builds(tmp_path) -> None:
+    pytest.importorskip("mkdocs")
+    found = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert (tmp_path / "api" / "index.html").exists()
 
 
 def test_the_matrix_tells_what_is_refused(table) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory.output.estimate_picture import draw
-from hf_memopt.memory.output.estimate_text import as_dict, estimate_table
+from hf_memopt.memory.output.estimate_text import as_dict, estimate_table, print_estimate
 from hf_memopt.memory.settings import StepSettings
+from hf_memopt.notebook_output import printed_html
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
@@ -106,3 +108,6 @@ class Estimate:
 
     def __str__(self) -> str:
         return self.table()
+
+    def _repr_html_(self) -> str:
+        return printed_html(partial(print_estimate, self))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.settings import StepSettings
+from hf_memopt.notebook_output import printed_html
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
 from hf_memopt.recipes.field_checks import check_together
 from hf_memopt.recipes.resolved_arguments import resolve_arguments
@@ -132,12 +133,25 @@ class Recipe:
         return replace(self, **{"reasons": kept, **changed})
 
     def __str__(self) -> str:
-        shown = [item.name for item in fields(self) if item.name not in ("name", "purpose", "reasons")]
-        width = max(map(len, shown))
+        width = max(map(len, self._shown))
         lines = [f"{self.name}: {self.purpose}"]
-        for name in shown:
+        for name in self._shown:
             lines.append(f"  {name:<{width}}  {getattr(self, name)!r:<20}  {self._reason(name)}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from rich import box
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table("setting", "value", "reason", title=escape(f"{self.name}: {self.purpose}"), box=box.SIMPLE_HEAD)
+        for name in self._shown:
+            table.add_row(name, escape(repr(getattr(self, name))), escape(self._reason(name)))
+        return printed_html(lambda console: console.print(table))
+
+    @property
+    def _shown(self) -> list[str]:
+        return [item.name for item in fields(self) if item.name not in ("name", "purpose", "reasons")]
 
     def _reason(self, name: str) -> str:
         default = next(item.default for item in fields(self) if item.name == name)

@@ -10,6 +10,7 @@ Limitations: the cost of attention, which grows with the square of the width, is
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hf_memopt.batching.padding_costs.strategies import (
 )
 from hf_memopt.batching.plan.buckets import LengthBuckets
 from hf_memopt.batching.plan.checks import check_batch_limits, check_counts
+from hf_memopt.notebook_output import printed_html
 
 __all__ = ["Cut", "Histogram", "PaddingReport", "PaddingStrategy", "Suggestion", "padding_report"]
 
@@ -101,6 +103,11 @@ class PaddingReport:
         from hf_memopt.batching.padding_costs.output import report_text
 
         return report_text(self)
+
+    def _repr_html_(self) -> str:
+        from hf_memopt.batching.padding_costs.output import print_report
+
+        return printed_html(partial(print_report, self))
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything for JSON."""

@@ -26,7 +26,7 @@ def report_text(report: PaddingReport) -> str:
     from rich.console import Console
 
     text = io.StringIO()
-    print_report(report, Console(file=text, width=COLUMNS, color_system=None))
+    print_report(report, Console(file=text, width=COLUMNS, color_system=None, force_jupyter=False))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

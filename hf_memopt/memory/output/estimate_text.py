@@ -44,7 +44,7 @@ def estimate_table(estimate: Estimate) -> str:
     from rich.console import Console
 
     text = io.StringIO()
-    print_estimate(estimate, Console(file=text, width=COLUMNS, color_system=None))
+    print_estimate(estimate, Console(file=text, width=COLUMNS, color_system=None, force_jupyter=False))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
