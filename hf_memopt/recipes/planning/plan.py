@@ -12,10 +12,12 @@ not counted, and neither sharding nor the time of communication.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from hf_memopt.memory.models.known import name_on_hub
 from hf_memopt.memory.recording.kept_models import keeping_models
 from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.model_facts import facts_of
@@ -37,13 +39,12 @@ from hf_memopt.recipes.planning.simulation import Simulation
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    import os
-
     from numpy.typing import ArrayLike
     from torch import nn
     from transformers import PretrainedConfig
 
     from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.recipes.planning.script.folder import Written
     from hf_memopt.recipes.recipe import Recipe
 
 __all__ = ["Plan", "plan"]
@@ -71,6 +72,8 @@ class Plan:
         shortfall: where none fits, what is missing and what would fit; None otherwise.
         notes: what was decided or assumed.
         simulations: how many there were, those of shorter rows included.
+        source: what ``from_pretrained`` takes for the model; None for a module or configuration without a name.
+        task: of the model's head; None for one that is unknown.
     """
 
     model: str
@@ -87,6 +90,8 @@ class Plan:
     shortfall: Shortfall | None = None
     notes: tuple[str, ...] = ()
     simulations: int = 0
+    source: str | None = None
+    task: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -118,6 +123,38 @@ class Plan:
         from hf_memopt.recipes.planning.output import plan_json
 
         return plan_json(self)
+
+    def write(
+        self,
+        directory: str | os.PathLike[str],
+        force: bool = False,
+        *,
+        data: str | os.PathLike[str] | None = None,
+        column: str | None = None,
+        tokenizer: str | None = None,
+        made_by: str = "hf_memopt.plan()",
+    ) -> Written:
+        """Write ``train.py``, the training script of the chosen recipe, and ``recipe.json``, the recipe itself.
+
+        Args:
+            directory: made if it does not exist.
+            force: whether files of these names are overwritten.
+            data: the file or folder of rows that the script reads: Parquet, Arrow, JSON Lines or CSV.
+            column: of it, with texts or token ids; None for the likely one.
+            tokenizer: a folder or a name on the Hub; None for the model's own.
+            made_by: the command, for the first lines of the script.
+
+        Returns:
+            The paths, the commands to run next, and what the script leaves to be completed.
+
+        Raises:
+            ValueError: none fits; the folder has such files already; the data has no such column.
+            OSError: a file cannot be written.
+        """
+        from hf_memopt.recipes.planning.script.folder import write_plan
+
+        options = {"data": data, "column": column, "tokenizer": tokenizer}
+        return write_plan(self, directory, force=force, made_by=made_by, **options)
 
     def __str__(self) -> str:
         return self.table()
@@ -218,7 +255,16 @@ def plan(
         shortfall=shortfall,
         notes=tuple(_notes(simulation, texts, chosen, candidates, method, lengths is None and seq_len is None)),
         simulations=simulation.count,
+        source=_name_of(model),
+        task=facts.task,
     )
+
+
+def _name_of(model: nn.Module | PretrainedConfig | str | os.PathLike[str]) -> str | None:
+    """Return what ``from_pretrained`` takes for a model; None for one that was not loaded from anywhere."""
+    if isinstance(model, str | os.PathLike):
+        return name_on_hub(os.fspath(model))
+    return getattr(getattr(model, "config", model), "name_or_path", None) or None
 
 
 def _stages(method: str, facts: ModelFacts, allow: Sequence[str]) -> list[str]:
