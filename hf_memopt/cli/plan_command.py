@@ -92,8 +92,16 @@ def run_plan(options: PlanOptions, console: Console, errors: Console, made_by: s
 def _written(found: Plan, options: PlanOptions, folder: Path, made_by: str) -> str:
     if not found.fits:
         return f"Nothing was written to {folder}: no set-up fits."
-    source = {"data": options.data, "column": options.column, "tokenizer": options.tokenizer}
-    return str(found.write(folder, options.force, made_by=made_by, **source))
+    return str(
+        found.write(
+            folder,
+            options.force,
+            data=options.data,
+            column=options.column,
+            tokenizer=options.tokenizer,
+            made_by=made_by,
+        )
+    )
 
 
 def _check(options: PlanOptions, words: Sequence[str]) -> None:

@@ -153,8 +153,7 @@ class Plan:
         """
         from hf_memopt.recipes.planning.script.folder import write_plan
 
-        options = {"data": data, "column": column, "tokenizer": tokenizer}
-        return write_plan(self, directory, force=force, made_by=made_by, **options)
+        return write_plan(self, directory, force=force, data=data, column=column, tokenizer=tokenizer, made_by=made_by)
 
     def __str__(self) -> str:
         return self.table()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import runpy
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,16 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from transformers import AutoTokenizer
+import transformers
 from typer.testing import CliRunner
 
 import tiny
 from hf_memopt import Plan, Recipe, custom_gpu, estimate_from_arguments, plan, recipe
+from hf_memopt.batching.padding_costs.data_files import DataFile
 from hf_memopt.cli.app import app
+from hf_memopt.devices.gpus import find_gpu
+from hf_memopt.recipes.planning.script.script import ScriptFacts, training_script
+from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
@@ -115,3 +119,192 @@ def test_the_script_of_a_lora_plan_runs_as_it_is(model: Path, work: Path) -> Non
     found = plan(model, gpu=GPU, seq_len=24, effective_batch_size=8, method="lora")
     assert found.recipe.replace(purpose="", reasons={}) == chosen.replace(purpose="", reasons={})
     check_memory(trainer, found)
+
+
+# ---- Other set-ups and tasks
+
+
+def gpu_of(mebibytes: int) -> Any:
+    """Return a GPU with so much for torch's allocator, beside a context."""
+    context_bytes = custom_gpu("1GiB", "8.6").context_bytes or 0
+    return custom_gpu(mebibytes * 2**20 + context_bytes, "8.6", name="a small GPU")
+
+
+SET_UPS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full"},
+    "QLoRA": {"method": "qlora"},
+    "released, bf16 weights": {"method": "full", "goal": "memory", "allow": ("release_clipping", "bf16_weights")},
+    "frozen": {"method": "full", "goal": "memory", "allow": ("freeze",)},
+    "bf16 weights": {"method": "full", "goal": "memory", "allow": ("bf16_weights",)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
+@pytest.mark.parametrize("name", SET_UPS)
+def test_the_script_of_every_method_runs_as_it_is(name: str, model: Path, work: Path) -> None:
+    options = {"seq_len": 24, "effective_batch_size": 4, **SET_UPS[name]}
+    found = plan(model, gpu=gpu_of(200), **options)
+    assert found.chosen is not None
+    written = found.write("run", data="train.jsonl")
+    assert written.script is not None
+    trainer = run_script(written.script)
+    assert trainer.state.global_step == 3 * 6
+    check_against_recipe(trainer, recipe(written.recipe))
+    if not found.recipe.freeze:
+        check_memory(trainer, found)
+
+
+ENCODERS = {
+    "masked-lm": transformers.AutoModelForMaskedLM,
+    "sequence-classification": transformers.AutoModelForSequenceClassification,
+    "token-classification": transformers.AutoModelForTokenClassification,
+    "question-answering": transformers.AutoModelForQuestionAnswering,
+}
+COLUMNS: dict[str, Any] = {  # as the scripts call them before they are completed
+    "token-classification": {"tokens": ["w7", "w8", "w9"], "tags": [0, 1, 2]},
+    "question-answering": {"question": "w5", "context": "w6 w7 w8", "start": 4, "end": 5},
+    "seq2seq": {"text": "w5 w6 w7", "target": "w8"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("task", ENCODERS)
+def test_the_script_of_an_encoder_runs(task: str, method: str, work: Path) -> None:
+    config = tiny.bert_config(num_labels=2 if task == "question-answering" else 3)
+    ENCODERS[task].from_config(config).save_pretrained("model")
+    tiny.tokenizer().save_pretrained("model")
+    found = plan("model", gpu=GPU, seq_len=24, effective_batch_size=8, method=method, task=task)
+    rows_of_task(work, task)
+    written = found.write("run", data="train.jsonl", column=None if task in COLUMNS else "text")
+    assert bool(written.notes) is (task in COLUMNS)
+    script = work / "run/train.py"
+    script.write_text(script.read_text().replace("LABELS = 2", "LABELS = 3"))
+    trainer = run_script(script)
+    assert trainer.state.global_step == 9
+    if "classification" in task:
+        assert trainer.model.config.num_labels == 3
+        check_memory(trainer, found)
+    check_against_recipe(trainer, recipe(written.recipe))
+
+
+def rows_of_task(folder: Path, task: str) -> None:
+    """Replace the file of texts by rows with the columns that a task's script begins with."""
+    if task in COLUMNS:
+        row = {"text": "w5 w6", **COLUMNS[task]}
+        (folder / "train.jsonl").write_text("\n".join([json.dumps(row)] * 24))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_script_of_an_encoder_decoder_runs_where_its_columns_are_named_so(method: str, work: Path) -> None:
+    sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)
+    transformers.T5ForConditionalGeneration(config).save_pretrained("model")
+    tiny.tokenizer().save_pretrained("model")
+    rows_of_task(work, "seq2seq")
+    found = plan("model", gpu=GPU, seq_len=24, effective_batch_size=8, method=method)
+    written = found.write("run", data="train.jsonl", column="text")
+    what = "examples(): the columns of the texts to read and to write"
+    assert written.notes == (f"before you run it, complete in {written.script}: {what}",)
+    trainer = run_script(work / "run/train.py")
+    assert trainer.state.global_step == 9
+    check_against_recipe(trainer, recipe(written.recipe))
+
+
+def completed(script: Path, rows: str, processor: str) -> None:
+    """Put rows in place of the function that the user completes; the tiny models have no processor to load."""
+    text = script.read_text()
+    head, _, rest = text.partition("def examples():")
+    head, _, _ = head.rpartition("processor = ")
+    _, _, tail = rest.partition("\n\n\n")
+    script.write_text(f"{head}from datasets import Dataset\nprocessor = {processor}\nLABELS = 3\n\n\n{rows}\n\n{tail}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_script_of_a_vision_transformer_runs_with_rows_of_ones_own(method: str, work: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ViTConfig(**sizes, image_size=32, num_labels=2)
+    transformers.ViTForImageClassification(config).save_pretrained("model")
+    found = plan("model", gpu=GPU, effective_batch_size=8, method=method)
+    written = found.write("run")
+    assert "LABELS" in written.notes[0]
+    assert written.commands[0].endswith("'datasets[vision]'")
+    rows = 'def examples():\n    row = {"pixel_values": [[[0.5] * 32] * 32] * 3, "labels": 2}\n'
+    completed(work / "run/train.py", rows + "    return Dataset.from_list([row] * 24)\n", "None")
+    trainer = run_script(work / "run/train.py")
+    assert trainer.state.global_step == 9
+    assert trainer.args.remove_unused_columns is False
+    trainer.args.remove_unused_columns = True  # the script's own: its images are read by a transform
+    check_against_recipe(trainer, recipe(written.recipe))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_script_of_whisper_runs_with_rows_of_ones_own(method: str, work: Path) -> None:
+    sizes: dict[str, Any] = {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 64}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    config = transformers.WhisperConfig(vocab_size=100, **sizes, **tokens)
+    transformers.WhisperForConditionalGeneration(config).save_pretrained("model")
+    found = plan("model", gpu=GPU, effective_batch_size=8, method=method)
+    written = found.write("run")
+    assert written.commands[0].endswith("'datasets[audio]'")
+    rows = 'def examples():\n    row = {"input_features": [[0.5] * 32] * 8, "labels": [3, 7, 8, 2]}\n'
+    completed(work / "run/train.py", rows + "    return Dataset.from_list([row] * 24)\n", "None")
+    trainer = run_script(work / "run/train.py")
+    assert trainer.state.global_step == 9
+    check_against_recipe(trainer, recipe(written.recipe))
+
+
+# ---- Layout
+
+
+def scripts_of_all_set_ups(every: int) -> Iterator[str]:
+    """Yield the script of every n-th set-up of each task and GPU, with files of all kinds."""
+    paths = ("train.jsonl", 'a "strange" path', "a/path/that/is/too/long/for/one/line/of/a/script/of/88/columns/rows")
+    files = [DataFile(path, "json", False, False, "text", True, ("text", "label")) for path in paths]
+    files += [DataFile("ids", "parquet", True, False, "ids", False, ("ids", "labels"))]
+    files += [DataFile("saved", "arrow", True, True, "text", True, ("text",))]
+    number = 0
+    for task in ("causal-lm", *ENCODERS, "seq2seq", "speech-seq2seq", "image-classification"):
+        for gpu in map(find_gpu, (GPU, "T4")):
+            facts = ModelFacts(task, is_tied=True, layers=4)
+            for one in (one for stage in METHODS for one in set_ups(stage, facts, gpu, 32)):
+                number += 1
+                if number % every:
+                    continue
+                told = ScriptFacts(
+                    name="organisation/model",
+                    task=task,
+                    seq_len=None if task == "image-classification" else 512,
+                    accumulation_steps=32,
+                    world_size=1 + number % 2,
+                    output_dir="run/out",
+                    heading=("A script.", "Made by: hf-memopt plan " + "--allow freeze " * (number % 9)),
+                    file=[None, *files][number % 6],
+                    tokenizer=None if number % 4 else "a tokenizer",
+                    cut="; 3.9% are longer, and cut",
+                )
+                yield training_script(one.recipe, told)[0]
+
+
+METHODS = ("full", "freeze", "lora", "qlora")
+RUFF = ("check", "check --select E4,E5,E7,E9,F,W,I,UP,B,C4,SIM,RUF --line-length 120", "format --check")
+
+
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
+def test_scripts_pass_ruff_at_any_length_of_line(every: int, tmp_path: Path) -> None:
+    ruff = pytest.importorskip("ruff")
+    for number, text in enumerate(scripts_of_all_set_ups(every)):
+        (tmp_path / f"train_{number}.py").write_text(text)
+        lines = [line for line in text.splitlines() if line and not line.strip().startswith("#")]
+        assert 45 <= len(lines) <= 95
+    assert number > 40
+    for options in (*RUFF, "format --check --line-length 120"):
+        command = [ruff.find_ruff_bin(), *options.split(), "--isolated", "--no-cache", "."]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[:2000]

@@ -128,30 +128,30 @@ ENCODERS = {
     "seq2seq": (
         "the columns of the texts to read and to write",
         """
-        found = tokenizer(rows[{column}], truncation=True, max_length=LENGTH)
-        wanted = tokenizer(text_target=rows["target"], truncation=True, max_length=LENGTH)
+        cut = {{"truncation": True, "max_length": LENGTH}}
+        found = tokenizer(rows[{column}], **cut)
+        wanted = tokenizer(text_target=rows["target"], **cut)
         return {{**found, "labels": wanted["input_ids"]}}
         """,
     ),
     "token-classification": (
         "the columns of the words and of their classes, and LABELS",
         """
-        found = tokenizer(
-            rows["tokens"], is_split_into_words=True, truncation=True, max_length=LENGTH
-        )
-        found["labels"] = [
-            [-100 if word is None else tags[word] for word in found.word_ids(i)]
-            for i, tags in enumerate(rows["tags"])
-        ]
+        cut = {{"truncation": True, "max_length": LENGTH}}
+        found = tokenizer(rows["tokens"], is_split_into_words=True, **cut)
+        found["labels"] = []
+        for i, tags in enumerate(rows["tags"]):
+            words = found.word_ids(i)  # None for special tokens
+            labels = [-100 if word is None else tags[word] for word in words]
+            found["labels"].append(labels)
         return found
         """,
     ),
     "question-answering": (
-        "start_positions and end_positions, the tokens between which the answer stands",
+        "the columns, and the tokens where an answer starts and ends",
         """
-        found = tokenizer(
-            rows["question"], rows["context"], truncation=True, max_length=LENGTH
-        )
+        texts = rows["question"], rows["context"]
+        found = tokenizer(*texts, truncation=True, max_length=LENGTH)
         found["start_positions"] = rows["start"]
         found["end_positions"] = rows["end"]
         return found
@@ -171,7 +171,7 @@ ENCODERS = {
         sounds = [sound["array"] for sound in rows["audio"]]
         found = processor.feature_extractor(sounds, sampling_rate=RATE)
         wanted = processor.tokenizer(rows["text"], truncation=True, max_length=LENGTH)
-        return {{"input_features": found["input_features"], "labels": wanted["input_ids"]}}
+        return {{**found, "labels": wanted["input_ids"]}}
         """,
     ),
 }
@@ -186,6 +186,7 @@ def _filled_in_rows(task: str, file: DataFile | None) -> Rows:
     labels = "LABELS" if task in ("token-classification", "image-classification") else ""
     imports = _datasets(file)
     if task == "image-classification":
+        imports = {"datasets": ("load_dataset",)}
         lines += ['    data = load_dataset("imagefolder", data_dir="images", split="train")']
         lines += ["    return data.with_transform(encode)"]
     elif task == "speech-seq2seq":

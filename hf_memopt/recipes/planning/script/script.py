@@ -102,8 +102,14 @@ def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, str]:
 
 
 def _comment(text: str) -> list[str]:
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, COLUMNS, initial_indent="# ", subsequent_indent="#   ", **options)
+    return textwrap.wrap(
+        text,
+        COLUMNS,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _imports(recipe: Recipe, facts: ScriptFacts, rows: Rows, precision: str) -> list[str]:
@@ -235,8 +241,9 @@ def _trainer(recipe: Recipe, facts: ScriptFacts, rows: Rows, precision: str) -> 
         Argument(f"train_dataset={train}", "rows of like lengths together" if rows.sorted else ""),
         Argument(f"eval_dataset={test}"),
     ]
-    if recipe.gradient_release or recipe.rounding != "nearest":
-        found.append(_optimizer(recipe))
+    optimizer = _optimizer(recipe)
+    if optimizer:
+        found.append(Argument("optimizer_cls_and_kwargs=optimizer"))
     callbacks = [
         Argument(f"hf_memopt.{_source_of(one)}", _reason_of_callback(recipe, one))
         for one in callbacks_of(recipe, recipe.optim)
@@ -244,7 +251,7 @@ def _trainer(recipe: Recipe, facts: ScriptFacts, rows: Rows, precision: str) -> 
     ]
     found.append(Argument("callbacks=[", items=callbacks))
     save = call("trainer.save_model", [Argument(quoted(f"{facts.output_dir}/final"))])
-    return [*call("trainer = Trainer", found), "hf_memopt.attach(trainer).train()", *save]
+    return [*optimizer, *call("trainer = Trainer", found), "hf_memopt.attach(trainer).train()", *save]
 
 
 def _padding(recipe: Recipe) -> list[str]:
@@ -260,13 +267,15 @@ def _collator(recipe: Recipe, facts: ScriptFacts, rows: Rows) -> str:
     return f"hf_memopt.BucketedCollator({', '.join(['tokenizer', *own, *_padding(recipe)])})"
 
 
-def _optimizer(recipe: Recipe) -> Argument:
-    rounding = "" if recipe.rounding == "nearest" else f", rounding={quoted(recipe.rounding)}"
-    make = f"released_optimizer(args, model{rounding})"
-    reason = recipe.reason_of("gradient_release")
-    if not recipe.gradient_release:
-        make, reason = f"rounded_optimizer(args, model, {quoted(recipe.rounding)})", recipe.reason_of("rounding")
-    return Argument(f"optimizer_cls_and_kwargs=hf_memopt.{make}", reason)
+def _optimizer(recipe: Recipe) -> list[str]:
+    """Return the lines of an optimizer that stock's arguments do not name."""
+    rounding = [Argument(f"rounding={quoted(recipe.rounding)}")] if recipe.rounding != "nearest" else []
+    given = [Argument("args"), Argument("model"), *rounding]
+    if recipe.gradient_release:
+        return call("optimizer = hf_memopt.released_optimizer", given, recipe.reason_of("gradient_release"))
+    if rounding:
+        return call("optimizer = hf_memopt.rounded_optimizer", given, recipe.reason_of("rounding"))
+    return []
 
 
 def _source_of(callback: TrainerCallback) -> str:
