@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import tiny
 from hf_memopt import Plan, Recipe, plan, recipe
 from hf_memopt.cli.app import app
+from hf_memopt.memory.models.known import name_on_hub
 from hf_memopt.recipes.planning import plan as planning
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -126,6 +127,22 @@ def test_a_model_without_a_name_and_a_head_without_a_script_are_said(found: Plan
         "  pip install hf-memopt"
     )
     assert recipe(other.recipe) == choice.recipe
+
+
+@pytest.mark.parametrize(
+    ("typed", "loaded"),
+    [
+        ("gpt2", "openai-community/gpt2"),
+        ("T5-base", "google-t5/t5-base"),
+        ("Mistral-7B", "mistralai/Mistral-7B-v0.3"),
+        ("llama-3.2-1b-instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct"),
+        ("vit-base", "google/vit-base-patch16-224"),
+        ("my/model", "my/model"),
+    ],
+)
+def test_a_well_known_name_is_loaded_with_its_organisation(typed: str, loaded: str) -> None:
+    assert name_on_hub(typed) == loaded
 
 
 # ---- recipe.json

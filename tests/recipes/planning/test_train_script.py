@@ -17,7 +17,7 @@ import transformers
 from typer.testing import CliRunner
 
 import tiny
-from hf_memopt import Plan, Recipe, custom_gpu, estimate_from_arguments, plan, recipe
+from hf_memopt import Recipe, custom_gpu, estimate_from_arguments, plan, recipe
 from hf_memopt.batching.padding_costs.data_files import DataFile
 from hf_memopt.cli.app import app
 from hf_memopt.devices.gpus import find_gpu
@@ -90,22 +90,20 @@ def check_against_recipe(trainer: Any, chosen: Recipe) -> None:
     assert trainer.optimizer_cls_and_kwargs == built.optimizer_cls_and_kwargs
 
 
-def check_memory(trainer: Any, found: Plan) -> None:
-    """Hold the estimate of the script's own model and arguments against the plan's."""
-    chosen, one = found.recipe, found.chosen
-    assert one is not None
+def check_memory(trainer: Any, chosen: Recipe, told: dict[str, Any], gpu: Any) -> None:
+    """Hold the estimate of the script's own model and arguments against what the plan told, ``Candidate.as_dict()``."""
     names = ("autocast_cache", "fused_cross_entropy", "sparse_tied_embedding", "gradient_release", "rounding")
     settings = {name: getattr(chosen, name) for name in names}
-    itself = estimate_from_arguments(trainer.model, trainer.args, one.seq_len, gpu=found.gpu, **settings)
-    assert itself.components == one.components
-    assert itself.total_bytes == one.total_bytes
+    itself = estimate_from_arguments(trainer.model, trainer.args, told["seq_len"], gpu=gpu, **settings)
+    assert itself.components == told["components"]
+    assert itself.total_bytes == told["total_bytes"]
 
 
 def test_the_script_of_a_lora_plan_runs_as_it_is(model: Path, work: Path) -> None:
     options = ("--gpu", GPU, "--data", "train.jsonl", "--effective-batch", "8", "--method", "lora", "--write", "run")
-    done = CliRunner().invoke(app, ["plan", str(model), *options])
+    done = CliRunner().invoke(app, ["plan", str(model), *options, "--json"])
     assert done.exit_code == 0, done.output
-    assert done.output.splitlines()[-3:] == [
+    assert done.stderr.splitlines()[-3:] == [
         "Written: run/train.py and run/recipe.json",
         "  pip install 'hf-memopt[peft]'",
         "  python run/train.py",
@@ -114,11 +112,10 @@ def test_the_script_of_a_lora_plan_runs_as_it_is(model: Path, work: Path) -> Non
     assert trainer.state.global_step == 3 * 3  # 3 epochs of 23 rows
     assert (work / "run/out/final/adapter_model.safetensors").is_file()
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    chosen = recipe("run/recipe.json")
+    chosen, told = recipe("run/recipe.json"), json.loads(done.stdout)["chosen"]
+    assert json.loads(chosen.to_json()) == told["recipe"]
     check_against_recipe(trainer, chosen)
-    found = plan(model, gpu=GPU, seq_len=24, effective_batch_size=8, method="lora")
-    assert found.recipe.replace(purpose="", reasons={}) == chosen.replace(purpose="", reasons={})
-    check_memory(trainer, found)
+    check_memory(trainer, chosen, told, GPU)
 
 
 # ---- Other set-ups and tasks
@@ -152,7 +149,7 @@ def test_the_script_of_every_method_runs_as_it_is(name: str, model: Path, work: 
     assert trainer.state.global_step == 3 * 6
     check_against_recipe(trainer, recipe(written.recipe))
     if not found.recipe.freeze:
-        check_memory(trainer, found)
+        check_memory(trainer, found.recipe, found.chosen.as_dict(), found.gpu)
 
 
 ENCODERS = {
@@ -183,9 +180,10 @@ def test_the_script_of_an_encoder_runs(task: str, method: str, work: Path) -> No
     script.write_text(script.read_text().replace("LABELS = 2", "LABELS = 3"))
     trainer = run_script(script)
     assert trainer.state.global_step == 9
+    assert found.chosen is not None
     if "classification" in task:
         assert trainer.model.config.num_labels == 3
-        check_memory(trainer, found)
+        check_memory(trainer, found.recipe, found.chosen.as_dict(), found.gpu)
     check_against_recipe(trainer, recipe(written.recipe))
 
 

@@ -64,9 +64,11 @@ def rows_of(task: str, file: DataFile | None, tokenizer: str | None) -> Rows:
         lines += commented(pad, "decoders have none")
     make = _known_rows if task in KNOWN else _filled_in_rows
     found = make(task, file)
-    split = [*found.lines, f"data = data.train_test_split({EVALUATED}, seed=0)"]
+    split = commented(f"data = data.train_test_split({EVALUATED}, seed=0)", f"{EVALUATED:.0%} for evaluation")
     imports = {**found.imports, "transformers": (auto,)}
-    return Rows([*lines, *split], imports, variable, found.labels, found.to_fill_in, task not in WITHOUT_VIEWS)
+    return Rows(
+        [*lines, *found.lines, *split], imports, variable, found.labels, found.to_fill_in, task not in WITHOUT_VIEWS
+    )
 
 
 # ---- Known rows

@@ -118,6 +118,7 @@ def _imports(recipe: Recipe, facts: ScriptFacts, rows: Rows, precision: str) -> 
         names.setdefault(module, set()).update(more)
     if recipe.load_in is not None:
         names["transformers"].add("BitsAndBytesConfig")
+        names |= {"accelerate": {"PartialState"}} if facts.world_size > 1 else {}
     if recipe.lora is not None:
         names["peft"] = {"LoraConfig", "get_peft_model"}
     if facts.task == "speech-seq2seq":
@@ -147,6 +148,8 @@ def _model(recipe: Recipe, facts: ScriptFacts, rows: Rows) -> list[str]:
         lines += call("quantization = BitsAndBytesConfig", _options(options), recipe.reason_of("load_in"))
         arguments.append(Argument("quantization_config=quantization"))
         reason = ""
+    if recipe.load_in is not None and facts.world_size > 1:  # each process puts its quantised weights on its own GPU
+        arguments.append(Argument('device_map={"": PartialState().local_process_index}'))
     if recipe.attn_implementation != "sdpa":  # what stock chooses itself
         arguments.append(Argument(f"attn_implementation={quoted(recipe.attn_implementation)}"))
     if rows.labels:
