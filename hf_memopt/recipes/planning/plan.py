@@ -12,15 +12,13 @@ not counted, and neither sharding nor the time of communication.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hf_memopt.memory.models.known import name_on_hub
 from hf_memopt.memory.recording.kept_models import keeping_models
 from hf_memopt.recipes.planning.candidates import Candidate
-from hf_memopt.recipes.planning.model_facts import facts_of
+from hf_memopt.recipes.planning.model_facts import facts_of, name_to_load
 from hf_memopt.recipes.planning.nearest import Shortfall, shortfall_of
 from hf_memopt.recipes.planning.reasons import with_reasons
 from hf_memopt.recipes.planning.request import (
@@ -39,6 +37,8 @@ from hf_memopt.recipes.planning.simulation import Simulation
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
+    import os
+
     from numpy.typing import ArrayLike
     from torch import nn
     from transformers import PretrainedConfig
@@ -254,16 +254,9 @@ def plan(
         shortfall=shortfall,
         notes=tuple(_notes(simulation, texts, chosen, candidates, method, lengths is None and seq_len is None)),
         simulations=simulation.count,
-        source=_name_of(model),
+        source=name_to_load(model),
         task=facts.task,
     )
-
-
-def _name_of(model: nn.Module | PretrainedConfig | str | os.PathLike[str]) -> str | None:
-    """Return what ``from_pretrained`` takes for a model; None for one that was not loaded from anywhere."""
-    if isinstance(model, str | os.PathLike):
-        return name_on_hub(os.fspath(model))
-    return getattr(getattr(model, "config", model), "name_or_path", None) or None
 
 
 def _stages(method: str, facts: ModelFacts, allow: Sequence[str]) -> list[str]:

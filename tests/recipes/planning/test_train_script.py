@@ -31,7 +31,10 @@ pytestmark = [
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
 GPU = "RTX 3060 12GB"
-OF_THE_SCRIPT = ("learning_rate", "num_train_epochs", "eval_strategy", "save_strategy", "logging_steps", "use_cpu")
+OF_THE_SCRIPT = (
+    *("learning_rate", "num_train_epochs", "eval_strategy", "save_strategy", "save_total_limit", "logging_steps"),
+    "use_cpu",
+)
 """The arguments that a recipe does not have."""
 
 

@@ -214,7 +214,8 @@ def _arguments(recipe: Recipe, facts: ScriptFacts, rows: Rows, precision: str) -
         for name in sorted(of_evaluation, reverse=True)
         if stock[name] is not None
     ]
-    found += [Argument('eval_strategy="epoch"'), Argument('save_strategy="epoch"'), Argument("logging_steps=10")]
+    usual = ('eval_strategy="epoch"', 'save_strategy="epoch"', "save_total_limit=2", "logging_steps=10")
+    found += map(Argument, usual)
     if facts.task == "image-classification":
         found.append(Argument("remove_unused_columns=False", "the images are read by examples()"))
     return call("args = TrainingArguments", found)
