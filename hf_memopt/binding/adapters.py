@@ -24,7 +24,7 @@ from hf_memopt.errors import MissingExtraError, nearest
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-__all__ = ["AUTO_TARGETS", "add_adapters", "without_warnings_of_peft"]
+__all__ = ["AUTO_TARGETS", "adapter_options", "add_adapters", "without_warnings_of_peft"]
 
 AUTO_TARGETS = "auto"
 """As ``lora_targets``: all linear layers but the head."""
@@ -59,7 +59,7 @@ def add_adapters(
         MissingExtraError: peft is not installed.
     """
     try:
-        from peft import get_peft_model
+        from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise MissingExtraError("peft", extra="peft", purpose=f"lora={lora!r}") from error
     if hasattr(model, "peft_config"):
@@ -69,7 +69,9 @@ def add_adapters(
         )
     if targets != AUTO_TARGETS:
         _check_targets(model, targets)
-    config: Any = _config(model, lora, alpha, targets) if isinstance(lora, int) else copy.deepcopy(lora)
+    config: Any = copy.deepcopy(lora)
+    if isinstance(lora, int):
+        config = LoraConfig(**adapter_options(task_of(model), lora, alpha=alpha, targets=targets))
     with without_warnings_of_peft():
         try:
             adapted: nn.Module = get_peft_model(model, config)
@@ -101,18 +103,23 @@ def without_warnings_of_peft() -> Iterator[None]:
         yield
 
 
-def _config(model: nn.Module, rank: int, alpha: int | None, targets: str | tuple[str, ...]) -> LoraConfig:
-    from peft import LoraConfig
+def adapter_options(
+    task: str | None, rank: int, *, alpha: int | None = None, targets: str | tuple[str, ...] = AUTO_TARGETS
+) -> dict[str, Any]:
+    """Return the options of PEFT's ``LoraConfig`` for a model with a head for ``task``.
 
-    task = task_of(model)
+    Example:
+        >>> adapter_options("causal-lm", 8)
+        {'r': 8, 'lora_alpha': 16, 'target_modules': 'all-linear', 'task_type': 'CAUSAL_LM', 'modules_to_save': None}
+    """
     heads = NEW_HEADS.get(task or "")  # trained whole: PEFT 0.21 would put adapters on some first, and then refuse
-    return LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank if alpha is None else alpha,
-        target_modules="all-linear" if isinstance(targets, str) else list(targets),
-        task_type=_TASK_TYPES.get(task or ""),
-        modules_to_save=None if heads is None else list(heads),
-    )
+    return {
+        "r": rank,
+        "lora_alpha": 2 * rank if alpha is None else alpha,
+        "target_modules": "all-linear" if isinstance(targets, str) else list(targets),
+        "task_type": _TASK_TYPES.get(task or ""),
+        "modules_to_save": None if heads is None else list(heads),
+    }
 
 
 def _check_targets(model: nn.Module, targets: str | tuple[str, ...]) -> None:

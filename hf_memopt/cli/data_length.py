@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_memopt.batching.padding_costs.data_files import FileLengths, file_lengths
-from hf_memopt.memory.models.known import known_models, known_name
+from hf_memopt.memory.models.known import name_on_hub
 
 __all__ = ["length_of_data", "lengths_of_data"]
 
@@ -60,10 +60,8 @@ def _percentile_99(lengths: NDArray[np.int32]) -> int:
 
 
 def _counted_by_model(model: str, path: Path, column: str | None) -> FileLengths:
-    known = known_name(model)
-    name = model if known is None or Path(model).is_dir() else f"{known_models()[known]['organisation']}/{known}"
     try:
-        return file_lengths(path, column=column, tokenizer=name)
+        return file_lengths(path, column=column, tokenizer=name_on_hub(model))
     except ValueError as error:
         if not str(error).startswith("tokenizer="):
             raise

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_memopt.cli.command import flags_of
+from hf_memopt.cli.command import flags_of, typed_command
 
 __all__ = ["EXAMPLES", "AsJson", "estimate", "plan"]
 
@@ -161,6 +161,7 @@ def estimate(
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="A well-known name, a folder with config.json, or an id on the hub.")],
     gpu: Annotated[
         str | None, typer.Option("-g", "--gpu", help="A name such as 'RTX 3060 12GB', or a size such as 8GB.")
@@ -179,6 +180,10 @@ def plan(
     ] = None,
     world_size: Annotated[int, typer.Option(min=1, help="GPUs that train together, each with the whole model.")] = 1,
     task: Annotated[str | None, typer.Option(help="The head to build; the usual one by default.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the training script and the recipe to this folder.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what --write wrote before.")] = False,
     json_output: AsJson = False,
 ) -> None:
     """Find the fastest set-up that fits a GPU.
@@ -189,21 +194,5 @@ def plan(
 
     from hf_memopt.cli.plan_command import PlanOptions, run_plan
 
-    words = tuple(word for text in allow or () for word in text.split(","))
-    options = PlanOptions(
-        model,
-        gpu=gpu,
-        budget=budget,
-        data=data,
-        column=column,
-        tokenizer=tokenizer,
-        seq_len=seq_len,
-        effective_batch=effective_batch,
-        goal=goal,
-        method=method,
-        allow=words,
-        world_size=world_size,
-        task=task,
-        json_output=json_output,
-    )
-    raise typer.Exit(run_plan(options, Console(), Console(stderr=True)))
+    options = PlanOptions(**{item.name: context.params[item.name] for item in fields(PlanOptions)})
+    raise typer.Exit(run_plan(options, Console(), Console(stderr=True), typed_command(context)))

@@ -5,6 +5,7 @@ The options are checked without importing torch or transformers, as those of ``e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +13,14 @@ from typing import TYPE_CHECKING
 from hf_memopt.cli.progress import spinner
 from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, checked_word, read_gpu
+from hf_memopt.recipes.planning.script.folder import check_folder
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from rich.console import Console
+
+    from hf_memopt.recipes.planning.plan import Plan
 
 __all__ = ["PlanOptions", "run_plan"]
 
@@ -37,24 +41,28 @@ class PlanOptions:
     effective_batch: int = 32
     goal: str = "speed"
     method: str = "auto"
-    allow: tuple[str, ...] = ()
+    allow: Sequence[str] | None = None
     world_size: int = 1
     task: str | None = None
+    write: Path | None = None
+    force: bool = False
     json_output: bool = False
 
 
-def run_plan(options: PlanOptions, console: Console, errors: Console) -> int:
-    """Print the plan and return the exit code: 0 if a set-up fits, else 1.
+def run_plan(options: PlanOptions, console: Console, errors: Console, made_by: str = "hf-memopt plan") -> int:
+    """Print the plan, write what is asked for, and return the exit code: 0 if a set-up fits, else 1.
 
     Args:
         options: of the command.
         console: of standard output.
         errors: of standard error, which shows the progress if it is a terminal.
+        made_by: the command, for the script.
 
     Raises:
         ValueError: invalid options, or a model that cannot be planned for.
     """
-    _check(options)
+    words = tuple(word for text in options.allow or () for word in text.split(","))
+    _check(options, words)
     with spinner(f"planning {options.model}", errors, shown=not options.json_output) as announce:
         from hf_memopt.recipes.planning.plan import plan
 
@@ -68,29 +76,53 @@ def run_plan(options: PlanOptions, console: Console, errors: Console) -> int:
             effective_batch_size=options.effective_batch,
             goal=options.goal,
             method=options.method,
-            allow=options.allow,
+            allow=words,
             world_size=options.world_size,
             task=options.task,
             announce=announce,
         )
     text = found.to_json() if options.json_output else found.table(console.width)
     console.out(text, highlight=False)
+    if options.write is not None:
+        said = errors if options.json_output else console  # standard output is JSON alone
+        said.out(_written(found, options, options.write, made_by), highlight=False)
     return FITS if found.fits else DOES_NOT_FIT
 
 
-def _check(options: PlanOptions) -> None:
+def _written(found: Plan, options: PlanOptions, folder: Path, made_by: str) -> str:
+    if not found.fits:
+        return f"Nothing was written to {folder}: no set-up fits."
+    return str(
+        found.write(
+            folder,
+            options.force,
+            data=options.data,
+            column=options.column,
+            tokenizer=options.tokenizer,
+            made_by=made_by,
+        )
+    )
+
+
+def _check(options: PlanOptions, words: Sequence[str]) -> None:
     checked_word("goal", options.goal, GOALS)
     checked_word("method", options.method, METHODS)
     checked_batch(options.effective_batch, options.world_size)
     check_task(options.task)
     if options.gpu is not None or options.budget is not None:
-        checked_allow(options.allow, options.method, read_gpu(options.gpu or options.budget, options.budget))
+        checked_allow(words, options.method, read_gpu(options.gpu or options.budget, options.budget))
     for name in ("column", "tokenizer"):
         if options.data is None and getattr(options, name) is not None:
             raise ValueError(
                 f"{name}={getattr(options, name)!r} is for a data file, and there is none; expected both. "
                 "Pass --data FILE"
             )
+    if options.write is not None:
+        check_folder(options.write, force=options.force)
+    elif options.force:
+        raise ValueError(
+            "force=True has nothing to overwrite: no folder is given; expected both. Pass --write DIR --force"
+        )
     find_config(options.model)
 
 

@@ -7,7 +7,9 @@ They are set-ups for encoders: each purpose line says what it holds at which len
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -159,19 +161,19 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
 COVERED_FRACTION = 0.92
 
 
-def recipe(name: str, model: Any = None, *, seq_len: int | None = None) -> Recipe:
+def recipe(name: str | os.PathLike[str], model: Any = None, *, seq_len: int | None = None) -> Recipe:
     """Return a preset as a ``Recipe``; ``"auto"`` looks at the machine and returns the one that suits it.
 
     Args:
-        name: of the preset.
+        name: of the preset; or the path of a ``recipe.json`` that ``Plan.write`` has written, which is read as it is.
         model: that it must hold: the preset as it is where an estimate says that it does, else what ``plan`` chooses:
             full training, else LoRA, else QLoRA; every choice has its reason. A module, a configuration, a folder or a
             name, as for ``estimate``. None for the preset as it is.
         seq_len: tokens of the longest row, for ``model``; None for 512, or what the model takes.
 
     Raises:
-        ValueError: no such preset; the message names the nearest and all of them. Nothing makes the model fit, or it
-            cannot be estimated.
+        ValueError: no such preset; the message names the nearest and all of them. A file that is no recipe. Nothing
+            makes the model fit, or it cannot be estimated.
 
     Example:
         >>> recipe("4gb-gpu").checkpointing
@@ -182,6 +184,8 @@ def recipe(name: str, model: Any = None, *, seq_len: int | None = None) -> Recip
             f"seq_len={seq_len!r} is the length of a model's texts, and model=None; expected both. "
             "Call: recipe('8gb-gpu', model='Llama-3.2-1B', seq_len=512)"
         )
+    if isinstance(name, os.PathLike) or str(name).endswith(".json"):
+        return _from_file(name, model)
     if name == "auto":
         return _for_this_machine() if model is None else _fitting_here(model, seq_len)
     if name not in PRESETS:
@@ -195,6 +199,27 @@ def recipe(name: str, model: Any = None, *, seq_len: int | None = None) -> Recip
     from hf_memopt.recipes.fitting import fitting_recipe
 
     return fitting_recipe(PRESETS[name], model, seq_len=seq_len, gpu=_smallest_gpu(name))
+
+
+def _from_file(path: str | os.PathLike[str], model: Any) -> Recipe:
+    name = os.fspath(path)
+    if model is not None:
+        raise ValueError(
+            f"name={name!r} is a recipe for one model already, and another is given; expected only the file. "
+            f"Call: recipe({name!r}), or plan(model, gpu=...)"
+        )
+    try:
+        text = Path(name).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ValueError(
+            f"name={name!r} cannot be read ({cause}); expected a file that Plan.write has written. "
+            "Call: plan(model, gpu=...).write('run')"
+        ) from error
+    try:
+        return Recipe.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"name={name!r} holds no recipe: {error}") from error
 
 
 def _fitting_here(model: Any, seq_len: int | None) -> Recipe:

@@ -8,14 +8,17 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from hf_memopt import __version__
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
-from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
+from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.notebook_output import printed_html
-from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
+from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object, parse_object, shown
 from hf_memopt.recipes.field_checks import check_together
 from hf_memopt.recipes.resolved_arguments import resolve_arguments
 
@@ -30,6 +33,8 @@ __all__ = ["Recipe"]
 
 logger = logging.getLogger(__name__)
 
+FORMAT = 1
+"""Of the JSON text; a higher one has fields or values that this version does not know."""
 PRECISION_REASON = "follows the GPU: bf16 where it is native, else fp16 with fp32 weights, else fp32"
 
 
@@ -136,7 +141,7 @@ class Recipe:
         width = max(map(len, self._shown))
         lines = [f"{self.name}: {self.purpose}"]
         for name in self._shown:
-            lines.append(f"  {name:<{width}}  {getattr(self, name)!r:<20}  {self._reason(name)}")
+            lines.append(f"  {name:<{width}}  {getattr(self, name)!r:<20}  {self.reason_of(name)}")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -146,14 +151,15 @@ class Recipe:
 
         table = Table("setting", "value", "reason", title=escape(f"{self.name}: {self.purpose}"), box=box.SIMPLE_HEAD)
         for name in self._shown:
-            table.add_row(name, escape(repr(getattr(self, name))), escape(self._reason(name)))
+            table.add_row(name, escape(repr(getattr(self, name))), escape(self.reason_of(name)))
         return printed_html(lambda console: console.print(table))
 
     @property
     def _shown(self) -> list[str]:
         return [item.name for item in fields(self) if item.name not in ("name", "purpose", "reasons")]
 
-    def _reason(self, name: str) -> str:
+    def reason_of(self, name: str) -> str:
+        """Return why a field has its value: the recipe's own reason, else that of its default."""
         default = next(item.default for item in fields(self) if item.name == name)
         why = self.reasons.get(name)
         if why is None:
@@ -162,14 +168,15 @@ class Recipe:
 
     def to_json(self) -> str:
         """Return the recipe as JSON text, for ``from_json``."""
-        return json.dumps({**asdict(self), "reasons": dict(self.reasons)}, indent=2)
+        return json.dumps({"format": FORMAT, **asdict(self), "reasons": dict(self.reasons)}, indent=2)
 
     @staticmethod
     def from_json(text: str) -> Recipe:
         """Return the recipe that ``to_json`` wrote.
 
         Raises:
-            ValueError: the text is not a JSON object, a field is unknown or missing, or its value does not fit.
+            ValueError: the text is not a JSON object, or of a newer version of this package; a field is unknown or
+                missing, or its value does not fit.
         """
         try:
             values = parse_object(text)
@@ -178,7 +185,17 @@ class Recipe:
                 f"text={shown(text)} is not a recipe ({error}); expected what Recipe.to_json() returns. "
                 "Write it anew: recipe('4gb-gpu').to_json()"
             ) from None
-        return from_object(Recipe, values)
+        found = values.pop("format", FORMAT)
+        check_value("format", found, Count, FORMAT)
+        if found > FORMAT:
+            raise ValueError(
+                f"format={found} is that of a newer hf-memopt than {__version__}; expected {FORMAT} at most. "
+                "Call: pip install --upgrade hf-memopt"
+            )
+        read = from_object(Recipe, values)
+        with suppress(NotEstimableError):  # which may be trained with all the same
+            check_optimizer(read.optim)
+        return read
 
     # ---- What it turns into -----------------------------------------------------------------------------------------
 
@@ -357,6 +374,6 @@ DEFAULT_REASONS = {
     "eval_accumulation_steps": "logits stay on the GPU until evaluation ends",
     "dataloader_num_workers": "padding from Arrow is cheap beside a training step",
     "autocast_cache": "a weight is cast once per pass",
-    "micro_batching": "a batch that is too large is cut, and the step repeated, instead of the run lost",
+    "micro_batching": "out of memory: the batch is cut, and the step repeated",
     "memory_report": "the log has the peak of each phase",
 }

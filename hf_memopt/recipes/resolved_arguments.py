@@ -13,7 +13,7 @@ from hf_memopt.recipes.effective_batch import cut_effective_batch, process_count
 if TYPE_CHECKING:
     from hf_memopt.recipes.recipe import Recipe
 
-__all__ = ["resolve_arguments", "sixteen_bits_here", "weights_dtype_here"]
+__all__ = ["resolve_arguments", "sixteen_bits_here", "stock_arguments", "weights_dtype_here"]
 
 
 def resolve_arguments(
@@ -26,19 +26,17 @@ def resolve_arguments(
     """
     from hf_memopt.devices.precision_support import accelerator_type
     from hf_memopt.recipes.trainer_inputs import check_argument_names
+    from hf_memopt.techniques.checkpointing.policies import check_offload
 
     check_argument_names(overrides)
     use_cpu = bool(overrides.get("use_cpu", False))
     on_cpu = use_cpu or accelerator_type() == "cpu"
-    arguments: dict[str, Any] = {
-        "per_device_eval_batch_size": recipe.per_device_eval_batch_size,
-        "optim": recipe.optim,
-        "eval_accumulation_steps": recipe.eval_accumulation_steps,
-        "dataloader_num_workers": recipe.dataloader_num_workers,
-    }
+    arguments = stock_arguments(recipe)
     changes = []
-    if recipe.checkpointing and not any(name.endswith("_checkpointing") for name in overrides):
-        arguments.update(_checkpointing(recipe, on_cpu))
+    if any(name.endswith("_checkpointing") for name in overrides):
+        arguments = {name: value for name, value in arguments.items() if "_checkpointing" not in name}
+    elif recipe.offload:
+        check_offload(on_cpu=on_cpu)
     if on_cpu and "dataloader_pin_memory" not in overrides:
         arguments["dataloader_pin_memory"] = False
         changes.append(Change("dataloader_pin_memory", True, False, "there is no accelerator to copy to"))
@@ -51,7 +49,7 @@ def resolve_arguments(
     if recipe.gradient_release:
         preferred = recipe.per_device_train_batch_size, 1
         effective = _released_batch(recipe, effective_batch_size, overrides, changes)
-        overrides = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1, **overrides}
+        overrides = {"gradient_accumulation_steps": 1, **overrides}
     batch, why = cut_effective_batch(effective, preferred, overrides)
     arguments.update(batch)
     if why is not None:
@@ -64,13 +62,19 @@ def resolve_arguments(
     return arguments, tuple(changes)
 
 
-def _checkpointing(recipe: Recipe, on_cpu: bool) -> dict[str, Any]:
-    if not recipe.offload:
-        return versions.checkpointing_arguments()
-    from hf_memopt.techniques.checkpointing.policies import check_offload
-
-    check_offload(on_cpu=on_cpu)
-    return versions.checkpointing_arguments(offload=True)
+def stock_arguments(recipe: Recipe) -> dict[str, Any]:
+    """Return the ``TrainingArguments`` of a recipe that are the same on every machine."""
+    arguments: dict[str, Any] = {
+        "per_device_eval_batch_size": recipe.per_device_eval_batch_size,
+        "optim": recipe.optim,
+        "eval_accumulation_steps": recipe.eval_accumulation_steps,
+        "dataloader_num_workers": recipe.dataloader_num_workers,
+    }
+    if recipe.gradient_release:
+        arguments["max_grad_norm"] = 0.0
+    if recipe.checkpointing:
+        arguments |= versions.checkpointing_arguments(**({"offload": True} if recipe.offload else {}))
+    return arguments
 
 
 # ---- Gradient release -----------------------------------------------------------------------------------------------

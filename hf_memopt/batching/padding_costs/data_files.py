@@ -24,7 +24,7 @@ from hf_memopt.batching.padding_costs.file_readers import first_line, likely_typ
 from hf_memopt.errors import did_you_mean
 from hf_memopt.hub import hub_answers
 
-__all__ = ["FileLengths", "file_lengths"]
+__all__ = ["DataFile", "FileLengths", "data_file", "file_lengths"]
 
 KINDS = {
     ".parquet": "parquet",
@@ -140,6 +140,44 @@ def file_lengths(path: str | Path, *, column: str | None = None, tokenizer: str 
         raise ValueError(f"path={str(path)!r} holds {found}; expected at least one example. Check what wrote it")
     unit: Literal["tokens", "words"] = "words" if is_text and tokenizer is None else "tokens"
     return FileLengths(full, unit, column, kind, len(sources), null_rows, empty_rows)
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """What a data file holds, by its schema.
+
+    Attributes:
+        path: as it was given.
+        kind: ``"parquet"``, ``"arrow"``, ``"json"`` or ``"csv"``, as ``datasets`` calls its readers.
+        is_folder: whether ``path`` is a folder of such files.
+        is_saved: whether ``Dataset.save_to_disk`` wrote it.
+        column: of texts or token ids.
+        is_text: whether that column holds texts.
+        columns: all of its columns.
+    """
+
+    path: str
+    kind: str
+    is_folder: bool
+    is_saved: bool
+    column: str
+    is_text: bool
+    columns: tuple[str, ...]
+
+
+def data_file(path: str | os.PathLike[str], *, column: str | None = None, has_tokenizer: bool = False) -> DataFile:
+    """Return what a data file holds, without reading its rows; the column is chosen as ``file_lengths`` does.
+
+    Raises:
+        ValueError: as ``file_lengths``, but for what only the rows show.
+    """
+    kind, sources = _find(Path(path))
+    with reading(sources[0], kind):
+        schema, _ = open_source(sources[0], kind)
+    column = column or _choose_column(schema, sources[0], has_tokenizer=has_tokenizer)
+    is_text = _check_column(schema, column, sources[0])
+    is_folder, is_saved = Path(path).is_dir(), sources[0].is_dir()
+    return DataFile(os.fspath(path), kind, is_folder, is_saved, column, is_text, tuple(schema.names))
 
 
 # ---- Which files -----------------------------------------------------------------------------------------------------

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from hf_memopt.plain_data import parse_object
 
-__all__ = ["known_models", "known_name"]
+__all__ = ["known_models", "known_name", "name_on_hub"]
+
+_TUNED_WORDS = {"instruct", "it", "chat", "base", "pt", "hf", "sft"}
 
 
 @cache
@@ -29,9 +32,8 @@ def known_name(text: str) -> str | None:
         ('Qwen2.5-1.5B', 'SmolLM2-360M')
     """
     organisation, _, name = text.lower().rpartition("/")
-    tuned_words = {"instruct", "it", "chat", "base", "pt", "hf", "sft"}
     first, *rest = name.split("-")
-    untuned = "-".join((first, *(word for word in rest if word not in tuned_words)))
+    untuned = "-".join((first, *(word for word in rest if word not in _TUNED_WORDS)))
     unversioned = re.sub(r"-v\d+(\.\d+)?$", "", untuned)
     for spelling in dict.fromkeys((name, untuned, unversioned)):
         for known, facts in known_models().items():
@@ -39,3 +41,19 @@ def known_name(text: str) -> str | None:
             if (spelling in names and organisation in ("", facts["organisation"].lower())) or text.lower() in names:
                 return known
     return None
+
+
+def name_on_hub(text: str) -> str:
+    """Return what ``from_pretrained`` takes: a folder or an id as it is, a well-known name with its organisation.
+
+    Example:
+        >>> name_on_hub("Qwen2.5-1.5B-Instruct"), name_on_hub("gpt2")
+        ('Qwen/Qwen2.5-1.5B-Instruct', 'openai-community/gpt2')
+    """
+    known = known_name(text)
+    if known is None or "/" in text or Path(text).is_dir():
+        return text
+    facts = known_models()[known]
+    is_tuned = bool(_TUNED_WORDS & {*text.lower().split("-")} - {*known.lower().split("-")})
+    spelled = {name.lower(): name for name in facts.get("other_names", ())}.get(text.lower(), text)
+    return f"{facts['organisation']}/{spelled if is_tuned else known}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch import nn
@@ -11,10 +12,11 @@ from hf_memopt.binding.model_tasks import task_of
 from hf_memopt.binding.quantized_weights import is_quantized
 from hf_memopt.binding.tied_embedding import tied_embeddings
 from hf_memopt.memory.models.example_batch import default_length, most_tokens
+from hf_memopt.memory.models.known import name_on_hub
 from hf_memopt.memory.recording.kept_models import load_or_reuse
 from hf_memopt.recipes.planning.set_ups import ModelFacts
 
-__all__ = ["facts_of"]
+__all__ = ["facts_of", "name_to_load"]
 
 
 def facts_of(model: Any, task: str | None) -> tuple[Any, str | None, ModelFacts, int | None, int | None]:
@@ -39,3 +41,10 @@ def facts_of(model: Any, task: str | None) -> tuple[Any, str | None, ModelFacts,
         can_reload=not isinstance(source, nn.Module),
     )
     return source, own_task, facts, most_tokens(built) if found is not None else None, default_length(built)
+
+
+def name_to_load(model: Any) -> str | None:
+    """Return what ``from_pretrained`` takes for a model; None for one that was not loaded from anywhere."""
+    if isinstance(model, str | os.PathLike):
+        return name_on_hub(os.fspath(model))
+    return getattr(getattr(model, "config", model), "name_or_path", None) or None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.memory.recording.kept_models import keeping_models
 from hf_memopt.recipes.planning.candidates import Candidate
-from hf_memopt.recipes.planning.model_facts import facts_of
+from hf_memopt.recipes.planning.model_facts import facts_of, name_to_load
 from hf_memopt.recipes.planning.nearest import Shortfall, shortfall_of
 from hf_memopt.recipes.planning.reasons import with_reasons
 from hf_memopt.recipes.planning.request import (
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.recipes.planning.script.folder import Written
     from hf_memopt.recipes.recipe import Recipe
 
 __all__ = ["Plan", "plan"]
@@ -71,6 +72,8 @@ class Plan:
         shortfall: where none fits, what is missing and what would fit; None otherwise.
         notes: what was decided or assumed.
         simulations: how many there were, those of shorter rows included.
+        source: what ``from_pretrained`` takes for the model; None for a module or configuration without a name.
+        task: of the model's head; None for one that is unknown.
     """
 
     model: str
@@ -87,6 +90,8 @@ class Plan:
     shortfall: Shortfall | None = None
     notes: tuple[str, ...] = ()
     simulations: int = 0
+    source: str | None = None
+    task: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -118,6 +123,37 @@ class Plan:
         from hf_memopt.recipes.planning.output import plan_json
 
         return plan_json(self)
+
+    def write(
+        self,
+        directory: str | os.PathLike[str],
+        force: bool = False,
+        *,
+        data: str | os.PathLike[str] | None = None,
+        column: str | None = None,
+        tokenizer: str | None = None,
+        made_by: str = "hf_memopt.plan()",
+    ) -> Written:
+        """Write ``train.py``, the training script of the chosen recipe, and ``recipe.json``, the recipe itself.
+
+        Args:
+            directory: made if it does not exist.
+            force: whether files of these names are overwritten.
+            data: the file or folder of rows that the script reads: Parquet, Arrow, JSON Lines or CSV.
+            column: of it, with texts or token ids; None for the likely one.
+            tokenizer: a folder or a name on the Hub; None for the model's own.
+            made_by: the command, for the first lines of the script.
+
+        Returns:
+            The paths, the commands to run next, and what the script leaves to be completed.
+
+        Raises:
+            ValueError: none fits; the folder has such files already; the data has no such column.
+            OSError: a file cannot be written.
+        """
+        from hf_memopt.recipes.planning.script.folder import write_plan
+
+        return write_plan(self, directory, force=force, data=data, column=column, tokenizer=tokenizer, made_by=made_by)
 
     def __str__(self) -> str:
         return self.table()
@@ -218,6 +254,8 @@ def plan(
         shortfall=shortfall,
         notes=tuple(_notes(simulation, texts, chosen, candidates, method, lengths is None and seq_len is None)),
         simulations=simulation.count,
+        source=name_to_load(model),
+        task=facts.task,
     )
 
 

@@ -1,0 +1,311 @@
+"""The script of a plan: it runs as it is, its arguments and callbacks are the recipe's, its memory the plan's."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import tiny
+from hf_memopt import Recipe, custom_gpu, estimate_from_arguments, plan, recipe
+from hf_memopt.batching.padding_costs.data_files import DataFile
+from hf_memopt.cli.app import app
+from hf_memopt.devices.gpus import find_gpu
+from hf_memopt.recipes.planning.script.script import ScriptFacts, training_script
+from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.* argument is set as true but no accelerator:UserWarning"),
+]
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
+GPU = "RTX 3060 12GB"
+OF_THE_SCRIPT = (
+    *("learning_rate", "num_train_epochs", "eval_strategy", "save_strategy", "save_total_limit", "logging_steps"),
+    "use_cpu",
+)
+"""The arguments that a recipe does not have."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny Llama with its tokenizer, saved in bfloat16 as models are published."""
+    folder = tmp_path_factory.mktemp("llama")
+    tiny.llama(**SIZES).to(torch.bfloat16).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Go to a new folder with a file of texts, whose caches it holds too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # the script sets one of them
+        monkeypatch.delenv(name, raising=False)
+    rows = [{"text": " ".join(f"w{5 + (i * j) % 90}" for j in range(3 + i % 20)), "label": i % 3} for i in range(24)]
+    Path("train.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"text": "", "label": 0}])))
+    before = dict(os.environ)
+    yield tmp_path
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def run_script(path: Path) -> Any:
+    """Run a script in this process and return its Trainer."""
+    return runpy.run_path(str(path), run_name="__main__")["trainer"]
+
+
+def trainer_of_recipe(chosen: Recipe, script: Any) -> Any:
+    """Return the Trainer that the recipe builds from the model and the data of a script's Trainer."""
+    own = {name: getattr(script.args, name) for name in OF_THE_SCRIPT}
+    return chosen.trainer(
+        model=script.model,
+        train_dataset=script.train_dataset,
+        eval_dataset=script.eval_dataset,
+        processing_class=script.processing_class,
+        training_arguments={**own, "output_dir": script.args.output_dir, "dataloader_pin_memory": True},
+    )
+
+
+def own_callbacks(trainer: Any) -> list[Any]:
+    """Return the callbacks of this package, by what they are made from, in their order."""
+    return [one.__reduce__()[:2] for one in trainer.callback_handler.callbacks if hasattr(one, "technique")]
+
+
+def check_against_recipe(trainer: Any, chosen: Recipe) -> None:
+    built = trainer_of_recipe(chosen, trainer)
+    assert trainer.args.to_dict() == built.args.to_dict()
+    assert own_callbacks(trainer) == own_callbacks(built)
+    assert type(trainer.data_collator) is type(built.data_collator)
+    assert type(trainer.train_dataset) is type(built.train_dataset)
+    assert trainer.optimizer_cls_and_kwargs == built.optimizer_cls_and_kwargs
+
+
+def check_memory(trainer: Any, chosen: Recipe, told: dict[str, Any], gpu: Any) -> None:
+    """Hold the estimate of the script's own model and arguments against what the plan told, ``Candidate.as_dict()``."""
+    names = ("autocast_cache", "fused_cross_entropy", "sparse_tied_embedding", "gradient_release", "rounding")
+    settings = {name: getattr(chosen, name) for name in names}
+    itself = estimate_from_arguments(trainer.model, trainer.args, told["seq_len"], gpu=gpu, **settings)
+    assert itself.components == told["components"]
+    assert itself.total_bytes == told["total_bytes"]
+
+
+def test_the_script_of_a_lora_plan_runs_as_it_is(model: Path, work: Path) -> None:
+    options = ("--gpu", GPU, "--data", "train.jsonl", "--effective-batch", "8", "--method", "lora", "--write", "run")
+    done = CliRunner().invoke(app, ["plan", str(model), *options, "--json"])
+    assert done.exit_code == 0, done.output
+    assert done.stderr.splitlines()[-3:] == [
+        "Written: run/train.py and run/recipe.json",
+        "  pip install 'hf-memopt[peft]'",
+        "  python run/train.py",
+    ]
+    trainer = run_script(work / "run/train.py")
+    assert trainer.state.global_step == 3 * 3  # 3 epochs of 23 rows
+    assert (work / "run/out/final/adapter_model.safetensors").is_file()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    chosen, told = recipe("run/recipe.json"), json.loads(done.stdout)["chosen"]
+    assert json.loads(chosen.to_json()) == told["recipe"]
+    check_against_recipe(trainer, chosen)
+    check_memory(trainer, chosen, told, GPU)
+
+
+# ---- Other set-ups and tasks
+
+
+def gpu_of(mebibytes: int) -> Any:
+    """Return a GPU with so much for torch's allocator, beside a context."""
+    context_bytes = custom_gpu("1GiB", "8.6").context_bytes or 0
+    return custom_gpu(mebibytes * 2**20 + context_bytes, "8.6", name="a small GPU")
+
+
+SET_UPS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full"},
+    "QLoRA": {"method": "qlora"},
+    "released, bf16 weights": {"method": "full", "goal": "memory", "allow": ("release_clipping", "bf16_weights")},
+    "frozen": {"method": "full", "goal": "memory", "allow": ("freeze",)},
+    "bf16 weights": {"method": "full", "goal": "memory", "allow": ("bf16_weights",)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
+@pytest.mark.parametrize("name", SET_UPS)
+def test_the_script_of_every_method_runs_as_it_is(name: str, model: Path, work: Path) -> None:
+    options = {"seq_len": 24, "effective_batch_size": 4, **SET_UPS[name]}
+    found = plan(model, gpu=gpu_of(200), **options)
+    assert found.chosen is not None
+    written = found.write("run", data="train.jsonl")
+    assert written.script is not None
+    trainer = run_script(written.script)
+    assert trainer.state.global_step == 3 * 6
+    check_against_recipe(trainer, recipe(written.recipe))
+    if not found.recipe.freeze:
+        check_memory(trainer, found.recipe, found.chosen.as_dict(), found.gpu)
+
+
+ENCODERS = {
+    "masked-lm": transformers.AutoModelForMaskedLM,
+    "sequence-classification": transformers.AutoModelForSequenceClassification,
+    "token-classification": transformers.AutoModelForTokenClassification,
+    "question-answering": transformers.AutoModelForQuestionAnswering,
+}
+COLUMNS: dict[str, Any] = {  # as the scripts call them before they are completed
+    "token-classification": {"tokens": ["w7", "w8", "w9"], "tags": [0, 1, 2]},
+    "question-answering": {"question": "w5", "context": "w6 w7 w8", "start": 4, "end": 5},
+    "seq2seq": {"text": "w5 w6 w7", "target": "w8"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("task", ENCODERS)
+def test_the_script_of_an_encoder_runs(task: str, method: str, work: Path) -> None:
+    config = tiny.bert_config(num_labels=2 if task == "question-answering" else 3)
+    ENCODERS[task].from_config(config).save_pretrained("model")
+    tiny.tokenizer().save_pretrained("model")
+    found = plan("model", gpu=GPU, seq_len=24, effective_batch_size=8, method=method, task=task)
+    rows_of_task(work, task)
+    written = found.write("run", data="train.jsonl", column=None if task in COLUMNS else "text")
+    assert bool(written.notes) is (task in COLUMNS)
+    script = work / "run/train.py"
+    script.write_text(script.read_text().replace("LABELS = 2", "LABELS = 3"))
+    trainer = run_script(script)
+    assert trainer.state.global_step == 9
+    assert found.chosen is not None
+    if "classification" in task:
+        assert trainer.model.config.num_labels == 3
+        check_memory(trainer, found.recipe, found.chosen.as_dict(), found.gpu)
+    check_against_recipe(trainer, recipe(written.recipe))
+
+
+def rows_of_task(folder: Path, task: str) -> None:
+    """Replace the file of texts by rows with the columns that a task's script begins with."""
+    if task in COLUMNS:
+        row = {"text": "w5 w6", **COLUMNS[task]}
+        (folder / "train.jsonl").write_text("\n".join([json.dumps(row)] * 24))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_script_of_an_encoder_decoder_runs_where_its_columns_are_named_so(method: str, work: Path) -> None:
+    sizes = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)
+    transformers.T5ForConditionalGeneration(config).save_pretrained("model")
+    tiny.tokenizer().save_pretrained("model")
+    rows_of_task(work, "seq2seq")
+    found = plan("model", gpu=GPU, seq_len=24, effective_batch_size=8, method=method)
+    written = found.write("run", data="train.jsonl", column="text")
+    what = "examples(): the columns of the texts to read and to write"
+    assert written.notes == (f"before you run it, complete in {written.script}: {what}",)
+    trainer = run_script(work / "run/train.py")
+    assert trainer.state.global_step == 9
+    check_against_recipe(trainer, recipe(written.recipe))
+
+
+def completed(script: Path, rows: str, processor: str) -> None:
+    """Put rows in place of the function that the user completes; the tiny models have no processor to load."""
+    text = script.read_text()
+    head, _, rest = text.partition("def examples():")
+    head, _, _ = head.rpartition("processor = ")
+    _, _, tail = rest.partition("\n\n\n")
+    script.write_text(f"{head}from datasets import Dataset\nprocessor = {processor}\nLABELS = 3\n\n\n{rows}\n\n{tail}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_script_of_a_vision_transformer_runs_with_rows_of_ones_own(method: str, work: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ViTConfig(**sizes, image_size=32, num_labels=2)
+    transformers.ViTForImageClassification(config).save_pretrained("model")
+    found = plan("model", gpu=GPU, effective_batch_size=8, method=method)
+    written = found.write("run")
+    assert "LABELS" in written.notes[0]
+    assert written.commands[0].endswith("'datasets[vision]'")
+    rows = 'def examples():\n    row = {"pixel_values": [[[0.5] * 32] * 32] * 3, "labels": 2}\n'
+    completed(work / "run/train.py", rows + "    return Dataset.from_list([row] * 24)\n", "None")
+    trainer = run_script(work / "run/train.py")
+    assert trainer.state.global_step == 9
+    assert trainer.args.remove_unused_columns is False
+    trainer.args.remove_unused_columns = True  # the script's own: its images are read by a transform
+    check_against_recipe(trainer, recipe(written.recipe))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_script_of_whisper_runs_with_rows_of_ones_own(method: str, work: Path) -> None:
+    sizes: dict[str, Any] = {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 64}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    config = transformers.WhisperConfig(vocab_size=100, **sizes, **tokens)
+    transformers.WhisperForConditionalGeneration(config).save_pretrained("model")
+    found = plan("model", gpu=GPU, effective_batch_size=8, method=method)
+    written = found.write("run")
+    assert written.commands[0].endswith("'datasets[audio]'")
+    rows = 'def examples():\n    row = {"input_features": [[0.5] * 32] * 8, "labels": [3, 7, 8, 2]}\n'
+    completed(work / "run/train.py", rows + "    return Dataset.from_list([row] * 24)\n", "None")
+    trainer = run_script(work / "run/train.py")
+    assert trainer.state.global_step == 9
+    check_against_recipe(trainer, recipe(written.recipe))
+
+
+# ---- Layout
+
+
+def scripts_of_all_set_ups(every: int) -> Iterator[str]:
+    """Yield the script of every n-th set-up of each task and GPU, with files of all kinds."""
+    paths = ("train.jsonl", 'a "strange" path', "a/path/that/is/too/long/for/one/line/of/a/script/of/88/columns/rows")
+    files = [DataFile(path, "json", False, False, "text", True, ("text", "label")) for path in paths]
+    files += [DataFile("ids", "parquet", True, False, "ids", False, ("ids", "labels"))]
+    files += [DataFile("saved", "arrow", True, True, "text", True, ("text",))]
+    number = 0
+    for task in ("causal-lm", *ENCODERS, "seq2seq", "speech-seq2seq", "image-classification"):
+        for gpu in map(find_gpu, (GPU, "T4")):
+            facts = ModelFacts(task, is_tied=True, layers=4)
+            for one in (one for stage in METHODS for one in set_ups(stage, facts, gpu, 32)):
+                number += 1
+                if number % every:
+                    continue
+                told = ScriptFacts(
+                    name="organisation/model",
+                    task=task,
+                    seq_len=None if task == "image-classification" else 512,
+                    accumulation_steps=32,
+                    world_size=1 + number % 2,
+                    output_dir="run/out",
+                    heading=("A script.", "Made by: hf-memopt plan " + "--allow freeze " * (number % 9)),
+                    file=[None, *files][number % 6],
+                    tokenizer=None if number % 4 else "a tokenizer",
+                    cut="; 3.9% are longer, and cut",
+                )
+                yield training_script(one.recipe, told)[0]
+
+
+METHODS = ("full", "freeze", "lora", "qlora")
+RUFF = ("check", "check --select E4,E5,E7,E9,F,W,I,UP,B,C4,SIM,RUF --line-length 120", "format --check")
+
+
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
+def test_scripts_pass_ruff_at_any_length_of_line(every: int, tmp_path: Path) -> None:
+    ruff = pytest.importorskip("ruff")
+    for number, text in enumerate(scripts_of_all_set_ups(every)):
+        (tmp_path / f"train_{number}.py").write_text(text)
+        lines = [line for line in text.splitlines() if line and not line.strip().startswith("#")]
+        assert 45 <= len(lines) <= 95
+    assert number > 40
+    for options in (*RUFF, "format --check --line-length 120"):
+        command = [ruff.find_ruff_bin(), *options.split(), "--isolated", "--no-cache", "."]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[:2000]
