@@ -136,10 +136,11 @@ class Recipe:
         width = max(map(len, shown))
         lines = [f"{self.name}: {self.purpose}"]
         for name in shown:
-            lines.append(f"  {name:<{width}}  {getattr(self, name)!r:<20}  {self._reason(name)}")
+            lines.append(f"  {name:<{width}}  {getattr(self, name)!r:<20}  {self.reason_of(name)}")
         return "\n".join(lines)
 
-    def _reason(self, name: str) -> str:
+    def reason_of(self, name: str) -> str:
+        """Return why a field has its value."""
         default = next(item.default for item in fields(self) if item.name == name)
         why = self.reasons.get(name)
         if why is None:

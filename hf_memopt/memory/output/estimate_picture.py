@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.timeline import Timeline
 
-__all__ = ["check_picture", "draw", "drawn_events"]
+__all__ = ["check_picture", "draw", "drawn_events", "event_positions"]
 
 STRETCHES = 2000
 
@@ -67,7 +67,7 @@ def drawn_events(timeline: Timeline, stretches: int = STRETCHES) -> np.ndarray:
     if events <= 4 * stretches:
         return np.arange(events)
     allocated, reserved = timeline.components.sum(axis=1), timeline.reserved
-    positions = _positions(timeline)
+    positions = event_positions(timeline)
     edges = np.unique(np.searchsorted(positions, np.linspace(0, positions[-1], stretches + 1)))
     kept = {first for first, _, _ in phase_spans(timeline)}
     for first, end in pairwise(edges.tolist()):
@@ -76,7 +76,7 @@ def drawn_events(timeline: Timeline, stretches: int = STRETCHES) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def _positions(timeline: Timeline) -> np.ndarray:
+def event_positions(timeline: Timeline) -> np.ndarray:
     """Return the horizontal position of each event and of the end; a phase of few events still gets 1.5 %."""
     import numpy as np
 
@@ -90,7 +90,7 @@ def _positions(timeline: Timeline) -> np.ndarray:
 def _figure(estimate: Estimate) -> Figure:
     from matplotlib.figure import Figure
 
-    positions = _positions(estimate.timeline)
+    positions = event_positions(estimate.timeline)
     in_gib = estimate.peak_reserved_bytes >= 2**28
     scale, unit = (to_gib(1), "GiB") if in_gib else (to_mib(1), "MiB")
     figure = Figure(figsize=(14, 7), layout="constrained")

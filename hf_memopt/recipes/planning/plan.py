@@ -13,8 +13,9 @@ not counted, and neither sharding nor the time of communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory.recording.kept_models import keeping_models
 from hf_memopt.recipes.planning.candidates import Candidate
@@ -71,6 +72,8 @@ class Plan:
         shortfall: where none fits, what is missing and what would fit; None otherwise.
         notes: what was decided or assumed.
         simulations: how many there were, those of shorter rows included.
+        simulation: simulates more of the same model, for reports; None for a plan without one.
+        command: what made it, for reports; "" for a call of ``plan``.
     """
 
     model: str
@@ -87,6 +90,8 @@ class Plan:
     shortfall: Shortfall | None = None
     notes: tuple[str, ...] = ()
     simulations: int = 0
+    simulation: Simulation | None = field(default=None, repr=False)
+    command: str = ""
 
     @property
     def fits(self) -> bool:
@@ -113,11 +118,33 @@ class Plan:
 
         return plan_text(self, width)
 
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """What a report shows beside the candidates, simulated when it is first asked for; see ``report_figures``."""
+        from hf_memopt.recipes.planning.report_figures import report_figures
+
+        return report_figures(self)
+
     def to_json(self) -> str:
-        """Return everything as JSON text."""
+        """Return everything as JSON text, with what a report needs: ``hf-memopt report FILE`` makes one of it."""
         from hf_memopt.recipes.planning.output import plan_json
 
         return plan_json(self)
+
+    def report(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write the plan as one HTML file with pictures, which needs no network.
+
+        Args:
+            path: a file that ends in .html.
+            force: whether a file at ``path`` is replaced.
+
+        Raises:
+            ValueError: ``path`` cannot be written, or is there already.
+        """
+        from hf_memopt.reports.plan_page import check_page, write_page
+
+        check_page(path, force=force)
+        write_page(self.to_json(), path)
 
     def __str__(self) -> str:
         return self.table()
@@ -192,6 +219,7 @@ def plan(
         source, own_task, facts, most, default = facts_of(model, task)
         texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
         simulation = Simulation(source, own_task, found_gpu, texts, world_size, words, announce)
+        simulation.most_tokens = most
         search_of = _Search(simulation, facts, effective_batch_size, share, goal)
         stages = _stages(method, facts, words)
         candidates, chosen = search_of.by_length(stages, most)
@@ -218,6 +246,7 @@ def plan(
         shortfall=shortfall,
         notes=tuple(_notes(simulation, texts, chosen, candidates, method, lengths is None and seq_len is None)),
         simulations=simulation.count,
+        simulation=simulation,
     )
 
 
