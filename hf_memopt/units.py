@@ -1,7 +1,8 @@
 """Bytes as text and back. Memory is an int number of bytes everywhere else; this is the only place where bytes are
 divided.
 
-Text in: ``4GB`` is 4e9 bytes, ``4GiB`` is 4 * 2**30. Text out: always GiB, MiB or KiB. Rates and times as text are here too.
+Text in: ``4GB`` is 4e9 bytes, ``4GiB`` is 4 * 2**30. Text out: always GiB, MiB or KiB. Rates and times become text here
+too.
 """
 
 from __future__ import annotations

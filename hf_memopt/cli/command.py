@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 import shlex
 from ast import literal_eval
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from typer.core import TyperCommand, TyperOption
 
-__all__ = ["Command", "Flag", "flags_of", "in_flags"]
+__all__ = ["Command", "Flag", "flags_of", "in_flags", "typed_command"]
 
 OTHER_NAMES = {  # an option, and what Python calls its value
     "attn": "attn_implementation",
@@ -26,6 +26,7 @@ OTHER_NAMES = {  # an option, and what Python calls its value
     "weights": "weights_dtype",
     "data": "path",
     "effective_batch": "effective_batch_size",
+    "output": "report",
 }
 WIDEST_COLUMNS = 28  # of an option in the help; what is longer has a line of its own
 VALUE = r"""[\w.]+\([^()]*\)|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\([^()]*\)|\[[^][]*\]|[^\s,;:()]*[^\s,;:().]"""
@@ -49,6 +50,26 @@ def flags_of(parameters: Iterable[Any]) -> dict[str, Flag]:
     }
     others = {OTHER_NAMES[name]: flag for name, flag in declared.items() if name in OTHER_NAMES}
     return {**others, **declared}
+
+
+def typed_command(context: Any, without: Collection[str] = ()) -> str:
+    """Return the command with what was given of its parameters, as it is typed in a shell.
+
+    Args:
+        context: of the command.
+        without: names of parameters to leave out.
+    """
+    words = ["hf-memopt", context.info_name]
+    for name, flag in flags_of(context.command.params).items():
+        value = context.params.get(name)
+        if value is None or name in without or context.get_parameter_source(name).name != "COMMANDLINE":
+            continue
+        if isinstance(value, bool):
+            words.append(flag.on if value else flag.off)
+        else:
+            for one in value if isinstance(value, list | tuple) else [value]:
+                words += [flag.on, str(one)] if flag.on else [str(one)]
+    return shlex.join(words)
 
 
 def in_flags(text: str, flags: Mapping[str, Flag]) -> str:

@@ -1,4 +1,6 @@
-"""The options of ``hf-memopt estimate`` and ``plan``; what they do is in ``estimate_command`` and ``plan_command``."""
+"""The options of ``hf-memopt estimate``, ``plan`` and ``report``; what the first two do is in ``estimate_command`` and
+``plan_command``.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_memopt.cli.command import flags_of
+from hf_memopt.cli.command import flags_of, typed_command
 
-__all__ = ["EXAMPLES", "AsJson", "estimate", "plan"]
+__all__ = ["EXAMPLES", "AsJson", "estimate", "plan", "report"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -161,6 +163,7 @@ def estimate(
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="A well-known name, a folder with config.json, or an id on the hub.")],
     gpu: Annotated[
         str | None, typer.Option("-g", "--gpu", help="A name such as 'RTX 3060 12GB', or a size such as 8GB.")
@@ -179,6 +182,10 @@ def plan(
     ] = None,
     world_size: Annotated[int, typer.Option(min=1, help="GPUs that train together, each with the whole model.")] = 1,
     task: Annotated[str | None, typer.Option(help="The head to build; the usual one by default.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write one HTML file with pictures: a name in .html.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the files that are written.")] = False,
     json_output: AsJson = False,
 ) -> None:
     """Find the fastest set-up that fits a GPU.
@@ -189,21 +196,27 @@ def plan(
 
     from hf_memopt.cli.plan_command import PlanOptions, run_plan
 
-    words = tuple(word for text in allow or () for word in text.split(","))
-    options = PlanOptions(
-        model,
-        gpu=gpu,
-        budget=budget,
-        data=data,
-        column=column,
-        tokenizer=tokenizer,
-        seq_len=seq_len,
-        effective_batch=effective_batch,
-        goal=goal,
-        method=method,
-        allow=words,
-        world_size=world_size,
-        task=task,
-        json_output=json_output,
-    )
-    raise typer.Exit(run_plan(options, Console(), Console(stderr=True)))
+    options = PlanOptions(**{item.name: context.params[item.name] for item in fields(PlanOptions)})
+    made_by = typed_command(context, without=("report", "force", "json_output"))
+    raise typer.Exit(run_plan(options, Console(), Console(stderr=True), made_by))
+
+
+def report(
+    path: Annotated[Path, typer.Argument(help="The JSON that `hf-memopt plan --json` wrote.", metavar="PLAN.JSON")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The HTML file; beside the JSON by default.", metavar="FILE")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Make one HTML file with pictures of a plan's JSON.
+
+    It needs no network, and neither the model nor the data of the plan.
+    """
+    from hf_memopt.reports.plan_file import read_plan_file
+    from hf_memopt.reports.plan_page import check_page, write_page
+
+    told = read_plan_file(path)
+    page = path.with_suffix(".html") if output is None else output
+    check_page(page, force=force)
+    write_page(told, page)
+    typer.echo(f"Report: {page}")

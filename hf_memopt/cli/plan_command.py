@@ -1,17 +1,19 @@
-"""What ``hf-memopt plan`` does: check the options, then plan and print the table, or JSON.
+"""What ``hf-memopt plan`` does: check the options, then plan, print the table or JSON, and write the report.
 
 The options are checked without importing torch or transformers, as those of ``estimate`` are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_memopt.cli.progress import spinner
 from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, checked_word, read_gpu
+from hf_memopt.reports.plan_page import check_page
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,24 +39,28 @@ class PlanOptions:
     effective_batch: int = 32
     goal: str = "speed"
     method: str = "auto"
-    allow: tuple[str, ...] = ()
+    allow: Sequence[str] | None = None
     world_size: int = 1
     task: str | None = None
+    report: Path | None = None
+    force: bool = False
     json_output: bool = False
 
 
-def run_plan(options: PlanOptions, console: Console, errors: Console) -> int:
-    """Print the plan and return the exit code: 0 if a set-up fits, else 1.
+def run_plan(options: PlanOptions, console: Console, errors: Console, made_by: str = "hf-memopt plan") -> int:
+    """Print the plan, write what is asked for, and return the exit code: 0 if a set-up fits, else 1.
 
     Args:
         options: of the command.
         console: of standard output.
         errors: of standard error, which shows the progress if it is a terminal.
+        made_by: the command, for the report.
 
     Raises:
         ValueError: invalid options, or a model that cannot be planned for.
     """
-    _check(options)
+    words = tuple(word for text in options.allow or () for word in text.split(","))
+    _check(options, words)
     with spinner(f"planning {options.model}", errors, shown=not options.json_output) as announce:
         from hf_memopt.recipes.planning.plan import plan
 
@@ -68,29 +74,39 @@ def run_plan(options: PlanOptions, console: Console, errors: Console) -> int:
             effective_batch_size=options.effective_batch,
             goal=options.goal,
             method=options.method,
-            allow=options.allow,
+            allow=words,
             world_size=options.world_size,
             task=options.task,
             announce=announce,
         )
-    text = found.to_json() if options.json_output else found.table(console.width)
+        found = replace(found, command=made_by)
+        text = found.to_json() if options.json_output else found.table(console.width)
+        if options.report is not None:
+            found.report(options.report, force=options.force)
     console.out(text, highlight=False)
+    if options.report is not None:
+        said = errors if options.json_output else console  # standard output is JSON alone
+        said.out(f"Report: {options.report}", highlight=False)
     return FITS if found.fits else DOES_NOT_FIT
 
 
-def _check(options: PlanOptions) -> None:
+def _check(options: PlanOptions, words: Sequence[str]) -> None:
     checked_word("goal", options.goal, GOALS)
     checked_word("method", options.method, METHODS)
     checked_batch(options.effective_batch, options.world_size)
     check_task(options.task)
     if options.gpu is not None or options.budget is not None:
-        checked_allow(options.allow, options.method, read_gpu(options.gpu or options.budget, options.budget))
+        checked_allow(words, options.method, read_gpu(options.gpu or options.budget, options.budget))
     for name in ("column", "tokenizer"):
         if options.data is None and getattr(options, name) is not None:
             raise ValueError(
                 f"{name}={getattr(options, name)!r} is for a data file, and there is none; expected both. "
                 "Pass --data FILE"
             )
+    if options.report is not None:
+        check_page(options.report, force=options.force)
+    elif options.force:
+        raise ValueError("force=True has nothing to replace: no file is given; expected both. Pass --report plan.html")
     find_config(options.model)
 
 

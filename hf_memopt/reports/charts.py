@@ -114,7 +114,7 @@ def scatter(told: PlanData) -> dict[str, Any] | None:
     times = [one["seconds_per_example"] or 0.0 for one in shown]
     top, right = 1.1 * max(times), 1.06 * max(usable, *(one["total_bytes"] for one in shown))
     front = pareto_front([(one["total_bytes"], time) for one, time in zip(shown, times, strict=True)])
-    points = []
+    points: list[dict[str, Any]] = []
     for place, (one, time) in enumerate(zip(shown, times, strict=True)):
         points.append(
             {
@@ -137,8 +137,16 @@ def scatter(told: PlanData) -> dict[str, Any] | None:
         "front": [points[place] for place in front],
         "x_ticks": [{"at": _percent(at * 2**30, right), "text": f"{at:g}"} for at in ticks(to_gib(int(right)))],
         "y_ticks": [{"at": _percent(at, top), "text": _per_example(at)} for at in ticks(top)],
-        "beyond": len(timed) - len(shown),
+        "omitted": _omitted(len(timed) - len(shown), alike),
     }
+
+
+def _omitted(beyond: int, alike: bool) -> str:
+    """Return which set-ups the picture leaves out."""
+    texts = [f"{beyond} set-ups need more memory than the picture shows."] if beyond else []
+    if not alike:
+        texts.append("Set-ups that do not fit are left out: their time is that of rows of the full length.")
+    return " ".join(texts)
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:

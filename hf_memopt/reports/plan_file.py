@@ -172,6 +172,7 @@ class FiguresData(TypedDict):
     choices: list[ChoiceData]
     padding: PaddingData | None
     certainty: list[CertaintyData]
+    left_out: list[str]
 
 
 class PlanData(TypedDict):

@@ -21,7 +21,7 @@ from hf_memopt.reports.charts import (
     scatter,
     settings_of,
 )
-from hf_memopt.reports.plan_file import CandidateData, PlanData, read_plan_text
+from hf_memopt.reports.plan_file import CandidateData, PlanData
 from hf_memopt.reports.timeline_chart import timeline_chart
 from hf_memopt.units import format_bytes, format_duration, format_number, to_gib
 from hf_memopt.whole_files import write_whole
@@ -51,20 +51,14 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
         raise ValueError(f"{name} exists already; expected a new file. Pass another name, or force=True to replace it")
 
 
-def write_page(text: str | bytes, path: str | os.PathLike[str], name: str = "plan.json") -> None:
-    """Write the report of a plan's JSON text; a former file at ``path`` is replaced in one step.
-
-    Args:
-        text: what ``Plan.to_json`` returns.
-        path: see ``check_page``.
-        name: of the text, for messages.
+def write_page(told: PlanData, path: str | os.PathLike[str]) -> None:
+    """Write the report of a plan; a former file at ``path`` is replaced in one step.
 
     Raises:
-        ValueError: the text is no plan, or the file cannot be written.
+        ValueError: the file cannot be written.
     """
-    page = plan_page(read_plan_text(text, name))
     try:
-        write_whole(Path(path), page)
+        write_whole(Path(path), plan_page(told))
     except OSError as error:
         raise ValueError(
             f"report={os.fspath(path)!r} cannot be written ({error.strerror}); expected a writable folder with free "
@@ -204,7 +198,8 @@ def _install(told: PlanData, one: CandidateData) -> str:
     """Return the pip command for the versions that the plan was made with."""
     extras = "[peft]" if one["stage"] in ("lora", "qlora") else ""
     names = {"hf-memopt": f"hf-memopt{extras}"}
-    kept = [f'"{names.get(name, name)}=={version}"' for name, version in told["versions"].items()]
+    public = {name: version.partition("+")[0] for name, version in told["versions"].items()}  # 2.13.0+cpu
+    kept = [f'"{names.get(name, name)}=={version}"' for name, version in public.items()]
     return " ".join(["pip install", *kept])
 
 

@@ -13,7 +13,6 @@ __all__ = ["timeline_chart"]
 
 WIDTH, HEIGHT = 1000, 400  # of the drawing, stretched to its box
 HIGHEST = 2.5  # how far above the peak the GPU's line is drawn to scale
-NAMED = 0.07  # of the width that a phase must have to bear its name
 
 
 def timeline_chart(told: PlanData, line: TimelineData, context_bytes: int) -> dict[str, Any]:
@@ -45,10 +44,10 @@ def timeline_chart(told: PlanData, line: TimelineData, context_bytes: int) -> di
                 "left": 100 * float(span["from"]),
                 "width": 100 * (float(span["to"]) - float(span["from"])),
                 "name": span["name"],
-                "label": span["name"] if float(span["to"]) - float(span["from"]) >= NAMED else "",
             }
             for span in line["phases"]
         ],
+        "names": list(dict.fromkeys(span["name"] for span in line["phases"])),
         "steps": [{"left": 100 * float(step["from"]), "number": step["number"]} for step in line["steps"]],
         "peak": {
             "left": 100 * float(peak["position"]),

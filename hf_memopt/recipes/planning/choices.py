@@ -10,6 +10,7 @@ from hf_memopt.errors import MissingExtraError
 from hf_memopt.recipes.planning.candidates import Verdict, verdict_of
 
 if TYPE_CHECKING:
+    from hf_memopt.memory.step_time.prices import StepTime
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.simulation import Simulation
     from hf_memopt.recipes.recipe import Recipe
@@ -62,13 +63,16 @@ class Choice:
     alternatives: tuple[Alternative, ...] = ()
 
 
-def priced_choices(one: Candidate, simulation: Simulation) -> list[Choice]:
-    """Return every field of the set-up's recipe, those with alternatives or a reason of their own first."""
-    recipe, seconds = one.recipe, None
+def priced_choices(one: Candidate, simulation: Simulation, time: StepTime | None) -> list[Choice]:
+    """Return every field of the set-up's recipe, those with alternatives or a reason of their own first.
+
+    Args:
+        one: the set-up.
+        simulation: of the model on the GPU.
+        time: of a step of the set-up with rows of the planned length, which the alternatives have too.
+    """
+    recipe, seconds = one.recipe, None if time is None else time.seconds
     priced: dict[str, list[Alternative]] = {}
-    if one.seconds is not None:
-        time = simulation.step_time(simulation.estimate(recipe, one.seq_len))
-        seconds = None if time is None else time.seconds
     for name, changed in _changes(recipe, simulation.world_size):
         simulation.announce(f"what {name} costs: {_text(changed[name])} instead")
         priced.setdefault(name, []).append(_priced(one, changed, name, simulation, seconds))

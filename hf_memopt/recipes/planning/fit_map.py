@@ -118,7 +118,8 @@ def _lengths(seq_len: int | None, most: int | None) -> list[int | None]:
     if seq_len is None:
         return [None]
     rounded = {max(round(part * seq_len / MULTIPLE) * MULTIPLE, SHORTEST) for part in PARTS if part != 1}
-    return sorted(length for length in rounded | {seq_len} if length == seq_len or most is None or length <= most)
+    fitting = [length for length in rounded if most is None or length <= most]
+    return [*sorted({seq_len, *fitting})]
 
 
 def _rows(one: Candidate, share: int) -> list[int]:

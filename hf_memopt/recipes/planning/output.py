@@ -230,12 +230,14 @@ def _places(found: Plan, some: Sequence[Candidate]) -> list[int]:
 
 
 def _call(found: Plan) -> str:
-    """Return the call of ``plan`` that makes the plan."""
-    texts = found.texts
-    given = {"gpu": found.gpu.name, "seq_len": texts.seq_len, "effective_batch_size": found.effective_batch_size}
-    given |= {"goal": found.goal, "method": found.method, "allow": found.allow, "world_size": found.world_size}
-    lengths = "lengths=lengths, " if texts.lengths is not None else ""
-    return f"plan({found.model!r}, {lengths}{', '.join(f'{name}={value!r}' for name, value in given.items())})"
+    """Return the call of ``plan`` that makes the plan, without the defaults."""
+    texts, source = found.texts, None if found.simulation is None else found.simulation.model
+    given: dict[str, Any] = {"gpu": found.gpu.name, "seq_len": texts.seq_len}
+    usual = {"effective_batch_size": 32, "goal": "speed", "method": "auto", "allow": (), "world_size": 1}
+    given |= {name: getattr(found, name) for name, value in usual.items() if getattr(found, name) != value}
+    model = repr(source) if isinstance(source, str) else "model"
+    lengths = "" if texts.lengths is None else "lengths=lengths, "
+    return f"plan({model}, {lengths}{', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
 def _script(found: Plan) -> str | None:

@@ -141,10 +141,11 @@ class Plan:
         Raises:
             ValueError: ``path`` cannot be written, or is there already.
         """
+        from hf_memopt.reports.plan_file import read_plan_text
         from hf_memopt.reports.plan_page import check_page, write_page
 
         check_page(path, force=force)
-        write_page(self.to_json(), path)
+        write_page(read_plan_text(self.to_json(), "Plan.to_json()"), path)
 
     def __str__(self) -> str:
         return self.table()

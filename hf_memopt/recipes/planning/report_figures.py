@@ -36,20 +36,21 @@ def report_figures(found: Plan) -> dict[str, Any]:
     one = found.chosen or (found.shortfall.nearest if found.shortfall is not None else None)
     simulation = found.simulation
     if one is None or simulation is None:
-        return {"fit_map": None, "timeline": None, "choices": [], "padding": _padding(found, one), "certainty": []}
+        nothing: dict[str, Any] = {"fit_map": None, "timeline": None, "choices": [], "certainty": []}
+        return {**nothing, "padding": _padding(found, one), "left_out": list(LEFT_OUT)}
     with keeping_models():
-        chart = fit_map(one, found.candidates, simulation, simulation.most_tokens)
-        choices = priced_choices(one, simulation)
         simulation.announce("the timeline")
         estimate = simulation.estimate(one.recipe, one.seq_len)
+        chart = fit_map(one, found.candidates, simulation, simulation.most_tokens)
+        choices = priced_choices(one, simulation, simulation.step_time(estimate))
+    certainty = [{"figure": figure, "kind": kind, "detail": detail} for figure, kind, detail in _certainty(found, one)]
     return {
         "fit_map": asdict(chart),
         "timeline": _timeline(estimate),
         "choices": [asdict(choice) for choice in choices],
         "padding": _padding(found, one),
-        "certainty": [
-            {"figure": figure, "kind": kind, "detail": detail} for figure, kind, detail in _certainty(found, one)
-        ],
+        "certainty": certainty,
+        "left_out": list(LEFT_OUT),
     }
 
 
@@ -69,7 +70,11 @@ def _timeline(estimate: Estimate) -> dict[str, Any]:
         },
         "reserved_bytes": timeline.reserved[shown].tolist(),
         "phases": [
-            {"from": round(float(positions[first]) / end, 5), "to": round(float(positions[stop]) / end, 5), "name": name}
+            {
+                "from": round(float(positions[first]) / end, 5),
+                "to": round(float(positions[stop]) / end, 5),
+                "name": name,
+            }
             for first, stop, name in phase_spans(timeline)
         ],
         "steps": [
@@ -105,10 +110,10 @@ def _certainty(found: Plan, one: Candidate) -> Iterator[tuple[str, str, str]]:
         "Every allocation of a step is replayed through a model of torch's allocator. "
         f"{format_bytes(one.margin_bytes)}, 5 % of the GPU, are kept free for what an estimate may be wrong by.",
     )
+    usable, context = format_bytes(found.gpu.usable_bytes), "an unknown context, which is not counted"
     if one.context_bytes:
-        yield "CUDA context", "assumed", f"{format_bytes(one.context_bytes)} on {found.gpu.name}: {found.gpu.source}."
-    else:
-        yield "CUDA context", "unknown", f"The size of a context on {found.gpu.name} is not known, and not counted."
+        context = f"a CUDA context of {format_bytes(one.context_bytes)}"
+    yield "GPU", "from sources", f"{usable} usable, {context}. {found.gpu.source}."
     if one.seconds is not None and one.low is not None and one.high is not None:
         yield (
             "time",
@@ -122,5 +127,3 @@ def _certainty(found: Plan, one: Candidate) -> Iterator[tuple[str, str, str]]:
         yield "lengths", "measured", f"Counted in {found.texts.rows:,} rows of your data."
     elif found.texts.seq_len is not None:
         yield "lengths", "assumed", f"Every row has {found.texts.seq_len} tokens."
-    for sentence in LEFT_OUT:
-        yield "left out", "not counted", sentence
