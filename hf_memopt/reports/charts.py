@@ -122,10 +122,15 @@ def scatter(told: PlanData) -> dict[str, Any] | None:
                 "y": _percent(time, top),
                 "verdict": "asks" if one["consents"] and one["verdict"] != "over" else one["verdict"],
                 "chosen": is_same(one, told["chosen"]),
-                "number": front.index(place) + 1 if place in front else None,
+                "number": None,
                 "title": f"{one['name']}, {batch_of(one)}: {_gib(one['total_bytes'])} GiB, {_per_example(time)}",
             }
         )
+    last: tuple[float, float] | None = None
+    for number, place in enumerate(front):
+        here = points[place]["x"], points[place]["y"]
+        if last is None or abs(here[0] - last[0]) > 4 or abs(here[1] - last[1]) > 6:  # room for another number
+            points[place]["number"], last = number + 1, here
     corners: list[tuple[float, float]] = []
     for place in front:  # a staircase: between two of them, the memory of the second is needed for its time
         x, y = float(points[place]["x"]), float(points[place]["y"])
@@ -180,7 +185,7 @@ def fit_chart(chart: FitMapData, one: CandidateData, padding: PaddingData | None
                         "title": f"{count} rows"
                         + ("" if length is None else f" of {length} tokens")
                         + f", {steps} times: {WORDS[cell['verdict']]}"
-                        + ("" if cell["total_bytes"] is not None else ", as smaller or larger batches prove"),
+                        + ("" if cell["total_bytes"] is not None else ", as smaller or larger batches show"),
                     }
                     for length, cell in zip(chart["lengths"], cells, strict=True)
                 ],

@@ -227,7 +227,7 @@ def read_plan_text(text: str | bytes, name: str) -> PlanData:
         if told["format"] != FORMAT:
             version = told.get("versions", {})
             made_by = version.get("hf-memopt", "another version") if isinstance(version, dict) else "another version"
-            raise ValueError(f"its format is {shown(told['format'])}, written by hf-memopt {made_by}")
+            raise ValueError(f"it has format {shown(told['format'])}, written by hf-memopt {made_by}")
         _check(told, PlanData, "")
         _check_places(told)
     except ValueError as error:
@@ -248,7 +248,7 @@ def _check(value: Any, kind: Any, name: str) -> None:
                     continue
                 (one,) = get_args(one)
             elif key not in value:
-                raise ValueError(f"{_place(name, key)} is missing")
+                raise ValueError(f"it has no {_place(name, key)}")
             _check(value[key], one, _place(name, key))
     elif get_origin(kind) is list:
         _expect(isinstance(value, list), name, value, "a list")
@@ -291,17 +291,17 @@ def _check_places(told: Mapping[str, Any]) -> None:
     if (told["chosen"] is None) is (told["shortfall"] is None):
         raise ValueError("it has both a chosen set-up and a shortfall, or neither")
     if any(place >= len(told["candidates"]) for place in told["shown"]):
-        raise ValueError("shown names a candidate that is not there")
+        raise ValueError("it has a place in shown that is none of its candidates")
     figures = told["figures"]
     if (chart := figures["fit_map"]) is not None:
         sizes = {len(row) for row in chart["cells"]}
         if len(chart["cells"]) != len(chart["rows"]) or sizes != {len(chart["lengths"])}:
-            raise ValueError("figures.fit_map has not one cell for each of its rows and lengths")
+            raise ValueError("it has a figures.fit_map without one cell for each of rows and lengths")
     if (line := figures["timeline"]) is not None:
         lists = [line["reserved_bytes"], *line["components"].values()]
         if not line["positions"] or any(len(one) != len(line["positions"]) for one in lists):
-            raise ValueError("figures.timeline has lists of different lengths")
+            raise ValueError("it has a figures.timeline with lists of different lengths")
     if (padding := figures["padding"]) is not None:
         histogram = padding["histogram"]
         if not histogram["counts"] or len(histogram["edges"]) != len(histogram["counts"]) + 1:
-            raise ValueError("figures.padding.histogram has not one edge more than counts")
+            raise ValueError("it has a figures.padding.histogram without one edge more than counts")

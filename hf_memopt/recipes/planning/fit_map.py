@@ -1,9 +1,12 @@
-"""What fits at other lengths and batches with the techniques of one set-up: a map that few simulations prove.
+"""What fits at other lengths and batches with the techniques of one set-up, from few simulations.
 
-More rows and longer rows never need less memory, as long as gradients are accumulated. So a cell that fits proves those
-with fewer and shorter rows, and one that does not proves those with more and longer ones. The next cell to simulate is
-the one that settles most others whichever way it turns out. All rows at once, without accumulation, are a map of
-their own: gradients appear while activations are freed, so that this may need less than a half of the rows.
+More rows and longer rows need more memory, as long as gradients are accumulated. So a cell that fits settles those with
+fewer and shorter rows, and one that does not settles those with more and longer ones. The next cell to simulate is the
+one that settles most others whichever way it turns out. All rows at once, without accumulation, are a map of their
+own: gradients appear while activations are freed, so that this may need less than a half of the rows.
+
+Limitations: the order holds for allocated bytes. Reserved ones are rounded to the allocator's blocks, so that a settled
+cell which nearly fills the GPU may be tight where it says that it fits, or the other way round.
 """
 
 from __future__ import annotations
