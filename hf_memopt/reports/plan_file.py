@@ -219,7 +219,6 @@ def read_plan_text(text: str | bytes, name: str) -> PlanData:
     Raises:
         ValueError: it is no plan, or one of another version.
     """
-    expected = "expected what `hf-memopt plan MODEL --json` writes"
     try:
         told = parse_object(text)
         if "format" not in told or "candidates" not in told:
@@ -232,8 +231,8 @@ def read_plan_text(text: str | bytes, name: str) -> PlanData:
         _check_places(told)
     except ValueError as error:
         raise ValueError(
-            f"path={name!r} is not a plan of format {FORMAT} ({error}); {expected}. Write it anew with this version: "
-            "hf-memopt plan MODEL --json > plan.json"
+            f"path={name!r} is not a plan of format {FORMAT} ({error}); expected what `hf-memopt plan --json` writes. "
+            "Write it anew with this version: hf-memopt plan MODEL --json > plan.json"
         ) from None
     return told  # type: ignore[return-value]  # checked
 

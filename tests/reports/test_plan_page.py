@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import CHROMIUM, Chromium
 from typer.testing import CliRunner
 
-from chromium import CHROMIUM, Chromium
 from hf_memopt import Plan
 from hf_memopt.cli.app import app
 from hf_memopt.reports.plan_file import read_plan_text
@@ -40,6 +40,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        self.text += " "
         named = dict(attrs)
         self.ids += [named["id"]] if named.get("id") else []
         self.loaded += [value for name, value in attrs if name in ("src", "href", "data", "action") and value]
