@@ -115,7 +115,7 @@ def scatter(told: PlanData) -> dict[str, Any] | None:
     top, right = 1.1 * max(times), 1.06 * max(usable, *(one["total_bytes"] for one in shown))
     front = pareto_front([(one["total_bytes"], time) for one, time in zip(shown, times, strict=True)])
     points: list[dict[str, Any]] = []
-    for place, (one, time) in enumerate(zip(shown, times, strict=True)):
+    for one, time in zip(shown, times, strict=True):
         points.append(
             {
                 "x": _percent(one["total_bytes"], right),

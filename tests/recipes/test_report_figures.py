@@ -89,7 +89,7 @@ def test_alternatives_cost_what_direct_estimates_say() -> None:
     assert set(choices) == {name for name in vars(one.recipe) if name not in ("name", "purpose", "reasons")}
     assert all(choice["reason"] for choice in choices.values())
     whole = estimated(one.recipe, one.seq_len)
-    (larger,) = [other for other in choices["checkpointing"]["alternatives"]]
+    (larger,) = choices["checkpointing"]["alternatives"]
     with_it = estimated(one.recipe.replace(checkpointing=True, autocast_cache=False), one.seq_len)
     assert (larger["value"], larger["total_bytes"], larger["refused"]) == ("True", with_it.total_bytes, "")
     time = found.simulation.step_time(with_it).seconds / found.simulation.step_time(whole).seconds
