@@ -281,7 +281,7 @@ def ticks(most: float, count: int = 5) -> list[float]:
     """
     if most <= 0:
         return [0.0]
-    power = 10 ** math.floor(math.log10(most / count))
+    power = 10.0 ** math.floor(math.log10(most / count))
     step = min((factor * power for factor in (1, 2, 5, 10)), key=lambda step: abs(most / step - count))
     return [round(number * step, 12) for number in range(int(most / step) + 1)]
 
