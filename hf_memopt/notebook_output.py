@@ -28,7 +28,12 @@ def printed_html(print_to: Callable[[Console], object], columns: int = COLUMNS) 
     from rich.console import Console
 
     console = Console(
-        file=io.StringIO(), record=True, width=columns, color_system="truecolor", force_terminal=True, force_jupyter=False
+        file=io.StringIO(),
+        record=True,
+        width=columns,
+        color_system="truecolor",
+        force_terminal=True,
+        force_jupyter=False,
     )
     print_to(console)
     return console.export_html(code_format=PRE, inline_styles=True)

@@ -1,7 +1,8 @@
 """Bytes as text and back. Memory is an int number of bytes everywhere else; this is the only place where bytes are
 divided.
 
-Text in: ``4GB`` is 4e9 bytes, ``4GiB`` is 4 * 2**30. Text out: always GiB, MiB or KiB.
+Text in: ``4GB`` is 4e9 bytes, ``4GiB`` is 4 * 2**30. Text out: always GiB, MiB or KiB. Rates and times become text here
+too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-__all__ = ["format_bytes", "parse_bytes", "to_gib", "to_mib"]
+__all__ = ["format_bytes", "format_duration", "format_number", "parse_bytes", "to_gib", "to_mib"]
 
 _FACTORS = {
     "B": 1,
@@ -73,3 +74,27 @@ def format_bytes(size_bytes: int) -> str:
         if round(magnitude / factor, 1) < 1024:  # as printed: 2**20 - 1 is not "1024.0 KiB"
             return f"{size_bytes / factor:.1f} {unit}"
     return f"{to_gib(size_bytes):.2f} GiB"
+
+
+def format_number(value: float) -> str:
+    """Return a rate or a size with three digits at least, and no decimals from 100 on.
+
+    Example:
+        >>> format_number(1738.2), format_number(9.4271)
+        ('1,738', '9.43')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a time in seconds below 90 s, in minutes below 90 min, else in hours.
+
+    Example:
+        >>> format_duration(47), format_duration(1000), format_duration(9000)
+        ('47 s', '17 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -69,7 +69,9 @@ def reader(tmp_path, monkeypatch) -> dict[str, Any]:
 def test_python_of_the_page_runs(page, reader, monkeypatch) -> None:
     if page in OF_LANGUAGE_MODELS or page == "README.md":
         monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: reader["tokenizer"])
-        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **settings: tiny.llama(tie_word_embeddings=True))
+        monkeypatch.setattr(
+            AutoModelForCausalLM, "from_pretrained", lambda name, **settings: tiny.llama(tie_word_embeddings=True)
+        )
     if page in OF_LANGUAGE_MODELS:
         reader["model"] = tiny.llama(tie_word_embeddings=True)
         reader["train_set"] = reader["train_set"].remove_columns("labels")

@@ -11,7 +11,8 @@ from hf_memopt import estimate, padding_report, recipe
 
 
 def text_of(html: str) -> str:
-    assert html.startswith("<pre") and html.endswith("</pre>")
+    assert html.startswith("<pre")
+    assert html.endswith("</pre>")
     return re.sub(r"<[^>]+>", "", html).replace("&quot;", '"').replace("&#x27;", "'").replace("&gt;", ">")
 
 

@@ -111,9 +111,10 @@ ALLOWED = {
     "batching": BELOW,
     "techniques": BELOW,
     "memory": BELOW,
-    "recipes": {*BELOW, *ROOMS},
+    "reports": {*BELOW, "memory"},
+    "recipes": {*BELOW, *ROOMS, "reports"},
     "demo": {*BELOW, *ROOMS, "recipes"},
-    "cli": {*BELOW, *ROOMS, "recipes", "demo"},
+    "cli": {*BELOW, *ROOMS, "reports", "recipes", "demo"},
     "__main__": {"cli"},
 }
 

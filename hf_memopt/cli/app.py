@@ -1,4 +1,4 @@
-"""The command line: ``hf-memopt demo | presets | lengths | estimate | plan | doctor``, or ``python -m hf_memopt ...``.
+"""The command line: ``hf-memopt demo | presets | lengths | estimate | plan | report | doctor``; also ``python -m``.
 
 Exit code 2 and one line on standard error report an invalid input, and a bug of the package too; with
 ``HF_MEMOPT_DEBUG=1`` the traceback is shown instead. 0 and 1 are results of the commands.
@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from hf_memopt.cli.command import Command
-from hf_memopt.cli.model_commands import EXAMPLES, AsJson, estimate, plan
+from hf_memopt.cli.model_commands import EXAMPLES, AsJson, estimate, plan, report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -215,6 +215,7 @@ def lengths(
 
 app.command(cls=Command, epilog=EXAMPLES)(estimate)
 app.command(cls=Command)(plan)
+app.command(cls=Command)(report)
 
 
 @app.command(cls=Command)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from ast import literal_eval
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ OTHER_NAMES = {  # an option, and what Python calls its value
     "data": "path",
     "effective_batch": "effective_batch_size",
     "write": "directory",
+    "output": "report",
 }
 WIDEST_COLUMNS = 28  # of an option in the help; what is longer has a line of its own
 VALUE = r"""[\w.]+\([^()]*\)|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\([^()]*\)|\[[^][]*\]|[^\s,;:()]*[^\s,;:().]"""
@@ -52,12 +53,17 @@ def flags_of(parameters: Iterable[Any]) -> dict[str, Flag]:
     return {**others, **declared}
 
 
-def typed_command(context: Any) -> str:
-    """Return the command with what was given of its parameters, as it is typed in a shell."""
+def typed_command(context: Any, without: Collection[str] = ()) -> str:
+    """Return the command with what was given of its parameters, as it is typed in a shell.
+
+    Args:
+        context: of the command.
+        without: names of parameters to leave out.
+    """
     words = ["hf-memopt", context.info_name]
     for name, flag in flags_of(context.command.params).items():
         value = context.params.get(name)
-        if value is None or context.get_parameter_source(name).name != "COMMANDLINE":
+        if value is None or name in without or context.get_parameter_source(name).name != "COMMANDLINE":
             continue
         if isinstance(value, bool):
             words.append(flag.on if value else flag.off)

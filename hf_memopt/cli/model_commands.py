@@ -1,4 +1,6 @@
-"""The options of ``hf-memopt estimate`` and ``plan``; what they do is in ``estimate_command`` and ``plan_command``."""
+"""The options of ``hf-memopt estimate``, ``plan`` and ``report``; what the first two do is in ``estimate_command`` and
+``plan_command``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import typer
 
 from hf_memopt.cli.command import flags_of, typed_command
 
-__all__ = ["EXAMPLES", "AsJson", "estimate", "plan"]
+__all__ = ["EXAMPLES", "AsJson", "estimate", "plan", "report"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -183,7 +185,10 @@ def plan(
     write: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the training script and the recipe to this folder.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite what --write wrote before.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write one HTML file with pictures: a name in .html.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the files that are written.")] = False,
     json_output: AsJson = False,
 ) -> None:
     """Find the fastest set-up that fits a GPU.
@@ -195,4 +200,26 @@ def plan(
     from hf_memopt.cli.plan_command import PlanOptions, run_plan
 
     options = PlanOptions(**{item.name: context.params[item.name] for item in fields(PlanOptions)})
-    raise typer.Exit(run_plan(options, Console(), Console(stderr=True), typed_command(context)))
+    made_by = typed_command(context, without=("write", "report", "force", "json_output"))
+    raise typer.Exit(run_plan(options, Console(), Console(stderr=True), made_by))
+
+
+def report(
+    path: Annotated[Path, typer.Argument(help="The JSON that `hf-memopt plan --json` wrote.", metavar="PLAN.JSON")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The HTML file; beside the JSON by default.", metavar="FILE")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Make one HTML file with pictures of a plan's JSON.
+
+    It needs no network, and neither the model nor the data of the plan.
+    """
+    from hf_memopt.reports.plan_file import read_plan_file
+    from hf_memopt.reports.plan_page import check_page, write_page
+
+    told = read_plan_file(path)
+    page = path.with_suffix(".html") if output is None else output
+    check_page(page, force=force)
+    write_page(told, page)
+    typer.echo(f"Report: {page}")

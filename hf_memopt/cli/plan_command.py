@@ -1,4 +1,4 @@
-"""What ``hf-memopt plan`` does: check the options, then plan and print the table, or JSON.
+"""What ``hf-memopt plan`` does: check the options, then plan, print the table or JSON, and write the report.
 
 The options are checked without importing torch or transformers, as those of ``estimate`` are.
 """
@@ -6,21 +6,21 @@ The options are checked without importing torch or transformers, as those of ``e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_memopt.cli.progress import spinner
 from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, checked_word, read_gpu
-from hf_memopt.recipes.planning.script.folder import check_folder
+from hf_memopt.recipes.planning.script.folder import RowsFile, check_folder
+from hf_memopt.reports.plan_page import check_page
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from rich.console import Console
 
-    from hf_memopt.recipes.planning.plan import Plan
 
 __all__ = ["PlanOptions", "run_plan"]
 
@@ -45,6 +45,7 @@ class PlanOptions:
     world_size: int = 1
     task: str | None = None
     write: Path | None = None
+    report: Path | None = None
     force: bool = False
     json_output: bool = False
 
@@ -56,7 +57,7 @@ def run_plan(options: PlanOptions, console: Console, errors: Console, made_by: s
         options: of the command.
         console: of standard output.
         errors: of standard error, which shows the progress if it is a terminal.
-        made_by: the command, for the script.
+        made_by: the command, for script and report.
 
     Raises:
         ValueError: invalid options, or a model that cannot be planned for.
@@ -81,27 +82,19 @@ def run_plan(options: PlanOptions, console: Console, errors: Console, made_by: s
             task=options.task,
             announce=announce,
         )
-    text = found.to_json() if options.json_output else found.table(console.width)
+        rows = None if options.data is None else RowsFile(options.data, options.column, options.tokenizer)
+        found = replace(found, command=made_by, rows=rows)
+        text = found.to_json() if options.json_output else found.table(console.width)
+        if options.report is not None:
+            found.report(options.report, force=options.force)
     console.out(text, highlight=False)
+    said = errors if options.json_output else console  # standard output is JSON alone
     if options.write is not None:
-        said = errors if options.json_output else console  # standard output is JSON alone
-        said.out(_written(found, options, options.write, made_by), highlight=False)
+        written = f"Nothing was written to {options.write}: no set-up fits."
+        said.out(str(found.write(options.write, options.force)) if found.fits else written, highlight=False)
+    if options.report is not None:
+        said.out(f"Report: {options.report}", highlight=False)
     return FITS if found.fits else DOES_NOT_FIT
-
-
-def _written(found: Plan, options: PlanOptions, folder: Path, made_by: str) -> str:
-    if not found.fits:
-        return f"Nothing was written to {folder}: no set-up fits."
-    return str(
-        found.write(
-            folder,
-            options.force,
-            data=options.data,
-            column=options.column,
-            tokenizer=options.tokenizer,
-            made_by=made_by,
-        )
-    )
 
 
 def _check(options: PlanOptions, words: Sequence[str]) -> None:
@@ -119,9 +112,11 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
             )
     if options.write is not None:
         check_folder(options.write, force=options.force)
-    elif options.force:
+    if options.report is not None:
+        check_page(options.report, force=options.force)
+    if options.force and options.write is None and options.report is None:
         raise ValueError(
-            "force=True has nothing to overwrite: no folder is given; expected both. Pass --write DIR --force"
+            "force=True has nothing to replace: no file is written; expected --write or --report. Pass --write DIR --force"
         )
     find_config(options.model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,34 @@ def test_json_and_the_exit_code_of_what_does_not_fit(model: str) -> None:
     told = json.loads(found.output)
     assert told["fits"] is False
     assert told["shortfall"]["lacks_bytes"] > 0
+
+
+def test_json_and_report_are_of_one_plan(model: str, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    options = ("--gpu", "RTX 3060 12GB", "--effective-batch", "2", "--seq-len", "16", "--method", "full")
+    found = run(model, *options, "--json", "--report", str(page))
+    assert found.exit_code == 0, found.output
+    assert found.stderr.splitlines()[-1] == f"Report: {page}"
+    told = json.loads(found.stdout)
+    assert sorted(shlex.split(told["command"])) == sorted(["hf-memopt", "plan", model, *options])
+    (tmp_path / "again.json").write_text(found.stdout)
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "again.json")]).exit_code == 0
+    assert (tmp_path / "again.html").read_text() == page.read_text()
+    assert told["command"] in page.read_text().replace("&#39;", "'")
+
+
+def test_a_report_that_is_there_is_refused_before_the_search(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_memopt.recipes.planning.plan.plan", None)
+    page = tmp_path / "plan.html"
+    page.write_text("kept")
+    found = run(model, "--gpu", "T4", "--report", str(page))
+    assert found.exit_code == 2
+    assert "plan.html exists already; expected a new file. Pass another name, or --force to replace it" in found.output
+    assert page.read_text() == "kept"
+    found = run(model, "--gpu", "T4", "--force")
+    assert "--force has nothing to replace: no file is given; expected both." in found.output
 
 
 @pytest.mark.parametrize(

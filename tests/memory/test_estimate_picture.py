@@ -101,16 +101,52 @@ def test_the_picture_names_peak_phases_steps_and_limits(monkeypatch, tmp_path) -
     for text in (
         f"{describe(hand_made())}\n{verdict(hand_made())}",
         "peak 1.59 GiB, backward\nbert.encoder.layer.23",
-        "usable on GPU 4GB, without the context:\n3.41 GiB (above the picture)",
-        "reserved, peak 1.59 GiB",
-        "allocated at the peak 1.59 GiB:",
+        "usable on GPU 4GB:\n3.80 GiB",
+        "reserved and context, peak 1.99 GiB",
+        "allocated, 1.59 GiB at the peak\n(at the peak / largest):",
+        "at the\npeak",
+        "CUDA context  400.0 MiB",
         "memory in GiB",
         " step 1",
         " step 2",
-        *(f"{name}  {size}" for name, size in (("weights", "600.0 MiB"), ("gradients", "75.0 MiB"))),
+        "weights  600.0 MiB / 600.0 MiB",
+        "gradients  75.0 MiB / 600.0 MiB",
         *("load", "forward", "backward", "optimizer", "evaluation"),
     ):
         assert text in found
+    assert not [text for text in found if text.startswith("out of memory")]
+
+
+def test_the_peak_has_a_bar_of_its_own(monkeypatch, tmp_path) -> None:
+    estimate = hand_made()
+    panel = drawn(estimate, monkeypatch, tmp_path).axes[2]
+    heights = [bar.get_height() * 2**30 for bar in panel.patches if bar.get_width() < 1]  # 1: above the limit
+    unused = estimate.peak_reserved_bytes - estimate.peak_allocated_bytes
+    assert heights == pytest.approx([400 * MIB, *(estimate.components[name] for name in COMPONENTS), unused])
+
+
+def test_where_memory_runs_out_is_marked(monkeypatch, tmp_path) -> None:
+    gpu = replace(SMALL, usable_bytes=1500 * MIB)  # 1,100 MiB of them for the allocator, which needs 1,225 in event 4
+    figure = drawn(hand_made(gpu=gpu), monkeypatch, tmp_path)
+    assert "out of memory here: step 1, forward" in texts(figure)
+    [mark] = [line for line in figure.axes[1].lines if line.get_marker() == "X"]
+    assert mark.get_ydata()[0] == 1500 / 1024
+
+
+def test_a_step_that_repeats_the_one_before_is_not_drawn(monkeypatch, tmp_path) -> None:
+    timeline = hand_made().timeline
+    order = [*range(11), *range(6, 11), 11]  # the second step twice
+    reserved = np.maximum.accumulate(timeline.components[order].sum(axis=1)) + 8 * MIB
+    phases = (*timeline.phases[:-1], (11, "forward"), (13, "backward"), (15, "optimizer"), (16, "evaluation"))
+    longer = replace(
+        timeline,
+        components=timeline.components[order],
+        reserved=reserved,
+        phases=phases,
+        steps=((2, 1), (6, 2), (11, 3)),
+    )
+    once, again = (texts(drawn(hand_made(timeline=line), monkeypatch, tmp_path)) for line in (timeline, longer))
+    assert again == once
 
 
 def test_neighbouring_spans_of_one_phase_are_one(monkeypatch, tmp_path) -> None:
@@ -132,8 +168,8 @@ def test_what_never_holds_a_byte_is_not_explained(monkeypatch, tmp_path) -> None
 @pytest.mark.parametrize(
     ("gpu", "label", "inside"),
     [
-        (replace(SMALL, usable_bytes=2400 * MIB), "usable on GPU 4GB, without the context:\n1.95 GiB", True),
-        (LARGE, "usable on Card 80GB, without the context:\n77.73 GiB (above the picture)", False),
+        (replace(SMALL, usable_bytes=2400 * MIB), "usable on GPU 4GB:\n2.34 GiB", True),
+        (LARGE, "usable on Card 80GB:\n78.12 GiB (above the picture)", False),
     ],
 )
 def test_the_gpu_is_a_dashed_line_where_it_is_near(monkeypatch, tmp_path, gpu, label, inside) -> None:
@@ -141,7 +177,7 @@ def test_the_gpu_is_a_dashed_line_where_it_is_near(monkeypatch, tmp_path, gpu, l
     assert label in texts(figure)
     [line] = [line for line in figure.axes[1].lines if line.get_linestyle() == "--"]
     height = line.get_ydata()[0]
-    assert height == (gpu.usable_bytes - 400 * MIB) / 2**30
+    assert height == gpu.usable_bytes / 2**30
     assert (height < figure.axes[1].get_ylim()[1]) == inside
 
 

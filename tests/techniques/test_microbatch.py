@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import re
 import pickle
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,18 +1,20 @@
-"""Draw the timeline of an ``Estimate`` as a stacked area chart.
+"""Draw the timeline of an ``Estimate`` as a stacked area chart, with its peak as a bar of its own beside it.
 
 The horizontal axis counts allocations and frees, not seconds. A long timeline is reduced to the extremes of about 2,000
-stretches, each of them a state that was reached: no peak is lost and nothing is averaged.
+stretches, each of them a state that was reached: no peak is lost and nothing is averaged. CUDA's context is the bottom
+layer, so that one line is the limit: what is usable of the GPU. A last step that repeats the one before is left out.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt import plotting as pictures
 from hf_memopt.memory.output.estimate_text import COLOURS, describe, verdict
-from hf_memopt.memory.timeline import COMPONENTS, phase_spans
+from hf_memopt.memory.timeline import COMPONENTS, phase_spans, without_repeated_steps
 from hf_memopt.units import format_bytes, to_gib, to_mib
 
 if TYPE_CHECKING:
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.timeline import Timeline
 
-__all__ = ["check_picture", "draw", "drawn_events"]
+__all__ = ["check_picture", "draw", "drawn_events", "event_positions"]
 
 STRETCHES = 2000
+CONTEXT, CONTEXT_COLOUR = "CUDA context", "#555555"
+LIMIT_COLOUR = "#B00020"
 
 PHASE_SHADES = {
     "load": "#F2F2F2",
@@ -51,7 +55,7 @@ def draw(estimate: Estimate, path: str | Path) -> None:
     """
     path = Path(path)
     check_picture(path)
-    pictures.save_picture(_figure(estimate), path)
+    pictures.save_picture(_figure(replace(estimate, timeline=without_repeated_steps(estimate.timeline))), path)
 
 
 def drawn_events(timeline: Timeline, stretches: int = STRETCHES) -> np.ndarray:
@@ -67,7 +71,7 @@ def drawn_events(timeline: Timeline, stretches: int = STRETCHES) -> np.ndarray:
     if events <= 4 * stretches:
         return np.arange(events)
     allocated, reserved = timeline.components.sum(axis=1), timeline.reserved
-    positions = _positions(timeline)
+    positions = event_positions(timeline)
     edges = np.unique(np.searchsorted(positions, np.linspace(0, positions[-1], stretches + 1)))
     kept = {first for first, _, _ in phase_spans(timeline)}
     for first, end in pairwise(edges.tolist()):
@@ -76,7 +80,7 @@ def drawn_events(timeline: Timeline, stretches: int = STRETCHES) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def _positions(timeline: Timeline) -> np.ndarray:
+def event_positions(timeline: Timeline) -> np.ndarray:
     """Return the horizontal position of each event and of the end; a phase of few events still gets 1.5 %."""
     import numpy as np
 
@@ -90,57 +94,101 @@ def _positions(timeline: Timeline) -> np.ndarray:
 def _figure(estimate: Estimate) -> Figure:
     from matplotlib.figure import Figure
 
-    positions = _positions(estimate.timeline)
+    positions = event_positions(estimate.timeline)
     in_gib = estimate.peak_reserved_bytes >= 2**28
     scale, unit = (to_gib(1), "GiB") if in_gib else (to_mib(1), "MiB")
     figure = Figure(figsize=(14, 7), layout="constrained")
-    strip, axes = figure.subplots(2, 1, sharex=True, height_ratios=[1, 20])
+    grid = figure.add_gridspec(2, 2, height_ratios=[1, 20], width_ratios=[20, 1])
+    strip = figure.add_subplot(grid[0, 0])
+    axes = figure.add_subplot(grid[1, 0], sharex=strip)
+    panel = figure.add_subplot(grid[1, 1], sharey=axes)
     axes.set_xlim(0, positions[-1])
-    axes.set_xticks([])
+    for one in (axes, panel):
+        one.set_xticks([])
+        one.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("allocations and frees in their order (no time scale)")
     axes.set_ylabel(f"memory in {unit}")
-    axes.spines[["top", "right"]].set_visible(False)
+    panel.set_xlabel("at the\npeak")
+    panel.tick_params(left=False, labelleft=False)
     _draw_stack(estimate, axes, positions, scale)
-    _draw_limits(estimate, axes, scale)
+    _draw_limits(estimate, axes, panel, positions, scale)
     _draw_phases(estimate.timeline, strip, axes, positions)
-    _draw_peak(estimate, axes, positions, scale)
-    _draw_legends(estimate, axes)
+    _draw_peak(estimate, axes, panel, positions, scale)
+    _draw_legends(estimate, axes, panel)
     figure.suptitle(f"{describe(estimate)}\n{verdict(estimate)}", fontsize=10.5, x=0.01, ha="left", wrap=True)
     return figure
+
+
+def _used(timeline: Timeline) -> list[int]:
+    """Return the numbers of the components that ever hold a byte."""
+    return [number for number in range(len(COMPONENTS)) if timeline.components[:, number].any()]
 
 
 def _draw_stack(estimate: Estimate, axes: Axes, positions: np.ndarray, scale: float) -> None:
     import numpy as np
 
-    timeline = estimate.timeline
+    timeline, context_bytes = estimate.timeline, estimate.context_bytes or 0
     shown = drawn_events(timeline)
     where = np.append(positions[shown], positions[-1])
     rows = np.append(shown, shown[-1])  # the last state is held to the end
-    used = [number for number in range(len(COMPONENTS)) if timeline.components[:, number].any()]
-    axes.stackplot(
-        where,
-        (timeline.components[rows][:, used] * scale).T,
-        labels=[f"{COMPONENTS[n]}  {format_bytes(estimate.components[COMPONENTS[n]])}" for n in used],
-        colors=[COLOURS[COMPONENTS[n]] for n in used],
-        step="post",
-        linewidth=0,
-    )
-    label = f"reserved, peak {format_bytes(estimate.peak_reserved_bytes)}"
-    axes.step(where, timeline.reserved[rows] * scale, where="post", color="#222222", linewidth=1.3, label=label)
+    used = _used(timeline)
+    largest = timeline.components.max(axis=0).tolist()
+    labels, colours = [f"{CONTEXT}  {format_bytes(context_bytes)}"], [CONTEXT_COLOUR]
+    for name, most in ((COMPONENTS[number], largest[number]) for number in used):
+        labels.append(f"{name}  {format_bytes(estimate.components[name])} / {format_bytes(most)}")
+        colours.append(COLOURS[name])
+    layers = np.vstack([np.full(len(where), context_bytes), timeline.components[rows][:, used].T]) * scale
+    first = 0 if context_bytes else 1
+    axes.stackplot(where, layers[first:], labels=labels[first:], colors=colours[first:], step="post", linewidth=0)
+    reserved = (timeline.reserved[rows] + context_bytes) * scale
+    label = f"reserved{' and context' if context_bytes else ''}, peak {format_bytes(estimate.total_bytes)}"
+    axes.step(where, reserved, where="post", color="#222222", linewidth=1.3, label=label)
 
 
-def _draw_limits(estimate: Estimate, axes: Axes, scale: float) -> None:
-    top_bytes = estimate.peak_reserved_bytes
-    if estimate.gpu is not None:
-        limit_bytes = estimate.gpu.usable_bytes - (estimate.context_bytes or 0)
-        without = "" if estimate.context_bytes is None else ", without the context"
-        label = f"usable on {estimate.gpu.name}{without}:\n{format_bytes(limit_bytes)}"
-        if limit_bytes <= 2 * top_bytes:
-            top_bytes = max(top_bytes, limit_bytes)
+def _draw_limits(estimate: Estimate, axes: Axes, panel: Axes, positions: np.ndarray, scale: float) -> None:
+    """Draw what is usable of the GPU, all above it in red, and where memory runs out."""
+    top_bytes, gpu = estimate.total_bytes, estimate.gpu
+    if gpu is not None:
+        without = "" if estimate.context_bytes is not None else ", less a context of unknown size"
+        label = f"usable on {gpu.name}{without}:\n{format_bytes(gpu.usable_bytes)}"
+        is_drawn = gpu.usable_bytes <= 2 * top_bytes
+        if is_drawn:
+            top_bytes = max(top_bytes, gpu.usable_bytes)
         else:  # drawn to scale, it would leave the run a thin line at the bottom
             label += " (above the picture)"
-        axes.axhline(limit_bytes * scale, color="#B00020", linestyle="--", linewidth=1.6, label=label)
+        limit = gpu.usable_bytes * scale
+        axes.axhline(limit, color=LIMIT_COLOUR, linestyle="--", linewidth=1.6, label=label)
+        if is_drawn:
+            panel.axhline(limit, color=LIMIT_COLOUR, linestyle="--", linewidth=1.6)
+            for one in (axes, panel):
+                one.axhspan(limit, 1.2 * top_bytes * scale, color=LIMIT_COLOUR, alpha=0.08, linewidth=0, zorder=0)
+        _mark_out_of_memory(estimate, axes, positions, gpu.usable_bytes, scale)
     axes.set_ylim(0, 1.2 * top_bytes * scale)
+
+
+def _mark_out_of_memory(estimate: Estimate, axes: Axes, positions: np.ndarray, usable_bytes: int, scale: float) -> None:
+    """Mark the first event at which more is reserved than is usable; none where that is never so."""
+    timeline = estimate.timeline
+    over = timeline.reserved + (estimate.context_bytes or 0) > usable_bytes
+    if not over.any():
+        return
+    event = int(over.argmax())
+    phase = next(name for first, end, name in phase_spans(timeline) if first <= event < end)
+    step = max((number for first, number in timeline.steps if first <= event), default=0)
+    name = f"step {step}, {phase}" if step and phase not in ("generation", "evaluation") else phase
+    right_half, limit = positions[event] > positions[-1] / 2, usable_bytes * scale
+    axes.plot(positions[event], limit, marker="X", color=LIMIT_COLOUR, markersize=11, zorder=6)
+    axes.annotate(
+        f"out of memory here: {name}",
+        xy=(positions[event], limit),
+        xytext=(-12 if right_half else 12, -16),
+        textcoords="offset points",
+        ha="right" if right_half else "left",
+        fontsize=9.5,
+        color=LIMIT_COLOUR,
+        bbox={"boxstyle": "round,pad=0.3", "facecolor": "white", "edgecolor": LIMIT_COLOUR},
+        zorder=6,
+    )
 
 
 def _draw_phases(timeline: Timeline, strip: Axes, axes: Axes, positions: np.ndarray) -> None:
@@ -163,27 +211,38 @@ def _draw_phases(timeline: Timeline, strip: Axes, axes: Axes, positions: np.ndar
             )
 
 
-def _draw_legends(estimate: Estimate, axes: Axes) -> None:
+def _draw_legends(estimate: Estimate, axes: Axes, panel: Axes) -> None:
     """Add legends for the lines and the stack, in their order from the top, and for the phases."""
     from matplotlib.patches import Patch
 
     look: dict[str, Any] = {"frameon": False, "borderaxespad": 0, "alignment": "left"}
     handles, labels = axes.get_legend_handles_labels()
-    lines = sum(not label.startswith(COMPONENTS) for label in labels)
+    lines = sum(not label.startswith((*COMPONENTS, CONTEXT)) for label in labels)
     handles, labels = handles[::-1], labels[::-1]
     handles.insert(lines, Patch(alpha=0))
-    labels.insert(lines, f"allocated at the peak {format_bytes(estimate.peak_allocated_bytes)}:")
-    explained = axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.01, 1.0), **look)
-    axes.add_artist(explained)  # a second legend would replace it
+    labels.insert(
+        lines, f"allocated, {format_bytes(estimate.peak_allocated_bytes)} at the peak\n(at the peak / largest):"
+    )
+    explained = panel.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.2, 1.0), **look)
+    panel.add_artist(explained)  # a second legend would replace it
     explained.set_clip_on(False)  # else the layout leaves it no room
     names = dict.fromkeys(name for _, _, name in phase_spans(estimate.timeline))
     shades = [Patch(facecolor=PHASE_SHADES[name], edgecolor="#888888", linewidth=0.5, label=name) for name in names]
-    axes.legend(handles=shades, loc="lower left", bbox_to_anchor=(1.01, 0.0), title="phases", **look)
+    panel.legend(handles=shades, loc="lower left", bbox_to_anchor=(1.2, 0.0), title="phases", **look)
 
 
-def _draw_peak(estimate: Estimate, axes: Axes, positions: np.ndarray, scale: float) -> None:
+def _draw_peak(estimate: Estimate, axes: Axes, panel: Axes, positions: np.ndarray, scale: float) -> None:
+    """Draw the peak as a bar of its own, since it may be too short to be seen among all events, and name it."""
+    bottom = context_bytes = estimate.context_bytes or 0
+    panel.bar(0, context_bytes * scale, color=CONTEXT_COLOUR)
+    for name in COMPONENTS:
+        panel.bar(0, estimate.components[name] * scale, bottom=bottom * scale, color=COLOURS[name])
+        bottom += estimate.components[name]
+    panel.bar(
+        0, (estimate.total_bytes - bottom) * scale, bottom=bottom * scale, color="#DDDDDD"
+    )  # reserved, not in use
     event = int(estimate.timeline.components.sum(axis=1).argmax())
-    where, height = positions[event], estimate.peak_allocated_bytes * scale
+    where, height = positions[event], (context_bytes + estimate.peak_allocated_bytes) * scale
     name = f"peak {format_bytes(estimate.peak_allocated_bytes)}, {estimate.phase}"
     right_half = where > positions[-1] / 2
     axes.annotate(

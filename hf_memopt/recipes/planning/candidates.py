@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.set_ups import SetUp
     from hf_memopt.recipes.recipe import Recipe
 
-__all__ = ["MARGIN_SHARE", "Candidate", "candidate_of"]
+__all__ = ["MARGIN_SHARE", "Candidate", "Verdict", "candidate_of", "verdict_of"]
+
+Verdict = Literal["fits", "tight", "over"]
 
 MARGIN_SHARE = 20
 """A set-up fits with a twentieth of the GPU to spare: the worst error of an estimate on published runs is 5 %."""
@@ -84,9 +86,9 @@ class Candidate:
         return self.usable_bytes - self.total_bytes
 
     @property
-    def verdict(self) -> Literal["fits", "tight", "over"]:
+    def verdict(self) -> Verdict:
         """Whether it fits with the margin, without it, or not at all."""
-        return "over" if self.spare_bytes < 0 else "tight" if self.spare_bytes < self.margin_bytes else "fits"
+        return verdict_of(self.spare_bytes, self.margin_bytes)
 
     @property
     def fits(self) -> bool:
@@ -127,6 +129,11 @@ class Candidate:
             "verdict": self.verdict,
             "seconds_per_example": None if self.seconds is None else self.seconds / self.examples,
         }
+
+
+def verdict_of(spare_bytes: int, margin_bytes: int) -> Verdict:
+    """Return whether what is left holds the margin, less than it, or is missing."""
+    return "over" if spare_bytes < 0 else "tight" if spare_bytes < margin_bytes else "fits"
 
 
 def _plain(recipe: Recipe) -> Any:

@@ -9,7 +9,10 @@ from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.recipes.planning.request import GOALS
+from hf_memopt.reports.plan_file import FORMAT
 from hf_memopt.units import format_bytes, to_gib
+from hf_memopt.units import format_duration as _duration
+from hf_memopt.units import format_number as _number
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
@@ -186,18 +189,6 @@ def _short(found: Plan) -> Iterator[str]:
         yield f"What would fit: {'; '.join(what)}."
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
-
-
 # ---- JSON
 
 
@@ -205,10 +196,13 @@ def plan_json(found: Plan) -> str:
     """Return everything as JSON text, memory as integers of bytes."""
     short, texts = found.shortfall, found.texts
     whole: dict[str, Any] = {
+        "format": FORMAT,
+        "command": found.command or _call(found),
         "model": found.model,
         "parameters": found.parameters,
         "gpu": found.gpu.name,
         "usable_bytes": found.gpu.usable_bytes,
+        "memory_bytes": found.gpu.memory_bytes,
         "goal": found.goal,
         "method": found.method,
         "allow": list(found.allow),
@@ -221,9 +215,29 @@ def plan_json(found: Plan) -> str:
         "candidates": [one.as_dict() for one in found.candidates],
         "notes": list(found.notes),
         "simulations": found.simulations,
+        "shown": _places(found, shown_candidates(found)),
+        "figures": found.figures,
+        "script": None if found.chosen is None else found.script(),
         "versions": {name: importlib.metadata.version(name) for name in ("hf-memopt", "torch", "transformers")},
     }
     return json.dumps(whole, indent=2)
+
+
+def _places(found: Plan, some: Sequence[Candidate]) -> list[int]:
+    """Return which of the candidates these are."""
+    places = {(one.name, one.batch, one.seq_len): place for place, one in enumerate(found.candidates)}
+    return list(dict.fromkeys(places[one.name, one.batch, one.seq_len] for one in some))
+
+
+def _call(found: Plan) -> str:
+    """Return the call of ``plan`` that makes the plan, without the defaults."""
+    texts, source = found.texts, None if found.simulation is None else found.simulation.model
+    given: dict[str, Any] = {"gpu": found.gpu.name, "seq_len": texts.seq_len}
+    usual = {"effective_batch_size": 32, "goal": "speed", "method": "auto", "allow": (), "world_size": 1}
+    given |= {name: getattr(found, name) for name, value in usual.items() if getattr(found, name) != value}
+    model = repr(source) if isinstance(source, str) else "model"
+    lengths = "" if texts.lengths is None else "lengths=lengths, "
+    return f"plan({model}, {lengths}{', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
 def _plain(short: Any) -> dict[str, Any]:

@@ -13,8 +13,9 @@ not counted, and neither sharding nor the time of communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory.recording.kept_models import keeping_models
 from hf_memopt.recipes.planning.candidates import Candidate
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.recipes.planning.script.folder import Written
+    from hf_memopt.recipes.planning.script.folder import RowsFile, Written
     from hf_memopt.recipes.recipe import Recipe
 
 __all__ = ["Plan", "plan"]
@@ -74,6 +75,9 @@ class Plan:
         simulations: how many there were, those of shorter rows included.
         source: what ``from_pretrained`` takes for the model; None for a module or configuration without a name.
         task: of the model's head; None for one that is unknown.
+        simulation: simulates more of the same model, for reports; None for a plan without one.
+        command: what made it, for reports and scripts; "" for a call of ``plan``.
+        rows: the file of its rows, for the script; None for a call of ``plan``.
     """
 
     model: str
@@ -92,6 +96,9 @@ class Plan:
     simulations: int = 0
     source: str | None = None
     task: str | None = None
+    simulation: Simulation | None = field(default=None, repr=False)
+    command: str = ""
+    rows: RowsFile | None = None
 
     @property
     def fits(self) -> bool:
@@ -118,8 +125,15 @@ class Plan:
 
         return plan_text(self, width)
 
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """What a report shows beside the candidates, simulated when it is first asked for; see ``report_figures``."""
+        from hf_memopt.recipes.planning.report_figures import report_figures
+
+        return report_figures(self)
+
     def to_json(self) -> str:
-        """Return everything as JSON text."""
+        """Return everything as JSON text, with what a report needs: ``hf-memopt report FILE`` makes one of it."""
         from hf_memopt.recipes.planning.output import plan_json
 
         return plan_json(self)
@@ -132,17 +146,16 @@ class Plan:
         data: str | os.PathLike[str] | None = None,
         column: str | None = None,
         tokenizer: str | None = None,
-        made_by: str = "hf_memopt.plan()",
     ) -> Written:
         """Write ``train.py``, the training script of the chosen recipe, and ``recipe.json``, the recipe itself.
 
         Args:
             directory: made if it does not exist.
             force: whether files of these names are overwritten.
-            data: the file or folder of rows that the script reads: Parquet, Arrow, JSON Lines or CSV.
+            data: the file or folder of rows that the script reads: Parquet, Arrow, JSON Lines or CSV. None for that
+                of the plan, if it was made for one.
             column: of it, with texts or token ids; None for the likely one.
             tokenizer: a folder or a name on the Hub; None for the model's own.
-            made_by: the command, for the first lines of the script.
 
         Returns:
             The paths, the commands to run next, and what the script leaves to be completed.
@@ -151,9 +164,36 @@ class Plan:
             ValueError: none fits; the folder has such files already; the data has no such column.
             OSError: a file cannot be written.
         """
-        from hf_memopt.recipes.planning.script.folder import write_plan
+        from hf_memopt.recipes.planning.script.folder import RowsFile, write_plan
 
-        return write_plan(self, directory, force=force, data=data, column=column, tokenizer=tokenizer, made_by=made_by)
+        rows = self.rows if data is None else RowsFile(data, column, tokenizer)
+        return write_plan(self, directory, force=force, rows=rows)
+
+    def script(self) -> str | None:
+        """Return the training script of the chosen recipe; None where there is none for the model's task.
+
+        Raises:
+            ValueError: none fits.
+        """
+        from hf_memopt.recipes.planning.script.folder import script_of
+
+        return script_of(self, self.rows)[0]
+
+    def report(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write the plan as one HTML file with pictures, which needs no network.
+
+        Args:
+            path: a file that ends in .html.
+            force: whether a file at ``path`` is replaced.
+
+        Raises:
+            ValueError: ``path`` cannot be written, or is there already.
+        """
+        from hf_memopt.reports.plan_file import read_plan_text
+        from hf_memopt.reports.plan_page import check_page, write_page
+
+        check_page(path, force=force)
+        write_page(read_plan_text(self.to_json(), "Plan.to_json()"), path)
 
     def __str__(self) -> str:
         return self.table()
@@ -228,6 +268,7 @@ def plan(
         source, own_task, facts, most, default = facts_of(model, task)
         texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
         simulation = Simulation(source, own_task, found_gpu, texts, world_size, words, announce)
+        simulation.most_tokens = most
         search_of = _Search(simulation, facts, effective_batch_size, share, goal)
         stages = _stages(method, facts, words)
         candidates, chosen = search_of.by_length(stages, most)
@@ -256,6 +297,7 @@ def plan(
         simulations=simulation.count,
         source=name_to_load(model),
         task=facts.task,
+        simulation=simulation,
     )
 
 

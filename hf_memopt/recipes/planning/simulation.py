@@ -55,6 +55,7 @@ class Simulation:
         count: simulations so far.
         refused: why set-ups could not be simulated, by their names.
         time_unknown: why no time is predicted; "" where one is.
+        most_tokens: of a row that the model takes; None for no limit.
     """
 
     model: Any
@@ -69,6 +70,7 @@ class Simulation:
     time_unknown: str = ""
     parameters: int = 0
     model_name: str = ""
+    most_tokens: int | None = None
     _found: dict[tuple[Recipe, int | None], Candidate | None] = field(default_factory=dict)
     _shorter: dict[tuple[Recipe, int, int | None], float] = field(default_factory=dict)
 
@@ -112,7 +114,7 @@ class Simulation:
         texts, examples = self.texts, recipe.effective_batch_size
         tokens = texts.tokens if texts.tokens is not None else texts.seq_len
         candidate = replace(candidate, tokens=None if tokens is None else tokens * examples)
-        time = self._step_time(found)
+        time = self.step_time(found)
         if time is None:
             return candidate
         ratio = 1.0
@@ -120,7 +122,8 @@ class Simulation:
             ratio = 1 - self._saved(set_up, recipe, time) / time.seconds
         return replace(candidate, seconds=ratio * time.seconds, low=ratio * time.low, high=ratio * time.high)
 
-    def _step_time(self, found: Estimate) -> StepTime | None:
+    def step_time(self, found: Estimate) -> StepTime | None:
+        """Return the predicted time of an estimated step; None where it cannot be predicted."""
         if found.step_time is not None:
             return found.step_time
         if found.step_costs is None or self.priced_on is None:
@@ -133,6 +136,6 @@ class Simulation:
         rows = recipe.per_device_train_batch_size
         key = set_up.structure, rows, self.texts.seq_len
         if key not in self._shorter:
-            time = self._step_time(self.estimate(recipe, self.texts.width))
+            time = self.step_time(self.estimate(recipe, self.texts.width))
             self._shorter[key] = 0.0 if time is None else longest.seconds - time.seconds
         return self._shorter[key]

@@ -36,8 +36,8 @@ from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method
 from hf_memopt.changes import Change, add_change
 from hf_memopt.devices.random_state import RandomState
-from hf_memopt.plain_data import Count, check_value
 from hf_memopt.notices import notify
+from hf_memopt.plain_data import Count, check_value
 from hf_memopt.techniques.microbatching.splitting import row_count
 from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport, diagnose, write_reports
 from hf_memopt.techniques.nonfinite.example_indices import example_indices

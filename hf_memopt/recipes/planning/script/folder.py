@@ -14,13 +14,28 @@ from hf_memopt.whole_files import write_whole
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.plan import Plan
 
-__all__ = ["RECIPE", "SCRIPT", "Written", "check_folder", "write_plan"]
+__all__ = ["RECIPE", "SCRIPT", "RowsFile", "Written", "check_folder", "script_of", "write_plan"]
 
 SCRIPT, RECIPE = "train.py", "recipe.json"
 PACKAGES = {"image-classification": ("'datasets[vision]'",), "speech-seq2seq": ("'datasets[audio]'",)}
 """What the data of a task needs besides."""
 WITHOUT_SCRIPT = (None, "multiple-choice")
 """The tasks of which no script is written; None for an unknown head."""
+
+
+@dataclass(frozen=True)
+class RowsFile:
+    """The file or folder of rows that a plan was made for.
+
+    Attributes:
+        path: Parquet, Arrow, JSON Lines or CSV.
+        column: of it, with texts or token ids; None for the likely one.
+        tokenizer: a folder or a name on the Hub; None for the model's own.
+    """
+
+    path: str | os.PathLike[str]
+    column: str | None = None
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,60 +89,61 @@ def check_folder(directory: str | os.PathLike[str], *, force: bool = False) -> P
 
 
 def write_plan(
-    found: Plan,
-    directory: str | os.PathLike[str],
-    *,
-    force: bool = False,
-    data: str | os.PathLike[str] | None = None,
-    column: str | None = None,
-    tokenizer: str | None = None,
-    made_by: str = "hf_memopt.plan()",
+    found: Plan, directory: str | os.PathLike[str], *, force: bool = False, rows: RowsFile | None = None
 ) -> Written:
     """Write the files; see ``Plan.write``."""
+    folder = check_folder(directory, force=force)
+    recipe = found.recipe
+    text, missing = script_of(found, rows, output_dir=str(folder / "out"))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / RECIPE, recipe.to_json() + "\n")
+    if text is None:
+        what = found.task or "a head that is unknown"
+        note = f"there is no script for {what}; call recipe({str(folder / RECIPE)!r}).trainer(...)"
+        return Written(folder / RECIPE, None, _commands(found, None), (note,))
+    script = folder / SCRIPT
+    write_whole(script, text)
+    notes = (f"before you run it, complete in {script}: {'; '.join(missing)}",) if missing else ()
+    return Written(folder / RECIPE, script, _commands(found, script), notes)
+
+
+def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") -> tuple[str | None, list[str]]:
+    """Return the script of the chosen recipe, None where there is none for the task, and what it leaves to complete."""
     from hf_memopt.batching.padding_costs.data_files import data_file
     from hf_memopt.recipes.planning.script.script import ScriptFacts, training_script
 
     recipe, chosen = found.recipe, found.chosen
     assert chosen is not None
-    folder = check_folder(directory, force=force)
-    file = None if data is None else data_file(data, column=column, has_tokenizer=tokenizer is not None)
-    script, notes = None, []
+    file = None
+    if rows is not None:
+        file = data_file(rows.path, column=rows.column, has_tokenizer=rows.tokenizer is not None)
     if found.task in WITHOUT_SCRIPT or found.task is None:
-        what = found.task or "a head that is unknown"
-        notes.append(f"there is no script for {what}; call recipe({str(folder / RECIPE)!r}).trainer(...)")
-    else:
-        facts = ScriptFacts(
-            name=found.source or "NAME OF THE MODEL",
-            task=found.task,
-            seq_len=chosen.seq_len,
-            accumulation_steps=chosen.accumulation_steps,
-            world_size=found.world_size,
-            output_dir=str(folder / "out"),
-            heading=_heading(found, made_by),
-            file=file,
-            tokenizer=tokenizer,
-            cut=_cut(found),
-        )
-        text, to_fill_in = training_script(recipe, facts)
-        missing = [] if found.source is not None else ["NAME"]
-        missing += [to_fill_in] if to_fill_in else []
-        script = folder / SCRIPT
-        notes += [f"before you run it, complete in {script}: {'; '.join(missing)}"] if missing else []
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / RECIPE, recipe.to_json() + "\n")
-    if script is not None:
-        write_whole(script, text)
-    return Written(folder / RECIPE, script, _commands(found, script), tuple(notes))
+        return None, []
+    facts = ScriptFacts(
+        name=found.source or "NAME OF THE MODEL",
+        task=found.task,
+        seq_len=chosen.seq_len,
+        accumulation_steps=chosen.accumulation_steps,
+        world_size=found.world_size,
+        output_dir=output_dir,
+        heading=_heading(found),
+        file=file,
+        tokenizer=None if rows is None else rows.tokenizer,
+        cut=_cut(found),
+    )
+    text, to_fill_in = training_script(recipe, facts)
+    missing = [] if found.source is not None else ["NAME"]
+    return text, missing + ([to_fill_in] if to_fill_in else [])
 
 
-def _heading(found: Plan, made_by: str) -> tuple[str, ...]:
+def _heading(found: Plan) -> tuple[str, ...]:
     one, gpu = found.chosen, found.gpu
     assert one is not None
     several = f" on each of {found.world_size} GPUs" if found.world_size > 1 else ""
     return (
         f"Train {found.model}: {one.name}, {one.batch} on {gpu.name}.",
         f"Needs {format_bytes(one.total_bytes)} of {format_bytes(gpu.usable_bytes)}{several} (computed, not measured).",
-        f"Made by: {made_by}",
+        f"Made by: {found.command or 'hf_memopt.plan()'}",
     )
 
 

@@ -1,0 +1,129 @@
+"""What a report shows beside the candidates of a plan, as plain data: what fits at other lengths and batches, the
+timeline, what each choice costs, padding before and after, and how sure each figure is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.memory.output.estimate_picture import drawn_events, event_positions
+from hf_memopt.memory.recording.kept_models import keeping_models
+from hf_memopt.memory.timeline import COMPONENTS, phase_spans, without_repeated_steps
+from hf_memopt.recipes.planning.choices import priced_choices
+from hf_memopt.recipes.planning.fit_map import fit_map
+from hf_memopt.units import format_bytes
+
+if TYPE_CHECKING:
+    from hf_memopt.memory.result import Estimate
+    from hf_memopt.recipes.planning.candidates import Candidate
+    from hf_memopt.recipes.planning.plan import Plan
+
+__all__ = ["report_figures"]
+
+STRETCHES = 100  # of the timeline; at most four events of each are kept
+LEFT_OUT = (
+    "Evaluation is that of one batch; generation in evaluation is not counted.",
+    "Memory of other processes on the GPU, and of your own tensors beside the model.",
+    "The time of loading data, of evaluation, and of saving checkpoints.",
+    "torch.compile, and the routing of mixtures of experts.",
+)
+
+
+def report_figures(found: Plan) -> dict[str, Any]:
+    """Return the figures of the chosen set-up, else of the one that comes nearest."""
+    one = found.chosen or (found.shortfall.nearest if found.shortfall is not None else None)
+    simulation = found.simulation
+    if one is None or simulation is None:
+        nothing: dict[str, Any] = {"fit_map": None, "timeline": None, "choices": [], "certainty": []}
+        return {**nothing, "padding": _padding(found, one), "left_out": list(LEFT_OUT)}
+    with keeping_models():
+        simulation.announce("the timeline")
+        estimate = simulation.estimate(one.recipe, one.seq_len)
+        chart = fit_map(one, found.candidates, simulation, simulation.most_tokens)
+        choices = priced_choices(one, simulation, simulation.step_time(estimate))
+    certainty = [{"figure": figure, "kind": kind, "detail": detail} for figure, kind, detail in _certainty(found, one)]
+    return {
+        "fit_map": asdict(chart),
+        "timeline": _timeline(estimate),
+        "choices": [asdict(choice) for choice in choices],
+        "padding": _padding(found, one),
+        "certainty": certainty,
+        "left_out": list(LEFT_OUT),
+    }
+
+
+def _timeline(estimate: Estimate) -> dict[str, Any]:
+    """Return the drawn events of loading, of the steps that differ, and of evaluation; positions from 0 to 1."""
+    timeline = without_repeated_steps(estimate.timeline)
+    shown, positions = drawn_events(timeline, STRETCHES), event_positions(timeline)
+    end = float(positions[-1])
+    allocated = timeline.components.sum(axis=1)
+    last = len(timeline.reserved)
+    return {
+        "positions": [round(float(positions[event]) / end, 5) for event in shown],
+        "components": {
+            name: timeline.components[shown, number].tolist()
+            for number, name in enumerate(COMPONENTS)
+            if timeline.components[:, number].any()
+        },
+        "reserved_bytes": timeline.reserved[shown].tolist(),
+        "phases": [
+            {
+                "from": round(float(positions[first]) / end, 5),
+                "to": round(float(positions[stop]) / end, 5),
+                "name": name,
+            }
+            for first, stop, name in phase_spans(timeline)
+        ],
+        "steps": [
+            {"from": round(float(positions[first]) / end, 5), "number": number}
+            for first, number in timeline.steps
+            if first < last
+        ],
+        "peak": {
+            "position": round(float(positions[int(allocated.argmax())]) / end, 5),
+            "allocated_bytes": estimate.peak_allocated_bytes,
+            "phase": estimate.phase,
+            "module": estimate.module,
+        },
+    }
+
+
+def _padding(found: Plan, one: Candidate | None) -> dict[str, Any] | None:
+    """Return what padding costs on the lengths, cut as planned; None where there are none."""
+    if found.texts.lengths is None or one is None:
+        return None
+    from hf_memopt.batching.padding_costs.figures import padding_report
+
+    report = padding_report(found.texts.lengths, batch_size=one.rows, max_length=found.texts.seq_len).as_dict()
+    kept = ("examples", "total", "mean", "shortest", "longest", "percentiles", "histogram", "strategies", "batch_size")
+    return {name: report[name] for name in kept}
+
+
+def _certainty(found: Plan, one: Candidate) -> Iterator[tuple[str, str, str]]:
+    """Yield each figure, whether it is computed, measured or assumed, and what it rests on."""
+    yield (
+        "memory",
+        "computed",
+        "Every allocation of a step is replayed through a model of torch's allocator. "
+        f"{format_bytes(one.margin_bytes)}, 5 % of the GPU, are kept free for what an estimate may be wrong by.",
+    )
+    usable, context = format_bytes(found.gpu.usable_bytes), "an unknown context, which is not counted"
+    if one.context_bytes:
+        context = f"a CUDA context of {format_bytes(one.context_bytes)}"
+    yield "GPU", "from sources", f"{usable} usable, {context}. {found.gpu.source}."
+    if one.seconds is not None and one.low is not None and one.high is not None:
+        yield (
+            "time",
+            "computed",
+            f"{one.low / one.seconds:.2f} to {one.high / one.seconds:.2f} times the figure: operations, bytes and "
+            "launches of a step, priced by the GPU's data sheet.",
+        )
+    else:
+        yield "time", "unknown", "Not predicted; set-ups are ranked by their floating-point operations."
+    if found.texts.lengths is not None:
+        yield "lengths", "measured", f"Counted in {found.texts.rows:,} rows of your data."
+    elif found.texts.seq_len is not None:
+        yield "lengths", "assumed", f"Every row has {found.texts.seq_len} tokens."

@@ -1,0 +1,209 @@
+"""Write a plan as one HTML file: pictures, tables, reasons, and the script, for any browser and without a network.
+
+The page is made of the JSON of a plan alone, so that the file that ``hf-memopt plan --report`` writes and the one that
+``hf-memopt report plan.json`` makes later, on any machine, are the same. Every text in it is escaped by jinja2.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.reports.charts import (
+    batch_of,
+    fit_chart,
+    is_same,
+    ladder,
+    padding_chart,
+    parts_of,
+    peak_bar,
+    scatter,
+    settings_of,
+)
+from hf_memopt.reports.plan_file import CandidateData, PlanData
+from hf_memopt.reports.timeline_chart import timeline_chart
+from hf_memopt.units import format_bytes, format_duration, format_number, to_gib
+from hf_memopt.whole_files import write_whole
+
+__all__ = ["check_page", "plan_page", "write_page"]
+
+ENDINGS = (".html", ".htm")
+HEADLINES = {"fits": "Fits", "tight": "Fits, with little to spare", "over": "Does not fit"}
+
+
+def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
+    """Refuse a path that no report can be written to.
+
+    Raises:
+        ValueError: ``path`` does not end in .html, is a folder or is in a missing one, or exists without ``force``.
+    """
+    found = Path(path)
+    name = f"report={os.fspath(path)!r}"
+    if found.suffix.lower() not in ENDINGS:
+        raise ValueError(f"{name} is no web page; expected a name that ends in .html. Pass {found.stem}.html")
+    if found.is_dir() or not found.parent.is_dir():
+        raise ValueError(
+            f"{name} is a folder or is in a missing one; expected a file in an existing folder. Pass {found.name} "
+            "to write it here"
+        )
+    if found.exists() and not force:
+        raise ValueError(f"{name} exists already; expected a new file. Pass another name, or force=True to replace it")
+
+
+def write_page(told: PlanData, path: str | os.PathLike[str]) -> None:
+    """Write the report of a plan; a former file at ``path`` is replaced in one step.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    try:
+        write_whole(Path(path), plan_page(told))
+    except OSError as error:
+        raise ValueError(
+            f"report={os.fspath(path)!r} cannot be written ({error.strerror}); expected a writable folder with free "
+            "space. Pass another file"
+        ) from error
+
+
+def plan_page(told: PlanData) -> str:
+    """Return the page."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("plan.html.jinja").render(_view(told))
+
+
+def _view(told: PlanData) -> dict[str, Any]:
+    one = told["chosen"]
+    if one is None:
+        assert told["shortfall"] is not None  # checked when it was read
+        one = told["shortfall"]["nearest"]
+    figures, texts = told["figures"], told["texts"]
+    chart, line, padding = figures["fit_map"], figures["timeline"], figures["padding"]
+    return {
+        "told": told,
+        "one": one,
+        "batch": batch_of(one),
+        "verdict": one["verdict"],
+        "headline": HEADLINES[one["verdict"]],
+        "usable": format_bytes(told["usable_bytes"]),
+        "total": format_bytes(one["total_bytes"]),
+        "tiles": _tiles(told, one),
+        "wanted": _would_fit(told),
+        "bar_view": peak_bar(one, told["usable_bytes"], told["memory_bytes"]),
+        "ladder": ladder(told),
+        "every": [_row(other, told) for other in told["candidates"]],
+        "scatter": scatter(told),
+        "map": None if chart is None else fit_chart(chart, one, padding),
+        "timeline": None if line is None else timeline_chart(told, line, one["context_bytes"]),
+        "at_peak": {name: format_bytes(size) for name, size in parts_of(one)},
+        "padding": None if padding is None else padding_chart(padding, texts["seq_len"]),
+        "choices": [_choice(choice, one) for choice in figures["choices"]],
+        "certainty": figures["certainty"],
+        "install": _install(told, one),
+        "recipe": _recipe_text(one),
+    }
+
+
+def _tiles(told: PlanData, one: CandidateData) -> list[dict[str, str]]:
+    """Return the figures of the verdict, each with what it is made of."""
+    spare = told["usable_bytes"] - one["total_bytes"]
+    tiles = [
+        {
+            "label": "Memory",
+            "value": f"{to_gib(one['total_bytes']):.2f} of {to_gib(told['usable_bytes']):.2f} GiB",
+            "detail": f"{format_bytes(spare)} to spare" if spare >= 0 else f"{format_bytes(-spare)} too much",
+        },
+        {
+            "label": "Batch",
+            "value": batch_of(one),
+            "detail": f"{one['examples']} examples a step"
+            + (f", on {told['world_size']} GPUs" if told["world_size"] > 1 else ""),
+        },
+    ]
+    if told["texts"]["seq_len"] is not None:
+        cut, rows = told["texts"]["cut"], told["texts"]["rows"]
+        detail = f"cuts {cut / rows:.1%} of {rows:,} rows" if cut and rows else "of the longest row"
+        tiles.append({"label": "Length", "value": f"{one['seq_len']:,} tokens", "detail": detail})
+    if not one["seconds"] or one["verdict"] == "over":
+        return tiles
+    seconds, unit = float(one["seconds"]), "tokens/s" if one["tokens"] else "examples/s"
+    amount = float(one["tokens"] or one["examples"])
+    spread = ""
+    if one["low"] and one["high"]:
+        spread = f"{format_number(amount / one['high'])} to {format_number(amount / one['low'])}"
+    tiles.append({"label": "Speed", "value": f"{format_number(amount / seconds)} {unit}", "detail": spread})
+    tiles.append({"label": "Step", "value": f"{seconds:.3g} s", "detail": "one optimizer step"})
+    if told["texts"]["rows"] is not None:
+        epoch = seconds / one["examples"] * told["texts"]["rows"]
+        tiles.append({"label": "Epoch", "value": format_duration(epoch), "detail": f"{told['texts']['rows']:,} rows"})
+    return tiles
+
+
+def _would_fit(told: PlanData) -> list[str]:
+    """Return what would fit where nothing does."""
+    short = told["shortfall"]
+    if short is None:
+        return []
+    found = []
+    if short["consents"]:
+        found.append(f"with your consent: --allow {','.join(short['consents'])}")
+    if short["longest"] is not None:
+        found.append(f"rows of {short['longest']:,} tokens")
+    if short["batch"] is not None:
+        found.append(f"an effective batch of {short['batch']}")
+    if short["parameters"] >= 10**6:
+        found.append(f"a model of about {short['parameters'] / 1e6:,.0f} M parameters")
+    if short["gpu"]:
+        found.append(f"a GPU such as {short['gpu']}")
+    return found
+
+
+def _row(one: CandidateData, told: PlanData) -> dict[str, Any]:
+    seconds = one["seconds_per_example"]
+    return {
+        "name": one["name"],
+        "batch": batch_of(one),
+        "length": one["seq_len"],
+        "size": f"{to_gib(one['total_bytes']):.2f}",
+        "spare": f"{to_gib(told['usable_bytes'] - one['total_bytes']):.2f}",
+        "time": f"{1000 * seconds:,.3g}" if seconds and one["verdict"] != "over" else "",
+        "verdict": one["verdict"],
+        "reason": one["reason"],
+        "chosen": is_same(one, told["chosen"]),
+        "settings": settings_of(one),
+    }
+
+
+def _choice(choice: Any, one: CandidateData) -> dict[str, Any]:
+    alternatives = []
+    for other in choice["alternatives"]:
+        more = None if other["total_bytes"] is None else other["total_bytes"] - one["total_bytes"]
+        ratio = other["time_ratio"]
+        alternatives.append(
+            {
+                **other,
+                "size": "" if more is None else f"{'+' if more >= 0 else '−'}{format_bytes(abs(more))}",
+                "time": "" if ratio is None else f"{ratio:.2f} x",
+            }
+        )
+    return {**choice, "alternatives": alternatives}
+
+
+def _install(told: PlanData, one: CandidateData) -> str:
+    """Return the pip command for the versions that the plan was made with."""
+    extras = "[peft]" if one["stage"] in ("lora", "qlora") else ""
+    names = {"hf-memopt": f"hf-memopt{extras}"}
+    public = {name: version.partition("+")[0] for name, version in told["versions"].items()}  # 2.13.0+cpu
+    kept = [f'"{names.get(name, name)}=={version}"' for name, version in public.items()]
+    return " ".join(["pip install", *kept])
+
+
+def _recipe_text(one: CandidateData) -> str:
+    import json
+
+    return json.dumps(one["recipe"], indent=2)

@@ -1,0 +1,151 @@
+"""What a report shows beside the candidates: each figure is that of a direct ``estimate``."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_plans import config, fitting_plan, missing_plan
+
+from hand_made import hand_made
+from hf_memopt import Recipe, estimate
+from hf_memopt.memory.timeline import Timeline, phase_peaks, without_repeated_steps
+from hf_memopt.recipes.planning.candidates import Verdict
+from hf_memopt.recipes.planning.fit_map import Cell, settle
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def estimated(recipe: Recipe, seq_len: int | None) -> Any:
+    found = fitting_plan()
+    steps = recipe.effective_batch_size // recipe.per_device_train_batch_size
+    return estimate(
+        config(256, 2, 4000),
+        batch_size=recipe.per_device_train_batch_size,
+        seq_len=seq_len,
+        recipe=recipe,
+        gpu=found.gpu,
+        gradient_accumulation_steps=steps,
+    )
+
+
+# ---- What fits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_settled_cells_are_those_of_a_full_simulation(seed: int) -> None:
+    draw = random.Random(seed)
+    rows, lengths = [2**power for power in range(draw.randint(1, 7))], [64 * 2**power for power in range(6)]
+    per_token, room = draw.uniform(0.1, 2), draw.uniform(1, 5000)
+    asked = []
+
+    def simulate(count: int, length: int | None) -> Cell:
+        assert length is not None
+        asked.append((count, length))
+        needed = 10 + per_token * count * length
+        verdict: Verdict = "fits" if needed < 0.95 * room else "tight" if needed <= room else "over"
+        return Cell(verdict, int(needed))
+
+    found = settle(rows, lengths, simulate)
+    times = len(asked)
+    assert len(set(asked)) == times
+    assert times <= 2 * (len(rows) + len(lengths))
+    for count, cells in zip(rows, found, strict=True):
+        for length, cell in zip(lengths, cells, strict=True):
+            whole = simulate(count, length)
+            assert cell.verdict == whole.verdict
+            assert cell.total_bytes in (None, whole.total_bytes)
+
+
+def test_the_map_is_that_of_direct_estimates() -> None:
+    found = fitting_plan()
+    chart, one = found.figures["fit_map"], found.chosen
+    assert one is not None
+    assert one.seq_len in chart["lengths"]
+    assert max(chart["lengths"]) <= 128  # the model's positions
+    assert chart["rows"] == (1, 2, 4)
+    verdicts = set()
+    for count, cells in zip(chart["rows"], chart["cells"], strict=True):
+        for length, cell in zip(chart["lengths"], cells, strict=True):
+            recipe = one.recipe.replace(per_device_train_batch_size=count)
+            spare = found.gpu.usable_bytes - estimated(recipe, length).total_bytes
+            verdict = "over" if spare < 0 else "tight" if spare < one.margin_bytes else "fits"
+            assert cell["verdict"] == verdict, (count, length)
+            assert cell["total_bytes"] in (None, found.gpu.usable_bytes - spare)
+            verdicts.add(verdict)
+    assert len(verdicts) > 1
+
+
+# ---- What choices cost ----------------------------------------------------------------------------------------------
+
+
+def test_alternatives_cost_what_direct_estimates_say() -> None:
+    found = fitting_plan()
+    one = found.chosen
+    assert one is not None
+    choices = {choice["name"]: choice for choice in found.figures["choices"]}
+    assert set(choices) == {name for name in vars(one.recipe) if name not in ("name", "purpose", "reasons")}
+    assert all(choice["reason"] for choice in choices.values())
+    whole = estimated(one.recipe, one.seq_len)
+    (larger,) = choices["checkpointing"]["alternatives"]
+    with_it = estimated(one.recipe.replace(checkpointing=True, autocast_cache=False), one.seq_len)
+    assert (larger["value"], larger["total_bytes"], larger["refused"]) == ("True", with_it.total_bytes, "")
+    time = found.simulation.step_time(with_it).seconds / found.simulation.step_time(whole).seconds
+    assert larger["time_ratio"] == pytest.approx(time)
+    assert {other["value"] for other in choices["per_device_train_batch_size"]["alternatives"]} <= {"1", "2", "4"}
+    assert choices["memory_report"]["alternatives"] == ()
+
+
+# ---- The timeline ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planned", [fitting_plan, missing_plan])
+def test_the_timeline_reaches_the_peaks_of_the_plan(planned: Any) -> None:
+    found = planned()
+    one = found.chosen or found.shortfall.nearest
+    line = found.figures["timeline"]
+    assert max(line["reserved_bytes"]) == one.reserved_bytes
+    allocated = np.sum(list(line["components"].values()), axis=0)
+    assert int(allocated.max()) == line["peak"]["allocated_bytes"] == sum(one.components.values())
+    assert line["positions"] == sorted(line["positions"])
+    assert (line["phases"][0]["from"], line["phases"][-1]["to"]) == (0.0, 1.0)
+    assert line["peak"]["phase"] == one.phase
+
+
+def test_a_step_that_repeats_the_one_before_is_left_out() -> None:
+    whole = estimated(fitting_plan().recipe, 64).timeline
+    assert len(whole.steps) == 3
+    cut = without_repeated_steps(whole)
+    assert len(cut.steps) == 2
+    assert len(cut.reserved) < len(whole.reserved)
+    allocated = [{name: peak["allocated_bytes"] for name, peak in phase_peaks(one).items()} for one in (cut, whole)]
+    assert allocated[0] == allocated[1]
+    assert cut.reserved.max() == whole.reserved.max()
+    third = whole.steps[2][0]
+    higher = whole.reserved.copy()
+    higher[third] = higher.max() + 1
+    kept = Timeline(whole.components, higher, whole.phases, whole.steps)
+    assert without_repeated_steps(kept) is kept
+    short = hand_made().timeline
+    assert without_repeated_steps(short) is short
+
+
+# ---- Lengths, and how sure ------------------------------------------------------------------------------------------
+
+
+def test_padding_is_that_of_the_micro_batches_of_the_plan() -> None:
+    found = fitting_plan()
+    padding = found.figures["padding"]
+    assert padding["examples"] == 100
+    assert padding["batch_size"] == found.recipe.per_device_train_batch_size
+    assert missing_plan().figures["padding"] is None
+
+
+def test_each_figure_says_what_it_rests_on() -> None:
+    found = fitting_plan()
+    kinds = {row["figure"]: row["kind"] for row in found.figures["certainty"]}
+    assert kinds == {"memory": "computed", "GPU": "from sources", "time": "computed", "lengths": "measured"}
+    assert {row["figure"]: row["kind"] for row in missing_plan().figures["certainty"]}["lengths"] == "assumed"
+    assert found.figures["left_out"]

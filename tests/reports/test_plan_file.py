@@ -1,0 +1,86 @@
+"""Reading the JSON of a plan: other versions and nonsense are refused by the place where they are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_memopt.reports.plan_file import FORMAT, read_plan_file, read_plan_text
+
+
+def changed(text: str, place: str, value: Any) -> str:
+    """Return the JSON with another value at a place such as ``candidates.0.name``; without it where it is None."""
+    told = json.loads(text)
+    *path, last = (int(part) if part.isdigit() else part for part in place.split("."))
+    inner: Any = told
+    for part in path:
+        inner = inner[part]
+    if value is DELETED:
+        del inner[last]
+    else:
+        inner[last] = value
+    return json.dumps(told)
+
+
+DELETED = object()
+NONSENSE = [
+    ("format", 99, f"is not a plan of format {FORMAT} (it has format 99, written by hf-memopt "),
+    ("format", DELETED, "(it has no format and candidates)"),
+    ("gpu", DELETED, "(it has no gpu)"),
+    ("candidates.0.total_bytes", "much", "(candidates[0].total_bytes='much' is invalid; expected an integer of 0 or"),
+    ("candidates.0.verdict", "maybe", "candidates[0].verdict='maybe' is invalid; expected 'fits', 'tight' or 'over'"),
+    ("candidates.0.components.weights", -1, "(candidates[0].components.weights=-1 is invalid; expected an integer"),
+    ("candidates", {}, "(candidates={} is invalid; expected a list)"),
+    ("usable_bytes", 0, "(usable_bytes=0 is invalid; expected an integer of 1 or more)"),
+    ("chosen", None, "(it has both a chosen set-up and a shortfall, or neither)"),
+    ("shown", [10**6], "(it has a place in shown that is none of its candidates)"),
+    ("figures.fit_map.rows", [1], "(it has a figures.fit_map without one cell for each of rows and lengths)"),
+    ("figures.timeline.positions", [0.5], "(it has a figures.timeline with lists of different lengths)"),
+    ("figures.padding.histogram.edges", [0], "(it has a figures.padding.histogram without one edge more than counts)"),
+    ("figures.choices.0.reason", None, "(figures.choices[0].reason=None is invalid; expected a string)"),
+    ("notes", "none", "(notes='none' is invalid; expected a list)"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "says"), NONSENSE, ids=[f"{place}-{value}" for place, value, _ in NONSENSE])
+def test_nonsense_is_refused_with_its_place(text: str, place: str, value: Any, says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        read_plan_text(changed(text, place, value), "plan.json")
+    message = str(error.value)
+    assert message.startswith("path='plan.json' is not a plan of format ")
+    assert says in message
+    assert message.endswith("Write it anew with this version: hf-memopt plan MODEL --json > plan.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "(it is empty)"),
+        (b"[1]", "(it is not an object but [1])"),
+        (b'{"format": NaN}', "(it has NaN, which is not a JSON number)"),
+        (b"\xff\xfe", "(it is not UTF-8 text: "),
+        (b"{}", "(it has no format and candidates)"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        read_plan_file(path)
+    assert says in str(error.value)
+
+
+def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"does not exist; expected the JSON of a plan\."):
+        read_plan_file(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match=r"is a folder; expected the JSON of a plan\."):
+        read_plan_file(tmp_path)
+
+
+def test_what_no_report_shows_may_be_anything(text: str) -> None:
+    told = json.loads(text)
+    told["more"] = told["candidates"][0]["more"] = [None]
+    assert read_plan_text(json.dumps(told), "plan.json")["model"] == told["model"]
