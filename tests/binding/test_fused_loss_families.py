@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -94,7 +95,8 @@ def test_sixteen_bits_err_no_more_than_stocks_in_any_of_many_seeds(
 ) -> None:
     for seed in range(1, 6):
         stocks, fused = errors(family, precision, items, monkeypatch, seed, chunk_rows)
-        assert fused <= 1.1 * stocks
+        overflows = math.isnan(stocks) and math.isnan(fused)  # float16 of Gemma 3 at this scale
+        assert fused <= 1.1 * stocks or overflows
 
 
 def errors(
