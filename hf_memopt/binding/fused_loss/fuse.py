@@ -51,8 +51,8 @@ def fuse_cross_entropy(model: nn.Module, *, chunk_bytes: int | None = None) -> F
 
     Args:
         model: a causal, masked or sequence-to-sequence language model of transformers, also inside PEFT.
-        chunk_bytes: the most bytes of one chunk's logits, in the dtype in which the loss reads them; about twice as
-            much exists at a time. None: as many as the hidden states have, at least 64 MiB.
+        chunk_bytes: the most bytes of one chunk's logits, in float32 (or float64); where the head computes in 16 bits,
+            half as much again exists beside them. None: as many as the hidden states have, at least 64 MiB.
 
     Returns:
         A handle whose ``remove()`` undoes it. Its ``record`` says how many losses were fused and what made real logits.
