@@ -3,7 +3,9 @@
 Estimated, without a GPU: weights in bfloat16, no autocast, checkpointing, gradients released, paged 8-bit AdamW. To
 that come the gradient of the tied embeddings as rows, the loss without logits, and stochastic rounding of the weights.
 Each row says what the bytes at the peak are for, the effective batch, and how gradients are clipped: released gradients
-are neither accumulated nor clipped by their global norm, so the effective batch is the rows of one pass.
+are neither accumulated nor clipped by their global norm, so the effective batch is the rows of one pass. For
+Llama-3.1-8B, where 1 GiB of gradient of the head stands beside all activations, the allocator's gaps decide: the row to
+use is the one with expandable segments (``use_expandable_segments()``), with offload where less is to be had.
 
 The second table compares logits and loss of Llama-3.2-1B, 2 x 512 tokens: the most of them at any time of a step.
 

@@ -52,9 +52,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 ENCODERS = ("bert", "roberta", "modernbert")
 
 
-def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
+def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """Return the model of a family in training mode, weights drawn from one seed."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = FAMILIES[family]().train()
     if family == "mixtral":
         model.set_experts_implementation("eager")
@@ -63,9 +63,9 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype)
 
 
-def batch(family: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def batch(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
     """Return 3 rows of 24 tokens, or of sound; 15 % of the labels count for an encoder, two thirds for the others."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed + 1)
     ids = torch.randint(3, VOCABULARY, (3, 24), generator=generator)
     share = 0.15 if family in ENCODERS else 0.67
     ignored = torch.rand(ids.shape, generator=generator) > share

@@ -16,10 +16,10 @@ from torch import nn
 from transformers import BertForMaskedLM
 
 import tiny
-from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES, Loss
 from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
 from hf_memopt.binding.fused_loss.expression import Logits
 from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
+from hf_memopt.binding.fused_loss.loss import CHUNK_BYTES, Loss
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
 from hf_memopt.memory.storage_tracker import StorageTracker
 from language_models import distance, gradients
@@ -85,12 +85,25 @@ def test_what_is_remembered_needs_no_logits(name: str) -> None:
     same_as_stock(REMEMBERED[name], True)
 
 
-def test_a_mean_over_no_label_is_not_a_number_and_has_no_gradient() -> None:
-    model = llama()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_mean_over_no_label_is_not_a_number_and_has_no_gradient(dtype: torch.dtype) -> None:
+    model = llama().to(dtype)
     fuse_cross_entropy(model)
     loss = F.cross_entropy(model(IDS).logits.view(-1, VOCABULARY), torch.full((18,), -100))
     assert bool(loss.isnan())
     assert all(not bool(gradient.any()) for gradient in gradients(loss, model).values())
+
+
+@pytest.mark.parametrize("name", REMEMBERED)
+def test_what_is_remembered_needs_no_logits_in_16_bits(name: str) -> None:
+    """Made in the backward pass, slice by slice of the vocabulary; a bfloat16 has 8 bits."""
+    model = llama().bfloat16()
+    expected = gradients(REMEMBERED[name](model(IDS).logits), model)
+    handle = fuse_cross_entropy(model, chunk_bytes=2 * 4 * 32 * 30)  # slices of 30 columns
+    found = gradients(REMEMBERED[name](model(IDS).logits), model)
+    assert handle.record.fused > 0
+    assert not handle.record.real
+    assert distance(found, expected) <= 2**-6
 
 
 # ---- Real for good --------------------------------------------------------------------------------------------------
@@ -187,7 +200,7 @@ def test_evaluation_and_no_gradients_give_plain_logits() -> None:
 
 @pytest.mark.parametrize("precision", ["", "autocast"])
 def test_a_graph_that_is_retained_gives_the_same_gradients_again(precision: str) -> None:
-    """float16 makes its gradients in the backward pass, the others before."""
+    """16 bits make their gradients in the backward pass, the others before."""
     model = tiny.llama().train()
     fuse_cross_entropy(model)
     with torch.autocast("cpu", torch.float16, enabled=bool(precision)):
@@ -302,7 +315,7 @@ def test_save_pretrained_and_undo(tmp_path: Any) -> None:
 
 def test_chunks_have_as_many_bytes_as_the_hidden_states_or_64_mib() -> None:
     def rows(hidden: torch.Tensor, chunk_bytes: int | None = None) -> int:
-        loss = Loss(Logits(0, torch.float32), (torch.bfloat16,), chunk_bytes, -100, True, 0.0, torch.float32)
+        loss = Loss(Logits(0, torch.float32), (torch.bfloat16,), chunk_bytes, -100, True, 0.0)
         return loss.rows(hidden, 1000)
 
     hidden = torch.empty(8, 4, device="meta")

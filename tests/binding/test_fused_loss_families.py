@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -69,52 +70,62 @@ def test_loss_and_gradients_in_float32(family: str) -> None:
     assert distance(found, expected) <= 1e-6
 
 
-@pytest.mark.parametrize("steps", [0, 2], ids=["mean", "items"])
+@pytest.mark.parametrize("items", [None, 37], ids=["mean", "items"])
 @pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize("family", slow_except(FEW, FAMILIES))
 def test_sixteen_bits_err_no_more_than_stocks(
-    family: str, precision: str, steps: int, monkeypatch: pytest.MonkeyPatch
+    family: str, precision: str, items: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the same model in float64, with a gradient scaler's factor for float16.
 
-    ``steps``: accumulation steps of as many labels as this one. With numbers of labels whose ratio is no power of two,
-    bfloat16 gradients are rounded once more when the loss is divided; ``test_an_uneven_division`` has that.
+    ``items``: the loss is divided by another number than its own labels, as accumulation does; no power of two times
+    it, so that a gradient in 16 bits that is scaled afterwards is rounded twice.
     """
-    base = build(family)
-    labels = batch(family)["labels"]
-    items = steps * int((labels[:, 0 if family in ENCODERS else 1 :] != -100).sum())
-    counted = {"num_items_in_batch": torch.tensor(items)} if steps else {}
-    stocks, fused, found_fused = errors(base, family, precision, counted, monkeypatch)
-    assert found_fused == (1, {})
+    stocks, fused = errors(family, precision, items, monkeypatch)
     assert fused <= 1.1 * stocks
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chunk_rows", [2, 100], ids=["many chunks", "one chunk"])
+@pytest.mark.parametrize("items", [None, 37], ids=["mean", "items"])
+@pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_uneven_division_rounds_bfloat16_once_more(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stocks, fused, _ = errors(build(family), family, "bfloat16", {"num_items_in_batch": torch.tensor(37)}, monkeypatch)
-    assert fused <= 1.25 * stocks
+def test_sixteen_bits_err_no_more_than_stocks_in_any_of_many_seeds(
+    family: str, precision: str, items: int | None, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(1, 6):
+        stocks, fused = errors(family, precision, items, monkeypatch, seed, chunk_rows)
+        overflows = math.isnan(stocks) and math.isnan(fused)  # float16 of Gemma 3 at this scale
+        assert fused <= 1.1 * stocks or overflows
 
 
 def errors(
-    base: Any, family: str, precision: str, counted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> tuple[float, float, tuple[int, dict[str, int]]]:
-    """Return how far stock's and the fused gradients are from those in float64, and what was fused and made real."""
+    family: str,
+    precision: str,
+    items: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int = 0,
+    chunk_rows: int = 16,
+) -> tuple[float, float]:
+    """Return how far stock's and the fused gradients are from those in float64, once it is sure that it was fused."""
+    counted = {} if items is None else {"num_items_in_batch": torch.tensor(items)}
+    model = build(family, seed=seed)
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "float", float_but_for_logits)
-        data = {**batch(family, torch.float64), **counted}
-        _, exact = trained(copy.deepcopy(base).double(), data)
+        data = {**batch(family, torch.float64, seed), **counted}
+        _, exact = trained(copy.deepcopy(model).double(), data)
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    model = base.to(dtype)
-    data = {**batch(family, dtype), **counted}
+    model = model.to(dtype)
+    data = {**batch(family, dtype, seed), **counted}
     scale = 2.0**16 if precision == "autocast float16" else 1.0
     stocks_loss, stocks = trained(model, data, precision, scale)
-    handle = fuse_cross_entropy(model, chunk_bytes=CHUNK_BYTES)
+    handle = fuse_cross_entropy(model, chunk_bytes=VOCABULARY * 4 * chunk_rows)
     loss, found = trained(model, data, precision, scale)
+    assert (handle.record.fused, dict(handle.record.real)) == (1, {})
     assert loss.dtype == stocks_loss.dtype
-    # A bfloat16 loss is rounded to 8 bits, stock's sum of rows too.
-    assert float(loss) == pytest.approx(float(stocks_loss), rel=1e-2 if loss.dtype == torch.bfloat16 else 1e-6)
-    return distance(stocks, exact), distance(found, exact), (handle.record.fused, dict(handle.record.real))
+    # A bfloat16 loss is rounded to 8 bits, in stock each row's too.
+    assert float(loss) == pytest.approx(float(stocks_loss), rel=2e-2 if loss.dtype == torch.bfloat16 else 1e-6)
+    return distance(stocks, exact), distance(found, exact)
 
 
 @pytest.mark.parametrize("family", ENCODERS)

@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 
-from hf_memopt.binding.fused_loss.chunked_loss import Loss, chunked_cross_entropy
+from hf_memopt.binding.fused_loss.chunked_loss import chunked_cross_entropy
 from hf_memopt.binding.fused_loss.expression import Expression, Logits, Pointwise, Product, Sum
+from hf_memopt.binding.fused_loss.loss import Loss
 from hf_memopt.binding.fused_loss.record import FusionRecord
 
 __all__ = ["DeferredLogits", "defer"]
@@ -35,7 +36,6 @@ _POINTWISE: dict[Any, str] = {
 }
 _IDENTITIES = {_T.contiguous, _T.clone, torch.clone}
 _RESHAPES = {_T.view, _T.reshape, torch.reshape}
-_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 def _getters(*names: str) -> set[Any]:
@@ -378,31 +378,9 @@ def _fused(
         return None
     input._check_unchanged()
     dtypes = tuple(product.dtype for product in input._products)
-    softmax, result = _loss_dtypes(input._expression.dtype, target)
-    loss = Loss(
-        input._expression, dtypes, input._chunk_bytes, ignore_index, reduction == "mean", label_smoothing, softmax
-    )
+    loss = Loss(input._expression, dtypes, input._chunk_bytes, ignore_index, reduction == "mean", label_smoothing)
     total = chunked_cross_entropy(input._products, target, loss)
     input._record.note_fused()
-    return total.to(result)
-
-
-def _loss_dtypes(dtype: torch.dtype, target: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of the log-softmax and of the loss that stock has for logits of this dtype.
-
-    Autocast widens 16 bits: on the CPU before the log-softmax, on CUDA after it. A loss of one row tells, by what it
-    saves for its backward pass.
-    """
-    if dtype not in _SIXTEEN_BITS:
-        return dtype, dtype
-    saved: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        row = torch.zeros((1, 2), dtype=dtype, device=target.device, requires_grad=True)
-        loss = F.cross_entropy(row, torch.zeros(1, dtype=torch.long, device=target.device))
-    is_narrow = any(tensor.dtype == dtype and tensor.dim() == 2 for tensor in saved)
-    return dtype if is_narrow else torch.float32, loss.dtype
+    # One row tells the dtype of stock's loss, which autocast may widen.
+    row = torch.zeros((1, 2), dtype=input._expression.dtype, device=target.device)
+    return total.to(F.cross_entropy(row, torch.zeros(1, dtype=torch.long, device=target.device)).dtype)

@@ -62,33 +62,37 @@ class Sum:
 Expression = Logits | Pointwise | Sum
 
 
+_ALL = slice(None)
+
+
 def evaluate(
-    expression: Expression, outputs: list[torch.Tensor | None], kept: dict[Pointwise, torch.Tensor]
+    expression: Expression,
+    outputs: list[torch.Tensor | None],
+    kept: dict[Pointwise, torch.Tensor],
+    columns: slice = _ALL,
 ) -> torch.Tensor:
-    """Return the logits that the loss reads, (rows, vocabulary).
+    """Return the logits that the loss reads, (rows, columns).
 
     Args:
         expression: what the model did.
-        outputs: the output of each product, (rows, vocabulary); each is taken out when it is used, so that its memory
+        outputs: the output of each product, (rows, columns); each is taken out when it is used, so that its memory
             is free as soon as nothing needs it.
         kept: gets what ``backpropagate`` needs.
+        columns: which part of the vocabulary the outputs are of.
     """
     if isinstance(expression, Logits):
         output, outputs[expression.index] = outputs[expression.index], None
         assert output is not None  # a product is in the tree once
         return output
     if isinstance(expression, Sum):
-        return evaluate(expression.one, outputs, kept) + evaluate(expression.other, outputs, kept)
-    source = evaluate(expression.source, outputs, kept)
+        return evaluate(expression.one, outputs, kept, columns) + evaluate(expression.other, outputs, kept, columns)
+    source = evaluate(expression.source, outputs, kept, columns)
     if expression.kind == "cast":
         return source.to(expression.dtype)
     if expression.kind == "tanh":
         kept[expression] = torch.tanh(source)
         return kept[expression]
-    operand = expression.operand
-    assert operand is not None
-    if isinstance(operand, torch.Tensor) and operand.dim() > 1:
-        operand = operand.reshape(-1)  # (1, 1, vocabulary) against rows
+    operand = _operand(expression, columns)
     if expression.kind == "add":
         return source + operand
     return source * operand if expression.kind == "multiply" else source / operand
@@ -99,24 +103,30 @@ def backpropagate(
     gradient: torch.Tensor,
     kept: dict[Pointwise, torch.Tensor],
     found: list[torch.Tensor | None],
+    columns: slice = _ALL,
 ) -> None:
     """Put the gradient of each product's output into ``found``, in the output's dtype, given that of the result."""
+    gradient = gradient.to(expression.dtype)
     while isinstance(expression, Pointwise):
-        operand = expression.operand
-        if isinstance(operand, torch.Tensor) and operand.dim() > 1:
-            operand = operand.reshape(-1)
         if expression.kind == "multiply":
-            assert operand is not None
-            gradient = gradient * operand
+            gradient = gradient * _operand(expression, columns)
         elif expression.kind == "divide":
-            assert operand is not None
-            gradient = gradient / operand
+            gradient = gradient / _operand(expression, columns)
         elif expression.kind == "tanh":
             gradient = torch.ops.aten.tanh_backward(gradient, kept.pop(expression))
         expression = expression.source
         gradient = gradient.to(expression.dtype)
     if isinstance(expression, Sum):
-        backpropagate(expression.one, gradient.to(expression.one.dtype), kept, found)
-        backpropagate(expression.other, gradient.to(expression.other.dtype), kept, found)
+        backpropagate(expression.one, gradient, kept, found, columns)
+        backpropagate(expression.other, gradient, kept, found, columns)
         return
     found[expression.index] = gradient
+
+
+def _operand(expression: Pointwise, columns: slice) -> torch.Tensor | float:
+    """Return the operand against (rows, columns)."""
+    operand = expression.operand
+    assert operand is not None
+    if isinstance(operand, torch.Tensor) and operand.numel() > 1:
+        return operand.reshape(-1)[columns]  # of (1, 1, vocabulary)
+    return operand.reshape(()) if isinstance(operand, torch.Tensor) else operand

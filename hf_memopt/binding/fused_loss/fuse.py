@@ -10,9 +10,8 @@ Real logits are made, as if nothing was fused: in evaluation mode and without gr
 changes them in training.
 
 Limitations: first derivatives only; the logits of a training step have to be read before the optimizer's step;
-``torch.compile`` is refused, since a tensor without storage breaks its graph. bfloat16 gradients are rounded once more
-than stock's where the loss is divided by another number than its own labels times a power of two: under accumulation
-over unequal micro-batches.
+``torch.compile`` is refused, since a tensor without storage breaks its graph. Where the head computes in 16 bits,
+autocast included, its logits are computed a second time in the backward pass: four products instead of stock's three.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES
 from hf_memopt.binding.fused_loss.deferred_logits import defer
+from hf_memopt.binding.fused_loss.loss import CHUNK_BYTES
 from hf_memopt.binding.fused_loss.record import FusionRecord
 from hf_memopt.binding.handles import UndoHandle, override_method, remove_all
 from hf_memopt.binding.model_traits import unwrap_model
@@ -52,8 +51,8 @@ def fuse_cross_entropy(model: nn.Module, *, chunk_bytes: int | None = None) -> F
 
     Args:
         model: a causal, masked or sequence-to-sequence language model of transformers, also inside PEFT.
-        chunk_bytes: the most bytes of one chunk's logits, in the dtype in which the loss reads them; about twice as
-            much exists at a time. None: as many as the hidden states have, at least 64 MiB.
+        chunk_bytes: the most bytes of one chunk's logits, in float32 (or float64); where the head computes in 16 bits,
+            half as much again exists beside them. None: as many as the hidden states have, at least 64 MiB.
 
     Returns:
         A handle whose ``remove()`` undoes it. Its ``record`` says how many losses were fused and what made real logits.
