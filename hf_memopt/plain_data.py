@@ -26,7 +26,13 @@ CountOrZero = Annotated[int, range(2**63)]
 
 Kind = TypeVar("Kind", bound="DataclassInstance")
 
-_NAMES: dict[Any, str] = {bool: "True or False", int: "an integer", float: "a number", str: "a string", type(None): "None"}
+_NAMES: dict[Any, str] = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    type(None): "None",
+}
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------

@@ -97,15 +97,16 @@ class KeptState:
         for array, copied in self._arrays:
             array[...] = copied
         for name, tensor, version, copy in self._tensors:
+            if copy is not None:  # compared: a batch norm changes its statistics without a new version
+                if not torch.equal(tensor.detach().cpu(), copy):
+                    with torch.no_grad():
+                        tensor.copy_(copy)
+                continue
             if tensor._version == version:
                 continue
-            if copy is not None:
-                with torch.no_grad():
-                    tensor.copy_(copy)
-                continue
             warnings.warn(
-                f"{name}, {tensor.nbytes / 2**20:.0f} MiB, was changed by {self._what} and is too large to be "
-                f"put back; expected at most {self._largest_copy_bytes // 2**20} MiB, or no change outside of training. "
+                f"{name}, {tensor.nbytes / 2**20:.0f} MiB, was changed by {self._what} and is too large to be put back; "
+                f"expected at most {self._largest_copy_bytes // 2**20} MiB, or no change outside of training. "
                 "Change it in training mode alone: if model.training: ...",
                 stacklevel=2,
             )

@@ -3,8 +3,8 @@
 Subclasses of ``Trainer`` count and log in ``compute_loss`` (TRL keeps a list of readings for each metric), and models
 keep statistics in buffers. A probe is not a step, so all of it is as before once the probe is over.
 
-Limitations: those of ``KeptState``: a buffer above ``LARGEST_COPY_BYTES`` is watched but not copied, and a warning names
-it if it has changed.
+Limitations: those of ``KeptState``; a buffer above ``LARGEST_COPY_BYTES`` is watched but not copied, and a warning
+names it if it has changed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hf_memopt.binding.handles import override_method
 from hf_memopt.binding.kept_state import KeptState
 
 __all__ = ["undisturbed"]
+
 
 @contextmanager
 def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:

@@ -25,6 +25,7 @@ OTHER_NAMES = {  # an option, and what Python calls its value
     "freeze": "patterns",
     "weights": "weights_dtype",
     "data": "path",
+    "output": "path",
     "effective_batch": "effective_batch_size",
 }
 WIDEST_COLUMNS = 28  # of an option in the help; what is longer has a line of its own

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.cli.progress import spinner
 from hf_memopt.memory.models.config_files import check_task, find_config
+from hf_memopt.recipes.planning.measured import named_measurement
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, checked_word, read_gpu
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class PlanOptions:
     allow: tuple[str, ...] = ()
     world_size: int = 1
     task: str | None = None
+    measured: Path | None = None
     json_output: bool = False
 
 
@@ -71,6 +73,7 @@ def run_plan(options: PlanOptions, console: Console, errors: Console) -> int:
             allow=options.allow,
             world_size=options.world_size,
             task=options.task,
+            measured=options.measured,
             announce=announce,
         )
     text = found.to_json() if options.json_output else found.table(console.width)
@@ -83,6 +86,8 @@ def _check(options: PlanOptions) -> None:
     checked_word("method", options.method, METHODS)
     checked_batch(options.effective_batch, options.world_size)
     check_task(options.task)
+    if options.measured is not None:
+        named_measurement(options.measured)
     if options.gpu is not None or options.budget is not None:
         checked_allow(options.allow, options.method, read_gpu(options.gpu or options.budget, options.budget))
     for name in ("column", "tokenizer"):

@@ -10,7 +10,9 @@ import importlib.metadata
 import os
 from dataclasses import replace
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
 
 from hf_memopt.binding.attach import refuse_data_parallel
 from hf_memopt.binding.quantized_weights import is_quantized
@@ -21,7 +23,7 @@ from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.measuring.batches import BatchShape
-from hf_memopt.recipes.measuring.measurement import Figures, Measurement, check_new_file
+from hf_memopt.recipes.measuring.measurement import DEFAULT_STEPS, PACKAGES, Figures, Measurement, check_new_file
 from hf_memopt.recipes.measuring.meters import StepMeter, meter_of
 from hf_memopt.recipes.measuring.prediction import estimate_of, predicted_figures
 from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepRecorder
@@ -31,9 +33,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import Trainer
 
-__all__ = ["DEFAULT_STEPS", "measure"]
+    from hf_memopt.memory.result import Estimate
 
-DEFAULT_STEPS = 10
+__all__ = ["check_trainer", "measure"]
 
 
 def measure(
@@ -72,7 +74,7 @@ def measure(
         (True, 2, 4, 2)
     """
     check_value("steps", steps, Count, DEFAULT_STEPS)
-    _check_trainer(trainer)
+    check_trainer(trainer)
     if path is not None:
         check_new_file(path, force=force)
     device = trainer.args.device
@@ -88,7 +90,8 @@ def measure(
     return found
 
 
-def _check_trainer(trainer: Any) -> None:
+def check_trainer(trainer: Any) -> None:
+    """Refuse what is not a Trainer, and several GPUs or processes, as ``measure`` does."""
     from transformers import Trainer
 
     if not isinstance(trainer, Trainer):
@@ -121,7 +124,7 @@ def _ran_out(trainer: Trainer, recorder: StepRecorder) -> str:
 def _measurement(
     trainer: Trainer, recorder: StepRecorder, meter: StepMeter, ran_out: str, context_bytes: int | None
 ) -> Measurement:
-    args, model = trainer.args, trainer.model
+    args, model = trainer.args, cast(nn.Module, trainer.model)
     largest = recorder.largest
     timed = [shape for of_step in recorder.shapes[WARM_UP_STEPS : recorder.steps] for shape in of_step]
     estimated, predicted, notes = _predicted(trainer, largest, timed, meter.device)
@@ -132,11 +135,11 @@ def _measurement(
     trainable = sum(one.numel() for one in model.parameters() if one.requires_grad)
     return Measurement(
         model=type(model).__name__,
-        parameters=estimated.parameters if estimated is not None else sum(one.numel() for one in model.parameters()),
+        parameters=_base_parameters(model, estimated),
         trainable_parameters=trainable,
         device=str(meter.device),
         gpu="" if meter.device.type == "cpu" else read_memory(meter.device).device_name if gpu is None else gpu.name,
-        versions={name: importlib.metadata.version(name) for name in ("hf-memopt", "torch", "transformers")},
+        versions={name: importlib.metadata.version(name) for name in PACKAGES},
         method="qlora" if is_quantized(model) else "lora" if hasattr(model, "peft_config") else "full",
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "tf32" if args.tf32 else "fp32",
         optim=str(getattr(args.optim, "value", args.optim)),
@@ -156,10 +159,19 @@ def _measurement(
     )
 
 
+def _base_parameters(model: nn.Module, found: Estimate | None) -> int:
+    """Return the elements of all parameters but those of PEFT's adapters; packed 4-bit weights as the estimate does."""
+    sizes = {name: one.numel() for name, one in model.named_parameters()}
+    added = sum(size for name, size in sizes.items() if ".lora_" in name or ".modules_to_save." in name)
+    return (sum(sizes.values()) if found is None else found.parameters) - added
+
+
 def _measured(recorder: StepRecorder, context_bytes: int | None) -> Figures:
     phases = recorder.peaks.summary
     reserved = [peaks["peak_reserved_bytes"] for peaks in phases.values() if "peak_reserved_bytes" in peaks]
-    allocated = {phase: peaks.get("peak_allocated_bytes", peaks.get("allocated_bytes", 0)) for phase, peaks in phases.items()}
+    allocated = {
+        phase: peaks.get("peak_allocated_bytes", peaks.get("allocated_bytes", 0)) for phase, peaks in phases.items()
+    }
     seconds = recorder.seconds
     return Figures(
         allocated_bytes=max(allocated.values(), default=0),

@@ -1,4 +1,4 @@
-"""``Measurement``: a few real steps beside their prediction, as a table and as a JSON file that is checked when read."""
+"""``Measurement``: a few real steps beside their prediction, as a table and as JSON that is checked when read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from typing import Any, Literal
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
 from hf_memopt.whole_files import write_whole
 
-__all__ = ["FORMAT", "Figures", "Measurement", "check_new_file"]
+__all__ = ["DEFAULT_STEPS", "FORMAT", "PACKAGES", "Figures", "Measurement", "check_new_file", "read_measurement"]
 
 FORMAT = 1
 """Of the JSON file; a larger number is of a later version."""
+
+DEFAULT_STEPS = 10
+"""To time."""
+
+PACKAGES = ("hf-memopt", "torch", "transformers")
+"""Whose versions are noted."""
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 Method = Literal["full", "lora", "qlora"]
@@ -49,6 +55,11 @@ class Figures:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.reserved_bytes is not None and self.reserved_bytes < self.allocated_bytes:
+            raise ValueError(
+                f"reserved_bytes={self.reserved_bytes}, allocated_bytes={self.allocated_bytes} cannot be: what is "
+                f"allocated is a part of what is reserved; expected as much or more. {FIX}"
+            )
         if self.seconds is not None and not 0 < (self.low or 0) <= self.seconds <= (self.high or 0):
             raise ValueError(
                 f"seconds={self.seconds!r}, low={self.low!r}, high={self.high!r} are not in order; expected low, then "
@@ -62,7 +73,7 @@ class Measurement:
 
     Attributes:
         model: its class.
-        parameters: elements of all parameters.
+        parameters: elements of all parameters but those of adapters.
         trainable_parameters: elements of those that are trained.
         device: of the run, as torch spells it.
         gpu: its name, as ``find_gpu`` knows it; "" on a CPU.
@@ -110,6 +121,8 @@ class Measurement:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if missing := [name for name in PACKAGES if name not in self.versions]:
+            raise ValueError(f"versions={shown(self.versions)} lack {missing[0]}; expected all of {PACKAGES}. {FIX}")
 
     @property
     def fits(self) -> bool:
@@ -119,7 +132,11 @@ class Measurement:
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens without padding that were trained in a second of the timed steps; None where it is unknown."""
-        return None if self.tokens is None or not self.step_seconds else self.tokens * len(self.step_seconds) / sum(self.step_seconds)
+        return (
+            None
+            if self.tokens is None or not self.step_seconds
+            else self.tokens * len(self.step_seconds) / sum(self.step_seconds)
+        )
 
     @property
     def total_bytes(self) -> int:

@@ -8,6 +8,7 @@ a step down; steps that are timed run without it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import torch
 
@@ -41,20 +42,17 @@ class TrackedMeter(StepMeter):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._tracker = StorageTracker(device_type="cpu", flops=False)
-        self._is_on = False
+        self._on = ExitStack()
         self._seen = self._allocated_bytes = 0
 
     def begin(self, held: Iterable[torch.Tensor]) -> None:
         for tensor in held:
             self._tracker.add(tensor)
-        self._tracker.__enter__()
-        self._is_on = True
+        self._on.callback(self._tracker.close)
+        self._on.enter_context(self._tracker)
 
     def end(self) -> None:
-        if self._is_on:
-            self._is_on = False
-            self._tracker.__exit__(None, None, None)
-            self._tracker.close()
+        self._on.close()
 
     def read(self) -> dict[str, int]:
         """Return the peak since the last reading."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.binding.conflicts import optimizers_of, techniques_in_use
 from hf_memopt.devices.gpus import GPUS
 from hf_memopt.memory.estimation import estimate_from_arguments
-from hf_memopt.memory.timeline import COMPONENTS, Timeline, phase_peaks
+from hf_memopt.memory.timeline import COMPONENTS, Timeline, phase_spans
 from hf_memopt.recipes.measuring.measurement import Figures
 from hf_memopt.techniques.checkpointing.policies import CheckpointingCallback
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
@@ -36,11 +36,14 @@ def estimate_of(trainer: Trainer, shape: BatchShape) -> Estimate:
     Raises:
         NotEstimableError, ValueError: it cannot be simulated; the message says why.
     """
+    model: Any = trainer.model
     args = copy.copy(trainer.args)
     args.per_device_train_batch_size = shape.rows
-    is_decoder = bool(getattr(getattr(trainer.model, "config", None), "is_encoder_decoder", False))
-    labels = {"labels_length": shape.labels_length} if is_decoder and shape.labels_length else {}
-    return estimate_from_arguments(trainer.model, args, shape.seq_len, **labels, **settings_of(trainer))
+    is_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    settings = settings_of(trainer)
+    if is_decoder and shape.labels_length is not None:
+        settings["labels_length"] = shape.labels_length
+    return estimate_from_arguments(model, args, shape.seq_len, **settings)
 
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
@@ -79,7 +82,7 @@ def predicted_figures(found: Estimate, timed: Estimate | None) -> Figures:
     held = {name: int(timeline.components[:, COMPONENTS.index(name)].max()) for name in COMPONENTS[:3]}
     # a CPU has no workspace of matrix products, nothing reserved and no context
     without = 0 if on_gpu else int(timeline.components[:, workspace].max())
-    peaks = {name: peak["allocated_bytes"] - (0 if name == "load" else without) for name, peak in phase_peaks(timeline).items()}
+    peaks = {name: size - (0 if name == "load" else without) for name, size in _phase_peaks(timeline).items()}
     time = None if timed is None else timed.step_time
     return Figures(
         allocated_bytes=found.peak_allocated_bytes - without,
@@ -97,3 +100,12 @@ def _kept_by_forward(timeline: Timeline) -> int:
     """Return the most that a forward pass leaves for its backward pass."""
     starts = [first for first, name in timeline.phases if name == "backward" and first]
     return max((int(timeline.components[first - 1, _KEPT].sum()) for first in starts), default=0)
+
+
+def _phase_peaks(timeline: Timeline) -> dict[str, int]:
+    """Return the most that is allocated in each phase, what it begins with included."""
+    allocated = timeline.components.sum(axis=1)
+    peaks: dict[str, int] = {}
+    for first, end, name in phase_spans(timeline):
+        peaks[name] = max(peaks.get(name, 0), int(allocated[max(first - 1, 0) : end].max()))
+    return peaks

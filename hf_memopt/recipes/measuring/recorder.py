@@ -141,7 +141,8 @@ class StepRecorder(TrainerCallback):
         self.peaks.close("load")
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        gradients = [one.grad for one in self._trainer.model.parameters() if one.grad is not None]
+        model: Any = self._trainer.model
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
         self._note("gradients", bytes_on(self._meter.device, gradients))
         self._close("optimizer")  # clipping
 
@@ -159,6 +160,7 @@ class StepRecorder(TrainerCallback):
             self.seconds.append(ended - self._ended)
         if self.steps == MEMORY_STEPS and self._meter.device.type == "cpu":
             self._meter.end()
+        self._meter.skip()  # the gradients are gone now
         self._ended = time.perf_counter()
         self.phase = "forward"
         self._quiet(control)
