@@ -105,8 +105,8 @@ class KeptState:
             if tensor._version == version:
                 continue
             warnings.warn(
-                f"{name}, {tensor.nbytes / 2**20:.0f} MiB, was changed by {self._what} and is too large to be put back; "
-                f"expected at most {self._largest_copy_bytes // 2**20} MiB, or no change outside of training. "
+                f"{name}, {tensor.nbytes / 2**20:.0f} MiB, was changed by {self._what} and is too large to be put "
+                f"back; expected at most {self._largest_copy_bytes // 2**20} MiB, or no change outside of training. "
                 "Change it in training mode alone: if model.training: ...",
                 stacklevel=2,
             )

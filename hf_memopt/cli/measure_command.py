@@ -66,8 +66,6 @@ def _measured(trainer: Any, options: MeasureOptions) -> Measurement:
         raise ValueError(str(error)) from None
     try:
         return measure(trainer, steps=options.steps, path=options.output, force=options.force)
-    except ValueError:
-        raise
     except Exception as error:
         raise ValueError(
             f"script={str(options.script)!r} fails in its first steps ({type(error).__name__}: {error}); expected "

@@ -317,7 +317,7 @@ def test_bad_input_is_refused(options: dict[str, Any], message: str, tmp_path: A
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Any) -> None:
     with pytest.raises(
-        TypeError, match="trainer=<str> is not a transformers.Trainer; expected the Trainer that trains"
+        TypeError, match=r"trainer=<str> is not a transformers\.Trainer; expected the Trainer that trains"
     ):
         measure("trainer")  # type: ignore[arg-type]
     trainer = trainer_of(tmp_path)
@@ -338,7 +338,7 @@ def test_a_file_is_written_once_and_read_again(measured: Measurement, tmp_path: 
     path = tmp_path / "run.json"
     measured.write(path)
     assert read_measurement(path) == measured
-    with pytest.raises(ValueError, match="exists already; expected a new file. Pass force=True, or another path"):
+    with pytest.raises(ValueError, match=r"exists already; expected a new file\. Pass force=True, or another path"):
         measured.write(path)
     measured.write(path, force=True)
 
@@ -379,5 +379,7 @@ def test_a_changed_file_is_refused(measured: Measurement, change: Any, message: 
 
 
 def test_a_file_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="measured='none.json' cannot be read: No such file or directory; expected a"):
+    with pytest.raises(
+        ValueError, match=r"measured='none\.json' cannot be read: No such file or directory; expected a"
+    ):
         read_measurement("none.json")

@@ -139,6 +139,7 @@ class StepRecorder(TrainerCallback):
         self._note("weights", bytes_on(self._meter.device, weights))
         self._meter.begin(weights)
         self.peaks.close("load")
+        self.phase = "forward"
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         model: Any = self._trainer.model

@@ -1,0 +1,190 @@
+"""``plan(measured=...)``: what a measurement corrects, by how much, and what it is refused for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import tiny
+from hf_memopt import Measurement, Plan, estimate, find_gpu, plan
+from hf_memopt.devices import gpus
+from hf_memopt.recipes.measuring.measurement import Figures
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+GPU = find_gpu("RTX 3060 12GB")
+OPTIONS: dict[str, Any] = {"seq_len": 64, "effective_batch_size": 4, "method": "full"}
+CONTEXT_BYTES = 300 * 2**20
+
+
+def config() -> transformers.LlamaConfig:
+    return tiny.llama_config(hidden_size=128, intermediate_size=256, vocab_size=2000)
+
+
+@pytest.fixture(scope="module")
+def computed() -> Plan:
+    return plan(config(), gpu=GPU, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def predicted() -> Figures:
+    """The prediction for four rows at once in bf16, as ``measure`` would write it."""
+    found = estimate(config(), batch_size=4, seq_len=64, precision="bf16", gpu=GPU)
+    assert found.step_time is not None
+    time = found.step_time
+    sizes = found.peak_allocated_bytes, found.peak_reserved_bytes, found.context_bytes
+    return Figures(*sizes, {}, {}, time.seconds, time.low, time.high)
+
+
+def measurement(predicted: Figures, seconds: float = 1.5, reserved: float = 1.25, **changed: Any) -> Measurement:
+    """Return a measurement that differs from its prediction by these factors."""
+    size = round((predicted.reserved_bytes or 0) * reserved)
+    of_step = seconds * (predicted.seconds or 0)
+    measured = Figures(0, size, CONTEXT_BYTES, {}, {}, of_step, of_step, of_step)
+    told: dict[str, Any] = {
+        "model": "LlamaForCausalLM",
+        "parameters": sum(one.numel() for one in transformers.LlamaForCausalLM(config()).parameters()),
+        "trainable_parameters": 1,
+        "device": "cuda:0",
+        "gpu": GPU.name,
+        "versions": dict.fromkeys(("hf-memopt", "torch", "transformers"), "0"),
+        "method": "full",
+        "precision": "bf16",
+        "optim": "adamw_torch_fused",
+        "checkpointing": False,
+        "accumulation_steps": 1,
+        "batch_size": 4,
+        "seq_len": 64,
+        "steps": 13,
+        "out_of_memory": "",
+        "step_seconds": (of_step,),
+        "examples": 4.0,
+        "tokens": 256.0,
+        "host_peak_bytes": None,
+        "measured": measured,
+        "predicted": predicted,
+    }
+    return Measurement(**{**told, **changed})
+
+
+def pairs(one: Plan, other: Plan) -> list[tuple[Any, Any]]:
+    """Return the candidates that both have."""
+    found = {(each.name, each.rows): each for each in other.candidates}
+    return [(each, found[each.name, each.rows]) for each in one.candidates if (each.name, each.rows) in found]
+
+
+def test_seconds_context_and_reserved_bytes_are_corrected(computed: Plan, predicted: Figures, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    taken = measurement(predicted)
+    taken.write(path)
+    found = plan(config(), measured=path, **OPTIONS)  # the GPU is that of the file
+    assert found.gpu.name == GPU.name
+    factor = taken.measured.reserved_bytes / predicted.reserved_bytes  # type: ignore[operator]
+    compared = pairs(found, computed)
+    assert len(compared) >= 4
+    for one, plain in compared:
+        assert one.corrected == ("context", "reserved", "seconds")
+        assert one.context_bytes == CONTEXT_BYTES
+        assert one.reserved_bytes == pytest.approx(factor * plain.reserved_bytes, abs=1)
+        assert one.seconds == pytest.approx(1.5 * plain.seconds)
+        is_kind = one.recipe.precision == "bf16" and one.recipe.optim == "adamw_torch_fused"
+        error = 0.04 if is_kind else 0.11
+        assert one.high == pytest.approx((1 + error) * one.seconds)
+        assert one.low <= (1 - error) * one.seconds * (1 + 1e-9)
+    assert str(path) in found.measured
+    notes = "\n".join(found.notes)
+    assert f"{path}: CUDA's context is 300.0 MiB, as measured" in notes
+    assert f"{path}: reserved bytes x {factor:.3f}, as so much more was measured than predicted" in notes
+    assert f"{path}: seconds x 1.500, as measured with LlamaForCausalLM (full, bf16, adamw_torch_fused)" in notes
+    assert f"{path} was measured with torch 0, and " in notes
+    table = found.table(100)
+    assert "corrected by real steps on this GPU" in table
+    assert "+ " in table.splitlines()[4]
+    told = json.loads(found.to_json())
+    assert told["measured"] == str(path)
+    assert told["candidates"][0]["corrected"] == ["context", "reserved", "seconds"]
+    assert found.recipe.purpose.endswith("computed, and corrected by a measurement")
+
+
+def test_the_set_up_that_was_measured_needs_what_was_measured(predicted: Figures) -> None:
+    taken = measurement(predicted)
+    found = plan(config(), gpu=GPU, measured=taken, **OPTIONS)
+    same = next(one for one in found.candidates if one.name == "full, bf16" and one.rows == 4)
+    again = estimate(config(), batch_size=4, seq_len=64, recipe=same.recipe, gpu=GPU, gradient_accumulation_steps=1)
+    measured = taken.measured.reserved_bytes or 0
+    assert same.reserved_bytes == pytest.approx(
+        measured * again.peak_reserved_bytes / (predicted.reserved_bytes or 1), abs=1
+    )
+    assert same.total_bytes >= measured
+
+
+def test_bytes_are_not_lowered(computed: Plan, predicted: Figures) -> None:
+    found = plan(config(), gpu=GPU, measured=measurement(predicted, reserved=0.75), **OPTIONS)
+    for one, plain in pairs(found, computed):
+        assert one.reserved_bytes == plain.reserved_bytes
+        assert one.corrected == ("context", "seconds")
+    assert "the measurement: reserved bytes stay as predicted: 25.0% less was measured" in "\n".join(found.notes)
+
+
+def test_memory_that_ran_out_makes_the_set_up_too_large(predicted: Figures) -> None:
+    taken = measurement(predicted, reserved=1.0, out_of_memory="backward")
+    found = plan(config(), gpu=GPU, measured=taken, **OPTIONS)
+    assert "as memory ran out there" in "\n".join(found.notes)
+    alone = [one for one in found.candidates if one.name == "full, bf16" and one.rows == 4]
+    assert alone[0].verdict == "over"
+
+
+def test_another_model_corrects_what_is_the_gpus_alone(computed: Plan, predicted: Figures) -> None:
+    found = plan(config(), gpu=GPU, measured=measurement(predicted, parameters=10**9), **OPTIONS)
+    for one, plain in pairs(found, computed):
+        assert one.corrected == ("context", "seconds")
+        assert one.reserved_bytes == plain.reserved_bytes
+        assert one.high == pytest.approx(1.17 * one.seconds)
+    assert "the measurement: reserved bytes stay as predicted: another model" in found.notes
+
+
+def test_a_gpu_whose_time_is_known_better_is_not_corrected_by_another_model(predicted: Figures) -> None:
+    taken = measurement(predicted, parameters=10**9, gpu="A100 80GB")
+    found = plan(config(), gpu="A100 80GB", measured=taken, **OPTIONS)
+    assert {one.corrected for one in found.candidates} == {("context",)}
+    assert any("seconds stay as predicted" in note for note in found.notes)
+
+
+def test_without_a_prediction_only_the_context_is_corrected(predicted: Figures) -> None:
+    found = plan(config(), gpu=GPU, measured=replace(measurement(predicted), predicted=None), **OPTIONS)
+    assert {one.corrected for one in found.candidates} == {("context",)}
+    assert "the measurement has no prediction, so neither seconds nor reserved bytes are corrected" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"gpu": "", "device": "cpu"},
+            "is of a CPU, whose seconds and bytes say nothing of a GPU; expected a run on the",
+        ),
+        ({"gpu": "RTX 4060"}, "is of RTX 4060, and gpu='RTX 3060 12GB' is planned for; expected a measurement on that"),
+        (
+            {"measured": Figures(0, 2**40, None, {}, {})},
+            "has 1024.00 GiB on RTX 3060 12GB, which has 12.00 GiB; expected",
+        ),
+    ],
+)
+def test_a_measurement_of_something_else_is_refused(predicted: Figures, changed: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        plan(config(), gpu=GPU, measured=measurement(predicted, **changed), **OPTIONS)
+    assert str(error.value).startswith("measured='the measurement' ")
+    assert message in str(error.value)
+
+
+def test_without_a_name_this_machines_gpu_counts(predicted: Figures, monkeypatch: Any) -> None:
+    """And not that of the file, where they differ."""
+    for module in ("request", "plan"):
+        monkeypatch.setattr(f"hf_memopt.recipes.planning.{module}.current_gpu", lambda: gpus.GPUS["RTX 4060"])
+    with pytest.raises(ValueError, match="is of RTX 3060 12GB, and gpu='RTX 4060' is planned for"):
+        plan(config(), measured=measurement(predicted), **OPTIONS)
