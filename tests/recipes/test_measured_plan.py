@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import transformers
 
 import tiny
-from hf_memopt import Measurement, Plan, estimate, find_gpu, plan
+from hf_memopt import Gpu, Measurement, Plan, Recipe, estimate, find_gpu, plan, recipe
 from hf_memopt.devices import gpus
 from hf_memopt.recipes.measuring.measurement import Figures
+from hf_memopt.recipes.planning.measured import Corrections
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -111,54 +113,76 @@ def test_seconds_context_and_reserved_bytes_are_corrected(computed: Plan, predic
     assert found.recipe.purpose.endswith("computed, and corrected by a measurement")
 
 
+def recipe_of(precision: str = "bf16", optim: str = "adamw_torch_fused", rows: int = 4) -> Recipe:
+    return recipe("auto").replace(
+        precision=precision,
+        optim=optim,
+        effective_batch_size=rows,
+        per_device_train_batch_size=rows,
+        per_device_eval_batch_size=1,
+        checkpointing=False,
+    )
+
+
+def corrected(taken: Measurement, gpu: Gpu = GPU, **of_recipe: Any) -> tuple[Any, Any, tuple[str, ...], str]:
+    """Return an estimate, the same corrected, what of it was, and the notes."""
+    corrections = Corrections.of(taken, "run.json", gpu)
+    chosen = recipe_of(**of_recipe)
+    found = estimate(config(), batch_size=4, seq_len=64, recipe=chosen, eval_batch_size=None, gpu=corrections.gpu)
+    words = corrections.words(found, chosen)
+    notes = "; ".join(corrections.notes([SimpleNamespace(corrected=words)]))  # type: ignore[list-item]
+    return found, corrections.applied(found, chosen), words, notes
+
+
 def test_the_set_up_that_was_measured_needs_what_was_measured(predicted: Figures) -> None:
     taken = measurement(predicted)
-    found = plan(config(), gpu=GPU, measured=taken, **OPTIONS)
-    same = next(one for one in found.candidates if one.name == "full, bf16" and one.rows == 4)
-    again = estimate(config(), batch_size=4, seq_len=64, recipe=same.recipe, gpu=GPU, gradient_accumulation_steps=1)
-    measured = taken.measured.reserved_bytes or 0
-    assert same.reserved_bytes == pytest.approx(
-        measured * again.peak_reserved_bytes / (predicted.reserved_bytes or 1), abs=1
-    )
-    assert same.total_bytes >= measured
+    found, after, words, _ = corrected(taken)
+    assert words == ("context", "reserved", "seconds")
+    assert found.peak_reserved_bytes == predicted.reserved_bytes
+    assert after.peak_reserved_bytes == taken.measured.reserved_bytes
+    assert after.total_bytes == taken.total_bytes
+    assert after.step_time.seconds == pytest.approx(taken.measured.seconds)
 
 
-def test_bytes_are_not_lowered(computed: Plan, predicted: Figures) -> None:
-    found = plan(config(), gpu=GPU, measured=measurement(predicted, reserved=0.75), **OPTIONS)
-    for one, plain in pairs(found, computed):
-        assert one.reserved_bytes == plain.reserved_bytes
-        assert one.corrected == ("context", "seconds")
-    assert "the measurement: reserved bytes stay as predicted: 25.0% less was measured" in "\n".join(found.notes)
+def test_bytes_are_not_lowered(predicted: Figures) -> None:
+    found, after, words, notes = corrected(measurement(predicted, reserved=0.75))
+    assert after.peak_reserved_bytes == found.peak_reserved_bytes
+    assert words == ("context", "seconds")
+    assert "run.json: reserved bytes stay as predicted: 25.0% less was measured" in notes
 
 
 def test_memory_that_ran_out_makes_the_set_up_too_large(predicted: Figures) -> None:
-    taken = measurement(predicted, reserved=1.0, out_of_memory="backward")
-    found = plan(config(), gpu=GPU, measured=taken, **OPTIONS)
-    assert "as memory ran out there" in "\n".join(found.notes)
-    alone = [one for one in found.candidates if one.name == "full, bf16" and one.rows == 4]
-    assert alone[0].verdict == "over"
+    _, after, _, notes = corrected(measurement(predicted, reserved=1.0, out_of_memory="backward"))
+    assert after.fits is False
+    assert "as memory ran out there" in notes
 
 
-def test_another_model_corrects_what_is_the_gpus_alone(computed: Plan, predicted: Figures) -> None:
-    found = plan(config(), gpu=GPU, measured=measurement(predicted, parameters=10**9), **OPTIONS)
-    for one, plain in pairs(found, computed):
-        assert one.corrected == ("context", "seconds")
-        assert one.reserved_bytes == plain.reserved_bytes
-        assert one.high == pytest.approx(1.17 * one.seconds)
-    assert "the measurement: reserved bytes stay as predicted: another model" in found.notes
+def test_another_model_corrects_what_is_the_gpus_alone(predicted: Figures) -> None:
+    found, after, words, notes = corrected(measurement(predicted, parameters=10**9))
+    assert words == ("context", "seconds")
+    assert after.peak_reserved_bytes == found.peak_reserved_bytes
+    assert after.step_time.high == pytest.approx(1.17 * after.step_time.seconds)
+    assert "run.json: reserved bytes stay as predicted: another model" in notes
 
 
 def test_a_gpu_whose_time_is_known_better_is_not_corrected_by_another_model(predicted: Figures) -> None:
-    taken = measurement(predicted, parameters=10**9, gpu="A100 80GB")
-    found = plan(config(), gpu="A100 80GB", measured=taken, **OPTIONS)
-    assert {one.corrected for one in found.candidates} == {("context",)}
-    assert any("seconds stay as predicted" in note for note in found.notes)
+    a100 = find_gpu("A100 80GB")
+    found, after, words, notes = corrected(measurement(predicted, parameters=10**9, gpu=a100.name), a100)
+    assert words == ("context",)
+    assert after.step_time == found.step_time
+    assert "run.json: seconds stay as predicted" in notes
+
+
+def test_the_range_is_wider_for_another_set_up(predicted: Figures) -> None:
+    for of_recipe, error in (({}, 0.04), ({"optim": "adamw_8bit"}, 0.11), ({"precision": "fp32"}, 0.11)):
+        _, after, _, _ = corrected(measurement(predicted), **of_recipe)
+        assert after.step_time.high == pytest.approx((1 + error) * after.step_time.seconds)
 
 
 def test_without_a_prediction_only_the_context_is_corrected(predicted: Figures) -> None:
-    found = plan(config(), gpu=GPU, measured=replace(measurement(predicted), predicted=None), **OPTIONS)
-    assert {one.corrected for one in found.candidates} == {("context",)}
-    assert "the measurement has no prediction, so neither seconds nor reserved bytes are corrected" in found.notes
+    _, _, words, notes = corrected(replace(measurement(predicted), predicted=None))
+    assert words == ("context",)
+    assert "run.json has no prediction, so neither seconds nor reserved bytes are corrected" in notes
 
 
 @pytest.mark.parametrize(
