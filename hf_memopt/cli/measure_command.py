@@ -52,7 +52,7 @@ def run_measure(options: MeasureOptions, console: Console) -> int:
     # what the script prints must not be in the JSON
     with redirect_stdout(sys.stderr) if options.json_output else nullcontext():
         run_until_training(options.script, options.arguments, lambda trainer: found.append(_measured(trainer, options)))
-    text = found[0].to_json() if options.json_output else found[0].table()
+    text = found[0].to_json() if options.json_output else found[0].table(console.width)
     console.out(text, highlight=False)
     return FITS if found[0].fits else OUT_OF_MEMORY
 

@@ -205,7 +205,9 @@ def _predicted(
     except (NotEstimableError, ValueError) as error:
         return None, None, (f"not predicted: {error}",)
     if device.type == "cpu":
-        notes: tuple[str, ...] = ("on a CPU bytes are those of tensors, and seconds are not predicted",)
+        notes: tuple[str, ...] = (
+            "on a CPU bytes are those of tensors and of its own kernels, and seconds are not predicted",
+        )
     else:
         notes = (f"seconds are not predicted: {found.time_unknown}",) if found.time_unknown else ()
     return found, predicted_figures(found, in_time), notes

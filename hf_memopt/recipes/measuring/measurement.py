@@ -144,11 +144,11 @@ class Measurement:
         found = self.measured
         return (found.reserved_bytes or found.allocated_bytes) + (found.context_bytes or 0)
 
-    def table(self) -> str:
-        """Return measured beside predicted as text."""
+    def table(self, width: int = 80) -> str:
+        """Return measured beside predicted as text of at most ``width`` columns."""
         from hf_memopt.recipes.measuring.output import measurement_table
 
-        return measurement_table(self)
+        return measurement_table(self, width)
 
     def __str__(self) -> str:
         return self.table()

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 __all__ = ["measurement_table"]
 
-NAMES = {"kept by forward": "activations and logits", "context": "context"}
-ROW = "{:<26}{:>13}{:>13}{:>12}"
+ROW = "{:<23}{:>12}{:>12}{:>12}"
 
 
 def measurement_table(found: Measurement, width: int = 80) -> str:
-    """Return the measurement as text of at most ``width`` columns (at least 64)."""
+    """Return the measurement as text of at most ``width`` columns (at least 59)."""
+    width = max(width, 59)
     lines = [fill(text, width) for text in _heading(found)]
     lines += ["", ROW.format("", "measured", "predicted", "difference"), *_bytes(found)]
     lines += [*_seconds(found), ""]
@@ -38,7 +38,7 @@ def _bytes(found: Measurement) -> Iterator[str]:
     """Yield a line for each component, each phase and each total."""
     measured, predicted = found.measured, found.predicted
     for name, size in measured.components.items():
-        yield _line(NAMES.get(name, name), size, None if predicted is None else predicted.components.get(name))
+        yield _line(name, size, None if predicted is None else predicted.components.get(name))
     for name, size in measured.phases.items():
         other = None if predicted is None else predicted.phases.get(name)
         yield _line(f"peak in {name}", size, other)
@@ -46,7 +46,7 @@ def _bytes(found: Measurement) -> Iterator[str]:
         field = f"{name}_bytes"
         size = getattr(measured, field)
         if size is not None:
-            yield _line(NAMES.get(name, f"peak {name}"), size, getattr(predicted, field, None))
+            yield _line(name if name == "context" else f"peak {name}", size, getattr(predicted, field, None))
 
 
 def _line(name: str, measured: int, predicted: int | None) -> str:
@@ -60,15 +60,13 @@ def _difference(predicted: float, measured: float) -> str:
 
 
 def _seconds(found: Measurement) -> Iterator[str]:
-    measured, predicted = found.measured, found.predicted
-    if measured.seconds is None:
-        return
-    other = None if predicted is None else predicted.seconds
-    cells = ("-", "") if other is None else (f"{other:.3g} s", _difference(other, measured.seconds))
-    yield ROW.format("a step, the median", f"{measured.seconds:.3g} s", *cells)
-    yield f"from {measured.low:.3g} to {measured.high:.3g} s" + (
-        "" if predicted is None or other is None else f", predicted {predicted.low:.3g} to {predicted.high:.3g} s"
-    )
+    """Yield a line for the median, the shortest and the longest of the timed steps, beside the predicted range."""
+    for name, field in (("step, median", "seconds"), ("step, shortest", "low"), ("step, longest", "high")):
+        measured, predicted = getattr(found.measured, field), getattr(found.predicted, field, None)
+        if measured is None:
+            continue
+        other = ("-", "") if predicted is None else (f"{predicted:.3g} s", _difference(predicted, measured))
+        yield ROW.format(name, f"{measured:.3g} s", *other)
 
 
 def _verdict(found: Measurement) -> str:

@@ -89,7 +89,7 @@ def predicted_figures(found: Estimate, timed: Estimate | None) -> Figures:
         reserved_bytes=found.peak_reserved_bytes if on_gpu else None,
         context_bytes=None if found.gpu is None else GPUS.get(found.gpu.name, found.gpu).context_bytes,
         phases=peaks,
-        components={**held, "kept by forward": _kept_by_forward(timeline)},
+        components={**held, "activations and logits": _kept_by_forward(timeline)},
         seconds=None if time is None else time.seconds,
         low=None if time is None else time.low,
         high=None if time is None else time.high,

@@ -115,7 +115,7 @@ class StepRecorder(TrainerCallback):
             held_bytes = self._meter.allocated_bytes() if self.steps < MEMORY_STEPS else 0
             loss = before(*args, **kwargs)
             if self.steps < MEMORY_STEPS:
-                self._note("kept by forward", self._meter.allocated_bytes() - held_bytes)
+                self._note("activations and logits", self._meter.allocated_bytes() - held_bytes)
             self._close("forward")
             self.phase = "backward"
             return loss
