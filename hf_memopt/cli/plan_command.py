@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.cli.progress import spinner
 from hf_memopt.memory.models.config_files import check_task, find_config
-from hf_memopt.recipes.planning.measured import named_measurement
+from hf_memopt.recipes.measuring.measurement import named_measurement
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, checked_word, read_gpu
 
 if TYPE_CHECKING:

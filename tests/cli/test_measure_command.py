@@ -118,6 +118,11 @@ def test_bad_options_are_refused_before_the_script_runs(
     assert "RAN" not in found.output
 
 
+def test_options_are_checked_without_torch() -> None:
+    code = "import sys, hf_memopt.cli.measure_command, hf_memopt.cli.plan_command; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
 @pytest.mark.slow
 def test_a_script_sets_its_environment_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     first = "import sys\nassert not {'torch', 'transformers'} & set(sys.modules), 'imported'\n"

@@ -56,6 +56,7 @@ def test_json_and_the_exit_code_of_what_does_not_fit(model: str) -> None:
         (("--effective-batch", "10", "--world-size", "4"), "--effective-batch 10 cannot be cut over --world-size 4"),
         (("--column", "text"), "--column text is for a data file, and there is none"),
         (("--gpu", "RTX 99"), "is not a GPU of the table"),
+        (("--measured", "run.json"), "--measured run.json cannot be read: No such file or directory; expected a file"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_one_line(options: tuple[str, ...], says: str) -> None:

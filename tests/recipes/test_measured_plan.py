@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 import tiny
-from hf_memopt import Gpu, Measurement, Plan, Recipe, estimate, find_gpu, plan, recipe
+from hf_memopt import Gpu, Measurement, Plan, Recipe, estimate, find_gpu, measure, plan, recipe
 from hf_memopt.devices import gpus
 from hf_memopt.recipes.measuring.measurement import Figures
+from hf_memopt.recipes.measuring.meters import StepMeter
 from hf_memopt.recipes.planning.measured import Corrections
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -212,3 +214,43 @@ def test_without_a_name_this_machines_gpu_counts(predicted: Figures, monkeypatch
         monkeypatch.setattr(f"hf_memopt.recipes.planning.{module}.current_gpu", lambda: gpus.GPUS["RTX 4060"])
     with pytest.raises(ValueError, match="is of RTX 3060 12GB, and gpu='RTX 4060' is planned for"):
         plan(config(), measured=measurement(predicted), **OPTIONS)
+
+
+class Counters(StepMeter):
+    """The meter of a GPU with the same counts at all times."""
+
+    def read(self) -> dict[str, int]:
+        return {"peak_allocated_bytes": 150 * 2**20, "peak_reserved_bytes": 200 * 2**20}
+
+    def skip(self) -> None:
+        pass
+
+    def allocated_bytes(self) -> int:
+        return 100 * 2**20
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_the_whole_way_from_the_counters_of_a_gpu_to_a_plan(tmp_path: Path, monkeypatch: Any) -> None:
+    """Only the counters are made up: steps, prediction, file and plan are real."""
+    for module in ("memory.estimation", "recipes.measuring.measure"):
+        monkeypatch.setattr(f"hf_memopt.{module}.current_gpu", lambda: GPU)
+    monkeypatch.setattr("hf_memopt.recipes.measuring.measure.meter_of", lambda device: Counters(torch.device("cuda:0")))
+    monkeypatch.setattr("hf_memopt.recipes.measuring.measure.read_context", lambda device: CONTEXT_BYTES)
+    rows = [{name: [5] * 32 for name in ("input_ids", "labels")}] * 16
+    args = tiny.arguments(tmp_path / "out", per_device_train_batch_size=2, optim="adamw_torch_fused")
+    trainer = transformers.Trainer(transformers.LlamaForCausalLM(config()), args, train_dataset=rows)
+    found = measure(trainer, steps=2, path=tmp_path / "run.json")
+    assert (found.gpu, found.device, found.total_bytes) == (GPU.name, "cuda:0", 500 * 2**20)
+    assert found.predicted is not None
+    assert found.predicted.context_bytes == GPU.context_bytes
+    assert found.predicted.low < found.predicted.seconds < found.predicted.high  # type: ignore[operator]
+    assert "peak reserved" in found.table()
+    corrections = Corrections.of(found, "run.json", GPU)
+    planned = plan(config(), gpu=GPU, measured=tmp_path / "run.json", **{**OPTIONS, "effective_batch_size": 1})
+    assert {one.corrected for one in planned.candidates} == {("context", "reserved", "seconds")}
+    expected = (
+        f"seconds x {corrections.seconds_factor:.3f}, as measured with LlamaForCausalLM (full, fp32, adamw_torch_fused)"
+    )
+    assert expected in "; ".join(planned.notes)

@@ -12,7 +12,16 @@ from typing import Any, Literal
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
 from hf_memopt.whole_files import write_whole
 
-__all__ = ["DEFAULT_STEPS", "FORMAT", "PACKAGES", "Figures", "Measurement", "check_new_file", "read_measurement"]
+__all__ = [
+    "DEFAULT_STEPS",
+    "FORMAT",
+    "PACKAGES",
+    "Figures",
+    "Measurement",
+    "check_new_file",
+    "named_measurement",
+    "read_measurement",
+]
 
 FORMAT = 1
 """Of the JSON file; a larger number is of a later version."""
@@ -52,6 +61,11 @@ class Figures:
     seconds: float | None = None
     low: float | None = None
     high: float | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Reserved bytes and context; of a CPU what is allocated."""
+        return (self.reserved_bytes or self.allocated_bytes) + (self.context_bytes or 0)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -141,8 +155,7 @@ class Measurement:
     @property
     def total_bytes(self) -> int:
         """What the device held: reserved bytes and context, of a CPU what tensors held."""
-        found = self.measured
-        return (found.reserved_bytes or found.allocated_bytes) + (found.context_bytes or 0)
+        return self.measured.total_bytes
 
     def table(self, width: int = 80) -> str:
         """Return measured beside predicted as text of at most ``width`` columns."""
@@ -210,6 +223,24 @@ def read_measurement(path: str | os.PathLike[str]) -> Measurement:
             f"measured={os.fspath(path)!r} is not a measurement ({error}); expected a file that hf-memopt measure "
             f"wrote. {FIX}"
         ) from None
+
+
+def named_measurement(measured: str | os.PathLike[str] | Measurement) -> tuple[Measurement, str]:
+    """Return a measurement, or that of a file, and what notes call it.
+
+    Raises:
+        ValueError: the file cannot be read or holds something else, or the steps ran on a CPU.
+    """
+    if isinstance(measured, Measurement):
+        found, name = measured, "the measurement"
+    else:
+        found, name = read_measurement(measured), os.fspath(measured)
+    if not found.gpu:
+        raise ValueError(
+            f"measured={name!r} is of a CPU, whose seconds and bytes say nothing of a GPU; expected a run on the GPU. "
+            "Measure there: hf-memopt measure train.py --output run.json"
+        )
+    return found, name
 
 
 def check_new_file(path: str | os.PathLike[str], *, force: bool = False) -> None:

@@ -74,4 +74,5 @@ def _verdict(found: Measurement) -> str:
         return f"Out of memory in the {found.out_of_memory} phase, after {found.steps} whole steps."
     speed = "" if found.tokens_per_second is None else f"; {found.tokens_per_second:,.0f} real tokens/s"
     host = "" if found.host_peak_bytes is None else f"; host {format_bytes(found.host_peak_bytes)} at its peak"
-    return f"It fits: {format_bytes(found.total_bytes)} in all{speed}{host}."
+    other = "" if found.predicted is None else f", predicted {format_bytes(found.predicted.total_bytes)}"
+    return f"It fits: {format_bytes(found.total_bytes)} in all{other}{speed}{host}."

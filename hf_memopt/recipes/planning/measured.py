@@ -13,23 +13,23 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory.step_time.prices import Prices, expected_error
-from hf_memopt.recipes.measuring.measurement import PACKAGES, Measurement, read_measurement
+from hf_memopt.recipes.measuring.measurement import PACKAGES
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.step_time.prices import StepTime
+    from hf_memopt.recipes.measuring.measurement import Measurement
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.recipe import Recipe
 
-__all__ = ["Corrections", "named_measurement"]
+__all__ = ["Corrections"]
 
 SAME_KIND, SAME_MODEL, SAME_GPU = 0.04, 0.11, 0.17
 """The error that is left in seconds: of the same model, method, precision and optimizer, of the same model, of any."""
@@ -162,21 +162,3 @@ class Corrections:
             version, here = self.measurement.versions[name], importlib.metadata.version(name)
             if version.partition("+")[0] != here.partition("+")[0]:
                 yield f"{self.name} was measured with {name} {version}, and {here} is installed"
-
-
-def named_measurement(measured: str | os.PathLike[str] | Measurement) -> tuple[Measurement, str]:
-    """Return a measurement, or that of a file, and what notes call it.
-
-    Raises:
-        ValueError: the file cannot be read or holds something else, or the steps ran on a CPU.
-    """
-    if isinstance(measured, Measurement):
-        found, name = measured, "the measurement"
-    else:
-        found, name = read_measurement(measured), os.fspath(measured)
-    if not found.gpu:
-        raise ValueError(
-            f"measured={name!r} is of a CPU, whose seconds and bytes say nothing of a GPU; expected a run on the GPU. "
-            "Measure there: hf-memopt measure train.py --output run.json"
-        )
-    return found, name

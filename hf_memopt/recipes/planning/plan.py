@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.devices.gpus import current_gpu
 from hf_memopt.memory.recording.kept_models import keeping_models
+from hf_memopt.recipes.measuring.measurement import named_measurement
 from hf_memopt.recipes.planning.candidates import Candidate
-from hf_memopt.recipes.planning.measured import Corrections, named_measurement
+from hf_memopt.recipes.planning.measured import Corrections
 from hf_memopt.recipes.planning.model_facts import facts_of
 from hf_memopt.recipes.planning.nearest import Shortfall, shortfall_of
 from hf_memopt.recipes.planning.reasons import with_reasons
