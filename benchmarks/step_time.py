@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -51,6 +52,7 @@ class Row:
     measured: float
     predicted: StepTime
     seconds: float
+    kind: tuple[str, ...] = ()  # GPU, model, method, precision, optimizer
 
     @property
     def error(self) -> float:
@@ -101,7 +103,10 @@ def compare(case: Case) -> Row:
         costs = dataclasses.replace(costs, optimizer=optimizer_in_loops(facts, found.settings))
         predicted = costs.on(found.gpu)
     tokens = predicted.tokens or 0.0
-    return Row(group, case.id, tokens / (case.tokens_per_second or 1.0), predicted, time.perf_counter() - started)
+    method = "full" if case.lora is None else f"LoRA {case.quantization}"
+    kind = found.gpu.name, case.model, method, found.settings.precision, found.settings.optim
+    seconds = tokens / (case.tokens_per_second or 1.0)
+    return Row(group, case.id, seconds, predicted, time.perf_counter() - started, kind)
 
 
 def optimizer_in_loops(facts: list[ParameterFacts], settings: StepSettings) -> Counter[Operation]:
@@ -181,6 +186,21 @@ def print_summaries(groups: dict[str, list[Row]]) -> dict[str, Any]:
     return found
 
 
+def print_errors_after_a_row(rows: list[Row]) -> None:
+    """Print the errors that are left where the seconds of one row correct those of another row of the same GPU.
+
+    ``recipes/planning/measured.py`` has the worst of them as ranges.
+    """
+    print(f"\n{'corrected by one row of the same GPU':<52}{'pairs':>5}{'median':>30}{'worst':>10}")
+    for name, shared in (("of the same model and kind of set-up", 5), ("of the same model", 2), ("of any model", 1)):
+        errors = [
+            abs((1 + other.error) / (1 + one.error) - 1)
+            for one, other in itertools.permutations(rows, 2)
+            if one.kind[:shared] == other.kind[:shared]
+        ]
+        print(f"{name:<52}{len(errors):>5}{statistics.median(errors):>30.1%}{max(errors):>10.1%}")
+
+
 # ---- Published rows
 
 
@@ -238,6 +258,8 @@ def main(arguments: list[str] | None = None) -> int:
     if dense:
         groups["A100, dense, all"] = dense
     found = print_summaries(groups)
+    if given.cases is None:
+        print_errors_after_a_row([row for row in rows if row.group.startswith(("ladder B", "A100, dense"))])
     for reason in dict.fromkeys(reason for _, reason in left_out):
         names = [name for name, other in left_out if other == reason]
         print(f"not predicted: {len(names)}, {reason}")

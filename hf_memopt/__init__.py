@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from hf_memopt.memory.report import MemoryReportCallback, print_gpu_utilization, print_summary
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.settings import NotEstimableError, StepSettings
+    from hf_memopt.recipes.measuring.measure import measure
+    from hf_memopt.recipes.measuring.measurement import Measurement
     from hf_memopt.recipes.planning.plan import Plan, plan
     from hf_memopt.recipes.presets import PRESETS, preset, recipe
     from hf_memopt.recipes.recipe import Recipe
@@ -70,6 +72,8 @@ _MODULES = {
     "hf_memopt.memory.result": ("Estimate",),
     "hf_memopt.memory.settings": ("NotEstimableError", "StepSettings"),
     "hf_memopt.devices.memory_reading": ("MemoryReading", "read_memory"),
+    "hf_memopt.recipes.measuring.measure": ("measure",),
+    "hf_memopt.recipes.measuring.measurement": ("Measurement",),
     "hf_memopt.recipes.planning.plan": ("Plan", "plan"),
     "hf_memopt.recipes.presets": ("PRESETS", "preset", "recipe"),
     "hf_memopt.recipes.recipe": ("Recipe",),
@@ -110,6 +114,7 @@ __all__ = [
     "LengthBucketedBatchSampler",
     "LengthBucketedSampler",
     "LengthBuckets",
+    "Measurement",
     "MemoryReading",
     "MemoryReportCallback",
     "MicrobatchCallback",
@@ -134,6 +139,7 @@ __all__ = [
     "freeze",
     "fuse_cross_entropy",
     "gradient_release",
+    "measure",
     "override_embedding_bits",
     "padding_report",
     "plan",

@@ -164,6 +164,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, Mapping) and all(
             _fits(key, arguments[0]) and _fits(one, arguments[1]) for key, one in value.items()
         )
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
@@ -177,5 +179,11 @@ def _rule(kind: Any) -> str:
         *most, last = map(repr, arguments)
         return f"{', '.join(most)} or {last}" if most else last
     if origin is tuple:
-        return "a tuple or list of strings"
-    return "strings by name" if origin is Mapping else _NAMES[kind]
+        return f"a tuple or list of {_plural(arguments[0])}"
+    if origin is Mapping:
+        return f"{_plural(arguments[1])} by name"
+    return _NAMES.get(kind) or f"a {kind.__name__}"
+
+
+def _plural(kind: Any) -> str:
+    return "strings" if kind is str else f"values that are each {_rule(kind)}"

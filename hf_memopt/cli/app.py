@@ -1,4 +1,6 @@
-"""The command line: ``hf-memopt demo | presets | lengths | estimate | plan | report | doctor``; also ``python -m``.
+"""The command line: ``hf-memopt demo | presets | lengths | estimate | plan | measure | report | doctor``.
+
+``python -m hf_memopt ...`` does the same.
 
 Exit code 2 and one line on standard error report an invalid input, and a bug of the package too; with
 ``HF_MEMOPT_DEBUG=1`` the traceback is shown instead. 0 and 1 are results of the commands.
@@ -21,7 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from hf_memopt.cli.command import Command
-from hf_memopt.cli.model_commands import EXAMPLES, AsJson, estimate, plan, report
+from hf_memopt.cli.model_commands import EXAMPLES, AsJson, estimate, measure, plan, report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -216,6 +218,7 @@ def lengths(
 app.command(cls=Command, epilog=EXAMPLES)(estimate)
 app.command(cls=Command)(plan)
 app.command(cls=Command)(report)
+app.command(cls=Command)(measure)
 
 
 @app.command(cls=Command)

@@ -19,15 +19,15 @@ from typer.core import TyperCommand, TyperOption
 __all__ = ["Command", "Flag", "flags_of", "in_flags", "typed_command"]
 
 OTHER_NAMES = {  # an option, and what Python calls its value
-    "attn": "attn_implementation",
-    "gpu_memory": "memory",
-    "preset": "name",
-    "freeze": "patterns",
-    "weights": "weights_dtype",
-    "data": "path",
-    "effective_batch": "effective_batch_size",
-    "write": "directory",
-    "output": "report",
+    "attn": ("attn_implementation",),
+    "gpu_memory": ("memory",),
+    "preset": ("name",),
+    "freeze": ("patterns",),
+    "weights": ("weights_dtype",),
+    "data": ("path",),
+    "effective_batch": ("effective_batch_size",),
+    "write": ("directory",),
+    "output": ("path", "report"),
 }
 WIDEST_COLUMNS = 28  # of an option in the help; what is longer has a line of its own
 VALUE = r"""[\w.]+\([^()]*\)|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\([^()]*\)|\[[^][]*\]|[^\s,;:()]*[^\s,;:().]"""
@@ -49,7 +49,7 @@ def flags_of(parameters: Iterable[Any]) -> dict[str, Flag]:
         else Flag("")
         for parameter in parameters
     }
-    others = {OTHER_NAMES[name]: flag for name, flag in declared.items() if name in OTHER_NAMES}
+    others = {other: flag for name, flag in declared.items() for other in OTHER_NAMES.get(name, ())}
     return {**others, **declared}
 
 

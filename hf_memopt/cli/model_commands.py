@@ -1,5 +1,6 @@
-"""The options of ``hf-memopt estimate``, ``plan`` and ``report``; what the first two do is in ``estimate_command`` and
-``plan_command``.
+"""The options of ``hf-memopt estimate``, ``plan``, ``measure`` and ``report``.
+
+What a command does is in its ``..._command`` module.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import typer
 
 from hf_memopt.cli.command import flags_of, typed_command
 
-__all__ = ["EXAMPLES", "AsJson", "estimate", "plan", "report"]
+__all__ = ["EXAMPLES", "AsJson", "estimate", "measure", "plan", "report"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -182,6 +183,9 @@ def plan(
     ] = None,
     world_size: Annotated[int, typer.Option(min=1, help="GPUs that train together, each with the whole model.")] = 1,
     task: Annotated[str | None, typer.Option(help="The head to build; the usual one by default.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="Correct it by real steps on the GPU: a file of hf-memopt measure.")
+    ] = None,
     write: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the training script and the recipe to this folder.")
     ] = None,
@@ -223,3 +227,24 @@ def report(
     check_page(page, force=force)
     write_page(told, page)
     typer.echo(f"Report: {page}")
+
+
+def measure(
+    script: Annotated[Path, typer.Argument(help="A Python script that trains with the stock Trainer.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments, after --.")] = None,
+    steps: Annotated[int, typer.Option(min=1, max=10**4, help="Optimizer steps to time.")] = 10,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write JSON here, for plan.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of --output.")] = False,
+    json_output: AsJson = False,
+) -> None:
+    """Measure a few real steps of a script beside their prediction.
+
+    The script runs up to its first Trainer.train() and ends there. Exit code 0 if its steps fit, 1 if memory ran out, 2
+    if it cannot be measured.
+    """
+    from rich.console import Console
+
+    from hf_memopt.cli.measure_command import MeasureOptions, run_measure
+
+    options = MeasureOptions(script, tuple(arguments or ()), steps, output, force, json_output)
+    raise typer.Exit(run_measure(options, Console()))

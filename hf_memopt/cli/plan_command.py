@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.cli.progress import spinner
 from hf_memopt.memory.models.config_files import check_task, find_config
+from hf_memopt.recipes.measuring.measurement import named_measurement
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, checked_word, read_gpu
 from hf_memopt.recipes.planning.script.folder import RowsFile, check_folder
 from hf_memopt.reports.plan_page import check_page
@@ -44,6 +45,7 @@ class PlanOptions:
     allow: Sequence[str] | None = None
     world_size: int = 1
     task: str | None = None
+    measured: Path | None = None
     write: Path | None = None
     report: Path | None = None
     force: bool = False
@@ -80,6 +82,7 @@ def run_plan(options: PlanOptions, console: Console, errors: Console, made_by: s
             allow=words,
             world_size=options.world_size,
             task=options.task,
+            measured=options.measured,
             announce=announce,
         )
         rows = None if options.data is None else RowsFile(options.data, options.column, options.tokenizer)
@@ -102,6 +105,8 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
     checked_word("method", options.method, METHODS)
     checked_batch(options.effective_batch, options.world_size)
     check_task(options.task)
+    if options.measured is not None:
+        named_measurement(options.measured)
     if options.gpu is not None or options.budget is not None:
         checked_allow(words, options.method, read_gpu(options.gpu or options.budget, options.budget))
     for name in ("column", "tokenizer"):
@@ -116,7 +121,7 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
         check_page(options.report, force=options.force)
     if options.force and options.write is None and options.report is None:
         raise ValueError(
-            "force=True has nothing to replace: no file is written; expected --write or --report. Pass --write DIR --force"
+            "force=True has nothing to replace: no file is written; expected --write or --report. Pass --write DIR"
         )
     find_config(options.model)
 

@@ -37,13 +37,13 @@ PHASES = ("load", "forward_backward", "optimizer", "evaluation")
 
 
 class PhasePeaks:
-    """The peaks of a device by phase: over the run in ``summary``, and since the last log by ``take``.
+    """The peaks of a meter by phase: over the run in ``summary``, and since the last log by ``take``.
 
     Both map a phase to its peaks in bytes by kind, as ``PeakMeter.read`` names them.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.meter = PeakMeter(device)
+    def __init__(self, meter: PeakMeter) -> None:
+        self.meter = meter
         self.summary: dict[str, dict[str, int]] = {}
         self._new: dict[str, dict[str, int]] = {}
 
@@ -145,7 +145,7 @@ class MemoryReportCallback(TrainerCallback):
     def _begin(self, args: TrainingArguments) -> PhasePeaks:
         """Return the peaks; the first call ends the span before the Trainer was created."""
         if self._peaks is None:
-            self._peaks = PhasePeaks(measured_device(args.device))
+            self._peaks = PhasePeaks(PeakMeter(measured_device(args.device)))
             self._peaks.close("load")
         return self._peaks
 

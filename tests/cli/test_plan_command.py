@@ -85,6 +85,7 @@ def test_a_report_that_is_there_is_refused_before_the_search(
         (("--effective-batch", "10", "--world-size", "4"), "--effective-batch 10 cannot be cut over --world-size 4"),
         (("--column", "text"), "--column text is for a data file, and there is none"),
         (("--gpu", "RTX 99"), "is not a GPU of the table"),
+        (("--measured", "run.json"), "--measured run.json cannot be read: No such file or directory; expected a file"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_one_line(options: tuple[str, ...], says: str) -> None:

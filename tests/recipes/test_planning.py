@@ -248,7 +248,7 @@ BAD = [
     ({"lengths": [8, 600]}, "lengths=<longest 600> are beyond the 256 positions of the model; expected 1 to 256."),
     ({"lengths": []}, "are no lengths of examples; expected whole numbers from 1 on"),
     ({"budget": "100GiB"}, "budget='100GiB' is more than the "),
-    ({"measured": "run.json"}, "measured='run.json' cannot be used yet"),
+    ({"measured": "run.json"}, "measured='run.json' cannot be read: No such file or directory; expected a file that"),
 ]
 
 

@@ -357,8 +357,8 @@ def test_each_change_of_the_limit_is_one_line(tmp_path: Path, caplog: pytest.Log
         "loss.",
     ]
     assert re.fullmatch(
-        r"3 of 3 steps ran in micro-batches\. Memory ran out 2 times, which cost \d+\.\d s\. To cut from the first step "
-        r"on: MicrobatchCallback\(max_tokens=18\)",
+        r"3 of 3 steps ran in micro-batches\. Memory ran out 2 times, which cost \d+\.\d s\. To cut from the first "
+        r"step on: MicrobatchCallback\(max_tokens=18\)",
         summary,
     )
 

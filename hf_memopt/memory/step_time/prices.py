@@ -29,6 +29,7 @@ __all__ = [
     "StepCosts",
     "StepTime",
     "equally_fast",
+    "expected_error",
     "missing_figures",
     "step_time",
 ]
@@ -239,7 +240,7 @@ class StepTime:
 def step_time(costs: StepCosts, prices: Prices) -> StepTime:
     """Return the predicted time of a step."""
     seconds, shares = _priced(costs, prices)
-    error = _MEASURED if prices.is_measured else _NOT_MEASURED
+    error = expected_error(prices)
     low, high = seconds * (1 - error), seconds * (1 + error)
     found = StepTime(seconds, low, high, shares, costs.examples, costs.tokens)
     fast = prices.constants.launch_seconds > _FASTEST_LAUNCH
@@ -247,6 +248,11 @@ def step_time(costs: StepCosts, prices: Prices) -> StepTime:
         constants = replace(prices.constants, launch_seconds=_FASTEST_LAUNCH)
         return replace(found, low=(1 - error) * _priced(costs, replace(prices, constants=constants))[0])
     return found
+
+
+def expected_error(prices: Prices) -> float:
+    """Return by how much, as a share, predicted seconds may be off on either side."""
+    return _MEASURED if prices.is_measured else _NOT_MEASURED
 
 
 def _priced(costs: StepCosts, prices: Prices) -> tuple[float, dict[str, float]]:

@@ -46,6 +46,7 @@ class Candidate:
         tokens: of a step, without padding where lengths were given; None for a model without text.
         consents: the words of ``allow`` that it needs and was not given.
         simplicity: smaller is simpler.
+        corrected: what of it a measurement corrected: "context", "reserved", "seconds".
         reason: why it was taken or refused.
     """
 
@@ -68,6 +69,7 @@ class Candidate:
     tokens: float | None = None
     consents: tuple[str, ...] = ()
     simplicity: tuple[int, int, int] = (0, 0, 0)
+    corrected: tuple[str, ...] = ()
     reason: str = ""
 
     @property

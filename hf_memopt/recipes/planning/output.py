@@ -41,7 +41,9 @@ def plan_text(found: Plan, width: int = 80) -> str:
         *_with_consent(found),
     ]
     paragraphs += [f"Note: {note}." for note in found.notes]
-    if any(one.seconds is not None for one in found.candidates):
+    if found.measured:
+        paragraphs.append(f"* predicted; what has a + is corrected by real steps on this GPU: {found.measured}.")
+    elif any(one.seconds is not None for one in found.candidates):
         paragraphs.append("* predicted, and so is the memory: nothing of it was measured on this GPU.")
     lines = []
     for text in paragraphs:
@@ -129,11 +131,12 @@ def _figures(one: Candidate, bar_columns: int, timed: bool, examples: int | None
         full = min(round(share * bar_columns), bar_columns)
         bar = "█" * full + "░" * (bar_columns - full)
         cells.append(bar[:-1] + "+" if share > 1 else bar)
-    cells += [f"{to_gib(one.total_bytes):.2f}", f"{to_gib(one.spare_bytes):.2f}"]
+    mark = "+" if {"context", "reserved"} & set(one.corrected) else ""
+    cells += [f"{to_gib(one.total_bytes):.2f}{mark}", f"{to_gib(one.spare_bytes):.2f}"]
     if timed:
         speed = "-"
         if one.seconds is not None and one.verdict != "over":
-            speed = _number((one.tokens or one.examples) / one.seconds)
+            speed = _number((one.tokens or one.examples) / one.seconds) + "+" * ("seconds" in one.corrected)
         cells.append(speed)
     if examples is not None:
         whole = one.seconds is not None and one.verdict != "over"
@@ -215,6 +218,7 @@ def plan_json(found: Plan) -> str:
         "candidates": [one.as_dict() for one in found.candidates],
         "notes": list(found.notes),
         "simulations": found.simulations,
+        "measured": found.measured or None,
         "shown": _places(found, shown_candidates(found)),
         "figures": found.figures,
         "script": None if found.chosen is None else found.script(),

@@ -17,8 +17,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.devices.gpus import current_gpu
 from hf_memopt.memory.recording.kept_models import keeping_models
+from hf_memopt.recipes.measuring.measurement import named_measurement
 from hf_memopt.recipes.planning.candidates import Candidate
+from hf_memopt.recipes.planning.measured import Corrections
 from hf_memopt.recipes.planning.model_facts import facts_of, name_to_load
 from hf_memopt.recipes.planning.nearest import Shortfall, shortfall_of
 from hf_memopt.recipes.planning.reasons import with_reasons
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.recipes.measuring.measurement import Measurement
     from hf_memopt.recipes.planning.script.folder import RowsFile, Written
     from hf_memopt.recipes.recipe import Recipe
 
@@ -78,6 +82,7 @@ class Plan:
         simulation: simulates more of the same model, for reports; None for a plan without one.
         command: what made it, for reports and scripts; "" for a call of ``plan``.
         rows: the file of its rows, for the script; None for a call of ``plan``.
+        measured: the file, or "a measurement", that corrected them; "" for none.
     """
 
     model: str
@@ -99,6 +104,7 @@ class Plan:
     simulation: Simulation | None = field(default=None, repr=False)
     command: str = ""
     rows: RowsFile | None = None
+    measured: str = ""
 
     @property
     def fits(self) -> bool:
@@ -210,7 +216,7 @@ def plan(
     goal: str = "speed",
     method: str = "auto",
     allow: str | Iterable[str] = (),
-    measured: str | os.PathLike[str] | None = None,
+    measured: str | os.PathLike[str] | Measurement | None = None,
     world_size: int = 1,
     task: str | None = None,
     announce: Callable[[str], object] = lambda text: None,
@@ -234,14 +240,17 @@ def plan(
             else LoRA, else QLoRA.
         allow: what may be changed besides: ``"release_clipping"`` (gradients are released, not clipped),
             ``"bf16_weights"`` (no float32 copies, stochastic rounding), ``"freeze"``, ``"shorter"``.
-        measured: not available yet.
+        measured: real steps on this GPU, as ``measure`` returns them or ``hf-memopt measure`` writes them to a file:
+            seconds, CUDA's context and reserved bytes are corrected by them, and the notes say by how much. Without
+            ``gpu`` it is the one that they ran on.
         world_size: GPUs that train together, each with a whole copy of the model.
         task: of the head to build, as for ``estimate``.
         announce: called before each simulation with a text that names it.
 
     Raises:
         ValueError: an unknown word, GPU or model; words that contradict each other; lengths beyond the model's
-            positions; an effective batch that cannot be cut over the GPUs; a budget below the weights.
+            positions; an effective batch that cannot be cut over the GPUs; a budget below the weights; ``measured`` is
+            no measurement, or one of another GPU.
         NotEstimableError: no set-up of the model can be simulated.
 
     Example:
@@ -249,14 +258,9 @@ def plan(
         >>> found.chosen.batch, found.chosen.stage
         ('32 x 1', 'full')
     """
-    if measured is not None:
-        raise ValueError(
-            f"measured={str(measured)!r} cannot be used yet: nothing writes such a file; expected None. "
-            "Leave measured out"
-        )
     checked_word("goal", goal, GOALS)
     checked_word("method", method, METHODS)
-    found_gpu = read_gpu(gpu, budget)
+    found_gpu, corrections = _corrected_gpu(gpu, budget, measured)
     words = checked_allow(allow, method, found_gpu)
     share = checked_batch(effective_batch_size, world_size)
     if world_size > 1 and "release_clipping" in words:
@@ -267,7 +271,7 @@ def plan(
     with keeping_models():
         source, own_task, facts, most, default = facts_of(model, task)
         texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
-        simulation = Simulation(source, own_task, found_gpu, texts, world_size, words, announce)
+        simulation = Simulation(source, own_task, found_gpu, texts, world_size, words, announce, corrections)
         simulation.most_tokens = most
         search_of = _Search(simulation, facts, effective_batch_size, share, goal)
         stages = _stages(method, facts, words)
@@ -298,7 +302,21 @@ def plan(
         source=name_to_load(model),
         task=facts.task,
         simulation=simulation,
+        measured="" if corrections is None else corrections.name,
     )
+
+
+def _corrected_gpu(
+    gpu: str | Gpu | None, budget: int | str | None, measured: str | os.PathLike[str] | Measurement | None
+) -> tuple[Gpu, Corrections | None]:
+    """Return the GPU, and what a measurement on it corrects; without a GPU that of the measurement."""
+    if measured is None:
+        return read_gpu(gpu, budget), None
+    measurement, name = named_measurement(measured)
+    if gpu is None and current_gpu() is None:
+        gpu = measurement.gpu
+    corrections = Corrections.of(measurement, name, read_gpu(gpu, budget))
+    return corrections.gpu, corrections
 
 
 def _stages(method: str, facts: ModelFacts, allow: Sequence[str]) -> list[str]:
@@ -397,7 +415,8 @@ def _with_reasons_of_recipe(chosen: Candidate, gpu: Gpu) -> Candidate:
     """Return the chosen candidate with a recipe that says what it is for."""
     length = "" if chosen.seq_len is None else f" at {chosen.seq_len} tokens"
     needs = f"{format_bytes(chosen.total_bytes)} of {format_bytes(gpu.usable_bytes)}"
-    purpose = f"{chosen.name}{length} on {gpu.name}: {needs}, computed and not measured"
+    how = "computed, and corrected by a measurement" if chosen.corrected else "computed and not measured"
+    purpose = f"{chosen.name}{length} on {gpu.name}: {needs}, {how}"
     reasons = {**chosen.recipe.reasons, "per_device_train_batch_size": chosen.reason}
     return replace(chosen, recipe=chosen.recipe.replace(purpose=purpose, reasons=reasons))
 
@@ -428,6 +447,8 @@ def _notes(
         yield f"times are those of {simulation.priced_on.name}: {simulation.gpu.name} has no known rates"
     if simulation.time_unknown:
         yield f"time is not predicted: {simulation.time_unknown}; set-ups are ranked by their FLOPs"
+    if simulation.measured is not None:
+        yield from simulation.measured.notes(candidates)
     if simulation.world_size > 1:
         yield "on several GPUs: without the buffers of DDP and the time of its communication"
     yield from simulation.gpu.notes

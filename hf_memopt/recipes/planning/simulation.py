@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.step_time.prices import StepTime
+    from hf_memopt.recipes.planning.measured import Corrections
     from hf_memopt.recipes.planning.request import Texts
     from hf_memopt.recipes.planning.set_ups import SetUp
     from hf_memopt.recipes.recipe import Recipe
@@ -52,6 +53,7 @@ class Simulation:
         world_size: GPUs that share a step.
         allow: words of ``allow`` that were given.
         announce: called before each simulation with a text.
+        measured: what corrects the estimates; None for nothing.
         count: simulations so far.
         refused: why set-ups could not be simulated, by their names.
         time_unknown: why no time is predicted; "" where one is.
@@ -65,6 +67,7 @@ class Simulation:
     world_size: int = 1
     allow: tuple[str, ...] = ()
     announce: Callable[[str], object] = lambda text: None
+    measured: Corrections | None = None
     count: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     time_unknown: str = ""
@@ -90,7 +93,7 @@ class Simulation:
         """Return the estimate of a recipe."""
         self.count += 1
         steps = recipe.effective_batch_size // (recipe.per_device_train_batch_size * self.world_size)
-        return estimate(
+        found = estimate(
             self.model,
             batch_size=recipe.per_device_train_batch_size,
             seq_len=seq_len,
@@ -99,6 +102,7 @@ class Simulation:
             task=self.task,
             gradient_accumulation_steps=steps,
         )
+        return found if self.measured is None or gpu is not None else self.measured.applied(found, recipe)
 
     def _simulated(self, set_up: SetUp, recipe: Recipe) -> Candidate | None:
         try:
@@ -108,7 +112,10 @@ class Simulation:
             return None
         self.parameters, self.model_name = self.parameters or found.parameters, found.model
         missing = tuple(word for word in set_up.consents if word not in self.allow)
-        return self._timed(set_up, recipe, found, candidate_of(set_up, recipe, found, self.gpu, missing))
+        candidate = candidate_of(set_up, recipe, found, self.gpu, missing)
+        if self.measured is not None:
+            candidate = replace(candidate, corrected=self.measured.words(found, recipe))
+        return self._timed(set_up, recipe, found, candidate)
 
     def _timed(self, set_up: SetUp, recipe: Recipe, found: Estimate, candidate: Candidate) -> Candidate:
         texts, examples = self.texts, recipe.effective_batch_size

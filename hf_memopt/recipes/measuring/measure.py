@@ -1,0 +1,222 @@
+"""``measure``: train a few real steps, put the prediction beside them, and leave the Trainer as it was.
+
+Memory is measured in two steps of the longest rows of the data, time in the steps after them, with the run's own
+batches. Evaluation, saving and logging are left out.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from dataclasses import replace
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from hf_memopt.binding.attach import refuse_data_parallel
+from hf_memopt.binding.quantized_weights import is_quantized
+from hf_memopt.binding.versions import checkpointing_of
+from hf_memopt.devices.gpus import current_gpu
+from hf_memopt.devices.memory_reading import read_context, read_memory, read_process
+from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.plain_data import Count, check_value
+from hf_memopt.recipes.measuring.batches import BatchShape
+from hf_memopt.recipes.measuring.measurement import DEFAULT_STEPS, PACKAGES, Figures, Measurement, check_new_file
+from hf_memopt.recipes.measuring.meters import StepMeter, meter_of
+from hf_memopt.recipes.measuring.prediction import estimate_of, predicted_figures
+from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepRecorder
+from hf_memopt.recipes.measuring.restoring import restored
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import Trainer
+
+    from hf_memopt.memory.result import Estimate
+
+__all__ = ["check_trainer", "measure"]
+
+
+def measure(
+    trainer: Trainer, *, steps: int = DEFAULT_STEPS, path: str | os.PathLike[str] | None = None, force: bool = False
+) -> Measurement:
+    """Return what a few real optimizer steps of a Trainer take, beside what ``estimate`` says of them.
+
+    Three steps come before those that are timed. Afterwards ``trainer.train()`` trains as if nothing had been measured:
+    weights, gradients, optimizer, random numbers, state, callbacks and views are put back. Running out of memory is an
+    answer too, in ``Measurement.out_of_memory``.
+
+    Args:
+        trainer: a stock Trainer, attached or not, that has not begun to train; one process, one device.
+        steps: to time. A run that has fewer is measured to its end.
+        path: of a file to write the result to as JSON, for ``plan(..., measured=path)``; None for none.
+        force: whether a file that exists is overwritten.
+
+    What is trained is copied to the host meanwhile. Callbacks run with their attributes put back afterwards; those of
+    ``report_to``, progress bars and memory reports are set aside.
+
+    Limitations: evaluation, checkpoints and resuming; what callbacks and collators do outside of Python's objects (a
+    file, a request); streams that can be read only once. On a CPU the bytes are those of tensors (``meters``).
+
+    Raises:
+        TypeError: ``trainer`` is not a Trainer.
+        ValueError: ``steps`` is below 1; the file exists, or its folder does not.
+        RuntimeError: several GPUs or processes.
+
+    Example:
+        >>> from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+        >>> config = BertConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=1)
+        >>> rows = [{"input_ids": [1, 2, 3, 4], "labels": 0}] * 32
+        >>> args = TrainingArguments(report_to="none", use_cpu=True, per_device_train_batch_size=2)
+        >>> found = measure(Trainer(BertForSequenceClassification(config), args, train_dataset=rows), steps=2)
+        >>> found.fits, found.batch_size, found.seq_len, len(found.step_seconds)
+        (True, 2, 4, 2)
+    """
+    check_value("steps", steps, Count, DEFAULT_STEPS)
+    check_trainer(trainer)
+    if path is not None:
+        check_new_file(path, force=force)
+    device = trainer.args.device
+    meter = meter_of(device)
+    recorder = StepRecorder(trainer, meter, steps)
+    with restored(trainer):
+        with recorder.watch():
+            ran_out = _ran_out(trainer, recorder)
+        context_bytes = read_context(device)
+    found = _measurement(trainer, recorder, meter, ran_out, context_bytes)
+    if path is not None:
+        found.write(path, force=force)
+    return found
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse what is not a Trainer, and several GPUs or processes, as ``measure`` does."""
+    from transformers import Trainer
+
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"trainer=<{type(trainer).__name__}> is not a transformers.Trainer; expected the Trainer that trains. "
+            "Call measure(Trainer(model, ...))"
+        )
+    refuse_data_parallel(trainer.args.n_gpu)
+    if trainer.args.world_size > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise RuntimeError(
+            f"world_size={trainer.args.world_size} processes, or a sharded model, cannot be measured; expected one "
+            "process with the whole model. Call: python train.py, without torchrun, DeepSpeed and FSDP"
+        )
+
+
+def _ran_out(trainer: Trainer, recorder: StepRecorder) -> str:
+    """Train, and return the phase in which memory ran out; "" where it did not."""
+    ran_out = ""
+    try:
+        trainer.train()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        ran_out = recorder.phase
+    if ran_out:
+        free_failed_step()
+    return ran_out
+
+
+def _measurement(
+    trainer: Trainer, recorder: StepRecorder, meter: StepMeter, ran_out: str, context_bytes: int | None
+) -> Measurement:
+    args, model = trainer.args, cast(nn.Module, trainer.model)
+    largest = recorder.largest
+    timed = [shape for of_step in recorder.shapes[WARM_UP_STEPS : recorder.steps] for shape in of_step]
+    estimated, predicted, notes = _predicted(trainer, largest, timed, meter.device)
+    counts = [shape.tokens for shape in timed]
+    known = [count for count in counts if count is not None]
+    timed_steps = max(len(recorder.seconds), 1)
+    gpu = current_gpu()
+    trainable = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    return Measurement(
+        model=type(model).__name__,
+        parameters=_base_parameters(model, estimated),
+        trainable_parameters=trainable,
+        device=str(meter.device),
+        gpu="" if meter.device.type == "cpu" else read_memory(meter.device).device_name if gpu is None else gpu.name,
+        versions={name: importlib.metadata.version(name) for name in PACKAGES},
+        method="qlora" if is_quantized(model) else "lora" if hasattr(model, "peft_config") else "full",
+        precision="bf16" if args.bf16 else "fp16" if args.fp16 else "tf32" if args.tf32 else "fp32",
+        optim=str(getattr(args.optim, "value", args.optim)),
+        checkpointing=bool(checkpointing_of(args)[0]),
+        accumulation_steps=args.gradient_accumulation_steps,
+        batch_size=0 if largest is None else largest.rows,
+        seq_len=None if largest is None else largest.seq_len,
+        steps=recorder.steps,
+        out_of_memory=ran_out,
+        step_seconds=tuple(recorder.seconds),
+        examples=sum(shape.rows for shape in timed) / timed_steps,
+        tokens=sum(known) / timed_steps if timed and len(known) == len(counts) else None,
+        host_peak_bytes=read_process()[1],
+        measured=_measured(recorder, context_bytes),
+        predicted=predicted,
+        notes=tuple(note for note in (recorder.note, *_notes(recorder, ran_out), *notes) if note),
+    )
+
+
+def _base_parameters(model: nn.Module, found: Estimate | None) -> int:
+    """Return the elements of all parameters but those of PEFT's adapters; packed 4-bit weights as the estimate does."""
+    sizes = {name: one.numel() for name, one in model.named_parameters()}
+    added = sum(size for name, size in sizes.items() if ".lora_" in name or ".modules_to_save." in name)
+    return (sum(sizes.values()) if found is None else found.parameters) - added
+
+
+def _measured(recorder: StepRecorder, context_bytes: int | None) -> Figures:
+    phases = recorder.peaks.summary
+    reserved = [peaks["peak_reserved_bytes"] for peaks in phases.values() if "peak_reserved_bytes" in peaks]
+    allocated = {
+        phase: peaks.get("peak_allocated_bytes", peaks.get("allocated_bytes", 0)) for phase, peaks in phases.items()
+    }
+    seconds = recorder.seconds
+    return Figures(
+        allocated_bytes=max(allocated.values(), default=0),
+        reserved_bytes=max(reserved, default=None),
+        context_bytes=context_bytes,
+        phases=allocated,
+        components=recorder.components,
+        seconds=median(seconds) if seconds else None,
+        low=min(seconds, default=None),
+        high=max(seconds, default=None),
+    )
+
+
+def _notes(recorder: StepRecorder, ran_out: str) -> tuple[str, ...]:
+    if recorder.seconds or ran_out:
+        return ()
+    return (f"the run has {recorder.steps} steps, and {WARM_UP_STEPS} come before the first that is timed",)
+
+
+def _predicted(
+    trainer: Trainer, largest: BatchShape | None, timed: list[BatchShape], device: torch.device
+) -> tuple[Any, Figures | None, tuple[str, ...]]:
+    """Return the estimate of the largest batch, its figures with the time of the timed batches, and notes."""
+    if largest is None:
+        return None, None, ("memory ran out before the first batch",)
+    try:
+        found = estimate_of(trainer, largest)
+        in_time = None if device.type == "cpu" or not timed else found
+        if in_time is not None and any(shape.padded_tokens != largest.padded_tokens for shape in timed):
+            in_time = estimate_of(trainer, _mean(timed))
+    except (NotEstimableError, ValueError) as error:
+        return None, None, (f"not predicted: {error}",)
+    if device.type == "cpu":
+        notes: tuple[str, ...] = (
+            "on a CPU bytes are those of tensors and of its own kernels, and seconds are not predicted",
+        )
+    else:
+        notes = (f"seconds are not predicted: {found.time_unknown}",) if found.time_unknown else ()
+    return found, predicted_figures(found, in_time), notes
+
+
+def _mean(shapes: list[BatchShape]) -> BatchShape:
+    """Return a batch of the mean size; a step's seconds grow nearly along a line with it."""
+    rows = max(round(fmean(shape.rows for shape in shapes)), 1)
+    lengths = [(shape.seq_len, shape.rows) for shape in shapes if shape.seq_len is not None]
+    weight = sum(number for _, number in lengths)
+    mean = round(sum(length * number for length, number in lengths) / weight) if weight else None
+    return replace(shapes[0], rows=rows, seq_len=mean)

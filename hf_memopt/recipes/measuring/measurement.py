@@ -1,0 +1,257 @@
+"""``Measurement``: a few real steps beside their prediction, as a table and as JSON that is checked when read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
+from hf_memopt.whole_files import write_whole
+
+__all__ = [
+    "DEFAULT_STEPS",
+    "FORMAT",
+    "PACKAGES",
+    "Figures",
+    "Measurement",
+    "check_new_file",
+    "named_measurement",
+    "read_measurement",
+]
+
+FORMAT = 1
+"""Of the JSON file; a larger number is of a later version."""
+
+DEFAULT_STEPS = 10
+"""To time."""
+
+PACKAGES = ("hf-memopt", "torch", "transformers")
+"""Whose versions are noted."""
+
+Precision = Literal["fp32", "tf32", "fp16", "bf16"]
+Method = Literal["full", "lora", "qlora"]
+FIX = "Measure again: hf-memopt measure train.py --output run.json"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Bytes and seconds of a set-up, measured or predicted.
+
+    Attributes:
+        allocated_bytes: the peak of what tensors hold.
+        reserved_bytes: the peak of what torch's allocator holds; None on a CPU.
+        context_bytes: what a process holds on the GPU besides; None where it is unknown.
+        phases: the peak of allocated bytes in each phase: load, forward, backward, optimizer.
+        components: the most that weights, gradients, optimizer state, and what a forward pass keeps for the backward
+            pass (activations, logits) take.
+        seconds: of an optimizer step: measured the median, predicted the most likely; None where it is unknown.
+        low: the shortest step, or the least that is predicted.
+        high: the longest step, or the most that is predicted.
+    """
+
+    allocated_bytes: CountOrZero
+    reserved_bytes: CountOrZero | None
+    context_bytes: CountOrZero | None
+    phases: Mapping[str, CountOrZero]
+    components: Mapping[str, CountOrZero]
+    seconds: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Reserved bytes and context; of a CPU what is allocated."""
+        return (self.reserved_bytes or self.allocated_bytes) + (self.context_bytes or 0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.reserved_bytes is not None and self.reserved_bytes < self.allocated_bytes:
+            raise ValueError(
+                f"reserved_bytes={self.reserved_bytes}, allocated_bytes={self.allocated_bytes} cannot be: what is "
+                f"allocated is a part of what is reserved; expected as much or more. {FIX}"
+            )
+        if self.seconds is not None and not 0 < (self.low or 0) <= self.seconds <= (self.high or 0):
+            raise ValueError(
+                f"seconds={self.seconds!r}, low={self.low!r}, high={self.high!r} are not in order; expected low, then "
+                f"seconds, then high, all above 0. {FIX}"
+            )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What ``measure`` found: the peaks of steps with the largest batch, seconds of steps with the run's own.
+
+    Attributes:
+        model: its class.
+        parameters: elements of all parameters but those of adapters.
+        trainable_parameters: elements of those that are trained.
+        device: of the run, as torch spells it.
+        gpu: its name, as ``find_gpu`` knows it; "" on a CPU.
+        versions: of hf-memopt, torch and transformers.
+        method: "full" (or with frozen parameters), "lora" or "qlora".
+        precision: "fp32", "tf32", "fp16" or "bf16".
+        optim: the optimizer, as ``TrainingArguments`` names it.
+        checkpointing: whether activations are recomputed.
+        accumulation_steps: batches of an optimizer step.
+        batch_size: examples of the largest batch.
+        seq_len: tokens of a row of it, padding included; None without text.
+        steps: optimizer steps that were finished.
+        out_of_memory: the phase in which memory ran out; "" where it did not.
+        step_seconds: of each timed step, data loading included.
+        examples: of a timed step, the mean.
+        tokens: of a timed step, the mean, without padding; None where they are unknown.
+        host_peak_bytes: of the process, so far; None where it is unknown.
+        measured: the figures of the run.
+        predicted: those of ``estimate`` for the same; None where it cannot say.
+        notes: what was left out, and why.
+    """
+
+    model: str
+    parameters: Count
+    trainable_parameters: Count
+    device: str
+    gpu: str
+    versions: Mapping[str, str]
+    method: Method
+    precision: Precision
+    optim: str
+    checkpointing: bool
+    accumulation_steps: Count
+    batch_size: CountOrZero
+    seq_len: Count | None
+    steps: CountOrZero
+    out_of_memory: str
+    step_seconds: tuple[float, ...]
+    examples: float
+    tokens: float | None
+    host_peak_bytes: Count | None
+    measured: Figures
+    predicted: Figures | None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if missing := [name for name in PACKAGES if name not in self.versions]:
+            raise ValueError(f"versions={shown(self.versions)} lack {missing[0]}; expected all of {PACKAGES}. {FIX}")
+
+    @property
+    def fits(self) -> bool:
+        """Whether the steps ran without running out of memory."""
+        return not self.out_of_memory
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens without padding that were trained in a second of the timed steps; None where it is unknown."""
+        return (
+            None
+            if self.tokens is None or not self.step_seconds
+            else self.tokens * len(self.step_seconds) / sum(self.step_seconds)
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """What the device held: reserved bytes and context, of a CPU what tensors held."""
+        return self.measured.total_bytes
+
+    def table(self, width: int = 80) -> str:
+        """Return measured beside predicted as text of at most ``width`` columns."""
+        from hf_memopt.recipes.measuring.output import measurement_table
+
+        return measurement_table(self, width)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def to_json(self) -> str:
+        """Return everything as JSON text, for ``from_json`` and ``plan(..., measured=...)``."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2)
+
+    def write(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write the JSON text to a file.
+
+        Raises:
+            ValueError: the file exists and ``force`` is False, or its folder does not.
+        """
+        check_new_file(path, force=force)
+        write_whole(Path(path), self.to_json() + "\n")
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Measurement:
+        """Return the measurement that ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text is no such JSON object, of a later version, or a value cannot be. The message is a
+                clause about a field or about "it".
+        """
+        values = parse_object(text)
+        number = values.pop("format", None)
+        if isinstance(number, int) and number > FORMAT:
+            raise ValueError(
+                f"format={number!r} is that of a later version of hf-memopt; expected {FORMAT}. "
+                "Call: pip install -U hf-memopt"
+            )
+        if number != FORMAT or isinstance(number, bool):
+            raise ValueError(f"format={shown(number)} is not that of a measurement; expected {FORMAT}. {FIX}")
+        for name in ("measured", "predicted"):
+            if isinstance(values.get(name), dict):
+                values[name] = from_object(Figures, values[name])
+        for item in fields(Measurement):
+            if isinstance(values.get(item.name), list):
+                values[item.name] = tuple(values[item.name])
+        return from_object(Measurement, values)
+
+
+def read_measurement(path: str | os.PathLike[str]) -> Measurement:
+    """Return the measurement of a file.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
+    try:
+        return Measurement.from_json(Path(path).read_bytes())
+    except OSError as error:
+        raise ValueError(
+            f"measured={os.fspath(path)!r} cannot be read: {error.strerror or error}; expected a file that "
+            f"hf-memopt measure wrote. {FIX}"
+        ) from None
+    except ValueError as error:
+        raise ValueError(
+            f"measured={os.fspath(path)!r} is not a measurement ({error}); expected a file that hf-memopt measure "
+            f"wrote. {FIX}"
+        ) from None
+
+
+def named_measurement(measured: str | os.PathLike[str] | Measurement) -> tuple[Measurement, str]:
+    """Return a measurement, or that of a file, and what notes call it.
+
+    Raises:
+        ValueError: the file cannot be read or holds something else, or the steps ran on a CPU.
+    """
+    if isinstance(measured, Measurement):
+        found, name = measured, "the measurement"
+    else:
+        found, name = read_measurement(measured), os.fspath(measured)
+    if not found.gpu:
+        raise ValueError(
+            f"measured={name!r} is of a CPU, whose seconds and bytes say nothing of a GPU; expected a run on the GPU. "
+            "Measure there: hf-memopt measure train.py --output run.json"
+        )
+    return found, name
+
+
+def check_new_file(path: str | os.PathLike[str], *, force: bool = False) -> None:
+    """Raise ValueError where a file exists already, or cannot be written because its folder is missing."""
+    target: Any = Path(path)
+    if target.exists() and not (force and target.is_file()):
+        what = "exists already" if target.is_file() else "is not a file"
+        fix = "Pass force=True, or another path" if target.is_file() else "Pass path='run.json'"
+        raise ValueError(f"path={os.fspath(path)!r} {what}; expected a new file. {fix}")
+    if not target.parent.is_dir():
+        raise ValueError(
+            f"path={os.fspath(path)!r} is in a folder that does not exist; expected an existing one. "
+            f"Call: os.makedirs({str(target.parent)!r})"
+        )

@@ -1,0 +1,176 @@
+"""Watch the first optimizer steps of a Trainer: peaks by phase, bytes by component, seconds and tokens.
+
+The first steps get the longest rows of the data, so that their peaks are those of a whole run; the others get the run's
+own batches and are timed. Forward and backward passes have no events, so ``compute_loss`` and accelerate's ``backward``
+are overridden on this one Trainer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import send_to_device
+from transformers import TrainerCallback
+
+from hf_memopt.binding.handles import UndoHandle, override_method, undo_all
+from hf_memopt.binding.model_traits import unwrap_optimizer
+from hf_memopt.memory.report import PhasePeaks
+from hf_memopt.recipes.measuring.batches import BatchShape, LongestRows
+from hf_memopt.recipes.measuring.meters import StepMeter, bytes_on
+from hf_memopt.techniques.nested_tensors import tensors_in
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl
+
+__all__ = ["MEMORY_STEPS", "WARM_UP_STEPS", "StepRecorder"]
+
+MEMORY_STEPS = 2
+"""Steps of the longest rows: the first makes the optimizer's state, the second begins with it."""
+
+WARM_UP_STEPS = MEMORY_STEPS + 1
+"""Steps before the first that is timed."""
+
+
+class StepRecorder(TrainerCallback):
+    """Record ``WARM_UP_STEPS`` and then ``timed_steps`` steps, and stop the run.
+
+    Attributes:
+        steps: optimizer steps that were finished.
+        phase: that runs now, by the names of an ``Estimate``'s phases.
+        peaks: by phase, of all steps on an accelerator, of those of the longest rows on a CPU.
+        components: bytes of weights, gradients and optimizer state, and what a forward pass keeps for the backward
+            pass; each at its largest.
+        largest: the batch of most padded tokens.
+        shapes: of each batch, by step.
+        seconds: of each timed step, from the end of the step before it.
+    """
+
+    def __init__(self, trainer: Trainer, meter: StepMeter, timed_steps: int) -> None:
+        self._trainer, self._meter, self._timed_steps = trainer, meter, timed_steps
+        self._longest = LongestRows()
+        self._ended = 0.0
+        self.steps = 0
+        self.phase = "load"
+        self.peaks = PhasePeaks(meter)
+        self.components: dict[str, int] = {}
+        self.shapes: list[list[BatchShape]] = []
+        self.seconds: list[float] = []
+
+    def watch(self) -> UndoHandle:
+        """Override the Trainer's methods, and be its last callback; the handle undoes both."""
+        trainer = self._trainer
+        trainer.add_callback(self)
+        return undo_all(
+            override_method(trainer, "get_train_dataloader", self._longest.reading),
+            override_method(trainer, "get_batch_samples", self._batches),
+            override_method(trainer, "compute_loss", self._forward),
+            override_method(trainer.accelerator, "backward", self._backward),
+            UndoHandle(lambda: self._meter.end()),
+        )
+
+    @property
+    def note(self) -> str:
+        """What of the data was not looked at; "" for nothing."""
+        return self._longest.note
+
+    @property
+    def largest(self) -> BatchShape | None:
+        """The batch of most padded tokens; None before the first."""
+        shapes = [shape for of_step in self.shapes for shape in of_step]
+        return max(shapes, key=lambda shape: shape.padded_tokens, default=None)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether bytes are counted: on a CPU only until steps are timed."""
+        return self._meter.device.type != "cpu" or self.steps < MEMORY_STEPS
+
+    def _close(self, phase: str) -> None:
+        if self._counts:
+            self.peaks.close(phase)
+
+    def _note(self, component: str, size_bytes: int) -> None:
+        self.components[component] = max(size_bytes, self.components.get(component, 0))
+
+    # ---- What is overridden
+
+    def _batches(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``get_batch_samples`` that gets the longest rows first, and notes the shape of each batch."""
+
+        def get_batch_samples(iterator: Iterator[Any], number: int, *args: Any, **kwargs: Any) -> Any:
+            if self.steps < MEMORY_STEPS:
+                longest = self._longest.batches(self._trainer.args.train_batch_size, number)
+                if longest is not None:
+                    iterator = iter(send_to_device(longest, self._trainer.args.device))
+            batches, *rest = before(iterator, number, *args, **kwargs)
+            self.shapes.append([BatchShape.of(batch) for batch in batches])
+            return batches, *rest
+
+        return get_batch_samples
+
+    def _forward(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            self.phase = "forward"
+            held_bytes = self._meter.allocated_bytes() if self.steps < MEMORY_STEPS else 0
+            loss = before(*args, **kwargs)
+            if self.steps < MEMORY_STEPS:
+                self._note("activations and logits", self._meter.allocated_bytes() - held_bytes)
+            self._close("forward")
+            self.phase = "backward"
+            return loss
+
+        return compute_loss
+
+    def _backward(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            found = before(*args, **kwargs)
+            self._close("backward")
+            self.phase = "optimizer"
+            return found
+
+        return backward
+
+    # ---- Events
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        model: Any = self._trainer.model
+        weights = [*model.parameters(), *model.buffers()]
+        self._note("weights", bytes_on(self._meter.device, weights))
+        self._meter.begin(weights)
+        self.peaks.close("load")
+        self.phase = "forward"
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        model: Any = self._trainer.model
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        self._note("gradients", bytes_on(self._meter.device, gradients))
+        self._close("optimizer")  # clipping
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        if self.steps < MEMORY_STEPS:
+            state = tensors_in(dict(unwrap_optimizer(self._trainer.optimizer).state))
+            self._note("optimizer state", bytes_on(self._meter.device, state))
+        self._close("optimizer")
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        self._meter.synchronize()
+        ended = time.perf_counter()
+        self.steps += 1
+        if self.steps > WARM_UP_STEPS:
+            self.seconds.append(ended - self._ended)
+        if self.steps == MEMORY_STEPS and self._meter.device.type == "cpu":
+            self._meter.end()
+        self._meter.skip()  # the gradients are gone now
+        self._ended = time.perf_counter()
+        self.phase = "forward"
+        self._quiet(control)
+        if self.steps >= WARM_UP_STEPS + self._timed_steps:
+            control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        self._quiet(control)
+
+    @staticmethod
+    def _quiet(control: TrainerControl) -> None:
+        control.should_log = control.should_save = control.should_evaluate = False
