@@ -1,0 +1,96 @@
+"""Which modules FSDP2 gathers together, as accelerate wraps a model, and how much of a parameter one process holds.
+
+Seen in accelerate 1.15 (``fsdp2_prepare_model``): a unit for each layer, one for the input embeddings, one for the last
+norm with the head, and the rest of the model. Tied embeddings belong to the head's unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Unit", "shard_shape", "units_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Modules whose parameters are gathered together.
+
+    Attributes:
+        modules: that run with them.
+        parameters: each once, without those of units inside.
+        reshards: whether they are freed after the forward pass and gathered again for the backward pass.
+    """
+
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[nn.Parameter, ...]
+    reshards: bool
+
+
+def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
+    """Return the shape of the first process's shard: FSDP2 cuts the first dimension, and no process has more.
+
+    Example:
+        >>> shard_shape((5, 3), 2)
+        (3, 3)
+    """
+    return (-(-shape[0] // world_size), *shape[1:]) if shape else shape
+
+
+def units_of(model: Any) -> list[Unit]:
+    """Return the units of a transformers model, PEFT's included: the root first, then as ``named_modules`` finds them.
+
+    Args:
+        model: of transformers, or wrapped by PEFT.
+    """
+    groups: list[tuple[tuple[nn.Module, ...], bool]] = []
+    wrapped: set[nn.Module] = set()
+
+    def wrap(modules: tuple[nn.Module | None, ...], *, reshards: bool) -> None:
+        new = tuple(dict.fromkeys(module for module in modules if module is not None and module not in wrapped))
+        if new:
+            wrapped.update(new)
+            groups.append((new, reshards))
+
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    for module in _bottom_up(model):
+        if module is not model and type(module).__name__ in names:
+            wrap((module,), reshards=True)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head is not None and getattr(head, "weight", None) is getattr(embeddings, "weight", None)
+    if not is_tied:
+        wrap((embeddings,), reshards=True)
+    wrap((_last_norm(model), *((embeddings,) if is_tied else ()), head), reshards=False)
+    wrap((model,), reshards=False)
+    order = {module: index for index, module in enumerate(model.modules())}
+    taken: set[nn.Parameter] = set()
+    units = []
+    for modules, reshards in groups:
+        own = [parameter for module in modules for parameter in _parameters(module, wrapped) if parameter not in taken]
+        taken.update(own)
+        units.append(Unit(modules, tuple(dict.fromkeys(own)), reshards))
+    return sorted(units, key=lambda unit: min(order[module] for module in unit.modules))
+
+
+def _bottom_up(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _bottom_up(child)
+    yield module
+
+
+def _parameters(module: nn.Module, wrapped: set[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a module, without those of wrapped modules inside."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if child not in wrapped:
+            yield from _parameters(child, wrapped)
+
+
+def _last_norm(model: Any) -> nn.Module | None:
+    """Return the last norm among the children of the model's body, as accelerate looks for it."""
+    base = getattr(model, getattr(model, "base_model_prefix", ""), None) if model.base_model_prefix else model
+    children = base.children() if isinstance(base, nn.Module) else ()
+    return next((child for child in reversed(list(children)) if "Norm" in type(child).__name__), None)
