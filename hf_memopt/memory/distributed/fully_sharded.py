@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from hf_memopt.memory.distributed.units import Unit, shard_shape, units_of
+from hf_memopt.memory.distributed.units import Unit, layer_classes, shard_shape, units_of
 
 __all__ = ["FullyShardedStep"]
 
@@ -36,6 +36,7 @@ class FullyShardedStep:
 
     Attributes:
         gradients: of the shards, one tensor for each unit.
+        notes: what a run needs besides.
     """
 
     def __init__(
@@ -45,6 +46,13 @@ class FullyShardedStep:
         self._compute_dtype = compute_dtype
         self._offload = offload
         self.gradients: list[torch.Tensor] = []
+        classes, failing = layer_classes(model)
+        self.notes: tuple[str, ...] = ()
+        if failing:
+            self.notes = (
+                f"accelerate cannot shard {', '.join(failing)}, which has the input embeddings inside: pass "
+                f"fsdp_config={{'transformer_layer_cls_to_wrap': {classes!r}}}, as is assumed here",
+            )
         self._units = [_ShardedUnit(unit, world_size, compute_dtype, offload) for unit in units_of(model)]
         self._root = self._units[0]
         self._is_in_backward = False

@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Unit", "shard_shape", "units_of"]
+from hf_memopt.memory.settings import NotEstimableError
+
+__all__ = ["Unit", "layer_classes", "shard_shape", "units_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,9 @@ def units_of(model: Any) -> list[Unit]:
 
     Args:
         model: of transformers, or wrapped by PEFT.
+
+    Raises:
+        NotEstimableError: two units share a parameter, which FSDP2 refuses.
     """
     groups: list[tuple[tuple[nn.Module, ...], bool]] = []
     wrapped: set[nn.Module] = set()
@@ -55,7 +60,7 @@ def units_of(model: Any) -> list[Unit]:
             wrapped.update(new)
             groups.append((new, reshards))
 
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    names = layer_classes(model)[0]
     for module in _bottom_up(model):
         if module is not model and type(module).__name__ in names:
             wrap((module,), reshards=True)
@@ -69,10 +74,32 @@ def units_of(model: Any) -> list[Unit]:
     taken: set[nn.Parameter] = set()
     units = []
     for modules, reshards in groups:
-        own = [parameter for module in modules for parameter in _parameters(module, wrapped) if parameter not in taken]
+        own = dict.fromkeys(parameter for module in modules for parameter in _parameters(module, wrapped))
+        _refuse_shared(model, taken.intersection(own))
         taken.update(own)
-        units.append(Unit(modules, tuple(dict.fromkeys(own)), reshards))
+        units.append(Unit(modules, tuple(own), reshards))
     return sorted(units, key=lambda unit: min(order[module] for module in unit.modules))
+
+
+def _refuse_shared(model: nn.Module, shared: set[nn.Parameter]) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter in shared:
+            raise NotEstimableError(
+                f"not estimable: strategy='fsdp2' with {name}, which is tied to a parameter of another unit; expected "
+                "tied embeddings at most, since FSDP2 stops at the first step with it. Pass strategy='ddp'"
+            )
+
+
+def layer_classes(model: Any) -> tuple[list[str], list[str]]:
+    """Return the classes that a model names as layers, and those among them that cannot be a unit of their own.
+
+    accelerate makes a unit of the input embeddings, which fails where they are inside a unit already (1.15, with BERT:
+    "value was None when it should not be"). Without ``transformer_layer_cls_to_wrap`` such a run stops at its start.
+    """
+    embeddings = model.get_input_embeddings()
+    around = {type(module).__name__ for module in model.modules() if embeddings in module.children()}
+    names = sorted(getattr(model, "_no_split_modules", None) or ())
+    return [name for name in names if name not in around], [name for name in names if name in around]
 
 
 def _bottom_up(module: nn.Module) -> Iterator[nn.Module]:

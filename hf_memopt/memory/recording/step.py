@@ -152,7 +152,7 @@ def record_step(
             for context in (recording(tracker, semantics), watching, recorder.releasing(releasing)):
                 around.enter_context(context)
             around.enter_context(torch.inference_mode(False))  # whatever the caller is in; gradients are on with it
-            trace.notes = around.enter_context(_every_layer(model))
+            trace.notes = around.enter_context(_every_layer(model)) + (() if sharded is None else sharded.notes)
             if layers is not None:
                 around.enter_context(layers.cut(model, tracker))
             for index in range(count):
