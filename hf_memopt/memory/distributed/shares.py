@@ -66,7 +66,7 @@ def bucket_bytes(facts: Sequence[ParameterFacts], settings: StepSettings) -> tup
     """
     if settings.world_size == 1 or settings.is_sharded:
         return ()
-    limits = {size: FIRST_BUCKET_BYTES for size in {fact.element_size for fact in facts}}
+    limits = dict.fromkeys((fact.element_size for fact in facts), FIRST_BUCKET_BYTES)
     filled: dict[int, int] = {}
     found = []
     for fact in reversed(facts):
@@ -84,6 +84,6 @@ def notes_of_sharing(settings: StepSettings) -> tuple[str, ...]:
         return ()
     engine = "FSDP2 as accelerate wraps it" if settings.is_sharded else "DDP"
     return (
-        f"bytes of one of {settings.world_size} GPUs, {engine}: NCCL's own buffers are outside of torch's allocator and "
-        "not in the total, and the time has no communication",
+        f"bytes of one of {settings.world_size} GPUs, {engine}; not in the total are NCCL's own buffers, which are "
+        "outside of torch's allocator, and the time has no communication",
     )
