@@ -4,8 +4,15 @@ What differs from ``fully_shard`` of today: the parameters of a unit are one fla
 equal part; it is gathered in place, without a copy; the gradients of a unit are put together into one flat tensor
 before they are reduced, and a unit that checkpointing recomputes is freed and gathered once more between its
 recomputation and its backward pass. Embeddings, last norm and head are the root's unit, gathered from the beginning of
-the forward pass to the end of the backward pass. Source: github:pytorch/pytorch v2.4.1
-torch/distributed/fsdp/_runtime_utils.py, _flat_param.py; github:huggingface/accelerate v1.0.1 accelerator.py.
+the forward pass to the end of the backward pass.
+
+A unit whose own parameters are frozen learns from a hook on its inputs when its backward pass is over. The handle of
+that hook lives until the end of the whole backward pass, and with it the inputs that reentrant checkpointing made anew
+and their gradients: two tensors (batch, seq, hidden) of each layer, where a single GPU frees both.
+
+Source: github:pytorch/pytorch v2.4.1 torch/distributed/fsdp/_runtime_utils.py
+(_register_post_backward_reshard_only_hook), _flat_param.py, torch/autograd/graph.py (register_multi_grad_hook);
+github:huggingface/accelerate v1.0.1 accelerator.py, prepare_model.
 """
 
 from __future__ import annotations
@@ -59,6 +66,7 @@ class FlatShards:
     order: list[_Unit] = field(default_factory=list)
     units: list[_Unit] = field(default_factory=list)
     is_backward: bool = False
+    kept: list[torch.Tensor] = field(default_factory=list)
 
     def __call__(self, model: Any) -> Any:
         names = set(model._no_split_modules or ())
@@ -69,6 +77,7 @@ class FlatShards:
             taken.update(map(id, own))
             has_adapters = module is not model and len({one.requires_grad for one in own}) > 1
             unit = _Unit(own, sum(one.nbytes for one in own), module is model, has_adapters)
+            module.unlike_the_others = 0.5 ** len(self.units)  # so that every layer is recorded: units depend on others
             self.units.append(unit)
             module.register_forward_pre_hook(self._before(unit), prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after(unit))
@@ -87,6 +96,10 @@ class FlatShards:
             tree_map(lambda value: found.append(value) if _trains(value) else None, (args, kwargs))
             if not found or not torch.is_grad_enabled() or unit.is_root:
                 return args, kwargs
+            if unit.has_adapters:
+                self.kept += found
+                for value in found:
+                    value.retain_grad()
             watched = iter(_Then.apply(lambda: self._end(unit), *found))
             return tree_map(lambda value: next(watched) if _trains(value) else value, (args, kwargs))
 
@@ -141,6 +154,7 @@ class FlatShards:
         for unit in self.units:
             self._end(unit)
         self.is_backward = False
+        self.kept.clear()
 
 
 def _bytes(count: int) -> torch.Tensor:
