@@ -107,7 +107,7 @@ def estimate(
 
     Limitations: compiled models, Triton kernels (Liger), FlashAttention-3 and other kernels that are not installed,
     recurrent layers, models whose code reads values from the GPU (the outcome of a router, an early exit), weights
-    quantised by anything but bitsandbytes, sharding over processes, and optimizers whose state is unknown.
+    quantised by anything but bitsandbytes, DeepSpeed, and optimizers whose state is unknown.
 
     Raises:
         ValueError: an unknown model, GPU or setting; a batch or length below 1 or beyond the model's positions;
