@@ -138,6 +138,8 @@ def estimate_settings(case: Case) -> dict[str, Any]:
         settings["seq_len"] = positions
     if task == "image-classification":
         settings.pop("seq_len", None)
+    if case.gpus > 1:
+        settings |= {"world_size": case.gpus, "strategy": "fsdp2"}
     if case.optim_class in OPTIMIZERS:
         settings["optim"] = OPTIMIZERS[case.optim_class]
     settings["prepare"] = ()

@@ -24,6 +24,7 @@ from published_changes import (
     upcast_and_copy_in_loss,
     upcast_logits,
 )
+from published_sharding import FlatShards, sharded_optimizer
 from torch import nn
 
 LOOPS = ("Trainer", "SFTTrainer", "manual")
@@ -85,6 +86,13 @@ def _prepare(function: Callable[[nn.Module], None], *, first: bool = False) -> C
         settings["prepare"] = (function, *given) if first else (*given, function)
 
     return change
+
+
+def _shard_flat(settings: Settings) -> None:
+    world_size = settings.pop("world_size")
+    settings.pop("strategy")
+    settings["prepare"] = (*settings.get("prepare", ()), FlatShards(world_size))
+    settings["optimizer_memory"] = sharded_optimizer(settings["optim"], world_size)
 
 
 # ---- The table
@@ -237,6 +245,17 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         "github:pytorch/pytorch v2.6.0 torch/optim/_adafactor.py, _single_tensor_adafactor",
         loops=("manual",),
         applies=lambda case: case.optim_class == "torch.optim.Adafactor",
+    ),
+    Behaviour(
+        "FSDP has flat parameters, which are gathered in place",
+        "transformers",
+        None,
+        (5, 17),
+        _shard_flat,
+        _SOURCE
+        + "v5.8.1 training_args.py: version 1 unless fsdp_config has another; accelerate 1.0 has that one alone",
+        loops=("Trainer", "SFTTrainer"),
+        applies=lambda case: case.gpus > 1,
     ),
     Behaviour(
         "cuBLAS has no workspace in torch's allocator on ROCm",

@@ -59,6 +59,7 @@ class Case:
         kbit_preparation: ``"peft"`` where ``prepare_model_for_kbit_training`` ran, else ``""``.
         optim_class: the class, where it is none of ``TrainingArguments(optim=...)``.
         use_cache: False where a hand-written loop switched the key-value cache off; None for the model's own.
+        gpus: that share the weights, by FSDP.
         rocm: whether it is an AMD GPU.
         environment: what runs share whose memory outside of torch's allocator is the same.
         tokens_per_second: of the run, on one GPU; None if it was not recorded.
@@ -81,6 +82,7 @@ class Case:
     kbit_preparation: str = ""
     optim_class: str = ""
     use_cache: bool | None = None
+    gpus: int = 1
     rocm: bool = False
     environment: str = ""
     tokens_per_second: float | None = None
@@ -252,8 +254,8 @@ def _harness_case(row: Mapping[str, str]) -> Case:
     if row.get("peft_method") == "lora":
         lora = {**LORA, "r": int(row.get("r") or 16)}
         lora["target_modules"] = row.get("target_modules", "").split() or LORA["target_modules"]
-    gpus = row.get("num_gpus", "1")
-    excluded = "" if gpus == "1" else f"{gpus} GPUs: sharding is not simulated"
+    gpus = int(row.get("num_gpus", "1"))
+    excluded = ""
     quantization = "nf4" if "bnb" in framework else "gptq" if "gptq" in framework else None
     if framework not in ("none", "baseline-peft-bnb", "accelerated-peft-bnb", "accelerated-peft-autogptq"):
         excluded = excluded or f"framework_config={framework!r}: its kernels are not simulated"
@@ -282,7 +284,9 @@ def _harness_case(row: Mapping[str, str]) -> Case:
         nvml_bytes=int(float(row["mem_nvidia_mem_reserved"])) * MIB if row.get("mem_nvidia_mem_reserved") else None,
         lora=lora,
         quantization=quantization,
-        kbit_preparation="peft" if framework == "baseline-peft-bnb" else "",
+        # TRL leaves it out where 4-bit weights are sharded (v0.13.0 trainer/sft_trainer.py, is_sharded_qlora)
+        kbit_preparation="peft" if framework == "baseline-peft-bnb" and gpus == 1 else "",
+        gpus=gpus,
         environment=f"{source}; {row.get('file', '')}",
         tokens_per_second=float(speed) if speed else None,
         excluded=excluded or ("" if row.get("mem_peak_torch_mem_alloc_in_bytes") else "no peak was recorded"),

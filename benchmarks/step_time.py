@@ -86,6 +86,8 @@ def compare(case: Case) -> Row:
     started = time.perf_counter()
     if case.excluded:
         raise UnknownCaseError(case.excluded)
+    if case.gpus > 1:
+        raise UnknownCaseError(f"{case.gpus} GPUs: the time has no communication")
     group = group_of(case)
     if case.quantization == "gptq":
         model = case.model.removesuffix("-GPTQ")

@@ -24,6 +24,7 @@ __all__ = [
     "checkpointing_arguments",
     "checkpointing_of",
     "enable_checkpointing",
+    "fsdp_arguments",
     "is_checkpointing",
     "training_argument_names",
 ]
@@ -112,6 +113,26 @@ def enable_checkpointing(model: Any, options: Mapping[str, Any]) -> None:
     known = inspect.signature(model.gradient_checkpointing_enable).parameters  # PEFT hands it on
     of_model = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest and name in known}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=rest or None, **of_model)
+
+
+def fsdp_arguments(*, offload: bool) -> dict[str, Any]:
+    """Return the ``TrainingArguments`` that shard with FSDP2, by the installed version's names.
+
+    5.8 reads wrapping and offload from the text of ``fsdp``; from 5.17 on they are in ``fsdp_config``, and the text is
+    deprecated.
+    """
+    config: dict[str, Any] = {"version": 2, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT"}
+    if _fsdp_is_a_flag():
+        return {"fsdp": True, "fsdp_config": {**config, "cpu_offload": offload}}
+    return {"fsdp": f"full_shard auto_wrap{' offload' if offload else ''}", "fsdp_config": config}
+
+
+@cache
+def _fsdp_is_a_flag() -> bool:
+    """Return whether ``fsdp=True`` wraps the layers by itself (``_apply_legacy_fsdp_to_config`` came with it, 5.17)."""
+    from transformers import TrainingArguments
+
+    return hasattr(TrainingArguments, "_apply_legacy_fsdp_to_config")
 
 
 def is_checkpointing(model: nn.Module) -> bool:

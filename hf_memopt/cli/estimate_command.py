@@ -21,6 +21,7 @@ from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.plotting import check_picture
 from hf_memopt.recipes.effective_batch import largest_divisor
+from hf_memopt.recipes.planning.request import checked_batch
 from hf_memopt.recipes.presets import recipe
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ class EstimateOptions:
     rounding: str | None = None
     attn: str | None = None
     task: str | None = None
+    world_size: int | None = None
+    strategy: str | None = None
+    offload: bool | None = None
     eval_batch_size: int | None = None
     plot: Path | None = None
     json_output: bool = False
@@ -157,7 +161,7 @@ def _refuse_beside_compare(options: EstimateOptions) -> None:
     for name in (
         *("preset", "precision", "optim", "checkpointing", "weights", "load_in", "lora", "freeze"),
         *("autocast_cache", "expandable_segments", "fused_cross_entropy", "sparse_tied_embedding"),
-        *("gradient_release", "max_grad_norm", "rounding", "eval_batch_size"),
+        *("gradient_release", "max_grad_norm", "rounding", "eval_batch_size", "world_size", "strategy", "offload"),
     ):
         value = getattr(options, name)
         if value not in (None, (), []):
@@ -197,16 +201,16 @@ def _set_up(options: EstimateOptions) -> tuple[Recipe | None, int, dict[str, Any
     if options.freeze:
         settings["freeze"] = (*chosen.freeze, *options.freeze)  # beside what the preset freezes
     batch_size, settings["gradient_accumulation_steps"] = _cut(
-        chosen, options.batch_size, options.gradient_accumulation_steps
+        chosen, options.batch_size, options.gradient_accumulation_steps, options.world_size or 1
     )
     return chosen, batch_size, settings
 
 
-def _cut(chosen: Recipe, batch_size: int | None, steps: int | None) -> tuple[int, int]:
+def _cut(chosen: Recipe, batch_size: int | None, steps: int | None, world_size: int) -> tuple[int, int]:
     """Return batch size and accumulation steps; the recipe's effective batch stays unless both are given."""
     if batch_size is not None and steps is not None:
         return batch_size, steps
-    effective = chosen.effective_batch_size
+    effective = checked_batch(chosen.effective_batch_size, world_size)
     name, part = ("gradient_accumulation_steps", steps) if batch_size is None else ("batch_size", batch_size)
     if part is None:
         name, part = "batch_size", chosen.per_device_train_batch_size

@@ -130,6 +130,15 @@ def estimate(
     rounding: Annotated[
         str | None, _option(STEP, "KIND", "Of updates of bf16 weights: nearest, stochastic or kahan.")
     ] = None,
+    world_size: Annotated[
+        int | None, _option(STEP, "N", "GPUs that train together; the estimate is of one of them.", min=1)
+    ] = None,
+    strategy: Annotated[
+        str | None, _option(STEP, "NAME", "With --world-size: ddp (whole models), fsdp2 (sharded weights) or auto.")
+    ] = None,
+    offload: Annotated[
+        bool | None, _option(STEP, None, "Keep shards and optimizer states in host memory between uses.")
+    ] = None,
     eval_batch_size: Annotated[
         int | None, _option(STEP, "N", "Also simulate an evaluation with batches of this size.", min=1)
     ] = None,

@@ -27,6 +27,7 @@ from hf_memopt.memory.argument_spellings import in_own_names
 from hf_memopt.memory.batch_lengths import LengthPlan, checked_lengths, plan_lengths
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
+from hf_memopt.memory.distributed.shares import bucket_bytes, notes_of_sharing, on_host, shard_facts
 from hf_memopt.memory.hints import find_hints
 from hf_memopt.memory.models.example_batch import DEFAULT_LENGTH, default_length
 from hf_memopt.memory.optimizers.optimizer_memory import (
@@ -106,7 +107,7 @@ def estimate(
 
     Limitations: compiled models, Triton kernels (Liger), FlashAttention-3 and other kernels that are not installed,
     recurrent layers, models whose code reads values from the GPU (the outcome of a router, an early exit), weights
-    quantised by anything but bitsandbytes, sharding over processes, and optimizers whose state is unknown.
+    quantised by anything but bitsandbytes, DeepSpeed, and optimizers whose state is unknown.
 
     Raises:
         ValueError: an unknown model, GPU or setting; a batch or length below 1 or beyond the model's positions;
@@ -236,8 +237,9 @@ def _estimate(
     without_evaluation = settings.replace(eval_batch_size=None)  # the longest batch has the evaluation
     lengths_recorded = () if lengths is None else lengths.recorded[1:]
     others = [recorded(replace(shape, seq_len=length), without_evaluation)[0].trace for length in lengths_recorded]
-    optimizer = _optimizer(step.trainable, settings)
-    plan = _replay_plan(step, settings, optimizer, shape.batch_size, chip)
+    trained = shard_facts(step.trainable, settings)
+    optimizer = _optimizer(trained, settings)
+    plan = _replay_plan(trained, settings, optimizer, shape.batch_size, chip)
     fragmentation = None
     if lengths is not None:
         plan = replace(plan, order=lengths.steps)
@@ -247,7 +249,7 @@ def _estimate(
     timing = timing_of_step(
         [step.trace, *others],
         plan,
-        step.trainable,
+        trained,
         optimizer,
         settings,
         gpu,
@@ -279,6 +281,7 @@ def _estimate(
             *quantised,
             *step.notes,
             *optimizer.notes,
+            *notes_of_sharing(settings),
         ),
         fragmentation=fragmentation,
         **timing._asdict(),
@@ -351,10 +354,11 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
 def _optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) -> OptimizerMemory:
     if settings.optimizer_memory is not None:
         found = settings.optimizer_memory(facts)
-        return replace(found, releases_gradients=found.releases_gradients or settings.gradient_release)
-    return optimizer_memory(
-        facts, settings.optim, gradient_release=settings.gradient_release, **_optimizer_options(settings)
-    )
+        found = replace(found, releases_gradients=found.releases_gradients or settings.gradient_release)
+    else:
+        options = _optimizer_options(settings)
+        found = optimizer_memory(facts, settings.optim, gradient_release=settings.gradient_release, **options)
+    return on_host(found) if settings.offload else found
 
 
 def _optimizer_options(settings: StepSettings) -> dict[str, Any]:
@@ -368,14 +372,18 @@ def _optimizer_options(settings: StepSettings) -> dict[str, Any]:
 
 
 def _replay_plan(
-    step: RecordedStep, settings: StepSettings, optimizer: OptimizerMemory, batch_size: int, chip: Chip
+    facts: tuple[ParameterFacts, ...],
+    settings: StepSettings,
+    optimizer: OptimizerMemory,
+    batch_size: int,
+    chip: Chip,
 ) -> ReplayPlan:
     releases = optimizer.releases_gradients
     alone = None
     if releases and settings.optimizer_memory is not None:
-        alone = [settings.optimizer_memory((fact,)) for fact in step.trainable]
+        alone = [settings.optimizer_memory((fact,)) for fact in facts]
     elif releases:
-        alone = memory_by_parameter(step.trainable, settings.optim, **_optimizer_options(settings))
+        alone = memory_by_parameter(facts, settings.optim, **_optimizer_options(settings))
     clips = settings.max_grad_norm > 0 and not releases
     gathered = settings.eval_batches if settings.eval_batch_size is not None else 0
     if settings.batch_eval_metrics:
@@ -384,7 +392,7 @@ def _replay_plan(
         gathered = min(gathered, settings.eval_accumulation_steps)
     return ReplayPlan(
         optimizer=optimizer if alone is None else alone,
-        clipping=clipping_temporaries(step.trainable) if clips else (),
+        clipping=clipping_temporaries(facts) if clips and not settings.offload else (),
         batches=settings.gradient_accumulation_steps,
         micro_batches=math.ceil(batch_size / (settings.micro_batch_size or batch_size)),
         workspaces=workspace_bytes(chip.capability, settings.cublas_workspace_bytes),
@@ -393,4 +401,5 @@ def _replay_plan(
         empty_cache_steps=settings.torch_empty_cache_steps,
         is_manual=settings.loop == "manual",
         keeps_gradients=not settings.zero_grad_to_none,
+        buckets=bucket_bytes(facts, settings),
     )

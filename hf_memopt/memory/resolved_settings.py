@@ -15,7 +15,7 @@ __all__ = ["own_dtype", "settings_of_recipe", "sixteen_bits", "with_16_bits", "w
 
 
 def settings_of_recipe(recipe: Any, overrides: Mapping[str, Any]) -> StepSettings:
-    """Return the settings of a recipe with the overrides."""
+    """Return the settings of a recipe with the overrides; several processes share its accumulation steps."""
     if recipe is None:
         settings = StepSettings()
     elif hasattr(recipe, "step_settings"):
@@ -25,7 +25,10 @@ def settings_of_recipe(recipe: Any, overrides: Mapping[str, Any]) -> StepSetting
             f"recipe={recipe!r} is not a recipe; expected an object with step_settings(). "
             "Pass recipe=hf_memopt.recipe('4gb-gpu')"
         )
-    return settings.replace(**overrides)
+    changed = settings.replace(**overrides)
+    if recipe is None or changed.world_size == 1 or "gradient_accumulation_steps" in overrides:
+        return changed
+    return changed.replace(gradient_accumulation_steps=-(-settings.gradient_accumulation_steps // changed.world_size))
 
 
 def with_precision(settings: StepSettings, gpu: Gpu | None) -> StepSettings:

@@ -28,6 +28,9 @@ _KINDS: Mapping[str, Any] = {
     "weights_dtype": Literal["float32", "bfloat16", "float16"],
     "rounding": Literal["nearest", "stochastic", "kahan"],
     "embedding_bits": Literal[8, 32],
+    "world_size": Count,
+    "strategy": Literal["auto", "ddp", "fsdp2"],
+    "offload": bool,
     "gradient_accumulation_steps": Count,
     "eval_batches": Count,
     "micro_batch_size": Count | None,
@@ -94,6 +97,11 @@ class StepSettings:
             ``("q_proj", "v_proj")``; ``"auto"`` for all linear layers but the head.
         freeze: patterns of parameters that are not trained, as ``hf_memopt.freeze`` takes them.
         prepare: functions that change the model, the same as in the real run, after all of the above.
+        world_size: processes that train together, one for each GPU; the bytes are those of one of them.
+        strategy: ``"ddp"``: each has a whole model, and DDP's buckets. ``"fsdp2"``: weights, gradients and optimizer
+            states are sharded, as accelerate sets FSDP2 up, in mixed precision with shards of what is trained in
+            float32. ``"auto"``: DDP, or FSDP2 with ``offload``. Nothing for one process.
+        offload: whether shards, their gradients and optimizer states are in host memory between uses.
         loop: ``"trainer"`` for the stock ``Trainer``; ``"manual"`` for a hand-written loop, with Accelerate or without,
             that does ``outputs = model(**batch); outputs.loss.backward(); optimizer.step(); optimizer.zero_grad()``.
             Its variable keeps logits and key-value cache until the next forward pass is over, the model keeps its own
@@ -140,6 +148,9 @@ class StepSettings:
     lora_targets: str | tuple[str, ...] = "auto"
     freeze: tuple[str, ...] = ()
     prepare: tuple[Callable[[Any], Any], ...] = ()
+    world_size: int = 1
+    strategy: str = "auto"
+    offload: bool = False
     loop: str = "trainer"
     optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = None
     zero_grad_to_none: bool = True
@@ -172,6 +183,7 @@ class StepSettings:
             )
         self._read_freeze()
         self._read_lora()
+        self._check_sharing()
         self._check_load_in()
         self._check_conflicts()
         self._check_stock()
@@ -208,6 +220,19 @@ class StepSettings:
                 "the Trainer refuses such a model; expected adapters. Pass lora=16"
             )
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each of several processes has a part of the weights."""
+        return self.world_size > 1 and (self.strategy == "fsdp2" or self.offload)
+
+    def _check_sharing(self) -> None:
+        if self.offload and (self.world_size == 1 or self.strategy == "ddp"):
+            raise ValueError(
+                f"offload=True, world_size={self.world_size}, strategy={self.strategy!r} do not fit each other: what "
+                "goes to the host are shards; expected several processes that shard. "
+                "Pass world_size=2, strategy='fsdp2'"
+            )
+
     def _read_freeze(self) -> None:
         """Make a tuple of the patterns. Whether they match is known when there is a model."""
         given: Any = self.freeze  # one pattern too, or a list
@@ -230,6 +255,8 @@ class StepSettings:
             "accumulation": ("gradient_accumulation_steps", self.gradient_accumulation_steps > 1, 1),
             "micro-batching": ("micro_batch_size", self.micro_batch_size is not None, None),
             "fp16": ("precision", self.precision == "fp16", "bf16"),
+            "DDP": ("world_size", self.world_size > 1 and not self.is_sharded, 1),
+            "FSDP": ("strategy", self.is_sharded, "ddp"),
             "layer-wise optimizer": ("optim", steps_in_backward(self.optim), "adamw_torch_fused"),
         }
         for one, other in combinations((what for what, (_, is_used, _) in settings.items() if is_used), 2):

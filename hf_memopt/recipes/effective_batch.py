@@ -15,17 +15,18 @@ BATCH_NAMES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 def cut_effective_batch(
-    effective: int, preferred: tuple[int, int], overrides: Mapping[str, Any]
+    effective: int, preferred: tuple[int, int], overrides: Mapping[str, Any], *, processes: int | None = None
 ) -> tuple[dict[str, int], Change | None]:
     """Return ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` for an effective batch.
 
     What ``overrides`` give of the two stays, and the other follows; without either, the largest batch per device that
-    divides this process's share and is not above the preferred one. Processes are counted by ``WORLD_SIZE``.
+    divides this process's share and is not above the preferred one.
 
     Args:
         effective: examples per optimizer step.
         preferred: the two sizes that are wanted.
         overrides: ``TrainingArguments`` of the caller.
+        processes: that share a step; None for those of this run, counted by ``WORLD_SIZE``.
 
     Returns:
         The two arguments, and the ``Change`` if they are not the preferred ones.
@@ -33,7 +34,8 @@ def cut_effective_batch(
     Raises:
         ValueError: a size that is not an integer of 1 or more, or sizes that do not divide the effective batch.
     """
-    processes = process_count()
+    counted_by = "WORLD_SIZE" if processes is None else "world_size"
+    processes = process_count() if processes is None else processes
     per_device, steps = given = tuple(overrides.get(name) for name in BATCH_NAMES)
     check_value("effective_batch_size", effective, Count, 32)
     for name, value in zip(BATCH_NAMES, given, strict=True):
@@ -52,7 +54,7 @@ def cut_effective_batch(
     elif steps is not None:
         per_device = _share(effective, steps * processes, "gradient_accumulation_steps", steps, processes)
     else:
-        share = _share(effective, processes, "WORLD_SIZE", processes, processes)
+        share = _share(effective, processes, counted_by, processes, processes)
         per_device = largest_divisor(share, preferred[0])
         steps = share // per_device
     batch = dict(zip(BATCH_NAMES, (per_device, steps), strict=True))

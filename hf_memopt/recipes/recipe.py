@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from hf_memopt.batching.collation.collators import BucketedCollator
+    from hf_memopt.recipes.launch import Launch
 
 __all__ = ["Recipe"]
 
@@ -215,8 +216,12 @@ class Recipe:
             TypeError: an override that TrainingArguments does not have (a name of 4.x: the message says the new one).
             ValueError: a batch that does not divide the effective batch, or a precision the machine cannot train in.
             NotADirectoryError: ``output_dir`` is a file.
+            RuntimeError: several GPUs in one process, where stock would enter ``torch.nn.DataParallel`` and multiply
+                the effective batch by their number; the message has the command to launch.
         """
         from transformers import TrainingArguments
+
+        from hf_memopt.binding.attach import refuse_data_parallel
 
         if output_dir is not None and os.path.exists(output_dir) and not os.path.isdir(output_dir):
             raise NotADirectoryError(
@@ -225,7 +230,9 @@ class Recipe:
         arguments, changes = resolve_arguments(self, effective_batch_size, overrides)
         for change in changes:
             logger.info("%s: %s", self.name, change)
-        return TrainingArguments(output_dir=output_dir, **arguments)
+        made = TrainingArguments(output_dir=output_dir, **arguments)
+        refuse_data_parallel(made.n_gpu)
+        return made
 
     @property
     def trains_16_bits(self) -> bool:
@@ -347,6 +354,30 @@ class Recipe:
             callbacks=tuple(callbacks),
             trainer_kwargs=trainer_kwargs,
         )
+
+    def distributed(self, world_size: int, strategy: str = "auto", offload: bool = False) -> Launch:
+        """Return how the recipe is trained in several processes, with the effective batch as it is.
+
+        ``Launch.write`` writes the files of ``accelerate launch``, ``torchrun`` and DeepSpeed, and
+        ``Launch.training_arguments`` are for ``trainer(training_arguments=...)`` in the script that they start.
+
+        Args:
+            world_size: processes, one for each GPU.
+            strategy: ``"ddp"``, ``"fsdp2"``, ``"zero2"``, ``"zero3"``, or ``"auto"``: DDP, or FSDP2 with ``offload``.
+            offload: whether the sharded optimizer states wait in host memory, and with ``"fsdp2"`` and ``"zero3"`` the
+                weights too.
+
+        Raises:
+            ValueError: an unknown strategy; a number of processes that does not divide the effective batch; something
+                that the recipe uses and the strategy does not work with.
+
+        Example:
+            >>> Recipe("mine", "two GPUs").distributed(2).command("train.py")
+            'torchrun --nproc_per_node=2 train.py'
+        """
+        from hf_memopt.recipes.launch import launch_of
+
+        return launch_of(self, world_size, strategy, offload=offload)
 
 
 DEFAULT_REASONS = {

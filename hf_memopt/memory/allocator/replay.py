@@ -44,6 +44,7 @@ class ReplayPlan:
             for three steps of one recording.
         is_manual: whether a hand-written loop holds its outputs until the next forward pass is over, and one batch.
         keeps_gradients: whether gradients are zeroed, not freed, between steps.
+        buckets: that DDP copies gradients into; it holds them from the start.
     """
 
     optimizer: OptimizerMemory | Sequence[OptimizerMemory]
@@ -57,6 +58,7 @@ class ReplayPlan:
     order: tuple[tuple[int, ...], ...] = ()
     is_manual: bool = False
     keeps_gradients: bool = False
+    buckets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ def replay(
     run.phase("load")
     for number in trace.weights:
         run.malloc(number, trace.tracker.sizes[number], _WEIGHTS)
+    for index, size_bytes in enumerate(plan.buckets):
+        run.malloc(("bucket", index), size_bytes, _GRADIENTS)
     for step, batches in enumerate(plan.order or ((0,) * plan.batches,) * _STEPS):
         run.step(step, batches)
     run.use(0)

@@ -25,6 +25,7 @@ from hf_memopt.memory.step_time.operations import Operation
 from hf_memopt.memory.storage_tracker import StorageTracker, recording
 
 if TYPE_CHECKING:
+    from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep
     from hf_memopt.memory.recording.generation import DecodingSteps
 
 __all__ = ["RecordedPass", "StepTrace", "autocast_dtype", "record_step"]
@@ -99,6 +100,7 @@ def record_step(
     tracker: StorageTracker | None = None,
     semantics: CudaSemantics | None = None,
     layers: RepeatedLayers | None = None,
+    sharded: FullyShardedStep | None = None,
 ) -> StepTrace:
     """Record a step of ``model`` on ``batch``; both stay on their device, meta or a real CPU.
 
@@ -114,6 +116,7 @@ def record_step(
         tracker: counts; a new one for the meta device unless given.
         semantics: of the device to simulate; CUDA's, unless given.
         layers: of ``model``: most of them are left out, and ``lengthen`` has to add their events; None for all layers.
+        sharded: simulates the sharding of ``model`` over processes; None for a whole model.
 
     Raises:
         ValueError: the model has no trainable parameter.
@@ -136,8 +139,11 @@ def record_step(
     trace = StepTrace(tracker, _weights(model, tracker), _numbers(batch, tracker))
     adds = settings.gradient_accumulation_steps > 1 or micro_batch is not None or not settings.zero_grad_to_none
     count = 2 if adds else 1
+    if sharded is not None:  # the first of several passes, one that adds to whole gradients, the last, which reduces
+        count = min(settings.gradient_accumulation_steps, 3)
     releasing = parameters if releases_gradients else []
-    recorder = _Recorder(model, settings, tracker, semantics)
+    recorder = _Recorder(model, settings, tracker, semantics, sharded)
+    held: list[int] = []
     _to_training(model)
     try:
         with ExitStack() as around:
@@ -146,21 +152,27 @@ def record_step(
             for context in (recording(tracker, semantics), watching, recorder.releasing(releasing)):
                 around.enter_context(context)
             around.enter_context(torch.inference_mode(False))  # whatever the caller is in; gradients are on with it
-            trace.notes = around.enter_context(_every_layer(model))
+            trace.notes = around.enter_context(_every_layer(model)) + (() if sharded is None else sharded.notes)
             if layers is not None:
                 around.enter_context(layers.cut(model, tracker))
-            for _ in range(count):
+            for index in range(count):
                 flops = tracker.flops
+                if sharded is not None:
+                    sharded.begin(is_last=index == count - 1)
                 with tracker.counting():
                     trace.micro_batches.append(recorder.train(batch if micro_batch is None else micro_batch))
                 trace.flops.append(tracker.flops - flops)
+                if sharded is not None:
+                    held += _numbers([[parameter.grad for parameter in parameters], sharded.gradients], tracker)
             recorder.drop_outputs()
             gradients = ((index, parameter.grad) for index, parameter in enumerate(parameters))
             trace.gradient_of = {index: tracker.number(grad) for index, grad in gradients if grad is not None}
             del gradients
             released = [number for _, _, number in trace.micro_batches[0].releases]
-            trace.gradients = tuple(dict.fromkeys([*trace.gradient_of.values(), *released]))
+            trace.gradients = tuple(dict.fromkeys([*held, *trace.gradient_of.values(), *released]))
             _drop_gradients(weights)
+            if sharded is not None:
+                sharded.drop_gradients()
             if evaluation_batch is not None:
                 trace.evaluation_inputs = _numbers(evaluation_batch, tracker)
                 trace.evaluation = recorder.evaluate(evaluation_batch)
@@ -230,9 +242,15 @@ class _Recorder:
     """Runs passes of a model and notes the events at which their parts begin."""
 
     def __init__(
-        self, model: nn.Module, settings: StepSettings, tracker: StorageTracker, semantics: CudaSemantics
+        self,
+        model: nn.Module,
+        settings: StepSettings,
+        tracker: StorageTracker,
+        semantics: CudaSemantics,
+        sharded: FullyShardedStep | None,
     ) -> None:
         self._model = model
+        self._sharded = sharded
         self._settings = settings
         self._tracker = tracker
         self._semantics = semantics
@@ -252,6 +270,8 @@ class _Recorder:
         gradient = torch.ones_like(loss)
         with self._tracker.backward():
             run_backward(loss, gradient)
+            if self._sharded is not None:
+                self._sharded.end()
         del loss, gradient
         releases, self._releases = tuple(self._releases), []
         return RecordedPass(start, forward_end, len(self._tracker.events), *logits_of, (), releases)

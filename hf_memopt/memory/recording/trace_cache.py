@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from hf_memopt.binding.tied_embedding import sparse_tied_embedding
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 from hf_memopt.memory.cuda.semantics import CudaSemantics
+from hf_memopt.memory.distributed.shares import sharded_step
 from hf_memopt.memory.models.example_batch import cut_batch, example_batch
 from hf_memopt.memory.models.loading import LoadedModel
 from hf_memopt.memory.models.meta_copy import rest_to_meta
@@ -183,7 +185,12 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
             cache=settings.autocast_cache,
             tracker=tracker,
         )
-        with state_kept(model, [] if layers is None else layers.left_out(model)):  # another set-up may record it too
+        with ExitStack() as around:
+            # another set-up may record it too
+            around.enter_context(state_kept(model, [] if layers is None else layers.left_out(model)))
+            sharded = sharded_step(model, settings)
+            if sharded is not None:
+                around.enter_context(sharded.sharding())
             return record_step(
                 model,
                 batch,
@@ -194,10 +201,12 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
                 tracker=tracker,
                 semantics=semantics,
                 layers=layers,
+                sharded=sharded,
             )
 
     # generation runs every layer many times, by itself only some of the steps
-    trace = (None if generates else _of_some_layers(prepared, record)) or record(None)
+    # units that are gathered ahead make layers differ
+    trace = (None if generates or settings.is_sharded else _of_some_layers(prepared, record)) or record(None)
     trace.tracker.operations.clear()  # counted in the trace
     return trace
 
@@ -274,7 +283,7 @@ def _key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) 
     values = _values_of(settings, left_out=_NOT_IN_TRACE)
     if loaded.key is None or values is None:
         return None
-    accumulates = settings.gradient_accumulation_steps > 1
+    accumulates = min(settings.gradient_accumulation_steps, 3 if settings.is_sharded else 2)
     return loaded.key, _code_of(loaded.model), values, accumulates, _releases(settings), shape, chip
 
 

@@ -1,0 +1,273 @@
+"""Write what a recipe needs to be trained in several processes: the files of the launchers, the arguments, the command.
+
+The engines are stock's: ``DistributedDataParallel``, FSDP2 and DeepSpeed, as accelerate and the ``Trainer`` start them.
+Here they are chosen and configured, and techniques that do not work with them are refused before anything is launched.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.binding import versions
+from hf_memopt.binding.conflicts import Refusal, refusal_of
+from hf_memopt.changes import Change
+from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import Count, check_value
+from hf_memopt.recipes.effective_batch import cut_effective_batch
+from hf_memopt.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from hf_memopt.recipes.recipe import Recipe
+
+__all__ = ["STRATEGIES", "Launch", "launch_of"]
+
+STRATEGIES: Mapping[str, str] = {
+    "auto": "ddp, or fsdp2 with offload",
+    "ddp": "each GPU has the whole model; DistributedDataParallel",
+    "fsdp2": "weights, gradients and optimizer states are cut over the GPUs; torch's fully_shard",
+    "zero2": "gradients and optimizer states are cut over the GPUs; DeepSpeed",
+    "zero3": "weights too; DeepSpeed",
+}
+"""The strategies, and what each does."""
+
+ZERO_STAGES = {"zero2": 2, "zero3": 3}
+NAMES = {"ddp": "DDP", "fsdp2": "FSDP", "zero2": "DeepSpeed", "zero3": "DeepSpeed"}  # in the table of conflicts
+SHARDED_WEIGHTS = ("fsdp2", "zero3")
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a recipe is trained in several processes; ``print`` shows it, ``write`` writes its files.
+
+    Attributes:
+        recipe: the name of the recipe.
+        world_size: processes, one for each GPU.
+        strategy: a name of ``STRATEGIES``, never ``"auto"``.
+        offload: whether the sharded optimizer states (with weights that are sharded: these too) wait in host memory.
+        training_arguments: fields of ``TrainingArguments``, for ``recipe.trainer(training_arguments=...)``.
+        accelerate: the content of the file for ``accelerate launch --config_file``.
+        deepspeed: DeepSpeed's own configuration; None for the other engines.
+        changes: what was decided, each with its reason.
+    """
+
+    recipe: str
+    world_size: int
+    strategy: str
+    offload: bool
+    training_arguments: Mapping[str, Any]
+    accelerate: Mapping[str, Any]
+    deepspeed: Mapping[str, Any] | None
+    changes: tuple[Change, ...]
+
+    def __str__(self) -> str:
+        engine = f"{self.strategy}{' with offload' if self.offload else ''}"
+        lines = [f"{self.recipe} on {self.world_size} GPUs: {engine}, {STRATEGIES[self.strategy]}"]
+        lines += [f"  {change}" for change in self.changes]
+        return "\n".join([*lines, f"  launch: {self.command()}"])
+
+    def command(self, script: str = "train.py") -> str:
+        """Return the command that starts all processes of this machine, with the training arguments alone.
+
+        ``write`` has the one of accelerate, whose file it writes.
+        """
+        return f"torchrun --nproc_per_node={self.world_size} {shlex.quote(script)}"
+
+    def write(self, folder: str | os.PathLike[str], *, script: str = "train.py", force: bool = False) -> str:
+        """Write the files into a folder, and return the command that uses them.
+
+        ``accelerate.yaml`` is for ``accelerate launch``, ``training_arguments.json`` for ``TrainingArguments`` (under
+        ``torchrun`` it is enough), and ``deepspeed.json`` is DeepSpeed's own. Each is written whole or not at all.
+
+        Args:
+            folder: is made where it does not exist.
+            script: the program that trains, for the command.
+            force: whether files that exist are overwritten.
+
+        Raises:
+            FileExistsError: a file exists, and ``force`` is False; none is written then.
+            NotADirectoryError: ``folder`` is a file.
+        """
+        place = Path(folder)
+        if place.exists() and not place.is_dir():
+            raise NotADirectoryError(
+                f"folder={str(place)!r} is a file; expected a folder or a new path. Pass another folder"
+            )
+        files = self._files(place)
+        existing = [name for name in files if (place / name).exists()]
+        if existing and not force:
+            raise FileExistsError(
+                errno.EEXIST,
+                f"folder={str(place)!r} has {', '.join(existing)} already; expected none of them. "
+                "Pass force=True to overwrite, or another folder",
+            )
+        place.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_whole(place / name, content)
+        return f"accelerate launch --config_file {shlex.quote(str(place / 'accelerate.yaml'))} {shlex.quote(script)}"
+
+    def _files(self, folder: Path) -> dict[str, str]:
+        import yaml  # of accelerate
+
+        files = {"training_arguments.json": json.dumps(self.training_arguments, indent=2) + "\n"}
+        accelerate = dict(self.accelerate)
+        if self.deepspeed is not None:
+            files["deepspeed.json"] = json.dumps(self.deepspeed, indent=2) + "\n"
+            of_engine = {**accelerate["deepspeed_config"], "deepspeed_config_file": str(folder / "deepspeed.json")}
+            accelerate["deepspeed_config"] = of_engine
+        files["accelerate.yaml"] = yaml.safe_dump(accelerate, sort_keys=False)
+        return files
+
+
+def launch_of(recipe: Recipe, world_size: int, strategy: str, *, offload: bool) -> Launch:
+    """Return how a recipe is trained in several processes; see ``Recipe.distributed``."""
+    _check_request(world_size, strategy, offload)
+    changes = []
+    if strategy == "auto":
+        reason = "offload is for sharded weights" if offload else "a recipe is made for one GPU, so it fits on each"
+        changes.append(Change("strategy", "auto", "fsdp2" if offload else "ddp", reason))
+        strategy = changes[-1].new
+    _check_techniques(recipe, strategy, offload)
+    preferred = recipe.per_device_train_batch_size, recipe.effective_batch_size // recipe.per_device_train_batch_size
+    batch, change = cut_effective_batch(recipe.effective_batch_size, preferred, {}, processes=world_size)
+    changes += [] if change is None else [change]
+    accelerate: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU",
+        "num_machines": 1,
+        "num_processes": world_size,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "use_cpu": False,
+    }
+    deepspeed = None
+    engine: dict[str, Any] = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+    if strategy == "fsdp2":
+        accelerate |= {"distributed_type": "FSDP", "mixed_precision": "no", "fsdp_config": _fsdp_config(offload)}
+        engine = versions.fsdp_arguments(offload=offload)
+    elif strategy in ZERO_STAGES:
+        deepspeed = _deepspeed_config(ZERO_STAGES[strategy], offload)
+        accelerate |= {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero3_init_flag": strategy == "zero3"}}
+        engine = {"deepspeed": deepspeed}
+    else:
+        accelerate["mixed_precision"] = "no"  # TrainingArguments decide
+    return Launch(
+        recipe=recipe.name,
+        world_size=world_size,
+        strategy=strategy,
+        offload=offload,
+        training_arguments={**batch, **engine},
+        accelerate=accelerate,
+        deepspeed=deepspeed,
+        changes=tuple(changes),
+    )
+
+
+# ---- Checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_request(world_size: int, strategy: str, offload: bool) -> None:
+    check_value("world_size", world_size, Count, 2)
+    check_value("offload", offload, bool, False)
+    if world_size == 1:
+        raise ValueError(
+            "world_size=1 is one process; expected 2 or more, one for each GPU. Call recipe.trainer(...) in one process"
+        )
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
+        raise ValueError(
+            f"strategy={strategy!r} is unknown; expected one of {', '.join(map(repr, STRATEGIES))}."
+            f"{did_you_mean(strategy, STRATEGIES)} Pass strategy='auto'"
+        )
+    if strategy == "ddp" and offload:
+        raise ValueError(
+            "strategy='ddp', offload=True contradict each other: every process keeps a whole model on its GPU; "
+            "expected a strategy that shards. Pass strategy='fsdp2'"
+        )
+
+
+def _check_techniques(recipe: Recipe, strategy: str, offload: bool) -> None:
+    """Refuse, in one error, everything in a recipe that does not work with the engine."""
+    in_use = {  # by the field: the technique's name in the table, whether it is in use, the value that switches it off
+        "gradient_release": ("gradient release", recipe.gradient_release, False),
+        "micro_batching": ("micro-batching", recipe.micro_batching, False),
+        "sparse_tied_embedding": ("sparse tied embedding", recipe.sparse_tied_embedding, False),
+        "rounding": ("16-bit weights", recipe.rounding != "nearest", "nearest"),
+        "fused_cross_entropy": ("fused cross-entropy", recipe.fused_cross_entropy, False),
+    }
+    found: dict[str, tuple[Refusal, Any]] = {}
+    for field, (technique, is_used, off) in in_use.items():
+        refusal = refusal_of(technique, NAMES[strategy]) if is_used else None
+        if refusal is not None:
+            found[field] = refusal, off
+    if found:
+        reasons = "; ".join(f"{refusal.one}: {refusal.reason}" for refusal, _ in found.values())
+        fields = ", ".join(f"{field}={off!r}" for field, (_, off) in found.items())
+        raise ValueError(
+            f"strategy={strategy!r} and what recipe {recipe.name!r} uses are incompatible ({reasons}); expected a "
+            f"recipe without it. Call recipe.replace({fields}).distributed(...)"
+        )
+    if recipe.load_in is not None and strategy in SHARDED_WEIGHTS:
+        raise ValueError(
+            f"strategy={strategy!r}, load_in={recipe.load_in!r} are incompatible: quantised weights are bytes with "
+            "tables of their own, which are not sharded; expected a strategy with whole weights. Pass strategy='ddp'"
+        )
+    if offload and strategy in ZERO_STAGES and recipe.optim not in ADAMW:
+        raise ValueError(
+            f"strategy={strategy!r}, offload=True, optim={recipe.optim!r} are incompatible: DeepSpeed steps on the "
+            "host with an AdamW of its own; expected AdamW. Call recipe.replace(optim='adamw_torch')"
+        )
+
+
+# ---- The engines' own files -----------------------------------------------------------------------------------------
+
+
+def _fsdp_config(offload: bool) -> dict[str, Any]:
+    """Return ``fsdp_config`` of accelerate's file.
+
+    Checkpointing is left to ``TrainingArguments``: FSDP's own variant recomputes with other random numbers (accelerate
+    1.15: ``preserve_rng_state=False``), so that dropout differs between a forward pass and its recomputation.
+    """
+    return {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_offload_params": offload,
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_activation_checkpointing": False,
+    }
+
+
+def _deepspeed_config(stage: int, offload: bool) -> dict[str, Any]:
+    """Return DeepSpeed's configuration; the ``Trainer`` fills in what is "auto" from its arguments."""
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
+    if stage == 3:
+        zero |= {
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    if offload:
+        on_host = {"device": "cpu", "pin_memory": True}
+        zero |= {"offload_optimizer": on_host} | ({"offload_param": on_host} if stage == 3 else {})
+    config: dict[str, Any] = {
+        "zero_optimization": zero,
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    if offload:  # stock's own optimizers step on the GPU
+        names = ("lr", "betas", "eps", "weight_decay")
+        return {**config, "optimizer": {"type": "AdamW", "params": dict.fromkeys(names, "auto")}}
+    return {**config, "zero_allow_untested_optimizer": True}

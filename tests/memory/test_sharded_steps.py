@@ -1,0 +1,226 @@
+"""Sharded steps: the prediction for one of two processes against torch's allocator in two processes of gloo."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from host_semantics import HostSemantics
+from sharded_ranks import batch, build
+
+from hf_memopt import Estimate, NotEstimableError, Recipe, StepSettings, estimate
+from hf_memopt.memory.allocator.replay import ReplayPlan, replay
+from hf_memopt.memory.distributed.shares import bucket_bytes, shard_facts, sharded_step
+from hf_memopt.memory.optimizers.optimizer_memory import parameter_facts
+from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
+from hf_memopt.memory.recording.step import autocast_dtype, record_step
+from hf_memopt.memory.storage_tracker import StorageTracker
+from two_ranks import run_pair
+
+LLAMA = {
+    "model": "LlamaForCausalLM",
+    "config": "LlamaConfig",
+    "size": {
+        "vocab_size": 1999,  # odd: a shard is padded
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "batch": (2, 48),
+    "precision": "fp32",
+}
+BERT = {
+    "model": "BertForSequenceClassification",
+    "config": "BertConfig",
+    "size": {
+        "vocab_size": 1999,
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "batch": (4, 64),
+    "precision": "fp32",
+    "layers": ["BertLayer"],
+}
+GPT2 = {
+    "model": "GPT2LMHeadModel",  # its embeddings are tied
+    "config": "GPT2Config",
+    "size": {"vocab_size": 1999, "n_embd": 128, "n_layer": 3, "n_head": 4},
+    "batch": (2, 48),
+    "precision": "fp32",
+}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama, bf16": {**LLAMA, "precision": "bf16"},
+    "llama, checkpointing": {**LLAMA, "checkpointing": True, "batch": (4, 96)},
+    "llama, tied": {**LLAMA, "size": {**LLAMA["size"], "tie_word_embeddings": True}},
+    "llama, accumulation": {**LLAMA, "accumulation": 3},
+    "llama, frozen embeddings": {**LLAMA, "frozen": "embed_tokens"},
+    "bert": BERT,
+    "bert, bf16": {**BERT, "precision": "bf16"},
+    "gpt2": GPT2,
+}
+FAST = ("llama", "bert, bf16")
+
+
+class ExactAllocator:
+    """Counts bytes as they are, without blocks."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[Hashable, int] = {}
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
+
+    def malloc(self, key: Hashable, size_bytes: int) -> None:
+        self.sizes[key] = size_bytes
+        self.allocated += size_bytes
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+
+    def free(self, key: Hashable) -> None:
+        self.allocated -= self.sizes.pop(key)
+
+
+def predicted(case: dict[str, Any]) -> int:
+    """Return the peak of a step with optimizer states, as the estimate's own parts find it, for kernels of the CPU."""
+    settings = StepSettings(
+        precision=case["precision"],
+        world_size=2,
+        strategy="fsdp2",
+        gradient_accumulation_steps=case.get("accumulation", 1),
+        optim="adamw_torch",
+        max_grad_norm=0,
+    )
+    model = build(case, "meta")
+    facts = shard_facts(parameter_facts(model), settings)
+    tracker = StorageTracker(padding=False)
+    semantics = HostSemantics(tracker=tracker, autocast=autocast_dtype(settings.precision))
+    sharded = sharded_step(model, settings)
+    assert sharded is not None
+    with sharded.sharding():
+        inputs = batch(case, "meta")
+        trace = record_step(model, inputs, settings, tracker=tracker, semantics=semantics, sharded=sharded)
+    state = tuple(fact.size_bytes for fact in facts for _ in range(2))  # AdamW's averages; it steps after the peak
+    optimizer = OptimizerMemory(state, 0, (), ())
+    plan = ReplayPlan(optimizer, (), settings.gradient_accumulation_steps, 1, ())
+    allocator: Any = ExactAllocator()
+    replay(trace, plan, allocator)
+    return int(allocator.peak_allocated)
+
+
+@pytest.mark.parametrize("names", [FAST, pytest.param(tuple(set(CASES) - set(FAST)), marks=pytest.mark.slow)])
+def test_a_step_has_the_bytes_of_torchs_allocator_in_each_of_two_processes(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The second process has less where a shard is padded: 0.02 % here.
+
+    Measured in November 2026 with torch 2.13 and accelerate 1.15: within 0.02 %, but -0.11 % where checkpointing keeps
+    the state of random numbers on the host, and -0.84 % of BERT in bf16, where oneDNN takes memory for itself.
+    """
+    cases = tmp_path / "cases.json"
+    cases.write_text(json.dumps({name: CASES[name] for name in names}))
+    program = str(Path(__file__).with_name("sharded_ranks.py"))
+    ranks = run_pair(tmp_path, program, str(tmp_path), str(cases), timeout_seconds=120)
+    for name in names:
+        for first, later in (found[name] for found in ranks):
+            assert first < later  # which has optimizer states
+            assert predicted(CASES[name]) == pytest.approx(later, rel=0.01), name
+
+
+def one_process(**changed: Any) -> Estimate:
+    config = transformers.LlamaConfig(**LLAMA["size"])
+    return estimate(config, batch_size=2, seq_len=48, **{"precision": "fp32", "max_grad_norm": 0, **changed})
+
+
+def test_ddp_holds_buckets_of_all_gradients_beside_them() -> None:
+    alone, shared = one_process(), one_process(world_size=2, strategy="ddp")
+    gradients_bytes = 4 * alone.trainable_parameters
+    more_bytes = shared.peak_allocated_bytes - alone.peak_allocated_bytes
+    assert gradients_bytes <= more_bytes <= gradients_bytes + 512  # a block of the allocator
+    assert any(note.startswith("bytes of one of 2 GPUs, DDP;") for note in shared.notes)
+
+
+def test_buckets_are_filled_from_the_last_parameter() -> None:
+    """The first has 1 MiB, the others 25 MiB, and each ends with the parameter that fills it."""
+    mib = 2**20
+    facts = [ParameterFacts(str(index), (size * mib // 4,), 4, False) for index, size in enumerate((7, 20, 10, 2))]
+    assert bucket_bytes(facts, StepSettings(world_size=2)) == (2 * mib, 30 * mib, 7 * mib)
+    assert (
+        bucket_bytes(facts, StepSettings()) == bucket_bytes(facts, StepSettings(world_size=2, strategy="fsdp2")) == ()
+    )
+
+
+def test_two_processes_hold_a_half_each_and_offload_nothing_of_it() -> None:
+    alone, sharded = one_process(), one_process(world_size=2, strategy="fsdp2")
+    offloaded = one_process(world_size=2, strategy="fsdp2", offload=True)
+    for part in ("weights", "optimizer state"):
+        assert sharded.components[part] == pytest.approx(alone.components[part] / 2, rel=0.02)
+    assert offloaded.components["optimizer state"] == offloaded.components["gradients"] == 0
+    assert offloaded.components["weights"] < 0.01 * alone.components["weights"]  # buffers
+    assert offloaded.host_bytes == pytest.approx(4 * alone.trainable_parameters, rel=0.01)  # a half of two averages
+    assert sharded.parameters == alone.parameters
+    assert sharded.trainable_parameters == alone.trainable_parameters
+
+
+def test_a_recipes_accumulation_is_shared_by_the_processes() -> None:
+    mine = Recipe("mine", "tests", effective_batch_size=32, per_device_train_batch_size=4)
+    assert [one_process(recipe=mine, world_size=size).settings.gradient_accumulation_steps for size in (1, 2, 8)] == [
+        8,
+        4,
+        1,
+    ]
+
+
+REFUSED = [
+    ({"strategy": "zero3"}, "strategy='zero3' is invalid; expected 'auto', 'ddp' or 'fsdp2'"),
+    ({"strategy": "ddp", "offload": True}, "what goes to the host are shards"),
+    ({"strategy": "fsdp2", "micro_batch_size": 1}, "micro_batch_size=1, strategy='fsdp2' are incompatible"),
+    ({"strategy": "fsdp2", "fused_cross_entropy": True}, "strategy='fsdp2' are incompatible"),
+    ({"strategy": "ddp", "gradient_release": True, "max_grad_norm": 0}, "world_size=2 are incompatible"),
+]
+
+
+@pytest.mark.parametrize(("asked", "message"), REFUSED)
+def test_what_does_not_work_in_several_processes_is_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        StepSettings(**{"world_size": 2, **asked})
+    assert message in str(error.value)
+
+
+def test_a_model_is_as_before_its_sharded_recording() -> None:
+    model = build(LLAMA, "meta")
+    before = {name: (id(one), one.untyped_storage().nbytes()) for name, one in model.named_parameters()}
+    sharded = sharded_step(model, StepSettings(precision="bf16", world_size=2, strategy="fsdp2"))
+    assert sharded is not None
+    with sharded.sharding():
+        shards = dict(model.named_parameters())
+        assert {one.dtype for one in shards.values()} == {torch.bfloat16}
+        table = shards["model.embed_tokens.weight"]
+        assert (tuple(table.shape), table.untyped_storage().nbytes()) == ((1999, 128), 1000 * 128 * 4)
+    assert {name: (id(one), one.untyped_storage().nbytes()) for name, one in model.named_parameters()} == before
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_embeddings_inside_a_named_layer_are_a_note() -> None:
+    found = estimate(
+        transformers.BertConfig(**BERT["size"]),
+        task="sequence-classification",
+        batch_size=1,
+        seq_len=8,
+        world_size=2,
+        strategy="fsdp2",
+    )
+    assert any("pass fsdp_config={'transformer_layer_cls_to_wrap': ['BertLayer']}" in note for note in found.notes)
+
+
+def test_a_parameter_of_two_units_is_not_estimable() -> None:
+    """As of BERT's head, whose bias is tied; FSDP2 raises at the first step."""
+    config = transformers.BertConfig(**BERT["size"])
+    with pytest.raises(NotEstimableError, match=r"strategy='fsdp2' with cls\.predictions\.\S*bias, which is tied"):
+        estimate(config, task="masked-lm", batch_size=1, seq_len=8, world_size=2, strategy="fsdp2")
