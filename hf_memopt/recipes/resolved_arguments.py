@@ -65,12 +65,17 @@ def resolve_arguments(
 
 
 def _checkpointing(recipe: Recipe, on_cpu: bool) -> dict[str, Any]:
-    if not recipe.offload:
-        return versions.checkpointing_arguments()
-    from hf_memopt.techniques.checkpointing.policies import check_offload
+    options = recipe.checkpointing_options()
+    if recipe.every_n_layers > 1 and not versions.can_offload_checkpoints():  # both came with the same version
+        raise ValueError(
+            f"every_n_layers={recipe.every_n_layers} is not known to this version of transformers; expected 5.17 or "
+            "newer. Pass recipe.replace(every_n_layers=1), or call: pip install -U transformers"
+        )
+    if recipe.offload:
+        from hf_memopt.techniques.checkpointing.policies import check_offload
 
-    check_offload(on_cpu=on_cpu)
-    return versions.checkpointing_arguments(offload=True)
+        check_offload(on_cpu=on_cpu)
+    return versions.checkpointing_arguments(**options)
 
 
 # ---- Gradient release -----------------------------------------------------------------------------------------------
@@ -109,7 +114,7 @@ def _check_release(arguments: Mapping[str, Any]) -> None:
 
 
 def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
-    """Return ``bf16`` and ``fp16``, and the ``Change`` where the recipe leaves them to the machine."""
+    """Return ``bf16`` and ``fp16``, or ``tf32``, and the ``Change`` where the recipe leaves them to the machine."""
     from hf_memopt.devices.precision_support import check_precision
 
     weights = weights_dtype_here(recipe, use_cpu=use_cpu)  # what it refuses is refused before a model is loaded
@@ -121,6 +126,8 @@ def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> t
         if name == "auto":
             why = _chosen_precision(recipe, weights, use_cpu)
             name = why.new
+        elif name == "tf32":
+            return _tf32(use_cpu)
         asked = {"bf16": name == "bf16", "fp16": name == "fp16"}
     if why is None:
         check_precision(**asked, use_cpu=use_cpu)
@@ -131,6 +138,16 @@ def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> t
             f"16-bit formats; expected one of them. Call: recipe.replace(weights_dtype={autocast!r}), and load it anew"
         )
     return asked, why
+
+
+def _tf32(use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
+    """Return ``tf32``; without it where the machine has none, since only the speed of float32 products depends on it."""
+    from transformers.utils import is_torch_tf32_available
+
+    if not use_cpu and is_torch_tf32_available():
+        return {"tf32": True, "bf16": False, "fp16": False}, None
+    asked = {"bf16": False, "fp16": False}
+    return asked, Change("precision", "tf32", "fp32", "this machine has no TF32: compute capability 8.0 and newer have")
 
 
 def _chosen_precision(recipe: Recipe, weights: str, use_cpu: bool) -> Change:

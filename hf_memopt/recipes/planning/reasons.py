@@ -42,8 +42,7 @@ def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candi
     if goal == "longest" and one.seq_len != chosen.seq_len:
         return f"rows of {one.seq_len} tokens, and {chosen.seq_len} fit"
     if equally_fast(one.cost, chosen.cost):
-        simpler = "is simpler" if chosen.simplicity < one.simplicity else "fits with larger micro-batches"
-        return f"within 5 % of the chosen, which {simpler}"
+        return f"within 5 % of the chosen, which is {'simpler' if chosen.simplicity < one.simplicity else 'faster'}"
     return f"{one.cost / chosen.cost:.2f} x the time of the chosen"
 
 
