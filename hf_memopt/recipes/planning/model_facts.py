@@ -31,7 +31,7 @@ def facts_of(model: Any, task: str | None) -> tuple[Any, str | None, ModelFacts,
         source, own_task = model.config, task_of(model)
     built = load_or_reuse(source, task=own_task).model
     found = task_of(built)
-    stacks = [len(stack) for stack in layer_stacks(built)]
+    stacks = [len(stack) for stack in layer_stacks(built).values()]
     facts = ModelFacts(
         task=found,
         is_tied=bool(tied_embeddings(built)),

@@ -151,7 +151,7 @@ def plan(
         lengths: tokens of each example, such as ``token_lengths(dataset)``, shape (examples,): memory is planned for
             the longest row, time for the mean padded length of bucketed batches.
         seq_len: where rows are cut; without ``lengths`` the tokens of every row. None for the longest of ``lengths``,
-            else 512 or what the model takes.
+            so that no row is cut (``--data`` of the command line does the same), else 512 or what the model takes.
         effective_batch_size: examples of an optimizer step, which stays as it is.
         goal: ``"speed"``, ``"memory"`` or ``"longest"``.
         method: ``"full"``, ``"lora"``, ``"qlora"``, or ``"auto"``: full training where it fits with 5 % to spare,
@@ -335,6 +335,11 @@ def _notes(
         yield f"seq_len={texts.seq_len} by default; pass lengths, or the length of your longest rows"
     if planned.cut and planned.rows:
         yield f"rows are cut to {planned.seq_len} tokens, which cuts {planned.cut / planned.rows:.1%} of them"
+    elif shorter := planned.shorter():
+        yield (
+            f"planned for the longest row, {planned.seq_len} tokens, so that none is cut; seq_len={shorter[0]} needs "
+            f"less memory and cuts {shorter[1]:.1%} of the rows"
+        )
     if chosen is not None and method == "auto":
         tried = [stage for stage in dict.fromkeys(one.stage for one in candidates) if stage != chosen.stage]
         if tried:
