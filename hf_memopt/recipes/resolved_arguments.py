@@ -141,8 +141,8 @@ def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> t
 
 
 def _tf32(use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
-    """Return ``tf32``; without it where the machine has none, since only the speed of float32 products depends on it."""
-    from transformers.utils import is_torch_tf32_available
+    """Return ``tf32``, or nothing where the machine has none: float32 products are exact there, and slower."""
+    from transformers.utils.import_utils import is_torch_tf32_available
 
     if not use_cpu and is_torch_tf32_available():
         return {"tf32": True, "bf16": False, "fp16": False}, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from hf_memopt.binding.layer_names import layer_stacks
 from hf_memopt.binding.model_tasks import task_of

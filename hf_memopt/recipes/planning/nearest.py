@@ -28,7 +28,8 @@ class Shortfall:
         lacks_bytes: what it needs beyond the GPU's memory.
         longest: tokens of a row with which it fits, with the margin, a multiple of 8 of which the next does not fit;
             None where no length does, and without text.
-        batch: examples of a step that a set-up with released gradients could hold; None where it is not about that.
+        batch: examples of a step that a set-up with released gradients can hold, of which one more does not fit; None
+            where they are not allowed, or none fits.
         parameters: elements of the largest model of the same shape that fits, by proportion; 0 where none does.
         gpu: name of the smallest GPU of the table that holds it, simulated; "" where none does.
         consents: words of ``allow`` with which a set-up fits, simulated; () where none does.
@@ -75,7 +76,7 @@ def shortfall_of(
         nearest=least,
         lacks_bytes=-least.spare_bytes,
         longest=_longest(least, simulation, facts),
-        batch=_batch(allowed, simulation, share) if least.recipe.gradient_release else None,
+        batch=_batch(allowed, simulation, share),
         parameters=_parameters(least, simulation.parameters),
         gpu=_smallest_gpu(least, simulation),
         consents=with_consent[0].consents if with_consent else (),

@@ -4,9 +4,9 @@
   they do not fit a single one; the line through both tells where to look, and two neighbours prove the largest that
   fits. Every verdict is a simulation's, none that of the line. All rows at once may fit where a single one does not:
   without accumulation, gradients appear while activations are freed.
-- Bound: no micro-batch of a set-up is faster than a larger one, and all rows at once are simulated first. Where one that
-  fits is as simple and at least as fast, or more than 5 % faster, no smaller one is looked at, but a single row for the
-  table.
+- Bound: no micro-batch of a set-up is faster than a larger one, and all rows at once are simulated first. Where another
+  candidate that fits is as simple and at least as fast, or more than 5 % faster, no smaller one is simulated but a
+  single row, for the table.
 - Weights, gradients that are not released, and optimizer state are there whatever the rows and whatever is recomputed.
   Where they alone are more than the GPU has, no other set-up with the same ones is simulated.
 - A technique that only saves memory is never faster than the set-up without it (``SetUp.plainer``): partial
@@ -101,7 +101,7 @@ def _refused(fitting: Sequence[Candidate], by_name: Mapping[str, SetUp], simulat
 def _counts_worth_it(
     set_up: SetUp, counts: Sequence[int], found: Mapping[str, Sequence[Candidate]], fitting: Sequence[Candidate]
 ) -> list[int]:
-    """Return the row counts with which a set-up may be of use that is never faster than others: more than they fit with.
+    """Return the row counts with which a set-up that is never faster than others may be of use: those they do not fit.
 
     Args:
         set_up: that only saves memory compared with its ``plainer`` ones.
