@@ -219,7 +219,7 @@ def test_released_gradients_need_consent_and_the_batch_as_one() -> None:
     fitting = [one for one in needing if one.verdict == "fits"]
     assert fitting
     assert "; needs your consent: allow=(" in fitting[0].reason
-    assert f"? With your consent, allow={fitting[0].consents[0]}: {fitting[0].name}" in asked.table(300)
+    assert f"? Bigger lever, with your consent: allow={fitting[0].consents[0]}" in asked.table(300)
     allowed = planned("72MiB", method="full", effective_batch_size=2, allow=fitting[0].consents)
     assert allowed.chosen is not None
     assert allowed.chosen.fits

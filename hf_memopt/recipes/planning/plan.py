@@ -31,8 +31,8 @@ from hf_memopt.recipes.planning.request import (
     checked_word,
     read_gpu,
 )
-from hf_memopt.recipes.planning.search import best_of, least_set_ups, row_counts, search
-from hf_memopt.recipes.planning.set_ups import ModelFacts, SetUp, set_ups
+from hf_memopt.recipes.planning.search import best_of, explore, least_set_ups, row_counts, search
+from hf_memopt.recipes.planning.set_ups import BF16_WEIGHTS, ModelFacts, SetUp, set_ups
 from hf_memopt.recipes.planning.simulation import Simulation
 from hf_memopt.units import format_bytes
 
@@ -266,7 +266,19 @@ class _Search:
             self.simulation.texts = self.simulation.texts.shortened(max(length // part, 1), self.share)
             more, chosen = self._by_stage(stages)
             candidates += more
-        return candidates, chosen
+        return [*candidates, *self._lever(chosen)], chosen
+
+    def _lever(self, chosen: Candidate | None) -> list[Candidate]:
+        """Return the chosen set-up with bfloat16 weights, which need consent: as it is, and with more rows that fit."""
+        if chosen is None or chosen.stage != "full" or BF16_WEIGHTS.consent in self.simulation.allow:
+            return []
+        method, _, *rest = chosen.name.split(", ")
+        name = ", ".join([method, BF16_WEIGHTS.name, *rest])
+        lever = next((one for one in self.all_set_ups(["full"]) if one.name == name), None)
+        if lever is None or self.goal != "speed":
+            return []
+        counts = [rows for rows in row_counts(lever, self.share) if rows >= chosen.rows]
+        return explore(lever, self.simulation, counts)
 
     def _by_stage(self, stages: Sequence[str]) -> tuple[list[Candidate], Candidate | None]:
         candidates: list[Candidate] = []
