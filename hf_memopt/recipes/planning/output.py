@@ -87,11 +87,11 @@ def shown_candidates(found: Plan) -> list[Candidate]:
 
 
 def _is_worth_asking(one: Candidate, found: Plan) -> bool:
-    """Return whether a set-up that needs consent fits, and is faster than the chosen one by more than 5 %."""
+    """Return whether a set-up that needs consent fits, where nothing else does, or is faster by more than 5 %."""
     if one.verdict != "fits":
         return False
     chosen = found.chosen
-    return chosen is None or (one.cost < chosen.cost and not equally_fast(one.cost, chosen.cost))
+    return chosen is None or not chosen.fits or (one.cost < chosen.cost and not equally_fast(one.cost, chosen.cost))
 
 
 def _place(one: Candidate) -> tuple[Any, ...]:
