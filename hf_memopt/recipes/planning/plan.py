@@ -361,6 +361,10 @@ def _notes(
             yield f"{neither}{without} {does} with 5 % to spare, so {NAMES[chosen.stage]} was chosen"
     if chosen is not None and chosen.verdict == "tight":
         yield f"tight: {format_bytes(chosen.spare_bytes)} to spare, less than the 5 % that an estimate may be wrong by"
+    share = 1 if chosen is None else chosen.examples // simulation.world_size
+    if chosen is not None and chosen.rows == 1 and share > 3 and all(share % rows for rows in range(2, share)):
+        even = (share + 1) * simulation.world_size
+        yield f"{share} examples cannot be cut evenly but into single ones; effective_batch_size={even} can"
     if simulation.priced_on is not None and simulation.priced_on.name != simulation.gpu.name:
         yield f"times are those of {simulation.priced_on.name}: {simulation.gpu.name} has no known rates"
     if simulation.time_unknown:
