@@ -69,13 +69,13 @@ def run_plan(options: PlanOptions, console: Console, errors: Console, made_by: s
     with spinner(f"planning {options.model}", errors, shown=not options.json_output) as announce:
         from hf_memopt.recipes.planning.plan import plan
 
-        lengths, seq_len = _lengths(options)
+        lengths = None if options.data is None else _lengths(options, options.data)
         found = plan(
             options.model,
             gpu=options.gpu,
             budget=options.budget,
             lengths=lengths,
-            seq_len=seq_len,
+            seq_len=options.seq_len,
             effective_batch_size=options.effective_batch,
             goal=options.goal,
             method=options.method,
@@ -126,14 +126,8 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
     find_config(options.model)
 
 
-def _lengths(options: PlanOptions) -> tuple[NDArray[np.int32] | None, int | None]:
-    """Return the lengths of ``--data``, and where its rows are cut: at the 99th percentile unless ``--seq-len`` says.
-
-    What that cuts is said in the notes of the plan.
-    """
-    if options.data is None:
-        return None, options.seq_len
+def _lengths(options: PlanOptions, data: Path) -> NDArray[np.int32]:
+    """Return the lengths of ``--data``; as in ``plan``, no row is cut unless ``--seq-len`` or ``--allow`` says so."""
     from hf_memopt.cli.data_length import lengths_of_data
 
-    seq_len, lengths = lengths_of_data(options.model, options.data, options.column, options.tokenizer, options.task)
-    return lengths, options.seq_len or seq_len
+    return lengths_of_data(options.model, data, options.column, options.tokenizer, options.task)[1]

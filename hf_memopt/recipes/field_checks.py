@@ -29,6 +29,11 @@ def check_together(recipe: Recipe) -> None:
             "offload=True, checkpointing=False offload nothing: what goes to the host are the inputs of checkpointed "
             "layers; expected checkpointing. Pass checkpointing=True"
         )
+    if recipe.every_n_layers > 1 and not recipe.checkpointing:
+        raise ValueError(
+            f"every_n_layers={recipe.every_n_layers}, checkpointing=False recompute nothing; expected checkpointing. "
+            "Pass checkpointing=True"
+        )
     if recipe.gradient_release and recipe.precision == "fp16":
         raise ValueError(
             "gradient_release=True, precision='fp16' are incompatible: the gradient scaler looks at all gradients at "

@@ -50,11 +50,13 @@ class Recipe:
             the batch is cut into.
         per_device_train_batch_size: examples of one forward and backward pass.
         per_device_eval_batch_size: examples of one evaluation batch.
-        precision: ``"auto"``, ``"bf16"``, ``"fp16"`` or ``"fp32"`` of the autocast region. With ``"auto"`` there is
-            none where 16-bit weights are trained: they compute in 16 bits by themselves.
+        precision: ``"auto"``, ``"bf16"``, ``"fp16"`` or ``"fp32"`` of the autocast region, or ``"tf32"``: none, and
+            float32 products in TF32 on GPUs that have it. With ``"auto"`` there is no autocast where 16-bit weights are
+            trained: they compute in 16 bits by themselves.
         optim: a name that ``TrainingArguments(optim=...)`` knows.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer; ignored with any other.
         checkpointing: whether activations are recomputed instead of kept.
+        every_n_layers: with checkpointing, of how many layers one is recomputed; 1 for all of them.
         bucketing: whether the training data is read in length-bucketed order.
         pad_to_multiple_of: what the longest row of a batch is rounded up to.
         freeze: patterns for ``hf_memopt.freeze``.
@@ -79,6 +81,8 @@ class Recipe:
             for all of them.
         dataloader_num_workers: processes that prepare batches.
         autocast_cache: whether autocast keeps the 16-bit copy of each weight through a forward pass.
+        expandable_segments: whether torch's allocator has segments that grow, so that nothing fragments. Call
+            ``use_expandable_segments()`` at the top of the script; the recipe's methods do where CUDA has not started.
         micro_batching: whether a batch that runs out of memory is cut into micro-batches and run again.
         memory_report: whether the log has the memory of each phase.
         reasons: why a field has its value, by the field's name.
@@ -89,10 +93,11 @@ class Recipe:
     effective_batch_size: Count = 32
     per_device_train_batch_size: Count = 32
     per_device_eval_batch_size: Count = 32
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"
     optim: str = "adamw_torch_fused"
     embedding_bits: Literal[32] = 32
     checkpointing: bool = False
+    every_n_layers: Count = 1
     bucketing: bool = True
     pad_to_multiple_of: Count = 8
     freeze: tuple[str, ...] = ()
@@ -110,6 +115,7 @@ class Recipe:
     eval_accumulation_steps: Count | None = None
     dataloader_num_workers: CountOrZero = 0
     autocast_cache: bool = True
+    expandable_segments: bool = False
     micro_batching: bool = True
     memory_report: bool = True
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -227,6 +233,7 @@ class Recipe:
             raise NotADirectoryError(
                 f"output_dir={output_dir!r} is a file; expected a folder or a new path. Pass another output_dir"
             )
+        self._prepare_allocator()
         arguments, changes = resolve_arguments(self, effective_batch_size, overrides)
         for change in changes:
             logger.info("%s: %s", self.name, change)
@@ -252,6 +259,7 @@ class Recipe:
         """
         from hf_memopt.recipes.model_setup import model_keywords
 
+        self._prepare_allocator()
         return model_keywords(self, task)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
@@ -292,12 +300,26 @@ class Recipe:
             max_grad_norm=0.0 if self.gradient_release else 1.0,
             gradient_accumulation_steps=1 if self.gradient_release else accumulated,
             autocast_cache=self.autocast_cache,
-            checkpointing={"offload": True} if self.offload else self.checkpointing,
+            checkpointing=self.checkpointing and (self.checkpointing_options() or True),
             attn_implementation=self.attn_implementation,
             eval_batch_size=self.per_device_eval_batch_size,
             eval_accumulation_steps=self.eval_accumulation_steps,
+            expandable_segments=self.expandable_segments,
             freeze=self.freeze,
         )
+
+    def checkpointing_options(self) -> dict[str, Any]:
+        """Return the options of checkpointing, by their names in ``TrainingArguments``, that are not the default."""
+        every = {} if self.every_n_layers == 1 else {"every_n_layers": self.every_n_layers}
+        return {**every, **({"offload": True} if self.offload else {})}
+
+    def _prepare_allocator(self) -> None:
+        if self.expandable_segments:
+            from hf_memopt.devices.precision_support import accelerator_type
+            from hf_memopt.techniques.expandable_segments import use_expandable_segments
+
+            if accelerator_type() == "cuda":
+                use_expandable_segments()
 
     def _step_precision(self) -> str:
         if self.precision != "auto":
@@ -397,6 +419,7 @@ DEFAULT_REASONS = {
     "load_in": "only frozen weights can be quantised",
     "weights_dtype": "small updates are lost in 16 bits",
     "rounding": "float32 weights lose no update that matters",
+    "every_n_layers": "what is recomputed at all is recomputed in every layer",
     "offload": "copies to the host cost time on the bus",
     "fused_cross_entropy": "the logits of a small vocabulary are small",
     "sparse_tied_embedding": "matters where a large embedding is the head too",
@@ -406,5 +429,6 @@ DEFAULT_REASONS = {
     "dataloader_num_workers": "padding from Arrow is cheap beside a training step",
     "autocast_cache": "a weight is cast once per pass",
     "micro_batching": "out of memory: the batch is cut, and the step repeated",
+    "expandable_segments": "batches of few lengths hardly fragment",
     "memory_report": "the log has the peak of each phase",
 }

@@ -26,7 +26,6 @@ def resolve_arguments(
     """
     from hf_memopt.devices.precision_support import accelerator_type
     from hf_memopt.recipes.trainer_inputs import check_argument_names
-    from hf_memopt.techniques.checkpointing.policies import check_offload
 
     check_argument_names(overrides)
     use_cpu = bool(overrides.get("use_cpu", False))
@@ -35,8 +34,8 @@ def resolve_arguments(
     changes = []
     if any(name.endswith("_checkpointing") for name in overrides):
         arguments = {name: value for name, value in arguments.items() if "_checkpointing" not in name}
-    elif recipe.offload:
-        check_offload(on_cpu=on_cpu)
+    else:
+        _check_checkpointing(recipe, on_cpu)
     if on_cpu and "dataloader_pin_memory" not in overrides:
         arguments["dataloader_pin_memory"] = False
         changes.append(Change("dataloader_pin_memory", True, False, "there is no accelerator to copy to"))
@@ -73,8 +72,20 @@ def stock_arguments(recipe: Recipe) -> dict[str, Any]:
     if recipe.gradient_release:
         arguments["max_grad_norm"] = 0.0
     if recipe.checkpointing:
-        arguments |= versions.checkpointing_arguments(**({"offload": True} if recipe.offload else {}))
+        arguments |= versions.checkpointing_arguments(**recipe.checkpointing_options())
     return arguments
+
+
+def _check_checkpointing(recipe: Recipe, on_cpu: bool) -> None:
+    if recipe.every_n_layers > 1 and not versions.can_offload_checkpoints():  # both came with the same version
+        raise ValueError(
+            f"every_n_layers={recipe.every_n_layers} is not known to this version of transformers; expected 5.17 or "
+            "newer. Pass recipe.replace(every_n_layers=1), or call: pip install -U transformers"
+        )
+    if recipe.offload:
+        from hf_memopt.techniques.checkpointing.policies import check_offload
+
+        check_offload(on_cpu=on_cpu)
 
 
 # ---- Gradient release -----------------------------------------------------------------------------------------------
@@ -113,7 +124,7 @@ def _check_release(arguments: Mapping[str, Any]) -> None:
 
 
 def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
-    """Return ``bf16`` and ``fp16``, and the ``Change`` where the recipe leaves them to the machine."""
+    """Return ``bf16`` and ``fp16``, or ``tf32``, and the ``Change`` where the recipe leaves them to the machine."""
     from hf_memopt.devices.precision_support import check_precision
 
     weights = weights_dtype_here(recipe, use_cpu=use_cpu)  # what it refuses is refused before a model is loaded
@@ -125,6 +136,8 @@ def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> t
         if name == "auto":
             why = _chosen_precision(recipe, weights, use_cpu)
             name = why.new
+        elif name == "tf32":
+            return _tf32(use_cpu)
         asked = {"bf16": name == "bf16", "fp16": name == "fp16"}
     if why is None:
         check_precision(**asked, use_cpu=use_cpu)
@@ -135,6 +148,16 @@ def _precision(recipe: Recipe, overrides: Mapping[str, Any], use_cpu: bool) -> t
             f"16-bit formats; expected one of them. Call: recipe.replace(weights_dtype={autocast!r}), and load it anew"
         )
     return asked, why
+
+
+def _tf32(use_cpu: bool) -> tuple[dict[str, bool], Change | None]:
+    """Return ``tf32``, or nothing where the machine has none: float32 products are exact there, and slower."""
+    from transformers.utils.import_utils import is_torch_tf32_available
+
+    if not use_cpu and is_torch_tf32_available():
+        return {"tf32": True, "bf16": False, "fp16": False}, None
+    asked = {"bf16": False, "fp16": False}
+    return asked, Change("precision", "tf32", "fp32", "this machine has no TF32: compute capability 8.0 and newer have")
 
 
 def _chosen_precision(recipe: Recipe, weights: str, use_cpu: bool) -> Change:

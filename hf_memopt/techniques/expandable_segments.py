@@ -22,7 +22,7 @@ from hf_memopt.binding.handles import UndoHandle, nothing_to_undo
 from hf_memopt.binding.versions import allocator_variable
 from hf_memopt.changes import Change
 
-__all__ = ["use_expandable_segments"]
+__all__ = ["platform_problem", "use_expandable_segments"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,20 +45,20 @@ def use_expandable_segments() -> UndoHandle:
         environment has the setting already or (with a warning) if the platform does not support it.
 
     Raises:
-        RuntimeError: CUDA has started in this process, and its allocator has read the variable.
+        RuntimeError: CUDA has started in this process, and its allocator has read the variable without the setting.
     """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise RuntimeError(
-            "torch.cuda.is_initialized()=True comes too late, the allocator has read its settings; expected a call "
-            "before CUDA starts. Move use_expandable_segments() to the top of the script, before TrainingArguments(...)"
-        )
     variable = allocator_variable()
     text = _settings_in_effect(variable)
     asked = [item for item in text.split(",") if item.partition(":")[0].strip() == SETTING]
     if asked:
         logger.info("%s", Change(variable, text, text, f"the environment's own {asked[0].strip()} wins"))
         return nothing_to_undo()
-    problem = _platform_problem()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise RuntimeError(
+            "torch.cuda.is_initialized()=True comes too late, the allocator has read its settings; expected a call "
+            "before CUDA starts. Move use_expandable_segments() to the top of the script, before TrainingArguments(...)"
+        )
+    problem = platform_problem()
     if problem:
         warnings.warn(
             f"expandable_segments=True is left out: {problem}; expected plain Linux. Leave use_expandable_segments() "
@@ -79,7 +79,7 @@ def _settings_in_effect(variable: str) -> str:
     return text.strip().strip(",")
 
 
-def _platform_problem() -> str:
+def platform_problem() -> str:
     """Return why expandable segments cannot work on this platform, or an empty text."""
     if sys.platform == "win32":  # seen up to torch 2.13; https://github.com/pytorch/pytorch/pull/189163
         return "torch ignores it on Windows"

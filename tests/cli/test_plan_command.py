@@ -35,7 +35,9 @@ def test_a_plan_for_a_file_of_lengths(model: str, tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     assert max(map(len, found.output.splitlines())) <= 80
     assert "100 rows, mean " in found.output
-    assert "Note: rows are cut to 40 tokens, which cuts 1.0% of them." in found.output
+    shown = " ".join(found.output.split())
+    assert "Note: planned for the longest row, 64 tokens, so that none is cut; seq_len=40 needs less memory" in shown
+    assert "and cuts 1.0% of the rows." in shown
     assert "Recommended: full, " in found.output
 
 

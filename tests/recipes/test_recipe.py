@@ -36,6 +36,7 @@ from hf_memopt.devices import memory_reading
 from hf_memopt.devices import precision_support as precision
 from hf_memopt.devices.precision_support import Precision
 from hf_memopt.memory.estimation import estimate
+from hf_memopt.recipes.resolved_arguments import resolve_arguments
 from hf_memopt.recipes.wired_trainer import BITSANDBYTES_8BIT
 from hf_memopt.techniques.freezing.freezing import freeze, trainable_parameters
 
@@ -260,6 +261,39 @@ def test_an_explicit_precision_is_kept_or_refused() -> None:
     assert str(error.value).startswith("fp16=True cannot train on this machine, whose device is 'cpu'; ")
 
 
+def test_tf32_is_used_where_the_machine_has_it(monkeypatch, tmp_path) -> None:
+    chosen = Recipe("mine", "a test", precision="tf32")
+    assert chosen.step_settings().precision == "tf32"
+    assert chosen.training_arguments(str(tmp_path)).tf32 is None
+    [change] = [c for c in chosen.changes() if c.name == "precision"]
+    assert str(change).startswith("precision: 'tf32' -> 'fp32' (this machine has no TF32")
+    monkeypatch.setattr("transformers.utils.import_utils.is_torch_tf32_available", lambda: True)
+    assert resolve_arguments(chosen, None, {})[0]["tf32"] is True
+    assert not [c for c in chosen.changes() if c.name == "precision"]
+
+
+def test_checkpointing_of_some_layers_is_stocks_own(tmp_path) -> None:
+    chosen = Recipe("mine", "a test", checkpointing=True, every_n_layers=2)
+    assert chosen.step_settings().checkpointing == {"every_n_layers": 2}
+    if versions.can_offload_checkpoints():
+        args = chosen.training_arguments(str(tmp_path))
+        assert versions.checkpointing_of(args) == (True, {"use_reentrant": False, "every_n_layers": 2})
+    with pytest.raises(ValueError, match="every_n_layers=2, checkpointing=False recompute nothing"):
+        Recipe("mine", "a test", every_n_layers=2)
+
+
+def test_expandable_segments_are_asked_for_before_cuda_starts(monkeypatch, tmp_path) -> None:
+    asked = []
+    monkeypatch.setattr("hf_memopt.techniques.expandable_segments.use_expandable_segments", lambda: asked.append(1))
+    chosen = Recipe("mine", "a test", expandable_segments=True)
+    assert chosen.step_settings().expandable_segments
+    chosen.training_arguments(str(tmp_path))
+    assert asked == []  # there is no GPU
+    monkeypatch.setattr(precision, "accelerator_type", lambda: "cuda")
+    chosen._prepare_allocator()
+    assert asked == [1]
+
+
 def test_checkpointing_can_be_switched_off() -> None:
     prefix = "activation" if hasattr(preset("cpu", "out"), "activation_checkpointing") else "gradient"
     assert getattr(preset("4gb-gpu", "out"), f"{prefix}_checkpointing")
@@ -370,7 +404,7 @@ def test_recipes_are_frozen_hashable_and_replaced() -> None:
         (
             {"precision": "fp8"},
             ValueError,
-            "precision='fp8' is invalid; expected 'auto', 'bf16', 'fp16' or 'fp32'. Did you mean 'fp32'? "
+            "precision='fp8' is invalid; expected 'auto', 'bf16', 'fp16', 'tf32' or 'fp32'. Did you mean 'fp32'? "
             "Pass precision='auto'",
         ),
     ],

@@ -289,6 +289,8 @@ def _key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) 
 
 def _values_of(settings: StepSettings, left_out: Set[str]) -> str | None:
     """Return the values of all settings but some; None where they have functions, which may change."""
+    if settings.precision == "tf32":
+        settings = settings.replace(precision="fp32")  # the same allocations and operations
     options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
     own_layers = getattr(settings.lora, "_custom_modules", None)  # private, of peft 0.18 to 0.21; repr has none of it
     if settings.prepare or own_layers or any(callable(value) for value in options.values()):

@@ -6,15 +6,18 @@ import os
 from typing import Any
 
 from torch import nn
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from hf_memopt.binding.layer_names import layer_stacks
 from hf_memopt.binding.model_tasks import task_of
 from hf_memopt.binding.quantized_weights import is_quantized
 from hf_memopt.binding.tied_embedding import tied_embeddings
+from hf_memopt.binding.versions import can_offload_checkpoints
 from hf_memopt.memory.models.example_batch import default_length, most_tokens
 from hf_memopt.memory.models.known import name_on_hub
 from hf_memopt.memory.recording.kept_models import load_or_reuse
 from hf_memopt.recipes.planning.set_ups import ModelFacts
+from hf_memopt.techniques.expandable_segments import platform_problem
 
 __all__ = ["facts_of", "name_to_load"]
 
@@ -30,7 +33,7 @@ def facts_of(model: Any, task: str | None) -> tuple[Any, str | None, ModelFacts,
         source, own_task = model.config, task_of(model)
     built = load_or_reuse(source, task=own_task).model
     found = task_of(built)
-    stacks = [len(stack) for stack in layer_stacks(built)]
+    stacks = [len(stack) for stack in layer_stacks(built).values()]
     facts = ModelFacts(
         task=found,
         is_tied=bool(tied_embeddings(built)),
@@ -39,6 +42,10 @@ def facts_of(model: Any, task: str | None) -> tuple[Any, str | None, ModelFacts,
         is_quantized=is_quantized(built),
         can_adapt=found is not None,
         can_reload=not isinstance(source, nn.Module),
+        supports_flash=getattr(built, "_supports_flash_attn", False),  # seen in transformers 5.8.1, 5.17.0 and 5.23.0
+        has_flash=is_flash_attn_2_available(),
+        has_offload=can_offload_checkpoints(),
+        has_segments=not platform_problem(),
     )
     return source, own_task, facts, most_tokens(built) if found is not None else None, default_length(built)
 

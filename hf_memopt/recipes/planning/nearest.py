@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,10 @@ class Shortfall:
     Attributes:
         nearest: the set-up that needs least, of those that need no further consent.
         lacks_bytes: what it needs beyond the GPU's memory.
-        longest: tokens of a row with which it fits, with the margin; None where no length does, and without text.
-        batch: examples of a step that a set-up with released gradients could hold; None where it is not about that.
+        longest: tokens of a row with which it fits, with the margin, a multiple of 8 of which the next does not fit;
+            None where no length does, and without text.
+        batch: examples of a step that a set-up with released gradients can hold, of which one more does not fit; None
+            where they are not allowed, or none fits.
         parameters: elements of the largest model of the same shape that fits, by proportion; 0 where none does.
         gpu: name of the smallest GPU of the table that holds it, simulated; "" where none does.
         consents: words of ``allow`` with which a set-up fits, simulated; () where none does.
@@ -74,7 +76,7 @@ def shortfall_of(
         nearest=least,
         lacks_bytes=-least.spare_bytes,
         longest=_longest(least, simulation, facts),
-        batch=_batch(allowed, simulation, share) if least.recipe.gradient_release else None,
+        batch=_batch(allowed, simulation, share),
         parameters=_parameters(least, simulation.parameters),
         gpu=_smallest_gpu(least, simulation),
         consents=with_consent[0].consents if with_consent else (),
@@ -82,36 +84,49 @@ def shortfall_of(
 
 
 def _longest(least: Candidate, simulation: Simulation, facts: ModelFacts) -> int | None:
-    """Return the most tokens with which the set-up fits, by bisection over simulations."""
+    """Return the most tokens with which the set-up fits, a multiple of 8; simulations show that the next does not."""
     if least.seq_len is None or facts.task == "image-classification":
         return None
-    low, high = 0, -(-least.seq_len // MULTIPLE)
-    while high - low > max(1, high // 16):
-        middle = (low + high) // 2
-        total_bytes = simulation.estimate(least.recipe, middle * MULTIPLE).total_bytes
-        if total_bytes + least.margin_bytes <= least.usable_bytes:
-            low = middle
-        else:
-            high = middle
-        if not low and high <= 2:
-            break
-    return low * MULTIPLE or None
+
+    def spare_bytes(multiples: int) -> int:
+        return room - simulation.estimate(least.recipe, multiples * MULTIPLE).total_bytes
+
+    room = least.usable_bytes - least.margin_bytes
+    return _largest(spare_bytes, -(-least.seq_len // MULTIPLE), room - least.total_bytes) * MULTIPLE or None
+
+
+def _largest(spare_bytes: Callable[[int], int], too_many: int, lacking: int) -> int:
+    """Return the largest number from 1 on that leaves bytes to spare; 0 where even 1 does not.
+
+    The line through the two nearest known numbers says where to look, as memory hardly bends.
+
+    Args:
+        spare_bytes: of a number, negative for what is missing.
+        too_many: a number that does not fit.
+        lacking: its ``spare_bytes``.
+    """
+    if too_many <= 1 or (spare := spare_bytes(1)) < 0:
+        return 0
+    low, high, turn = (1, spare), (too_many, lacking), 0
+    while high[0] - low[0] > 1:
+        turn += 1
+        share = low[1] / max(low[1] - high[1], 1) if turn % 3 else 0.5  # where it jumps, the line leads nowhere
+        guess = min(max(low[0] + int(share * (high[0] - low[0])), low[0] + 1), high[0] - 1)
+        found = guess, spare_bytes(guess)
+        low, high = (found, high) if found[1] >= 0 else (low, found)
+    return low[0]
 
 
 def _batch(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> int | None:
     """Return the largest batch that the leanest set-up with released gradients can hold as one."""
     released = [one for one in set_ups if one.recipe.gradient_release]
-    low, high = 0, share
-    while released and high - low > 1:
-        rows = (low + high) // 2
+    room = simulation.gpu.usable_bytes - simulation.gpu.usable_bytes // MARGIN_SHARE
+
+    def spare_bytes(rows: int) -> int:
         recipe = released[-1].recipe.replace(effective_batch_size=rows, per_device_train_batch_size=rows)
-        total_bytes = simulation.estimate(recipe, simulation.texts.seq_len).total_bytes
-        usable_bytes = simulation.gpu.usable_bytes
-        if total_bytes + usable_bytes // MARGIN_SHARE <= usable_bytes:
-            low = rows
-        else:
-            high = rows
-    return low or None
+        return room - simulation.estimate(recipe, simulation.texts.seq_len).total_bytes
+
+    return (_largest(spare_bytes, share, spare_bytes(share)) or None) if released else None
 
 
 def _parameters(least: Candidate, parameters: int) -> int:

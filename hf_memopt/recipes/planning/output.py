@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.memory.step_time.prices import equally_fast
 from hf_memopt.recipes.planning.request import GOALS
 from hf_memopt.reports.plan_file import FORMAT
 from hf_memopt.units import format_bytes, to_gib
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["plan_json", "plan_text", "shown_candidates"]
 
 SHOWN_FITTING, SHOWN_OVER = 4, 2  # rows of a table beside the chosen one
+MARKS = {">": "recommended", "~": "tight", "x": "does not fit", "?": "needs consent"}
 BAR_FROM, WIDE_FROM = 76, 100  # columns of a terminal
 LEAST_COLUMNS = 40
 
@@ -79,7 +81,7 @@ def shown_candidates(found: Plan) -> list[Candidate]:
     ranked = sorted(by_name.values(), key=lambda one: (one is not found.chosen, *_place(one)))
     fitting = [one for one in ranked if one.fits or one is found.chosen][: 1 + SHOWN_FITTING]
     tight = [one for one in ranked if one.verdict == "tight" and not one.consents and one not in fitting]
-    asking = {one.consents: one for one in reversed(ranked) if one.consents}
+    asking = {one.consents: one for one in reversed(ranked) if one.consents and _is_worth_asking(one, found)}
     over: list[Candidate] = []
     for stage in dict.fromkeys(one.stage for one in found.candidates):
         of_stage = [one for one in ranked if one.verdict == "over" and one.stage == stage and not one.consents]
@@ -87,6 +89,14 @@ def shown_candidates(found: Plan) -> list[Candidate]:
     nearest = [found.shortfall.nearest] if found.shortfall is not None else []
     rows = [*fitting, *tight[:SHOWN_OVER], *nearest, *reversed(asking.values()), *over]
     return list({id(one): one for one in rows}.values())
+
+
+def _is_worth_asking(one: Candidate, found: Plan) -> bool:
+    """Return whether a set-up that needs consent fits, where nothing else does, or is faster by more than 5 %."""
+    if one.verdict != "fits":
+        return False
+    chosen = found.chosen
+    return chosen is None or not chosen.fits or (one.cost < chosen.cost and not equally_fast(one.cost, chosen.cost))
 
 
 def _place(one: Candidate) -> tuple[Any, ...]:
@@ -116,12 +126,20 @@ def _table(found: Plan, width: int) -> list[str]:
 
     lines = [line(" ", "plan", headings)]
     for one, row in zip(rows, table, strict=True):
-        mark = ">" if one is found.chosen else "x" if one.verdict == "over" else "?" if one.consents else " "
+        mark = _mark(one, found)
         first, *rest = wrap(
             one.name + (f", {one.seq_len} tokens" if one.seq_len != found.texts.seq_len else ""), name_columns
         ) or [""]
         lines += [line(mark, first, row), *(f"     {more}" for more in rest)]
-    return lines
+    marks = {_mark(one, found) for one in rows}
+    legend = "   ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark in marks)
+    return [*lines, *([f" {legend}"] if len(legend) < width else [])]
+
+
+def _mark(one: Candidate, found: Plan) -> str:
+    if one is found.chosen:
+        return ">"
+    return "x" if one.verdict == "over" else "?" if one.consents else "~" if one.verdict == "tight" else " "
 
 
 def _figures(one: Candidate, bar_columns: int, timed: bool, examples: int | None) -> list[str]:
@@ -160,10 +178,20 @@ def _recommended(found: Plan) -> Iterator[str]:
 def _with_consent(found: Plan) -> Iterator[str]:
     """Yield what fits and needs words of ``allow`` that were not given."""
     for one in shown_candidates(found):
-        if one.consents and one.verdict == "fits" and one is not found.chosen:
+        if one.consents:
             words = ", ".join(one.consents)
             times = "" if found.chosen is None else f", {one.cost / found.chosen.cost:.2f} x its time"
-            yield f"? With your consent, allow={words}: {one.name}, {one.batch}{times}."
+            freed = 0 if found.chosen is None else _freed_bytes(one, found)
+            less = f", {format_bytes(freed)} less with as many rows" if freed > 0 else ""
+            yield f"? Bigger lever, with your consent: allow={words}: {one.name}, {one.batch}{times}{less}."
+
+
+def _freed_bytes(lever: Candidate, found: Plan) -> int:
+    """Return what the set-up that needs consent frees of the chosen one's bytes with the chosen one's rows."""
+    for one in found.candidates:
+        if found.chosen is not None and (one.name, one.rows) == (lever.name, found.chosen.rows):
+            return found.chosen.total_bytes - one.total_bytes
+    return 0
 
 
 def _short(found: Plan) -> Iterator[str]:

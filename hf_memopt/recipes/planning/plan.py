@@ -35,8 +35,8 @@ from hf_memopt.recipes.planning.request import (
     checked_word,
     read_gpu,
 )
-from hf_memopt.recipes.planning.search import best_of, least_set_ups, row_counts, search
-from hf_memopt.recipes.planning.set_ups import ModelFacts, SetUp, set_ups
+from hf_memopt.recipes.planning.search import best_of, explore, least_set_ups, row_counts, search
+from hf_memopt.recipes.planning.set_ups import BF16_WEIGHTS, ModelFacts, SetUp, set_ups
 from hf_memopt.recipes.planning.simulation import Simulation
 from hf_memopt.units import format_bytes
 
@@ -233,7 +233,7 @@ def plan(
         lengths: tokens of each example, such as ``token_lengths(dataset)``, shape (examples,): memory is planned for
             the longest row, time for the mean padded length of bucketed batches.
         seq_len: where rows are cut; without ``lengths`` the tokens of every row. None for the longest of ``lengths``,
-            else 512 or what the model takes.
+            so that no row is cut (``--data`` of the command line does the same), else 512 or what the model takes.
         effective_batch_size: examples of an optimizer step, which stays as it is.
         goal: ``"speed"``, ``"memory"`` or ``"longest"``.
         method: ``"full"``, ``"lora"``, ``"qlora"``, or ``"auto"``: full training where it fits with 5 % to spare,
@@ -364,7 +364,19 @@ class _Search:
             self.simulation.texts = self.simulation.texts.shortened(max(length // part, 1), self.share)
             more, chosen = self._by_stage(stages)
             candidates += more
-        return candidates, chosen
+        return [*candidates, *self._lever(chosen)], chosen
+
+    def _lever(self, chosen: Candidate | None) -> list[Candidate]:
+        """Return the chosen set-up with bfloat16 weights, which need consent: as it is, and with more rows that fit."""
+        if chosen is None or chosen.stage != "full" or BF16_WEIGHTS.consent in self.simulation.allow:
+            return []
+        method, _, *rest = chosen.name.split(", ")
+        name = ", ".join([method, BF16_WEIGHTS.name, *rest])
+        lever = next((one for one in self.all_set_ups(["full"]) if one.name == name), None)
+        if lever is None or self.goal != "speed":
+            return []
+        counts = [rows for rows in row_counts(lever, self.share) if rows >= chosen.rows]
+        return explore(lever, self.simulation, counts)
 
     def _by_stage(self, stages: Sequence[str]) -> tuple[list[Candidate], Candidate | None]:
         candidates: list[Candidate] = []
@@ -434,6 +446,11 @@ def _notes(
         yield f"seq_len={texts.seq_len} by default; pass lengths, or the length of your longest rows"
     if planned.cut and planned.rows:
         yield f"rows are cut to {planned.seq_len} tokens, which cuts {planned.cut / planned.rows:.1%} of them"
+    elif shorter := planned.shorter():
+        yield (
+            f"planned for the longest row, {planned.seq_len} tokens, so that none is cut; seq_len={shorter[0]} needs "
+            f"less memory and cuts {shorter[1]:.1%} of the rows"
+        )
     if chosen is not None and method == "auto":
         tried = [stage for stage in dict.fromkeys(one.stage for one in candidates) if stage != chosen.stage]
         if tried:
@@ -443,6 +460,10 @@ def _notes(
             yield f"{neither}{without} {does} with 5 % to spare, so {NAMES[chosen.stage]} was chosen"
     if chosen is not None and chosen.verdict == "tight":
         yield f"tight: {format_bytes(chosen.spare_bytes)} to spare, less than the 5 % that an estimate may be wrong by"
+    share = 1 if chosen is None else chosen.examples // simulation.world_size
+    if chosen is not None and chosen.rows == 1 and share > 3 and all(share % rows for rows in range(2, share)):
+        even = (share + 1) * simulation.world_size
+        yield f"{share} examples cannot be cut evenly but into single ones; effective_batch_size={even} can"
     if simulation.priced_on is not None and simulation.priced_on.name != simulation.gpu.name:
         yield f"times are those of {simulation.priced_on.name}: {simulation.gpu.name} has no known rates"
     if simulation.time_unknown:

@@ -42,8 +42,7 @@ def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candi
     if goal == "longest" and one.seq_len != chosen.seq_len:
         return f"rows of {one.seq_len} tokens, and {chosen.seq_len} fit"
     if equally_fast(one.cost, chosen.cost):
-        simpler = "is simpler" if chosen.simplicity < one.simplicity else "fits with larger micro-batches"
-        return f"within 5 % of the chosen, which {simpler}"
+        return f"within 5 % of the chosen, which is {'simpler' if chosen.simplicity < one.simplicity else 'faster'}"
     return f"{one.cost / chosen.cost:.2f} x the time of the chosen"
 
 
@@ -73,7 +72,8 @@ def _buys_nothing(one: Candidate, candidates: Sequence[Candidate], goal: str) ->
         if same and fewer and other.fits and one.cost >= other.cost and not saves:
             times = one.cost / other.cost
             freed = other.total_bytes - one.total_bytes
-            price = "no more time" if times < 1.005 else f"{times:.2f} x the time"
+            seconds = "" if one.seconds is None else f", {one.seconds:.3g} s a step"
+            price = "no more time" if times < 1.005 else f"{times:.2f} x the time{seconds}"
             frees = f"frees {format_bytes(freed)} that nothing needs" if freed > 0 else "frees nothing"
             return f"{without[0]} buys nothing: without it {other.batch} fits too; it {frees}, for {price}"
     return ""

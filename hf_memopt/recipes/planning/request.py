@@ -132,7 +132,7 @@ class Texts:
     """The lengths to plan for.
 
     Attributes:
-        seq_len: tokens of the longest row; None for a model without text.
+        seq_len: tokens of the longest row, where it is cut those that stay; None for a model without text.
         width: mean padded tokens of a row over an epoch in bucketed order, a multiple of 8; None without lengths.
         rows: the number of examples; None where it is unknown.
         tokens: mean tokens of a row without padding; None without lengths.
@@ -183,7 +183,8 @@ class Texts:
                     f"lengths=<longest {longest}> are beyond the {most} positions of the model; expected 1 to {most}. "
                     f"Pass seq_len={most}, which cuts {int((values > most).sum())} of {values.size} rows"
                 )
-            seq_len = min(_rounded(longest), most or _rounded(longest))
+            seq_len = most or _rounded(longest)
+        seq_len = min(seq_len, _rounded(longest))
         kept = np.minimum(values.astype(np.int64), seq_len)
         ordered = np.sort(kept)
         widths = np.maximum.reduceat(ordered, np.arange(0, len(ordered), batch_size))
@@ -192,6 +193,17 @@ class Texts:
         return cls(
             seq_len, width, len(kept), float(kept.mean()), int((values > seq_len).sum()), values.astype(np.int64)
         )
+
+    def shorter(self) -> tuple[int, float] | None:
+        """Return the 99th percentile of the rows, rounded up, and the share of the rows that are longer.
+
+        None where no lengths are known, or where it is hardly shorter than the longest row: by less than a tenth.
+        """
+        if self.lengths is None or self.seq_len is None:
+            return None
+        length = _rounded(float(np.percentile(self.lengths, 99, method="inverted_cdf")))
+        longer = float((self.lengths > length).mean())
+        return (length, longer) if length < 0.9 * self.seq_len else None
 
     def shortened(self, seq_len: int, batch_size: int) -> Texts:
         """Return the lengths of the same rows, cut to fewer tokens."""

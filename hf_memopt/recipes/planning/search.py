@@ -4,21 +4,24 @@
   they do not fit a single one; the line through both tells where to look, and two neighbours prove the largest that
   fits. Every verdict is a simulation's, none that of the line. All rows at once may fit where a single one does not:
   without accumulation, gradients appear while activations are freed.
-- Bound: no micro-batch of a set-up is faster than all rows at once, which is simulated first. Where that is slower than
-  the best so far, only a single row is simulated besides, for the table.
+- Bound: no micro-batch of a set-up is faster than a larger one, and all rows at once are simulated first. Where another
+  candidate that fits is as simple and at least as fast, or more than 5 % faster, no smaller one is simulated but a
+  single row, for the table.
 - Weights, gradients that are not released, and optimizer state are there whatever the rows and whatever is recomputed.
   Where they alone are more than the GPU has, no other set-up with the same ones is simulated.
-- Offloading the inputs of checkpointed layers is never faster than keeping them. It is simulated where checkpointing
-  alone does not fit with all rows, and may still be faster than the best so far.
+- A technique that only saves memory is never faster than the set-up without it (``SetUp.plainer``): partial
+  checkpointing, offloading, expandable segments, less optimizer state of adapters. It is simulated with more rows than
+  fit without it, where those may still be fast enough; partial checkpointing also only where all layers' fits.
 - Where the set-up that needs least does not fit with a single row, only the simplest is simulated besides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hf_memopt.memory.step_time.prices import equally_fast
+from hf_memopt.memory.step_time.prices import SAME_FRACTION, equally_fast
+from hf_memopt.recipes.planning.set_ups import CHECKPOINTING
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
@@ -52,55 +55,138 @@ def search(set_ups: Sequence[SetUp], simulation: Simulation, share: int, goal: s
     elif goal == "memory":
         found += _smallest(allowed, simulation, share)
     else:
-        best: Candidate | None = None
-        too_large: set[Recipe] = set()  # of what is there in any case
-        for set_up in allowed:
-            if _held(set_up) in too_large:
-                continue
-            if set_up.recipe.offload and not _needs_offload(set_up, simulation, share, best):
-                continue
-            explored = explore(set_up, simulation, share, best=best)
-            found += explored
-            if any(_floor_bytes(one) > one.usable_bytes for one in explored):
-                too_large.add(_held(set_up))
-            best = best_of([*explored, *([] if best is None else [best])], goal)
+        found += _best_and_rivals(allowed, simulation, share)
     if not any(candidate.fits for candidate in found):
         for set_up in _asking(set_ups, simulation):
             least = simulation.of(set_up, row_counts(set_up, share)[0])
             found += _simulated([least])
             if least is not None and least.verdict == "fits":
-                found += explore(set_up, simulation, share)
+                found += explore(set_up, simulation, row_counts(set_up, share))
     return list({id(candidate): candidate for candidate in found}.values())
 
 
+def _best_and_rivals(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> list[Candidate]:
+    """Return the candidates among which the fastest and the simplest of the fast are."""
+    found: dict[str, list[Candidate]] = {}
+    fitting: list[Candidate] = []
+    too_large: set[Recipe] = set()  # of what is there in any case
+    by_name = {set_up.name: set_up for set_up in set_ups}
+    for set_up in set_ups:
+        counts = row_counts(set_up, share)
+        if _held(set_up) in too_large:
+            continue
+        if set_up.plainer:
+            counts = _counts_worth_it(set_up, counts, found, fitting)
+            whole = by_name.get(set_up.whole)
+            if whole is not None and counts:  # what all layers' does not fit with, some layers' does not
+                least = simulation.of(whole, counts[0])
+                counts = counts if least is not None and least.fits else []
+        if counts:
+            explored = found[set_up.name] = explore(set_up, simulation, counts, fitting)
+            fitting += [one for one in explored if one.fits]
+            if any(_floor_bytes(one) > one.usable_bytes for one in explored):
+                too_large.add(_held(set_up))
+    return [*(one for explored in found.values() for one in explored), *_refused(fitting, by_name, simulation)]
+
+
+def _refused(fitting: Sequence[Candidate], by_name: Mapping[str, SetUp], simulation: Simulation) -> list[Candidate]:
+    """Return the best set-up with checkpointing as well, so that its reason says what that would cost and free."""
+    best = best_of(fitting)
+    added = None if best is None else by_name.get(f"{best.name}, {CHECKPOINTING.name}")
+    if best is None or added is None:
+        return []
+    return _simulated(simulation.of(added, rows) for rows in dict.fromkeys((1, best.rows)))
+
+
+def _counts_worth_it(
+    set_up: SetUp, counts: Sequence[int], found: Mapping[str, Sequence[Candidate]], fitting: Sequence[Candidate]
+) -> list[int]:
+    """Return the row counts with which a set-up that is never faster than others may be of use: those they do not fit.
+
+    Args:
+        set_up: that only saves memory compared with its ``plainer`` ones.
+        counts: its row counts.
+        found: candidates of the set-ups so far, by name.
+        fitting: those that fit.
+    """
+    for name in set_up.plainer:
+        plain = found.get(name, ())
+        if not plain or plain[-1].fits or not _may_matter(plain[-1].cost, set_up, fitting):
+            return []
+        most = max((one.rows for one in plain if one.fits), default=0)
+        counts = [rows for rows in counts if rows > most]
+        next_ones = [one for one in plain if one.rows == counts[0]]
+        if not next_ones or _least_bytes(next_ones[0], set_up) > next_ones[0].usable_bytes:
+            return []
+    return list(counts)
+
+
+def _least_bytes(plain: Candidate, set_up: SetUp) -> int:
+    """Return what a set-up needs at least, by its plainer one with the same rows."""
+    changed = set_up.recipe
+    total_bytes = plain.context_bytes + plain.margin_bytes + sum(plain.components.values())
+    if changed.optim != plain.recipe.optim:
+        return total_bytes - plain.components["optimizer state"]
+    return total_bytes if changed.expandable_segments and not plain.recipe.expandable_segments else 0
+
+
 def _smallest(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> list[Candidate]:
-    """Return every set-up with one and with all rows, and those within 5 % of the least with as many as stay within."""
-    found = [(set_up, simulation.of(set_up, row_counts(set_up, share)[0])) for set_up in set_ups]
-    known = _simulated(first for _, first in found)
-    known += _simulated(simulation.of(set_up, row_counts(set_up, share)[-1]) for set_up in set_ups)
-    least = min((candidate.total_bytes for candidate in known if candidate.fits), default=0)
-    more = []
-    for set_up, first in found:
-        for rows in row_counts(set_up, share)[1:]:
-            if first is None or not first.fits or not equally_fast(first.total_bytes, least):
+    """Return what may need the least memory, and what is within 5 % of it with as many rows as stay within.
+
+    Those that save most come first, so that most others are left out: by what is there whatever the rows; where only
+    some layers are recomputed, by what recomputing all of them needs; without expandable segments, by what they need.
+    """
+    least = float("inf")
+    floors: dict[Recipe, int] = {}
+    near: list[tuple[SetUp, Candidate]] = []
+    found: dict[tuple[str, int], Candidate] = {}
+    for set_up in reversed(set_ups):
+        counts = row_counts(set_up, share)
+        for rows in dict.fromkeys((counts[0], counts[-1])):
+            if floors.get(_held(set_up), 0) > _within(least):
                 break
-            first = simulation.of(set_up, rows)
-            more.append(first)
-    return [*known, *_simulated(more)]
+            whole = found.get((set_up.whole, rows))
+            if whole is not None and whole.total_bytes > _within(least):
+                continue
+            one = simulation.of(set_up, rows)
+            if one is None:
+                break
+            found[set_up.name, rows] = one
+            floors[_held(set_up)] = _floor_bytes(one)
+            if one.fits:
+                least = min(least, one.total_bytes)
+            if rows == counts[0]:
+                near.append((set_up, one))
+    more = []
+    for set_up, first in near:
+        last: Candidate | None = first
+        for rows in row_counts(set_up, share)[1:]:
+            if last is None or not last.fits or last.total_bytes > _within(least):
+                break
+            last = simulation.of(set_up, rows)
+            more.append(last)
+    return [*found.values(), *_simulated(more)]
 
 
-def explore(set_up: SetUp, simulation: Simulation, share: int, best: Candidate | None = None) -> list[Candidate]:
+def _within(least: float) -> float:
+    """Return the most bytes that count as no more than ``least``, as ``equally_fast`` counts."""
+    return least / (1 - SAME_FRACTION)
+
+
+def explore(
+    set_up: SetUp, simulation: Simulation, counts: Sequence[int], fitting: Sequence[Candidate] = ()
+) -> list[Candidate]:
     """Return the set-up with the micro-batches that were simulated: the largest that fits, and its neighbours.
 
     Args:
         set_up: without its micro-batch.
         simulation: of the model on the GPU.
-        share: examples of a step on each GPU.
-        best: the best so far, which a smaller micro-batch has to be faster than; None to find the largest in any case.
+        counts: row counts to choose from, in order.
+        fitting: candidates that fit, which a smaller micro-batch has to be faster or simpler than; () to find the
+            largest in any case.
     """
-    counts = row_counts(set_up, share)
     least = None
-    if best is None:
+    if not fitting:
         least = simulation.of(set_up, counts[0])
         if least is None or _floor_bytes(least) > least.usable_bytes:
             return _simulated([least])
@@ -108,13 +194,13 @@ def explore(set_up: SetUp, simulation: Simulation, share: int, best: Candidate |
     if whole is None or whole.verdict == "fits" or len(counts) == 1:
         return _simulated([whole] if least is whole else [least, whole])
     least = simulation.of(set_up, counts[0])
-    if best is not None and best.fits and not _may_beat(whole, best):
+    if not _may_matter(whole.cost, set_up, fitting):
         return _simulated([least, whole])
     if least is None or least.verdict != "fits" or len(counts) == 2:
         return _simulated([least, whole])
     found = {counts[0]: least, counts[-1]: whole}
     low, high = 0, len(counts) - 1  # counts[low] fits, counts[high] does not
-    while high - low > 1:
+    while high - low > 1 and _may_matter(found[counts[high]].cost, set_up, fitting):
         guess = _guess(found[counts[low]], found[counts[high]], counts[low + 1 : high])
         between = simulation.of(set_up, guess)
         if between is None:
@@ -148,7 +234,15 @@ def best_of(candidates: Iterable[Candidate], goal: str = "speed") -> Candidate |
 
 def _held(set_up: SetUp) -> Recipe:
     """Return what decides how weights, gradients and state are held."""
-    return set_up.recipe.replace(checkpointing=False, offload=False, autocast_cache=True, reasons={})
+    return set_up.recipe.replace(
+        checkpointing=False,
+        every_n_layers=1,
+        offload=False,
+        autocast_cache=True,
+        expandable_segments=False,
+        attn_implementation="sdpa",
+        reasons={},
+    )
 
 
 def _floor_bytes(one: Candidate) -> int:
@@ -157,11 +251,12 @@ def _floor_bytes(one: Candidate) -> int:
     return one.context_bytes + sum(one.components[name] for name in parts)
 
 
-def _may_beat(whole: Candidate, best: Candidate) -> bool:
-    """Return whether a set-up that takes ``whole.cost`` at least may be chosen instead of ``best``."""
-    if equally_fast(whole.cost, best.cost):
-        return whole.simplicity < best.simplicity or whole.cost < best.cost
-    return whole.cost < best.cost
+def _may_matter(cost: float, set_up: SetUp, fitting: Iterable[Candidate]) -> bool:
+    """Return whether a set-up that takes ``cost`` at least may be the best of those that fit, or the fastest."""
+    for one in fitting:
+        if one.cost <= cost and (one.simplicity <= set_up.simplicity or not equally_fast(one.cost, cost)):
+            return False
+    return True
 
 
 def _guess(fits: Candidate, does_not: Candidate, between: Sequence[int]) -> int:
@@ -195,15 +290,6 @@ def _can_fit(set_ups: Sequence[SetUp], simulation: Simulation, share: int, found
     return False
 
 
-def _needs_offload(set_up: SetUp, simulation: Simulation, share: int, best: Candidate | None) -> bool:
-    """Return whether offloading may help where checkpointing alone is not enough."""
-    kept = set_up.without_offload()
-    whole = simulation.of(kept, row_counts(kept, share)[-1])
-    if whole is None or whole.fits:
-        return False
-    return best is None or _may_beat(whole, best)
-
-
 def least_set_ups(set_ups: Sequence[SetUp]) -> list[SetUp]:
     """Return of each way to hold weights and gradients the set-up that needs least memory."""
     kept = {}
@@ -215,7 +301,7 @@ def least_set_ups(set_ups: Sequence[SetUp]) -> list[SetUp]:
 def _asking(set_ups: Sequence[SetUp], simulation: Simulation) -> list[SetUp]:
     """Return one set-up for each set of words of ``allow`` that is missing: the one that needs least memory."""
     missing = [one for one in set_ups if not set(one.consents) <= set(simulation.allow)]
-    asking = [one for one in missing if not one.recipe.offload]
+    asking = [one for one in missing if not one.recipe.offload and not one.recipe.expandable_segments]
     return list({one.consents: one for one in asking}.values())
 
 

@@ -1,15 +1,16 @@
 """The set-ups that ``plan`` considers, as Recipes, in the order in which it prefers them, each with its techniques.
 
 What a technique changes decides the order (``KINDS``): nothing of the result, its rounding, or the training itself. Of
-set-ups that are as good as each other the one with fewer techniques, and of an earlier kind, is the simpler one.
+set-ups that are as good as each other the one that changes less, and then the one with fewer techniques, is simpler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.recipes.planning.simulation import priced_on
 from hf_memopt.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["LORA_RANK", "ModelFacts", "SetUp", "Technique", "set_ups"]
 
 KINDS = ("exact", "rounding", "training")
+ADAPTERS = ("lora", "qlora")
 LORA_RANK = 16
 LANGUAGE_TASKS = ("causal-lm", "masked-lm", "seq2seq", "speech-seq2seq")
 EVAL_ROWS = 8  # no more than that are needed to use a GPU where no activations are kept
@@ -33,6 +35,8 @@ class Technique:
         reason: for these fields.
         kind: what it changes, one of ``KINDS``.
         consent: the word of ``allow`` that it needs; "" for none.
+        only_saves: whether it never makes a step faster, so that it is of use only with more rows than fit without it.
+        replaces: the technique that it builds on and stands for; None for none.
     """
 
     name: str
@@ -40,6 +44,8 @@ class Technique:
     reason: str
     kind: str = "exact"
     consent: str = ""
+    only_saves: bool = False
+    replaces: Technique | None = None
 
 
 AUTOCAST = "matrix products in 16 bits, weights and updates in float32"
@@ -48,10 +54,32 @@ CHECKPOINTING = Technique(
     {"checkpointing": True, "autocast_cache": False},
     "activations are recomputed in the backward pass instead of kept",
 )
+PARTIAL = tuple(
+    Technique(
+        f"checkpointing every {name} layer",
+        {**CHECKPOINTING.fields, "every_n_layers": every},
+        f"activations of every {name} layer are recomputed in the backward pass, those of the others are kept",
+        only_saves=True,
+    )
+    for every, name in ((4, "4th"), (2, "2nd"))
+)
 OFFLOAD = Technique(
     "offload",
-    {"checkpointing": True, "autocast_cache": False, "offload": True},
+    {**CHECKPOINTING.fields, "offload": True},
     "the inputs of checkpointed layers wait in host memory",
+    only_saves=True,
+    replaces=CHECKPOINTING,
+)
+SEGMENTS = Technique(
+    "expandable segments",
+    {"expandable_segments": True},
+    "memory that is free between blocks can be used; call use_expandable_segments() at the top of the script",
+    only_saves=True,
+)
+FLASH = Technique(
+    "FlashAttention-2",
+    {"attn_implementation": "flash_attention_2"},
+    "it is installed, and needs no mask of every pair of tokens",
 )
 PAGED = Technique(
     "paged AdamW", {"optim": "paged_adamw_32bit"}, "optimizer state that does not fit moves to host memory"
@@ -63,6 +91,12 @@ PAGED_EIGHT_BIT = Technique(
     "paged 8-bit AdamW",
     {"optim": "paged_adamw_8bit"},
     "2 bytes of state per parameter, and what does not fit moves to host memory",
+    "rounding",
+)
+TF32 = Technique(
+    "tf32",
+    {"precision": "tf32"},
+    "products of float32 matrices keep 10 bits of each factor's mantissa, and nothing is stored in 16 bits",
     "rounding",
 )
 RELEASE = Technique(
@@ -83,7 +117,7 @@ BF16_WEIGHTS = Technique(
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the order of set-ups depends on.
+    """What the order of set-ups depends on: the model, and what is installed here.
 
     Attributes:
         task: of the model's head; None for a head that is unknown.
@@ -93,6 +127,10 @@ class ModelFacts:
         is_quantized: whether its weights are quantised already.
         can_adapt: whether PEFT's rules are known to fit it.
         can_reload: whether it is built from a name or a configuration, so that its weights can be of another dtype.
+        supports_flash: whether transformers has FlashAttention-2 for it.
+        has_flash: whether FlashAttention-2 is installed here.
+        has_offload: whether transformers here can offload, and recompute some of the layers only.
+        has_segments: whether torch's allocator has expandable segments on this platform.
     """
 
     task: str | None
@@ -102,6 +140,10 @@ class ModelFacts:
     is_quantized: bool = False
     can_adapt: bool = True
     can_reload: bool = True
+    supports_flash: bool = False
+    has_flash: bool = False
+    has_offload: bool = True
+    has_segments: bool = True
 
     @property
     def is_language_model(self) -> bool:
@@ -131,45 +173,66 @@ class SetUp:
     @property
     def name(self) -> str:
         """The method and its techniques in short."""
-        method = {"full": "full", "freeze": "full", "lora": f"LoRA r{LORA_RANK}", "qlora": f"QLoRA r{LORA_RANK}"}
-        return ", ".join((method[self.stage], *(technique.name for technique in self.techniques)))
+        return _name(self.stage, self.techniques)
+
+    @property
+    def plainer(self) -> tuple[str, ...]:
+        """The names of the set-ups that are at least as fast: without one of the techniques that only save memory.
+
+        The state of adapters is so small that an optimizer with less of it counts among those techniques.
+        """
+        names = []
+        for one in self.techniques:
+            if one.only_saves or (self.stage in ADAPTERS and "optim" in one.fields):
+                rest = [one.replaces if other is one else other for other in self.techniques]
+                names.append(_name(self.stage, tuple(other for other in rest if other is not None)))
+        return tuple(names)
+
+    @property
+    def whole(self) -> str:
+        """The name of the set-up that recomputes every layer, where this one recomputes some of them; else ""."""
+        if self.recipe.every_n_layers == 1:
+            return ""
+        return _name(self.stage, tuple(CHECKPOINTING if one in PARTIAL else one for one in self.techniques))
 
     @property
     def structure(self) -> Recipe:
-        """The recipe without what needs no recording of its own: the optimizer."""
-        return self.recipe.replace(optim="adamw_torch_fused", reasons={})
-
-    def without_offload(self) -> SetUp:
-        """Return it with checkpointing in place of offloading."""
-        techniques = tuple(CHECKPOINTING if one is OFFLOAD else one for one in self.techniques)
-        reasons = {name: why for name, why in self.recipe.reasons.items() if name != "offload"}
-        reasons |= dict.fromkeys(CHECKPOINTING.fields, CHECKPOINTING.reason)
-        return replace(self, recipe=self.recipe.replace(offload=False, reasons=reasons), techniques=techniques)
+        """The recipe without what needs no recording of its own: the optimizer and the allocator's segments."""
+        return self.recipe.replace(optim="adamw_torch_fused", expandable_segments=False, reasons={})
 
     @property
     def simplicity(self) -> tuple[int, int, int]:
-        """Smaller is simpler: what it changes of training, how many techniques it has, how many change rounding."""
+        """Smaller is simpler: how many techniques change the training, how many its rounding, how many there are."""
         kinds = [technique.kind for technique in self.techniques]
-        return kinds.count("training"), len(kinds), kinds.count("rounding")
+        return kinds.count("training"), kinds.count("rounding"), len(kinds)
+
+
+def _name(stage: str, techniques: tuple[Technique, ...]) -> str:
+    method = {"full": "full", "freeze": "full", "lora": f"LoRA r{LORA_RANK}", "qlora": f"QLoRA r{LORA_RANK}"}
+    return ", ".join((method[stage], *(technique.name for technique in techniques)))
 
 
 def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Iterator[SetUp]:
     """Yield the set-ups of one rung of the ladder, those of one recording after each other."""
-    base = _base(facts, effective_batch_size)
+    base = _base(facts, gpu, effective_batch_size)
+    partial = [(one,) for one in PARTIAL if facts.has_offload and one.fields["every_n_layers"] < facts.layers]
+    memories = [(), *partial, (CHECKPOINTING,), *([(OFFLOAD,)] if facts.has_offload else [])]
+    segments = [(), *([(SEGMENTS,)] if facts.has_segments else [])]
     for common in _commons(stage, facts, gpu):
-        for memory in ((), (CHECKPOINTING,), (OFFLOAD,)):
+        for memory in memories:
             for optimizer in _optimizers(stage, common):
-                techniques = (*common, *optimizer, *memory)
-                fields: dict[str, Any] = {}
-                reasons = dict(base.reasons)
-                for technique in techniques:
-                    fields |= technique.fields
-                    reasons |= dict.fromkeys(technique.fields, technique.reason)
-                changed = base.replace(**_fused(facts, stage, fields), **fields)
-                yield SetUp(stage, changed.replace(reasons=reasons), techniques)
+                for last in segments:
+                    techniques = (*common, *optimizer, *memory, *last)
+                    fields: dict[str, Any] = {}
+                    reasons = dict(base.reasons)
+                    for technique in techniques:
+                        fields |= technique.fields
+                        reasons |= dict.fromkeys(technique.fields, technique.reason)
+                    changed = base.replace(**_fused(facts, stage), **fields)
+                    yield SetUp(stage, changed.replace(reasons=reasons), techniques)
 
 
-def _base(facts: ModelFacts, effective_batch_size: int) -> Recipe:
+def _base(facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Recipe:
     rows = 1 if facts.is_language_model else min(EVAL_ROWS, effective_batch_size)
     reasons = {
         "per_device_eval_batch_size": "evaluation has whole logits, of one example at a time"
@@ -179,6 +242,8 @@ def _base(facts: ModelFacts, effective_batch_size: int) -> Recipe:
         "sparse_tied_embedding": "one matrix of the vocabulary's size less in the backward pass",
         "eval_accumulation_steps": "logits would pile up on the GPU until evaluation ends",
     }
+    if gpu.bf16 and facts.supports_flash and not facts.has_flash:
+        reasons["attn_implementation"] = "no attention matrix is kept; flash_attention_2 is not installed here"
     return Recipe(
         name="plan",
         purpose="chosen by plan()",
@@ -191,7 +256,7 @@ def _base(facts: ModelFacts, effective_batch_size: int) -> Recipe:
     )
 
 
-def _fused(facts: ModelFacts, stage: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _fused(facts: ModelFacts, stage: str) -> dict[str, Any]:
     if not facts.is_language_model:
         return {}
     trains_embedding = stage == "full" and not facts.has_adapters and not facts.is_quantized
@@ -199,8 +264,8 @@ def _fused(facts: ModelFacts, stage: str, fields: dict[str, Any]) -> dict[str, A
 
 
 def _optimizers(stage: str, common: tuple[Technique, ...]) -> tuple[tuple[Technique, ...], ...]:
-    if stage in ("lora", "qlora"):
-        return ((),)  # the state of adapters is small
+    if stage in ADAPTERS:
+        return ((), (PAGED,), (EIGHT_BIT,))
     if stage == "freeze":
         return ((), (EIGHT_BIT,))
     if BF16_WEIGHTS in common:
@@ -209,7 +274,16 @@ def _optimizers(stage: str, common: tuple[Technique, ...]) -> tuple[tuple[Techni
 
 
 def _commons(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Technique, ...]]:
-    """Yield what the set-ups of a stage have in common, that in 16 bits first since it is the faster as a rule."""
+    """Yield what the set-ups of a stage have in common, with and without FlashAttention-2 where it is installed."""
+    for common in _precisions(stage, facts, gpu):
+        yield common
+        is_short = any(one.fields.get("precision") in ("bf16", "fp16") or one is BF16_WEIGHTS for one in common)
+        if is_short and gpu.bf16 and facts.supports_flash and facts.has_flash:
+            yield *common, FLASH
+
+
+def _precisions(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Technique, ...]]:
+    """Yield what computes in 16 bits first, since it is the faster as a rule."""
     name = "bf16" if gpu.bf16 else "fp16"
     weights = "bfloat16" if gpu.bf16 else "float16"
     autocast = Technique(name, {"precision": name}, AUTOCAST, "rounding")
@@ -229,6 +303,8 @@ def _commons(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Techniqu
             yield autocast, Technique(f"frozen {what}", {"freeze": patterns}, reason, "training", "freeze")
     else:
         yield (autocast,)
+        if _has_faster_tf32(gpu):
+            yield (TF32,)
         yield (plain,)
         if facts.has_adapters or facts.is_quantized:
             return
@@ -236,6 +312,12 @@ def _commons(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Techniqu
         if gpu.bf16 and facts.can_reload:
             yield (BF16_WEIGHTS,)
             yield BF16_WEIGHTS, RELEASE
+
+
+def _has_faster_tf32(gpu: Gpu) -> bool:
+    """Return whether products in TF32 are faster than in float32; on a GeForce both have the same rate."""
+    rates = (priced_on(gpu) or gpu).peak_flops_per_second
+    return gpu.bf16 and (rates.tf32 or 0) > (rates.fp32 or 0)
 
 
 def _frozen(facts: ModelFacts) -> Iterator[tuple[str, ...]]:

@@ -125,7 +125,7 @@ class Simulation:
         if time is None:
             return candidate
         ratio = 1.0
-        if texts.width is not None and texts.width != texts.seq_len and candidate.verdict != "over":
+        if texts.width is not None and texts.width != texts.seq_len:
             ratio = 1 - self._saved(set_up, recipe, time) / time.seconds
         return replace(candidate, seconds=ratio * time.seconds, low=ratio * time.low, high=ratio * time.high)
 

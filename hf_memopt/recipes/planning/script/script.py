@@ -123,8 +123,8 @@ def _imports(recipe: Recipe, facts: ScriptFacts, rows: Rows, precision: str) -> 
         names["peft"] = {"LoraConfig", "get_peft_model"}
     if facts.task == "speech-seq2seq":
         names["hf_memopt.batching.collation.speech"] = {"SpeechCollator"}
-    lines = [*EXPANDABLE.splitlines(), ""] if rows.sorted else ["import hf_memopt"]
-    lines += ["import torch"] if precision == "bf16" else []
+    lines = [*EXPANDABLE.splitlines(), ""] if recipe.expandable_segments else ["import hf_memopt"]
+    lines += ["import torch"] if precision in ("bf16", "tf32") else []
     for module in sorted(names):
         parts = sorted(names[module], key=lambda name: (name[0].islower(), name))
         line = f"from {module} import {', '.join(parts)}"
@@ -197,6 +197,8 @@ def _arguments(recipe: Recipe, facts: ScriptFacts, rows: Rows, precision: str) -
         found.append(Argument(f"{precision}=True", "matrix products in 16 bits"))
     if precision == "bf16":
         found.append(Argument("use_cpu=not torch.accelerator.is_available()", "to try it without a GPU"))
+    if precision == "tf32":
+        found.append(Argument("tf32=torch.cuda.is_available()", recipe.reason_of("precision")))
     found += [
         Argument(f"learning_rate={rate}", "a usual value to begin with"),
         Argument("num_train_epochs=3"),
