@@ -63,6 +63,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         after_recomputation: called at the end of each such stretch.
         modules: names of the watched modules; ``module_of`` returns that of a storage.
         flops: floating-point operations so far.
+        host_events: (event before which it happened, +bytes or -bytes) of what is held or let go by the host.
         operations: for each pass inside ``counting``, (event before which it ran, cost) of each operation.
     """
 
@@ -84,6 +85,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.recomputed: list[tuple[int, int]] = []
         self.modules: list[str] = [""]
         self.flops = 0
+        self.host_events: list[tuple[int, int]] = []
         self.operations: list[list[tuple[int, Operation]]] = []
         self.ignored: set[int] = set()
         self.after_recomputation: list[Callable[[], None]] = []

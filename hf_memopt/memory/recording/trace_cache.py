@@ -215,8 +215,6 @@ def _of_some_layers(prepared: PreparedModel, record: Callable[[RepeatedLayers], 
         return None
     try:
         trace = record(layers)
-        if trace.host_bytes:
-            return None  # how much the host holds is no event
         lengthen(trace, layers)
     except (NotEstimableError, NotRepeatableError):  # the whole model says it better, or runs
         return None
