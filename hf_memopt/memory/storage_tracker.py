@@ -31,7 +31,7 @@ from hf_memopt.memory.meta_outputs import run_on_meta
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.step_time.operations import Operation, operation_of
 
-__all__ = ["RECORDING_LOCK", "Hidden", "StorageTracker", "recording"]
+__all__ = ["RECORDING_LOCK", "Hidden", "StorageTracker", "collector_paused", "recording"]
 
 _aten = torch.ops.aten
 _NO_SEQUENCE = 2**64 - 1  # torch's number of nodes that accumulate a gradient
@@ -345,9 +345,7 @@ def recording(*modes: Any) -> Iterator[None]:
     """
     import torch.fx.experimental._config as fx_config
 
-    with RECORDING_LOCK, ExitStack() as stack:
-        stack.callback(gc.enable if gc.isenabled() else gc.disable)
-        gc.disable()
+    with collector_paused(), ExitStack() as stack:
         stack.enter_context(_one_seed())
         stack.enter_context(_only_errors())
         stack.enter_context(warnings.catch_warnings())
@@ -358,6 +356,23 @@ def recording(*modes: Any) -> Iterator[None]:
         for mode in modes:
             stack.enter_context(mode)
         yield
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector inside, one thread at a time.
+
+    A replay makes hundreds of thousands of objects, and each of the collections that they cause looks through all that
+    torch and transformers have made.
+    """
+    with RECORDING_LOCK:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 @contextmanager
