@@ -148,7 +148,6 @@ class CachingAllocator:
     Example:
         >>> allocator = CachingAllocator()
         >>> allocator.malloc("weight", 3_000_000)
-        3000320
         >>> allocator.allocated, allocator.reserved
         (3000320, 20971520)
     """

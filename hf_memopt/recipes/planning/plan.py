@@ -31,7 +31,7 @@ from hf_memopt.recipes.planning.request import (
     checked_word,
     read_gpu,
 )
-from hf_memopt.recipes.planning.search import best_of, longest_rows, search
+from hf_memopt.recipes.planning.search import best_of, least_set_ups, row_counts, search
 from hf_memopt.recipes.planning.set_ups import ModelFacts, SetUp, set_ups
 from hf_memopt.recipes.planning.simulation import Simulation
 from hf_memopt.units import format_bytes
@@ -282,20 +282,35 @@ class _Search:
         return candidates, max((one for one in tight if one.stage == last), key=lambda one: one.spare_bytes)
 
     def _use_longest(self, stages: Sequence[str], most: int | None) -> None:
-        """Plan for the longest rows with which something fits."""
+        """Plan for the longest rows of which a single one fits."""
         simulation = self.simulation
         if simulation.texts.seq_len is None:
             raise ValueError(
                 "goal='longest' has no meaning for a model without text; expected another goal. Pass goal='memory'"
             )
-        asked, longest = simulation.texts, 0
-        for stage in stages:  # the first that holds the rows asked for, else the one that holds the longest
-            allowed = [one for one in self.all_set_ups([stage]) if set(one.consents) <= set(simulation.allow)]
-            simulation.texts = asked
-            longest = max(longest, longest_rows(allowed, simulation, self.share, min(most or LONGEST, LONGEST)))
-            if longest >= (asked.seq_len or 0):
-                break
-        simulation.texts = Texts(max(longest, MULTIPLE))
+        allowed = [one for one in self.all_set_ups(stages[:1]) if set(one.consents) <= set(simulation.allow)]
+        least = least_set_ups(allowed)
+        high = min(most or LONGEST, LONGEST) // MULTIPLE + 1
+        low, texts = 0, simulation.texts
+        while high - low > 1:
+            middle = (low + high) // 2 if low else min(texts.seq_len or MULTIPLE, (high - 1) * MULTIPLE) // MULTIPLE
+            middle = min(max(middle, low + 1), high - 1)
+            simulation.texts = Texts(middle * MULTIPLE)
+            if self._any_fits(least):
+                low = middle
+            else:
+                high = middle
+        simulation.texts = Texts(max(low, 1) * MULTIPLE)
+
+    def _any_fits(self, set_ups: Sequence[SetUp]) -> bool:
+        """Return whether one of the set-ups fits with single rows, or with all of them."""
+        for set_up in set_ups:
+            counts = row_counts(set_up, self.share)
+            for rows in dict.fromkeys((counts[0], counts[-1])):
+                one = self.simulation.of(set_up, rows)
+                if one is not None and one.fits:
+                    return True
+        return False
 
 
 def _with_reasons_of_recipe(chosen: Candidate, gpu: Gpu) -> Candidate:

@@ -11,9 +11,6 @@
 - Offloading the inputs of checkpointed layers is never faster than keeping them. It is simulated where checkpointing
   alone does not fit with all rows, and may still be faster than the best so far.
 - Where the set-up that needs least does not fit with a single row, only the simplest is simulated besides.
-- The longest rows: memory grows with the length, along a line but for masks and attention that is not fused. The line
-  through two lengths tells where to look, as for the rows, and two neighbours prove the longest that fits. What did not
-  fit at one length is not simulated at longer ones.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory.step_time.prices import equally_fast
-from hf_memopt.recipes.planning.request import MULTIPLE, Texts
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
@@ -30,7 +26,7 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.simulation import Simulation
     from hf_memopt.recipes.recipe import Recipe
 
-__all__ = ["best_of", "explore", "longest_rows", "row_counts", "search"]
+__all__ = ["best_of", "explore", "least_set_ups", "row_counts", "search"]
 
 
 def row_counts(set_up: SetUp, share: int) -> list[int]:
@@ -185,7 +181,8 @@ def _can_fit(set_ups: Sequence[SetUp], simulation: Simulation, share: int, found
         for set_up in least_set_ups([one for one in set_ups if one.recipe.offload is offload]):
             if _held(set_up) in too_large:
                 continue
-            for rows in _least_and_most(set_up, share):
+            counts = row_counts(set_up, share)
+            for rows in dict.fromkeys((counts[0], counts[-1])):
                 least = simulation.of(set_up, rows)
                 if least is None:
                     break
@@ -205,60 +202,6 @@ def _needs_offload(set_up: SetUp, simulation: Simulation, share: int, best: Cand
     if whole is None or whole.fits:
         return False
     return best is None or _may_beat(whole, best)
-
-
-def longest_rows(set_ups: Sequence[SetUp], simulation: Simulation, share: int, most: int) -> int:
-    """Return the tokens of the longest rows with which a set-up fits, a single one or all at once; 0 where none does.
-
-    Args:
-        set_ups: of one method, all allowed.
-        simulation: its texts have the length to look at first, and other ones afterwards.
-        share: examples of a step on each GPU.
-        most: tokens of the longest rows to look for.
-    """
-    tried = [(one, rows) for one in least_set_ups(set_ups) for rows in _least_and_most(one, share)]
-    low, high = 0, most // MULTIPLE + 1  # in multiples of tokens: low fits, high does not
-    guess = min(simulation.texts.seq_len or MULTIPLE, most) // MULTIPLE
-    looked = 0
-    while tried and high - low > 1:
-        guess = min(max(guess, low + 1), high - 1)
-        simulation.texts = Texts(guess * MULTIPLE)
-        found = [simulation.of(*tried[0])]
-        while (found[-1] is None or not found[-1].fits) and len(found) < len(tried):
-            found.append(simulation.of(*tried[len(found)]))
-        last = found[-1]
-        if last is not None and last.fits:
-            low, tried = guess, tried[len(found) - 1 :]
-        else:
-            high = guess
-            tried = [
-                pair
-                for pair, one in zip(tried, found, strict=True)
-                if one is None or _floor_bytes(one) <= one.usable_bytes  # None: beyond its positions
-            ]
-        looked += 1
-        if looked > 4 and looked % 2:  # no line
-            guess = (low + high) // 2
-        elif tried:
-            guess = _longest_guess(simulation, tried[0], guess, fits=low == guess)
-    return low * MULTIPLE
-
-
-def _longest_guess(simulation: Simulation, pair: tuple[SetUp, int], last: int, *, fits: bool) -> int:
-    """Return where the line through the last two lengths says that the set-up just fits, in multiples of tokens."""
-    points = simulation.lengths_of(*pair)
-    if len(points) < 2:
-        return 4 * last if fits else last // 4
-    before, now = points[-2:]
-    slope = (now.total_bytes - before.total_bytes) / ((now.seq_len or 0) - (before.seq_len or 0))
-    room = now.spare_bytes - now.margin_bytes
-    return int(((now.seq_len or 0) + room / slope) // MULTIPLE) if slope > 0 else 2 * last
-
-
-def _least_and_most(set_up: SetUp, share: int) -> list[int]:
-    """Return a single row and all of them, which may fit where a single one does not."""
-    counts = row_counts(set_up, share)
-    return list(dict.fromkeys((counts[0], counts[-1])))
 
 
 def least_set_ups(set_ups: Sequence[SetUp]) -> list[SetUp]:

@@ -84,11 +84,6 @@ class Simulation:
             self._found[key] = self._simulated(set_up, recipe)
         return self._found[key]
 
-    def lengths_of(self, set_up: SetUp, rows: int) -> list[Candidate]:
-        """Return the set-up with ``rows`` as it was simulated at different lengths, the last one last."""
-        recipe = set_up.recipe.replace(per_device_train_batch_size=rows, reasons=set_up.recipe.reasons)
-        return [one for (known, _), one in self._found.items() if known == recipe and one is not None]
-
     def estimate(self, recipe: Recipe, seq_len: int | None, gpu: Gpu | None = None) -> Estimate:
         """Return the estimate of a recipe."""
         self.count += 1
