@@ -148,6 +148,7 @@ class CachingAllocator:
     Example:
         >>> allocator = CachingAllocator()
         >>> allocator.malloc("weight", 3_000_000)
+        3000320
         >>> allocator.allocated, allocator.reserved
         (3000320, 20971520)
     """
