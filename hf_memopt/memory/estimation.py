@@ -43,6 +43,7 @@ from hf_memopt.memory.resolved_settings import own_dtype, settings_of_recipe, si
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.step_time.recorded_step import timing_of_step
+from hf_memopt.memory.storage_tracker import collector_paused
 from hf_memopt.memory.training_arguments import notes_of_arguments, refuse_arguments, settings_of_arguments
 
 if TYPE_CHECKING:
@@ -215,6 +216,7 @@ def estimate_from_arguments(
     return replace(found, notes=(*found.notes, *notes_of_arguments(args)))
 
 
+@collector_paused()
 def _estimate(
     model: nn.Module | PretrainedConfig | str | os.PathLike[str],
     shape: Shape,

@@ -31,7 +31,7 @@ from hf_memopt.memory.meta_outputs import run_on_meta
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.step_time.operations import Operation, operation_of
 
-__all__ = ["RECORDING_LOCK", "Hidden", "StorageTracker", "recording"]
+__all__ = ["RECORDING_LOCK", "Hidden", "StorageTracker", "collector_paused", "recording"]
 
 _aten = torch.ops.aten
 _NO_SEQUENCE = 2**64 - 1  # torch's number of nodes that accumulate a gradient
@@ -63,6 +63,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         after_recomputation: called at the end of each such stretch.
         modules: names of the watched modules; ``module_of`` returns that of a storage.
         flops: floating-point operations so far.
+        host_events: (event before which it happened, +bytes or -bytes) of what is held or let go by the host.
         operations: for each pass inside ``counting``, (event before which it ran, cost) of each operation.
     """
 
@@ -84,6 +85,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.recomputed: list[tuple[int, int]] = []
         self.modules: list[str] = [""]
         self.flops = 0
+        self.host_events: list[tuple[int, int]] = []
         self.operations: list[list[tuple[int, Operation]]] = []
         self.ignored: set[int] = set()
         self.after_recomputation: list[Callable[[], None]] = []
@@ -343,9 +345,7 @@ def recording(*modes: Any) -> Iterator[None]:
     """
     import torch.fx.experimental._config as fx_config
 
-    with RECORDING_LOCK, ExitStack() as stack:
-        stack.callback(gc.enable if gc.isenabled() else gc.disable)
-        gc.disable()
+    with collector_paused(), ExitStack() as stack:
         stack.enter_context(_one_seed())
         stack.enter_context(_only_errors())
         stack.enter_context(warnings.catch_warnings())
@@ -356,6 +356,23 @@ def recording(*modes: Any) -> Iterator[None]:
         for mode in modes:
             stack.enter_context(mode)
         yield
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector inside, one thread at a time.
+
+    A replay makes hundreds of thousands of objects, and each of the collections that they cause looks through all that
+    torch and transformers have made.
+    """
+    with RECORDING_LOCK:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 @contextmanager

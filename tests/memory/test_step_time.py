@@ -22,10 +22,9 @@ from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, optimizer_memory
 from hf_memopt.memory.quantized.kernels import dequantized
 from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.step_time.operations import Operation, affine_operations, operation_of
+from hf_memopt.memory.step_time.operations import Operation, operation_of
 from hf_memopt.memory.step_time.optimizer_step import _Counting, optimizer_operations
 from hf_memopt.memory.step_time.prices import CONSTANTS, PARTS, Prices, StepCosts, equally_fast, step_time
-from hf_memopt.memory.step_time.recorded_step import timing_of_step
 from hf_memopt.memory.storage_tracker import StorageTracker, recording
 
 A100 = "A100 80GB"
@@ -203,21 +202,6 @@ def test_offloaded_activations_cross_pcie_twice() -> None:
     [(_, ops)] = found.step_costs.passes
     copies = Counter({cost: number for cost, number in ops.items() if cost.kind == "pcie"})
     assert moved(copies) == 2 * found.host_bytes > 0
-
-
-def test_operations_grow_along_a_line_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = {}
-    for rows in (2, 4, 8):
-        traces: list[Any] = []
-
-        def spy(given: Any, *args: Any, kept: list[Any] = traces, **settings: Any) -> Any:
-            kept += given
-            return timing_of_step(given, *args, **settings)
-
-        monkeypatch.setattr("hf_memopt.memory.estimation.timing_of_step", spy)
-        small(batch_size=rows)
-        recorded[rows] = traces[0].operations[0]
-    assert affine_operations(recorded[2], recorded[8], (4 - 2) / (8 - 2)) == recorded[4]
 
 
 def test_another_optimizer_has_the_same_passes() -> None:

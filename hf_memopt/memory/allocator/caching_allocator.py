@@ -148,6 +148,7 @@ class CachingAllocator:
     Example:
         >>> allocator = CachingAllocator()
         >>> allocator.malloc("weight", 3_000_000)
+        3000320
         >>> allocator.allocated, allocator.reserved
         (3000320, 20971520)
     """
@@ -168,8 +169,8 @@ class CachingAllocator:
         self._live: dict[Hashable, _Block | None] = {}
         self._lowest_address = _TOP_ADDRESS
 
-    def malloc(self, key: Hashable, size_bytes: int) -> None:
-        """Allocate ``size_bytes`` under any key.
+    def malloc(self, key: Hashable, size_bytes: int) -> int:
+        """Allocate ``size_bytes`` under any key and return the size of the block.
 
         Raises:
             ValueError: the size is negative, or the key holds a block already.
@@ -183,7 +184,7 @@ class CachingAllocator:
             if size_bytes < 0:
                 raise ValueError(f"size_bytes={size_bytes!r} is negative; expected 0 bytes or more. Pass size_bytes=0")
             self._live[key] = None
-            return
+            return 0
         size = -(-size_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
         pool = self._small if size <= _LARGEST_SMALL_BYTES else self._large
         block = self._take_free(pool, size) or self._take_new(pool, size)
@@ -198,9 +199,10 @@ class CachingAllocator:
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
             self.peak_allocated = self.allocated
+        return block.size
 
-    def free(self, key: Hashable) -> None:
-        """Give the key's block back to the cache.
+    def free(self, key: Hashable) -> int:
+        """Give the key's block back to the cache and return its size.
 
         Raises:
             ValueError: the key holds no block: it never did, or it was freed.
@@ -213,11 +215,13 @@ class CachingAllocator:
                 f"Call malloc({key!r}, size_bytes) first"
             ) from None
         if block is None:
-            return
-        self.allocated -= block.size
+            return 0
+        size = block.size
+        self.allocated -= size
         self.requested -= block.requested
         block.allocated = False
         block.pool.add_merged(block)
+        return size
 
     def rename(self, key: Hashable, new_key: Hashable) -> None:
         """Give the key's block another key; nothing is allocated or freed."""
@@ -238,6 +242,16 @@ class CachingAllocator:
     def reset_peak(self) -> None:
         """Count both peaks from now on."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    def state(self) -> tuple[Any, ...]:
+        """Return what decides about later calls: where two states are equal, the same calls have the same results."""
+        pools = (self._small, self._large)
+        return (
+            {key: block and (block.address, block.size) for key, block in self._live.items()},
+            [[(size, address) for size, address, _ in pool.free] for pool in pools],
+            [[(address, block.size) for address, block in pool.unmapped] for pool in pools],
+            (self.reserved, self._lowest_address, self.retries),
+        )
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Return the segments with their blocks, by address, as ``torch.cuda.memory_snapshot()`` does.

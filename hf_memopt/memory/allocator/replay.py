@@ -149,7 +149,7 @@ class _Run:
 
     def __init__(self, traces: Sequence[StepTrace], plan: ReplayPlan, allocator: CachingAllocator) -> None:
         self.plan, self.allocator = plan, allocator
-        self._alive: dict[Any, tuple[int, int]] = {}
+        self._alive: dict[Any, int] = {}  # the component of each key
         self._columns: list[int] = []
         self._deltas: list[int] = []
         self._reserved: list[int] = []
@@ -172,39 +172,43 @@ class _Run:
     # ---- The allocator and the timeline -----------------------------------------------------------------------------
 
     def malloc(self, key: Any, size_bytes: int, component: int) -> None:
-        if not size_bytes:
-            return
-        before = self.allocator.allocated
-        self.allocator.malloc(key, size_bytes)
-        block_bytes = self.allocator.allocated - before
-        self._alive[key] = (component, block_bytes)
-        self._note(component, block_bytes)
-        if self.allocator.allocated > self._peak:
-            self._peak, self._peak_event, self._peak_key = self.allocator.allocated, len(self._deltas) - 1, key
+        self._play([(key, size_bytes, component)])
 
     def free(self, key: Any) -> None:
-        component, block_bytes = self._alive.pop(key, (0, 0))
-        if block_bytes:
-            self.allocator.free(key)
-            self._note(component, -block_bytes)
+        self._play([(key, -1, 0)])
 
-    def _note(self, component: int, delta: int) -> None:
-        self._columns.append(component)
-        self._deltas.append(delta)
-        self._reserved.append(self.allocator.reserved)
+    def _play(self, events: Iterable[tuple[Any, int, int]]) -> None:
+        """Replay (key, delta, component): allocate what is not there yet, free what is.
+
+        Nearly all of a replay's time is spent here, a hundred thousand events in each, so nothing is called that need
+        not be.
+        """
+        alive, allocator = self._alive, self.allocator
+        malloc, free = allocator.malloc, allocator.free
+        note_component, note_delta, note_reserved = self._columns.append, self._deltas.append, self._reserved.append
+        peak = self._peak
+        for key, delta, component in events:
+            if delta < 0:
+                if key not in alive:
+                    continue
+                note_component(alive.pop(key))
+                note_delta(-free(key))
+            elif delta and key not in alive:
+                alive[key] = component
+                note_component(component)
+                note_delta(malloc(key, delta))
+                if allocator.allocated > peak:
+                    peak = allocator.allocated
+                    self._peak_event, self._peak_key = len(self._deltas) - 1, key
+            else:
+                continue
+            note_reserved(allocator.reserved)
+        self._peak = peak
 
     def phase(self, name: str) -> None:
         self._phases.append((len(self._deltas), name))
 
     # ---- Forward and backward passes --------------------------------------------------------------------------------
-
-    def _play(self, events: Iterable[tuple[int, int, int]]) -> None:
-        alive, malloc, free = self._alive, self.malloc, self.free
-        for number, delta, component in events:
-            if delta < 0:
-                free(number)
-            elif delta and number not in alive:
-                malloc(number, delta, component)
 
     def step(self, step: int, batches: Sequence[int]) -> None:
         """Replay one optimizer step, the first is 0, with these recordings as its accumulation steps."""
@@ -218,10 +222,17 @@ class _Run:
         for key in [key for key in self._alive if isinstance(key, tuple) and key[:2] == ("input", step - 1)]:
             self.free(key)
         micro_batches = [index for index in batches for _ in range(min(plan.micro_batches, _PASSES))]
+        last: Any = None  # the pass before and the state that it found
+        begin = (0, 0)
         for count, index in enumerate(micro_batches if plan.order else micro_batches[:_PASSES]):
             self.use(index)
             adds = count + int(plan.keeps_gradients and step > 0)  # 0 where the gradients are new
             recorded = min(adds, len(self.trace.micro_batches) - 1)
+            now = index, recorded, self.allocator.state(), dict(self._alive)
+            if now == last:
+                self._repeat(*begin)
+                continue
+            last, begin = now, (len(self._deltas), len(self._phases))
             self._pass(self.trace.micro_batches[recorded], self._recorded.passes[recorded], step)
         if not isinstance(plan.optimizer, Sequence):
             self.phase("optimizer")
@@ -230,6 +241,13 @@ class _Run:
         self.use(batches[0])  # its first pass made the gradients
         for number in () if plan.keeps_gradients else self.trace.gradients:
             self.free(number + self._recorded.first_key)
+
+    def _repeat(self, event: int, phase: int) -> None:
+        """Note once more what was noted since: a pass that left everything as it found it does the same again."""
+        later = len(self._deltas) - event
+        for column in (self._columns, self._deltas, self._reserved):
+            column += column[event:]
+        self._phases += [(start + later, name) for start, name in self._phases[phase:]]
 
     def _pass(self, part: RecordedPass, events: list[tuple[int, int, int]], step: int) -> None:
         self.phase("forward")
@@ -284,20 +302,14 @@ class _Run:
 
     def _optimizer(self, memory: OptimizerMemory, key: Any, *, first: bool) -> None:
         if first:
-            for index, size_bytes in enumerate(memory.state):
-                if (
-                    key,
-                    index,
-                ) not in self._alive:  # with gradient release a later pass of the first step has it already
-                    self.malloc((key, index), size_bytes, _STATE)
+            # with gradient release a later pass of the first step has it already
+            self._play(((key, index), size_bytes, _STATE) for index, size_bytes in enumerate(memory.state))
         for group in memory.first_step if first else memory.step:
             self._together("step", group)
 
     def _together(self, name: str, sizes: tuple[int, ...]) -> None:
-        for index, size_bytes in enumerate(sizes):
-            self.malloc((name, index), size_bytes, _TEMPORARIES)
-        for index in range(len(sizes)):
-            self.free((name, index))
+        self._play(((name, index), size_bytes, _TEMPORARIES) for index, size_bytes in enumerate(sizes))
+        self._play(((name, index), -1, _TEMPORARIES) for index in range(len(sizes)))
 
     def evaluation(self, part: RecordedPass) -> None:
         """Replay evaluation batches whose outputs are gathered on the GPU, as the Trainer does.

@@ -33,7 +33,7 @@ from hf_memopt.memory.cuda.attention import efficient_backward, efficient_forwar
 from hf_memopt.memory.cuda.chip import Chip, copy_bytes, divide_up, torch_release
 from hf_memopt.memory.cuda.reductions import Layout, reduce_extreme, reduce_norm, reduce_sum, reduction_bytes
 
-__all__ = ["has_buffers", "hidden_bytes", "workspace_bytes"]
+__all__ = ["hidden_bytes", "workspace_bytes"]
 
 _LT_WORKSPACE_BYTES = 2**20
 
@@ -65,11 +65,6 @@ def hidden_bytes(
         return ()
     blocks = rule(Chip.of(capability, multiprocessors), out, *args, **kwargs)
     return tuple(size for size in blocks if size)
-
-
-def has_buffers(func: Any) -> bool:
-    """Return whether the kernel of an operator may allocate something inside itself."""
-    return func in _RULES
 
 
 # ---- norms and embeddings

@@ -273,15 +273,20 @@ class CudaSemantics(TorchFunctionMode):
         if self._tracker is not None:
             self._tracker.ignore(tensor)
         size_bytes = tensor.untyped_storage().nbytes()
-        self.host_bytes += size_bytes
-        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+        self._count_on_host(size_bytes)
         key = id(tensor)
         self._on_host[key] = weakref.ref(tensor, lambda _: self._leave_host(key, size_bytes))
         return tensor
 
     def _leave_host(self, key: int, size_bytes: int) -> None:
         self._on_host.pop(key, None)
-        self.host_bytes -= size_bytes
+        self._count_on_host(-size_bytes)
+
+    def _count_on_host(self, delta: int) -> None:
+        self.host_bytes += delta
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+        if self._tracker is not None:
+            self._tracker.host_events.append((len(self._tracker.events), delta))
 
     def _to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if id(tensor) in self._on_host:

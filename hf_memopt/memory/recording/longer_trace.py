@@ -70,6 +70,7 @@ class _Lengthened:
         self._numbers_of_units: dict[tuple[int, int, int], int] = {}  # by sweep, unit, event within the unit
         self._positions = [0] * (len(self._events) + 1)
         self._recomputing = -1
+        self._host_bytes = self._peak_host_bytes = 0
 
     # ---- Copying ----------------------------------------------------------------------------------------------------
 
@@ -81,6 +82,8 @@ class _Lengthened:
             self._copy_sweep(sweep)
             at = sweep.end
         self._copy(at, len(self._events), None)
+        if self._host_bytes != sum(delta for _, delta in self._tracker.host_events):
+            raise NotRepeatableError("what the host holds for the units is not let go unit by unit")
         trace, tracker, new = self._trace, self._tracker, self._new
         flops = [
             flops + self._units.missing_flops(part)
@@ -95,6 +98,7 @@ class _Lengthened:
         trace.gradients = self._gradients(passes[0])
         trace.evaluation_inputs = tuple(self._number(number, None) for number in trace.evaluation_inputs)
         trace.micro_batches, trace.evaluation, trace.flops = passes, evaluation, flops
+        trace.host_bytes = self._peak_host_bytes
         tracker.flops = sum(flops)
         for name in ("events", "sizes", "allocated_at", "sequences", "places", "recomputed"):
             setattr(tracker, name, getattr(new, name))
@@ -154,6 +158,9 @@ class _Lengthened:
                 self._recomputing = len(new.events)
             elif mark[0] == "recomputed":
                 new.recomputed.append((self._recomputing, len(new.events)))
+            elif mark[0] == "host":
+                self._host_bytes += mark[1]
+                self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes)
             else:
                 _, index, parameter, gradient = mark
                 release = len(new.events), self._parameter(parameter, unit), self._number(gradient, unit)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Set
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -34,15 +34,14 @@ from hf_memopt.memory.models.example_batch import cut_batch, example_batch
 from hf_memopt.memory.models.loading import LoadedModel
 from hf_memopt.memory.models.meta_copy import rest_to_meta
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts
-from hf_memopt.memory.recording.affine_rows import LEAST_ROWS, AffineTrace, NotAffineError
 from hf_memopt.memory.recording.kept_models import PreparedModel, prepare_or_reuse
 from hf_memopt.memory.recording.longer_trace import lengthen
 from hf_memopt.memory.recording.repeated_layers import NotRepeatableError, RepeatedLayers, state_kept
 from hf_memopt.memory.recording.step import StepTrace, autocast_dtype, record_step
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.memory.storage_tracker import Hidden, StorageTracker
+from hf_memopt.memory.storage_tracker import StorageTracker
 
-__all__ = ["RecordedStep", "Shape", "forget_traces", "record_or_reuse", "record_rows"]
+__all__ = ["RecordedStep", "Shape", "forget_traces", "record_or_reuse"]
 
 _NOT_IN_TRACE = {
     "optim",
@@ -75,7 +74,6 @@ _NOT_IN_MODEL = _NOT_IN_TRACE | {
 }
 _KEPT_TRACES = 8
 _traces: OrderedDict[Hashable, RecordedStep] = OrderedDict()
-_by_rows: OrderedDict[Hashable, tuple[AffineTrace, PreparedModel]] = OrderedDict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,47 +106,14 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
     if key is not None and key in _traces:
         _traces.move_to_end(key)
         return _traces[key]
-    by_rows, prepared = _by_rows.get(_key(loaded, settings, replace(shape, batch_size=0), chip), (None, None))
-    if by_rows is not None and prepared is not None and LEAST_ROWS <= shape.batch_size <= by_rows.most_rows:
-        trace = by_rows.at(shape.batch_size, partial(_hidden, chip))
-    else:
-        prepared = _prepare(loaded, settings)
-        trace = _record(prepared, settings, shape, chip, partial(_hidden, chip))
+    prepared = _prepare(loaded, settings)
+    trace = _record(prepared, settings, shape, chip)
     found = RecordedStep(trace, prepared.trainable, prepared.parameters, (*prepared.notes, *trace.notes))
     if key is not None:
-        _keep(_traces, key, found)
+        _traces[key] = found
+        if len(_traces) > _KEPT_TRACES:
+            _traces.popitem(last=False)
     return found
-
-
-def record_rows(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> bool:
-    """Record a step so that ``record_or_reuse`` knows the traces of 2 to ``shape.batch_size`` rows in milliseconds.
-
-    Returns:
-        Whether it does; where the traces are no line (``affine_rows``), each number of rows is recorded by itself.
-
-    Raises:
-        ValueError, NotEstimableError: as ``record_or_reuse`` does.
-    """
-    key = _key(loaded, settings, replace(shape, batch_size=0), chip)
-    if key is None or settings.predict_with_generate:
-        return False
-    if key not in _by_rows or _by_rows[key][0].most_rows < shape.batch_size:
-        prepared = _prepare(loaded, settings)
-
-        def record(rows: int, hidden: Hidden) -> StepTrace:
-            return _record(prepared, settings, replace(shape, batch_size=rows), chip, hidden)
-
-        try:
-            _keep(_by_rows, key, (AffineTrace(record, shape.batch_size), prepared))
-        except NotAffineError:
-            return False
-    return True
-
-
-def _keep(kept: OrderedDict[Hashable, Any], key: Hashable, found: Any) -> None:
-    kept[key] = found
-    if len(kept) > _KEPT_TRACES:
-        kept.popitem(last=False)
 
 
 def _prepare(loaded: LoadedModel, settings: StepSettings) -> PreparedModel:
@@ -156,7 +121,7 @@ def _prepare(loaded: LoadedModel, settings: StepSettings) -> PreparedModel:
     return prepare_or_reuse(loaded, partial(_prepared, settings=settings), key)
 
 
-def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip: Chip, hidden: Hidden) -> StepTrace:
+def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip: Chip) -> StepTrace:
     lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
     batch = example_batch(prepared.base, batch_size=shape.batch_size, **lengths)
     if settings.label_smoothing_factor and hasattr(
@@ -178,7 +143,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
     micro_batch = cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None
 
     def record(layers: RepeatedLayers | None) -> StepTrace:
-        tracker = StorageTracker(padding=settings.padding, hidden=hidden)
+        tracker = StorageTracker(padding=settings.padding, hidden=partial(_hidden, chip))
         semantics = CudaSemantics(
             autocast=autocast_dtype(settings.precision),
             capability=chip.capability,
@@ -214,7 +179,6 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
 def forget_traces() -> None:
     """Drop the recordings kept for later calls."""
     _traces.clear()
-    _by_rows.clear()
 
 
 def _of_some_layers(prepared: PreparedModel, record: Callable[[RepeatedLayers], StepTrace]) -> StepTrace | None:
@@ -224,8 +188,6 @@ def _of_some_layers(prepared: PreparedModel, record: Callable[[RepeatedLayers], 
         return None
     try:
         trace = record(layers)
-        if trace.host_bytes:
-            return None  # how much the host holds is no event
         lengthen(trace, layers)
     except (NotEstimableError, NotRepeatableError):  # the whole model says it better, or runs
         return None

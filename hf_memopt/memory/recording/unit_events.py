@@ -101,6 +101,8 @@ class UnitEvents:
         for begin, end in self._tracker.recomputed:
             marks.setdefault(begin, []).append(("recomputation",))
             marks.setdefault(end, []).append(("recomputed",))
+        for event, delta in self._tracker.host_events:
+            marks.setdefault(event, []).append(("host", delta))
         for index, part in enumerate(self._trace.micro_batches):
             for event, parameter, number in part.releases:
                 marks.setdefault(event, []).append(("release", index, parameter, number))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,7 +28,6 @@ __all__ = [
     "FOREACH_CHUNKS_PER_KERNEL",
     "VIEW",
     "Operation",
-    "affine_operations",
     "merged",
     "operation_of",
 ]
@@ -173,28 +172,6 @@ def merged(operations: Iterable[tuple[Operation, int]]) -> Counter[Operation]:
     found: Counter[Operation] = Counter()
     for cost, times in operations:
         found[cost] += times
-    return found
-
-
-def affine_operations(
-    few: Sequence[tuple[Operation, int]], many: Sequence[tuple[Operation, int]], factor: float
-) -> list[tuple[Operation, int]]:
-    """Return the (cost, times) of a batch with ``factor`` times as many rows more than ``few`` as ``many`` has more.
-
-    The operations of a step are the same for every number of rows, and their FLOPs and bytes grow along a line.
-
-    Raises:
-        ValueError: the two are not the same operations.
-    """
-    found = []
-    for (small, times), (large, others) in zip(few, many, strict=True):
-        if times != others or small._replace(flops=large.flops, moved_bytes=large.moved_bytes) != large:
-            raise ValueError(
-                f"few={small!r} is another operation than {large!r}; expected the same. Record it by itself"
-            )
-        flops = small.flops + factor * (large.flops - small.flops)
-        moved = small.moved_bytes + factor * (large.moved_bytes - small.moved_bytes)
-        found.append((small._replace(flops=flops, moved_bytes=moved), times))
     return found
 
 
