@@ -9,7 +9,7 @@ PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 CLIENTS = .venv-clients/bin
 CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo test test-full test-compat test-clients test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time clean
+.PHONY: demo test test-full test-compat test-clients test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time table clean
 
 demo: $(READY)            ## the main job: four set-ups of the stock Trainer on real text, side by side
 	$(BIN)/python -m hf_memopt demo
@@ -69,6 +69,11 @@ bench-published: $(READY) ## predicted memory against what other people measured
 bench-step-time: $(READY) ## predicted seconds of a step against what other people measured on GPUs, and against this CPU
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/step_time.py --cpu
+
+table: $(READY)           ## the generated parts of README, and what fits with each preset; planning goes on where it stopped
+	$(BIN)/python benchmarks/preset_fits.py
+	$(BIN)/python benchmarks/plans.py
+	$(BIN)/python benchmarks/table.py
 
 bench-gpu: $(READY)       ## predicted against measured memory, on a CUDA GPU; goes on where it stopped
 	$(BIN)/python benchmarks/gpu.py

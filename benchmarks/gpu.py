@@ -7,6 +7,7 @@ that would not finish, and the next run goes on where this one stopped. Needs no
 transformers, accelerate and psutil are enough, and a case that needs more (bitsandbytes, peft) is skipped without it.
 
     python benchmarks/gpu.py [--minutes 8] [--only PATTERN] [--again] [--list] [--snapshot DIR] [--out FILE]
+    python benchmarks/gpu.py ladder                     # the published ladders of hf-memopt ladder, on this GPU
     python benchmarks/gpu.py --device cpu --tiny        # the harness itself, on any machine; no figures of a GPU
 
 Columns of the table: errors of the prediction in percent of what was measured, below zero for too little. "allocated"
@@ -17,7 +18,6 @@ context included; "forward" is by how much allocated bytes grow in a forward pas
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from gpu_figures import CASE, CRASH, MEASURED, OOM, SKIPPED, TIMEOUT, aims_of, latest, read_rows, spreads_of  # noqa: E402
-from gpu_setups import MODELS, SETUPS, Case, missing_package, ordered_cases  # noqa: E402
+from gpu_setups import Case, ladder_cases, ladder_row, missing_package, ordered_cases  # noqa: E402
 
 from hf_memopt.units import format_bytes  # noqa: E402
 
@@ -54,11 +54,10 @@ def source_hash() -> str:
     """Return a fingerprint of everything that a case's figures depend on here: unlike the commit it knows a changed
     tree from a clean one, and a changed README from a changed estimate.
     """
+    from results_file import fingerprint
+
     files = sorted([*(ROOT / "hf_memopt").rglob("*.py"), *(ROOT / "benchmarks").glob("gpu_[cms]*.py")])
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+    return fingerprint(files, ROOT)
 
 
 def key_of(figures: Figures) -> tuple[str, ...]:
@@ -81,7 +80,7 @@ def expected_seconds(case: Case, rows: Iterable[dict[str, Any]], gpu: str) -> fl
         return float(seconds[-1])
     if missing_package(case) is not None:
         return 5.0
-    return 12.0 if case.tiny else 20.0 + 20.0 * MODELS[case.model].parameters / 1e9
+    return 12.0 if case.tiny else 20.0 + 20.0 * case.shape.parameters / 1e9
 
 
 @dataclass
@@ -143,7 +142,7 @@ def run_case(case: Case, common: Figures, options: argparse.Namespace, timeout: 
     found, stderr, failure = run_child(arguments, timeout, options.device)
     figures: Figures = {**common, "name": case.name, **case.as_dict(), "status": CRASH, "predicted": None}
     figures |= {"measured": None, "errors": {}, **(found or {})}
-    figures |= {"batch_size": case.batch_size, "seq_len": case.seq_len, "settings": vars(SETUPS[case.setup])}
+    figures |= {"batch_size": case.batch_size, "seq_len": case.seq_len, "settings": vars(case.settings)}
     if failure == TIMEOUT:
         figures |= {"status": TIMEOUT, "reason": f"not done after {timeout:.0f} s"}
     elif failure is not None:
@@ -197,6 +196,23 @@ def print_tables(rows: list[Figures]) -> None:
             print(f"{'reached' if aim.reached else 'MISSED':<9}{aim.claim:<40}{aim.figure:>10}")
 
 
+def print_ladder(cases: list[Case], rows: list[Figures]) -> None:
+    """Print memory and time of ladders as published beside what this GPU measured, time against the first row."""
+    by_name = {row["name"]: row for row in rows if row["status"] == MEASURED}
+    print(f"\n{'':<40}{'GiB':>18}{'time, first row = 1':>22}\n{'':<40}" + 2 * f"{'published':>10}{'here':>10}")
+    for case in cases:
+        first = next(other for other in cases if other.model == case.model)
+        published, row = ladder_row(case), by_name.get(case.name)
+        cells = [f"{published.total_bytes / 2**30:.2f}", "-"]
+        cells += [f"{published.seconds / ladder_row(first).seconds:.2f}", "-"]
+        if row is not None:
+            measured = row["measured"]
+            cells[1] = f"{(measured['device_bytes'] or measured['allocated_bytes'] or 0) / 2**30:.2f}"
+            if first.name in by_name:
+                cells[3] = f"{measured['step_seconds'] / by_name[first.name]['measured']['step_seconds']:.2f}"
+        print(f"{case.name:<40}" + "".join(f"{cell:>10}" for cell in cells))
+
+
 def _print_verdicts(rows: list[Figures]) -> None:
     counts = {
         status: sum(row["status"] == status for row in rows) for status in (MEASURED, OOM, SKIPPED, CRASH, TIMEOUT)
@@ -213,7 +229,8 @@ def _print_verdicts(rows: list[Figures]) -> None:
 def main() -> int:
     """Run what is left and fits the time, append a row each, print the table; return 1 if nothing could be run."""
     options = _options()
-    cases = [case for case in ordered_cases(tiny=options.tiny) if fnmatch(case.name.lower(), options.only.lower())]
+    every = ladder_cases(tiny=options.tiny) if options.what == "ladder" else ordered_cases(tiny=options.tiny)
+    cases = [case for case in every if fnmatch(case.name.lower(), options.only.lower())]
     if not cases:
         print(f"only={options.only!r} matches no case; expected a pattern such as '*bf16*'. Call with --list.")
         return 1
@@ -233,7 +250,10 @@ def main() -> int:
     run_all(left, rows, common, options, out)
     wanted = {case.name for case in cases}
     table = [row["figures"] for row in latest(read_rows([out])) if row["figures"]["name"] in wanted]
-    print_tables([figures for figures in table if figures["gpu"] == common["gpu"]])
+    of_gpu = [figures for figures in table if figures["gpu"] == common["gpu"]]
+    print_tables(of_gpu)
+    if options.what == "ladder":
+        print_ladder(cases, of_gpu)
     return int(not any(figures["status"] in (MEASURED, OOM) for figures in table))
 
 
@@ -269,6 +289,9 @@ def run_all(
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "what", nargs="?", choices=("models", "ladder"), default="models", help="the published ladders instead"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes of the same architectures")
     parser.add_argument("--minutes", type=float, default=None, metavar="N", help="start no case that would end later")

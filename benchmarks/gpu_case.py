@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from gpu_figures import CRASH, MEASURED, OOM, SKIPPED, errors_of, is_beyond_aims  # noqa: E402
 from gpu_meters import GpuMeter, HostMeter, ask_driver, state_tensors, storage_bytes  # noqa: E402
-from gpu_setups import SETUPS, Case, build_model, estimate_settings, missing_package, training_arguments  # noqa: E402
+from gpu_setups import Case, build_model, estimate_settings, missing_package, training_arguments  # noqa: E402
 
 STEPS, WARMUP_STEPS = 4, 2
 PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
@@ -172,7 +172,7 @@ def measure(case: Case, device: str, meter: Any, figures: Figures) -> None:
     recorder = make_recorder(meter, device)
     with tempfile.TemporaryDirectory() as folder:
         args = training_arguments(case, folder, steps=STEPS, use_cpu=device == "cpu")
-        rows = make_rows(case, STEPS * case.batch_size * SETUPS[case.setup].accumulation)
+        rows = make_rows(case, STEPS * case.batch_size * case.settings.accumulation)
         meter.begin(model)
         try:
             trainer = Trainer(model=model, args=args, train_dataset=rows, callbacks=[recorder])
@@ -210,7 +210,7 @@ def make_rows(case: Case, count: int) -> list[Figures]:
     batch = example_batch(model, batch_size=case.batch_size, seq_len=case.seq_len)
     torch.manual_seed(0)
     rows = [{name: _random_like(name, tensor[0], model.config) for name, tensor in batch.items()} for _ in range(count)]
-    if SETUPS[case.setup].padding:
+    if case.settings.padding:
         for row in rows[1::2]:
             for name in row.keys() & {"attention_mask", "decoder_attention_mask"}:
                 row[name][-max(1, len(row[name]) // 8) :] = 0
@@ -244,7 +244,7 @@ def run(case: Case, device: str, machine: Figures, out: Path, snapshot: Path | N
     if package is not None:
         _write(out, figures | {"status": SKIPPED, "reason": f"{package} is not installed"})
         return
-    if device == "cuda" and SETUPS[case.setup].precision == "bf16" and machine["capability"] < [8, 0]:
+    if device == "cuda" and case.settings.precision == "bf16" and machine["capability"] < [8, 0]:
         _write(out, figures | {"status": SKIPPED, "reason": "this GPU does not compute bfloat16 natively"})
         return
     meter = GpuMeter(machine.get("uuid")) if device == "cuda" else HostMeter()  # reads the GPU before any context

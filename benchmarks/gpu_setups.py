@@ -1,5 +1,6 @@
 """The cases of ``gpu.py``: which models, which set-ups, in which order; what a case means for the estimate and for the
-Trainer. Light: torch and transformers are imported where they are needed.
+Trainer. Those of ``gpu.py ladder`` are the rows of the published ladders. Light: torch and transformers are imported
+where they are needed.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
+
+from hf_memopt.cli.published_ladders import LADDERS, LadderRow, read_ladder
 
 CHECKPOINTING = {"use_reentrant": False}
 LORA_RANK = 16
@@ -34,6 +37,7 @@ class Setup:
     checkpointing: bool = False
     prepare: str | None = None
     padding: bool = True
+    attention: str | None = None
     needs: tuple[str, ...] = ()
 
 
@@ -51,14 +55,24 @@ class Case:
         return f"{self.model}, {self.setup}{' (tiny)' if self.tiny else ''}"
 
     @property
+    def shape(self) -> Model:
+        """The model and its batches."""
+        return MODELS[self.model] if self.model in MODELS else _shape_of_row(self)
+
+    @property
+    def settings(self) -> Setup:
+        """The set-up."""
+        return SETUPS[self.setup] if self.model in MODELS else _setup_of_row(ladder_row(self))
+
+    @property
     def batch_size(self) -> int:
         """Examples of a micro-batch."""
-        return 2 if self.tiny else MODELS[self.model].batch_size
+        return 2 if self.tiny else self.shape.batch_size
 
     @property
     def seq_len(self) -> int | None:
         """Tokens of a row; None for a model without text."""
-        seq_len = MODELS[self.model].seq_len
+        seq_len = self.shape.seq_len
         return 16 if self.tiny and seq_len is not None else seq_len
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,7 +128,42 @@ def ordered_cases(*, tiny: bool = False) -> list[Case]:
 
 def missing_package(case: Case) -> str | None:
     """Return what cannot be imported of what the case needs, or None."""
-    return next((name for name in SETUPS[case.setup].needs if find_spec(name) is None), None)
+    return next((name for name in case.settings.needs if find_spec(name) is None), None)
+
+
+# ---- The published ladders ------------------------------------------------------------------------------------------
+
+LADDER = "ladder "
+
+
+def ladder_cases(*, tiny: bool = False) -> list[Case]:
+    """Return the rows of the published ladders, those of one after the other."""
+    return [Case(LADDER + name, row.name, tiny) for name in LADDERS for row in read_ladder(name).rows]
+
+
+def ladder_row(case: Case) -> LadderRow:
+    """Return the published row of a case."""
+    rows = read_ladder(case.model.removeprefix(LADDER)).rows
+    return next(row for row in rows if row.name == case.setup)
+
+
+def _shape_of_row(case: Case) -> Model:
+    settings = ladder_row(case).settings
+    known_as = read_ladder(case.model.removeprefix(LADDER)).model
+    return Model(known_as, 0.34e9, settings["batch_size"], settings["seq_len"], _ENCODER)
+
+
+def _setup_of_row(row: LadderRow) -> Setup:
+    settings = row.settings
+    return Setup(
+        precision=settings["precision"],
+        accumulation=settings.get("gradient_accumulation_steps", 1),
+        optim=settings["optim"],
+        checkpointing=settings.get("checkpointing", False),
+        prepare="frozen base" if settings.get("freeze") == ["base"] else None,
+        attention=settings.get("attn_implementation"),
+        needs=("bitsandbytes",) if "8bit" in settings["optim"] else (),
+    )
 
 
 # ---- The model ------------------------------------------------------------------------------------------------------
@@ -124,10 +173,10 @@ def model_class_and_config(case: Case) -> tuple[type, Any]:
     """Return class and configuration that the estimate and the real run are both built from."""
     from hf_memopt.memory.models.loading import load_model
 
-    model: Any = load_model(MODELS[case.model].known_as).model
+    model: Any = load_model(case.shape.known_as).model
     config = model.config
     if case.tiny:
-        config = type(config)(**{**config.to_dict(), **MODELS[case.model].tiny})
+        config = type(config)(**{**config.to_dict(), **case.shape.tiny})
     return type(model), config
 
 
@@ -138,7 +187,10 @@ def build_model(case: Case, device: str) -> Any:
     model_class, config = model_class_and_config(case)
     torch.manual_seed(0)
     with torch.device(device):
-        return model_class(config)
+        model: Any = model_class(config)
+    if case.settings.attention is not None:
+        model.set_attn_implementation(case.settings.attention)
+    return model
 
 
 def freeze_body(model: Any) -> None:
@@ -148,6 +200,13 @@ def freeze_body(model: Any) -> None:
 
     last = min(len(layers) for layers in layer_stacks(model).values()) - 1
     freeze(model, ["embeddings", f"layers:0-{last - 1}"])
+
+
+def freeze_base(model: Any) -> None:
+    """Freeze all but the head."""
+    from hf_memopt.techniques.freezing.freezing import freeze
+
+    freeze(model, ["base"])
 
 
 def add_lora(model: Any) -> None:
@@ -160,6 +219,7 @@ def add_lora(model: Any) -> None:
 PREPARATIONS: dict[str | None, tuple[Callable[[Any], None], ...]] = {
     None: (),
     "frozen body": (freeze_body,),
+    "frozen base": (freeze_base,),
     "LoRA": (add_lora,),
 }
 
@@ -169,7 +229,7 @@ PREPARATIONS: dict[str | None, tuple[Callable[[Any], None], ...]] = {
 
 def estimate_settings(case: Case) -> dict[str, Any]:
     """Return the settings of ``estimate``."""
-    setup = SETUPS[case.setup]
+    setup = case.settings
     return {
         "precision": setup.precision,
         "optim": setup.optim,
@@ -186,13 +246,14 @@ def training_arguments(case: Case, output_dir: str, *, steps: int, use_cpu: bool
 
     from hf_memopt.binding.versions import checkpointing_arguments
 
-    setup = SETUPS[case.setup]
+    setup = case.settings
     return TrainingArguments(
         output_dir=output_dir,
         max_steps=steps,
         per_device_train_batch_size=case.batch_size,
         gradient_accumulation_steps=setup.accumulation,
         bf16=setup.precision == "bf16",
+        fp16=setup.precision == "fp16",
         optim=setup.optim,
         use_cpu=use_cpu,
         report_to="none",

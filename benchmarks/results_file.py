@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,6 +35,14 @@ def machine() -> str:
 
         name = f"cpu-{psutil.cpu_count(logical=False) or psutil.cpu_count()}core"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def fingerprint(files: Iterable[Path], root: Path) -> str:
+    """Return a fingerprint of files by their paths below ``root``: unlike the commit it knows a changed tree."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def append(case: str, figures: dict[str, Any], *, path: Path | str | None = None) -> Path:

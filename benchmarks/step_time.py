@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -30,6 +29,7 @@ from published import estimate_settings
 from published_behaviours import behaviours_of
 from published_cases import PUBLISHED, Case, UnknownCaseError, read_cases
 
+from hf_memopt.cli.published_ladders import read_ladder
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, optimizer_memory, parameter_facts
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
@@ -222,15 +222,14 @@ def published(paths: list[Path]) -> tuple[list[Row], list[tuple[str, str]]]:
 
 def ladder_a() -> list[Row]:
     """Return the ladder of a task whose GPU and number of steps are unknown: seconds after one scale for all rows."""
-    table = json.loads((PUBLISHED / "ladder_a.json").read_text(encoding="utf-8"))
+    ladder = read_ladder("A")
     rows = []
-    for row in table["rows"]:
-        given = {"precision": "fp32", "optim": "adamw_torch", **row["settings"]}
-        found = estimate("chinese-macbert-large", gpu=table["assumed_gpu"], task="sequence-classification", **given)
+    for row in ladder.rows:
+        found = estimate(ladder.model, gpu=ladder.gpu, **row.settings)
         assert found.step_time is not None
-        rows.append((row["id"], row["seconds"], found.step_time))
+        rows.append((row.name, row.seconds, found.step_time))
     scale = statistics.median(seconds / predicted.seconds for _, seconds, predicted in rows)
-    group = f"ladder A: {table['assumed_gpu']} assumed, one scale (reported only)"
+    group = f"ladder A: {ladder.gpu} assumed, one scale (reported only)"
     return [Row(group, name, seconds / scale, predicted, 0.0) for name, seconds, predicted in rows]
 
 

@@ -100,12 +100,12 @@ def test_every_prefix_is_spread_over_models_and_setups(setups) -> None:
 def test_estimate_and_trainer_are_told_the_same(setups, tmp_path) -> None:
     from hf_memopt.memory.settings import StepSettings
 
-    for setup in setups.SETUPS:
-        case = setups.Case("BERT-large", setup, tiny=True)
+    own = [setups.Case("BERT-large", setup, tiny=True) for setup in setups.SETUPS]
+    for case in (*own, *setups.ladder_cases(tiny=True)[1::2]):
         settings = StepSettings(**setups.estimate_settings(case))
         args = setups.training_arguments(case, str(tmp_path), steps=4, use_cpu=True)
         assert args.bf16 is (settings.precision == "bf16")
-        assert not args.fp16
+        assert args.fp16 is (settings.precision == "fp16")
         assert args.optim == settings.optim
         assert args.gradient_accumulation_steps == settings.gradient_accumulation_steps
         assert args.max_grad_norm == settings.max_grad_norm
@@ -113,6 +113,53 @@ def test_estimate_and_trainer_are_told_the_same(setups, tmp_path) -> None:
         checkpointing = getattr(args, "activation_checkpointing", args.gradient_checkpointing)
         assert bool(checkpointing) is bool(settings.checkpointing)
         assert args.per_device_train_batch_size == case.batch_size
+
+
+def test_the_cases_of_a_ladder_are_its_published_rows(setups) -> None:
+    from hf_memopt.cli.published_ladders import read_ladder
+
+    cases = setups.ladder_cases()
+    for name in ("A", "B"):
+        ladder = read_ladder(name)
+        of_ladder = [case for case in cases if case.model == f"ladder {name}"]
+        for case, row in zip(of_ladder, ladder.rows, strict=True):
+            asked, told = row.settings, setups.estimate_settings(case)
+            assert case.shape.known_as == ladder.model
+            assert (case.batch_size, case.seq_len) == (asked["batch_size"], asked["seq_len"])
+            assert case.batch_size * told["gradient_accumulation_steps"] == ladder.effective_batch_size
+            assert (told["precision"], told["optim"]) == (asked["precision"], asked["optim"])
+            assert bool(told["checkpointing"]) is asked.get("checkpointing", False)
+            assert told["prepare"] == ((setups.freeze_base,) if "freeze" in asked else ())
+    model = setups.build_model(setups.Case("ladder B", "batch 4", tiny=True), "meta")
+    assert model.config._attn_implementation == "eager"
+    setups.freeze_base(model)
+    assert {name.split(".")[0] for name, value in model.named_parameters() if value.requires_grad} == {"classifier"}
+
+
+def test_a_ladder_is_printed_beside_what_was_published(gpu, setups, capsys) -> None:
+    cases = [case for case in setups.ladder_cases() if case.model == "ladder B"]
+    rows = [figures_of(case.name) for case in cases[:2]]
+    rows[1]["measured"] = {**rows[1]["measured"], "device_bytes": 3 * 2**29, "step_seconds": 0.75}
+    gpu.print_ladder(cases, rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].split()[-4:] == ["14.60", "1.00", "1.00", "1.00"]
+    assert lines[4].split()[-4:] == ["8.48", "1.50", "1.14", "1.50"]
+    assert lines[5].split()[-4:] == ["6.62", "-", "1.48", "-"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["ladders"], "invalid choice: 'ladders'"),
+        (["ladder", "--device", "cpu"], "--device cpu runs tiny shapes only. Call with --device cpu --tiny."),
+    ],
+)
+def test_the_arguments_of_a_ladder_are_checked(gpu, monkeypatch, capsys, arguments: list[str], says: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        gpu.main()
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("build", [tiny.bert, tiny.llama])

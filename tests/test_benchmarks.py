@@ -288,7 +288,7 @@ def test_the_budget_of_the_trained_task_gives_the_steps_of_the_other_arms(benchm
 
 
 def test_rows_become_tables(benchmark, monkeypatch, tmp_path) -> None:
-    table: ModuleType = benchmark("table")
+    table: ModuleType = benchmark("table_trainings")
     arm = {
         **of_arm(0.9512, 0.961, 63),
         "bytes_per_example": 8.3,
@@ -316,7 +316,7 @@ def test_rows_become_tables(benchmark, monkeypatch, tmp_path) -> None:
         for case, figures in cases.items()
     ]
     (tmp_path / "machine.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    monkeypatch.setattr(benchmark("table_rows"), "RESULTS", tmp_path)
     lines = table.batching_table().splitlines()
     assert lines[2:4] == [
         "| one | 0.951 / 0.961 / 63 | 0 | -0.01 | 1.000 | 0.17 | 8 |",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import subprocess
 import sys
 from pathlib import Path
@@ -189,6 +190,15 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError) as error:
         hf_memopt.Bucketed  # noqa: B018
     assert str(error.value) == "module 'hf_memopt' has no attribute 'Bucketed'. Did you mean 'bucketed'?"
+
+
+def test_every_data_file_is_installed() -> None:
+    """setup.cfg lists them one on a line: setuptools does not split a line at commas where there are several lines."""
+    settings = configparser.ConfigParser()
+    settings.read(PACKAGE.parent / "setup.cfg", encoding="utf-8")
+    listed = settings["options.package_data"]["hf_memopt"].split("\n")
+    data = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert sorted(filter(None, listed)) == sorted(path.relative_to(PACKAGE).as_posix() for path in data)
 
 
 def test_subpackage_inits_are_empty() -> None:

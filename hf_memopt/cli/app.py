@@ -1,4 +1,4 @@
-"""The command line: ``hf-memopt demo | presets | lengths | estimate | plan | measure | report | doctor``.
+"""The command line: ``hf-memopt demo | presets | lengths | estimate | plan | measure | report | ladder | doctor``.
 
 ``python -m hf_memopt ...`` does the same.
 
@@ -105,11 +105,11 @@ def presets(
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest row of --model.")] = None,
     json_output: AsJson = False,
 ) -> None:
-    """List the presets, or explain one."""
+    """List the presets and which models fit with each, or explain one."""
     from rich.console import Console
 
     from hf_memopt.cli.progress import spinner
-    from hf_memopt.recipes.presets import PRESETS, recipe
+    from hf_memopt.recipes.presets import recipe
 
     if name is None and model is not None:
         raise ValueError(
@@ -117,12 +117,12 @@ def presets(
             f"Call: hf-memopt presets 8gb-gpu --model {model}"
         )
     if name is None:
-        if json_output:
-            import json
+        from hf_memopt.cli.preset_tables import presets_json, print_presets
 
-            typer.echo(json.dumps({key: json.loads(value.to_json()) for key, value in PRESETS.items()}, indent=2))
+        if json_output:
+            typer.echo(presets_json())
         else:
-            _print_presets()
+            print_presets(Console())
         return
     what = "looking at this machine" if model is None else f"estimating {model}"
     with spinner(what, Console(stderr=True), shown=(name == "auto" or model is not None) and not json_output):
@@ -138,33 +138,6 @@ def _wrapped(text: str, console: Console) -> str:
         fill(line, console.width, subsequent_indent=" " * 6, break_on_hyphens=False) for line in text.splitlines()
     )
     return "\n".join(wrapped)
-
-
-PRESETS_COLUMNS = 76  # of a terminal; on a narrower one the GPUs would be cut within their names
-
-
-def _print_presets() -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    from hf_memopt.recipes.presets import PRESETS, preset_rows
-
-    rows = preset_rows(PRESETS)
-    console = Console()
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    folded = {"eval batch": "eval\nbatch", "checkpointing": "check-\npointing"}
-    headings = [heading for heading in rows[0] if heading != "meant for" or console.width >= PRESETS_COLUMNS]
-    for heading in headings:
-        table.add_column(folded.get(heading, heading), no_wrap=heading != "meant for")
-    for row in rows:
-        table.add_row(*(row[heading] for heading in headings))
-    console.print(table, crop=False)
-    console.print(
-        "batch: examples x accumulation steps, for encoders such as BERT-large. Every choice with its reason: "
-        "hf-memopt presets 4gb-gpu. For another model: hf-memopt presets 8gb-gpu --model NAME",
-        highlight=False,
-    )
 
 
 @app.command(cls=Command)
@@ -219,6 +192,22 @@ app.command(cls=Command, epilog=EXAMPLES)(estimate)
 app.command(cls=Command)(plan)
 app.command(cls=Command)(report)
 app.command(cls=Command)(measure)
+
+
+@app.command(cls=Command)
+def ladder(
+    name: Annotated[str, typer.Argument(help="A or B.", metavar="A|B")],
+    json_output: AsJson = False,
+) -> None:
+    """Predict a published ladder of memory techniques.
+
+    A is BERT-large's shape at batch 32, B is BERT-large at batch 4 on a V100, each printed beside what was measured.
+    """
+    from rich.console import Console
+
+    from hf_memopt.cli.ladder_command import run_ladder
+
+    raise typer.Exit(run_ladder(name, Console(), Console(stderr=True), json_output=json_output))
 
 
 @app.command(cls=Command)

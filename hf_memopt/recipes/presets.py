@@ -1,8 +1,9 @@
 """The presets: a literal ``Recipe`` for every common size of GPU, and the functions that return them.
 
-They are set-ups for encoders: each purpose line says what it holds at which length, by the estimate
-(``tests/recipes/test_presets.py``). None of their memory figures has been measured on a GPU yet. For any other model
-``recipe(name, model=...)`` returns what ``plan`` chooses for it.
+They are set-ups for encoders. What fits with one of them also fits with every preset for a larger GPU, by the estimate
+(``preset_fits.json``, ``tests/recipes/test_preset_fits.py``). Where activations have to shrink for that, a preset has
+smaller micro-batches or checkpointing, whichever is predicted to be faster. None of the memory figures has been
+measured on a GPU yet. For any other model ``recipe(name, model=...)`` returns what ``plan`` chooses for it.
 """
 
 from __future__ import annotations
@@ -24,24 +25,15 @@ if TYPE_CHECKING:
 
 __all__ = ["PRESETS", "preset", "recipe"]
 
-BERT_LARGE_TOKENS = {
-    **{"4gb-gpu": 512, "6gb-gpu": 256, "8gb-gpu": 128, "12gb-gpu": 256, "16gb-gpu": 256, "24gb-gpu": 256},
-    **{"40gb-gpu": 512, "80gb-gpu": 512},
-}
-"""Tokens of the longest rows of BERT-large that a preset holds; of models of RoBERTa-base's size it holds 512."""
-
-
-def _purpose(name: str, gpus: str) -> str:
-    tokens = BERT_LARGE_TOKENS[name]
-    return (
-        f"{gpus} ... (encoders: RoBERTa-base at 512 tokens, BERT-large at {tokens}; computed, memory not yet measured "
-        "on a GPU)"
-    )
-
+HOLDS = "encoders of up to BERT-large's size at 512 tokens; computed, memory not yet measured on a GPU"
 
 EIGHT_BIT = "about a quarter of AdamW's state: 2 bytes per parameter instead of 8, embeddings apart"
 PAGED = EIGHT_BIT + "; paged: what does not fit moves to the host instead of running out of memory"
+FEW_LOGITS = "logits and scores of few examples at a time"
 STREAMED = "evaluation outputs move to the host after every few batches, so they never pile up on the GPU"
+NO_COPIES = "under checkpointing it would hold a copy of every weight from forward to backward"
+RECOMPUTED = "faster than the smaller passes that long rows would need to fit without it"
+NOT_RECOMPUTED = "activations of {rows} examples of 512 tokens fit without recomputing, {steps} per step"
 FITS_WHOLE = "the whole effective batch fits into one pass"
 FULL_STATE = "the full 32-bit state fits, and one fused kernel is fastest"
 
@@ -49,7 +41,7 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
     {
         "4gb-gpu": Recipe(
             name="4gb-gpu",
-            purpose=_purpose("4gb-gpu", "GTX 1650, RTX 3050 Laptop"),
+            purpose=f"GTX 1650, RTX 3050 Laptop ... ({HOLDS})",
             per_device_train_batch_size=8,
             per_device_eval_batch_size=8,
             optim="paged_adamw_8bit",
@@ -58,75 +50,89 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
             eval_accumulation_steps=4,
             reasons={
                 "per_device_train_batch_size": "activations of 8 examples at a time, 4 times per step",
-                "per_device_eval_batch_size": "logits and scores of few examples at a time",
+                "per_device_eval_batch_size": FEW_LOGITS,
                 "optim": PAGED,
                 "checkpointing": "weights, gradients and state leave too little room for activations",
-                "autocast_cache": "under checkpointing it would hold a copy of every weight from forward to backward",
+                "autocast_cache": NO_COPIES,
                 "eval_accumulation_steps": STREAMED,
             },
         ),
         "6gb-gpu": Recipe(
             name="6gb-gpu",
-            purpose=_purpose("6gb-gpu", "GTX 1660, RTX 2060, RTX 3050 6GB"),
-            per_device_train_batch_size=8,
+            purpose=f"GTX 1660, RTX 2060, RTX 3050 6GB ... ({HOLDS})",
+            per_device_train_batch_size=16,
             per_device_eval_batch_size=16,
             optim="paged_adamw_8bit",
+            checkpointing=True,
+            autocast_cache=False,
             eval_accumulation_steps=8,
             reasons={
-                "per_device_train_batch_size": "activations of 8 examples fit without recomputing, 4 times per step",
+                "per_device_train_batch_size": "activations of 16 examples at a time, twice per step",
                 "optim": PAGED,
+                "checkpointing": RECOMPUTED,
+                "autocast_cache": NO_COPIES,
                 "eval_accumulation_steps": STREAMED,
             },
         ),
         "8gb-gpu": Recipe(
             name="8gb-gpu",
-            purpose=_purpose("8gb-gpu", "RTX 3060 Ti, RTX 4060, P4"),
+            purpose=f"RTX 3060 Ti, RTX 4060, P4 ... ({HOLDS})",
             per_device_train_batch_size=16,
             per_device_eval_batch_size=16,
             optim="adamw_8bit",
+            checkpointing=True,
+            autocast_cache=False,
             eval_accumulation_steps=16,
             reasons={
-                "per_device_train_batch_size": "activations of 16 examples fit without recomputing, twice per step",
+                "per_device_train_batch_size": "activations of 16 examples at a time, twice per step",
                 "optim": EIGHT_BIT,
+                "checkpointing": RECOMPUTED,
+                "autocast_cache": NO_COPIES,
                 "eval_accumulation_steps": STREAMED,
             },
         ),
         "12gb-gpu": Recipe(
             name="12gb-gpu",
-            purpose=_purpose("12gb-gpu", "RTX 3060 12GB, RTX 4070, TITAN Xp"),
+            purpose=f"RTX 3060 12GB, RTX 4070, TITAN Xp ... ({HOLDS})",
+            per_device_train_batch_size=8,
+            per_device_eval_batch_size=8,
             optim="adamw_8bit",
             eval_accumulation_steps=16,
             reasons={
-                "per_device_train_batch_size": FITS_WHOLE,
+                "per_device_train_batch_size": NOT_RECOMPUTED.format(rows=8, steps="4 times"),
+                "per_device_eval_batch_size": FEW_LOGITS,
                 "optim": EIGHT_BIT,
                 "eval_accumulation_steps": STREAMED,
             },
         ),
         "16gb-gpu": Recipe(
             name="16gb-gpu",
-            purpose=_purpose("16gb-gpu", "T4, P100, V100 16GB, RTX 4080"),
+            purpose=f"T4, P100, V100 16GB, RTX 4080 ... ({HOLDS})",
+            per_device_train_batch_size=8,
+            per_device_eval_batch_size=16,
             eval_accumulation_steps=16,
             reasons={
-                "per_device_train_batch_size": FITS_WHOLE,
+                "per_device_train_batch_size": NOT_RECOMPUTED.format(rows=8, steps="4 times"),
                 "optim": FULL_STATE,
                 "eval_accumulation_steps": STREAMED,
             },
         ),
         "24gb-gpu": Recipe(
             name="24gb-gpu",
-            purpose=_purpose("24gb-gpu", "RTX 3090, RTX 4090, A10, L4"),
-            per_device_eval_batch_size=64,
+            purpose=f"RTX 3090, RTX 4090, A10, L4 ... ({HOLDS})",
+            per_device_train_batch_size=16,
+            per_device_eval_batch_size=16,
             eval_accumulation_steps=32,
             reasons={
-                "per_device_train_batch_size": FITS_WHOLE,
+                "per_device_train_batch_size": NOT_RECOMPUTED.format(rows=16, steps="twice"),
+                "per_device_eval_batch_size": FEW_LOGITS,
                 "optim": FULL_STATE,
                 "eval_accumulation_steps": STREAMED,
             },
         ),
         "40gb-gpu": Recipe(
             name="40gb-gpu",
-            purpose=_purpose("40gb-gpu", "A100 40GB, L40S"),
-            per_device_eval_batch_size=128,
+            purpose=f"A100 40GB, L40S ... ({HOLDS})",
             dataloader_num_workers=2,
             reasons={
                 "per_device_train_batch_size": FITS_WHOLE,
@@ -136,8 +142,8 @@ PRESETS: Mapping[str, Recipe] = MappingProxyType(
         ),
         "80gb-gpu": Recipe(
             name="80gb-gpu",
-            purpose=_purpose("80gb-gpu", "A100 80GB, H100"),
-            per_device_eval_batch_size=256,
+            purpose=f"A100 80GB, H100 ... ({HOLDS})",
+            per_device_eval_batch_size=128,
             dataloader_num_workers=4,
             reasons={
                 "per_device_train_batch_size": FITS_WHOLE,

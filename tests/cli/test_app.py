@@ -53,7 +53,10 @@ def test_the_explanation_of_a_preset_fits_a_terminal(monkeypatch) -> None:
 
 def test_presets_as_json() -> None:
     every = json.loads(runner.invoke(app, ["presets", "--json"]).output)
+    fits = every.pop("fits")
     assert {name: Recipe.from_json(json.dumps(value)) for name, value in every.items()} == dict(PRESETS)
+    assert fits["rows"][0]["fits"] == dict.fromkeys(fits["gpus"], True)
+    assert fits["rows"][0]["total_bytes"]["4gb-gpu"] < fits["gpus"]["4gb-gpu"]["usable_bytes"]
     one = runner.invoke(app, ["presets", "8gb-gpu", "--json"]).output
     assert Recipe.from_json(one) == PRESETS["8gb-gpu"]
 
@@ -72,6 +75,7 @@ ANSWERED_AT_ONCE = {
     "presets 4gb-gpu": (0, ""),
     "presets --model gpt2": (2, "--model gpt2 has no preset to begin with; "),
     "presets 9gb": (2, "'9gb' is not a preset; "),
+    "ladder C": (2, "'C' is not a published ladder; "),
     "estimate --list-models": (0, ""),
     "estimate bert-larg --seq-len 8": (2, "'bert-larg' is neither a well-known name nor a folder, "),
     "estimate gpt2 --gpu RTX-9999": (2, "--gpu RTX-9999 "),
@@ -258,6 +262,7 @@ VERBS = {
     "presets": ("hf_memopt.recipes.presets.preset_rows", []),
     "lengths": ("hf_memopt.batching.padding_costs.data_files.file_lengths", ["data.csv"]),
     "estimate": ("hf_memopt.memory.estimation.estimate", ["gpt2", "--seq-len", "8"]),
+    "ladder": ("hf_memopt.cli.ladder_command.predicted_rows", ["A"]),
     "doctor": ("hf_memopt.cli.doctor.examine", []),
     "demo": ("hf_memopt.demo.run.run_demo", []),
 }

@@ -58,11 +58,14 @@ def test_the_help_of_estimate_is_grouped_and_whole(columns: str) -> None:
     assert '  hf-memopt estimate gpt2 -g "RTX 3060 12GB"\n' in shown
 
 
-@pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("80", 80)])
-def test_the_presets_cut_no_word(columns: str, widest: int) -> None:
+@pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("80", 80), ("120", 120)])
+def test_the_presets_and_what_fits_cut_no_word(columns: str, widest: int) -> None:
     shown = runner.invoke(app, ["presets"], env={"COLUMNS": columns}).stdout
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= widest
     assert all(word in shown.split() for word in ("paged_adamw_8bit", "12gb-gpu", "optimizer", "adamw_torch_fused"))
+    assert re.search(r"^bert-large-uncased +512( +any){8}$", shown, re.MULTILINE)
+    assert re.search(r"^Llama-3.1-8B +512( +-){8}$", shown, re.MULTILINE)
+    assert re.search(r"^GPU of \.\.\. GB +tokens +4 +6 +8 +12 +16 +24 +40 +80$", shown, re.MULTILINE)
 
 
 # ---- The length of --data

@@ -168,11 +168,11 @@ def test_another_effective_batch_keeps_the_largest_fitting_pass() -> None:
 
 def test_processes_share_the_effective_batch(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    [change] = [c for c in recipe("12gb-gpu").changes() if c.name.startswith("per_device")]
+    [change] = [c for c in recipe("40gb-gpu").changes() if c.name.startswith("per_device")]
     assert (change.old, change.new) == ((32, 1), (16, 1))
     assert change.reason == "keeps 32 examples per optimizer step on 2 process(es)"
     with pytest.raises(ValueError) as error:
-        recipe("12gb-gpu").changes(effective_batch_size=5)
+        recipe("40gb-gpu").changes(effective_batch_size=5)
     assert str(error.value) == (
         "WORLD_SIZE=2 on 2 process(es) does not divide the effective batch of 5; expected a divisor. "
         "Pass effective_batch_size=4"

@@ -1,0 +1,174 @@
+"""What ``plan`` chooses for eight models on five GPUs, and the largest full fine-tuning: python benchmarks/plans.py
+
+Every plan is appended to ``benchmarks/results/plans.jsonl`` as soon as it is found. A second run goes on where the
+first one stopped, and plans again what another version of the package has planned. Ten to twenty minutes on two idle
+CPU cores; no GPU is needed, and no figure was measured on one.
+
+python benchmarks/plans.py --only 'Llama*'    # models by name
+python benchmarks/plans.py --again            # plan everything anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import results_file
+
+import hf_memopt
+from hf_memopt import Plan, plan
+from hf_memopt.units import format_bytes
+
+OUT = results_file.RESULTS / "plans.jsonl"
+CASE = "plan"
+EFFECTIVE_BATCH = 32
+GPUS = ("RTX 3050 4GB", "RTX 4060", "RTX 3060 12GB", "T4", "RTX 3090")
+MODELS: tuple[tuple[str, int | None], ...] = (  # with the tokens of every row
+    ("roberta-base", 512),
+    ("bert-large-uncased", 512),
+    ("t5-base", 512),
+    ("vit-base-patch16-224", None),
+    ("whisper-small", 128),
+    ("Llama-3.2-1B", 512),
+    ("Qwen2.5-1.5B", 512),
+    ("Llama-3.1-8B", 512),
+)
+LARGEST = (  # model, GPU, effective batch: a released gradient takes it as one batch
+    ("Llama-3.2-1B", "RTX 3050 4GB", 2),
+    ("Llama-3.2-3B", "RTX 3060 12GB", 8),
+    ("Llama-3.1-8B", "RTX 3090", 8),
+)
+CONSENTS = ("release_clipping", "bf16_weights")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A question to ``plan``."""
+
+    model: str
+    gpu: str
+    seq_len: int | None
+    effective_batch_size: int = EFFECTIVE_BATCH
+    method: str = "auto"
+    allow: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The question as text."""
+        return json.dumps(asdict(self))
+
+
+MODEL_CELLS = tuple(Cell(model, gpu, seq_len) for model, seq_len in MODELS for gpu in GPUS)
+LARGEST_CELLS = tuple(Cell(model, gpu, 512, batch, "full", CONSENTS) for model, gpu, batch in LARGEST)
+
+
+def planned(cell: Cell) -> Plan:
+    """Return the plan."""
+    return plan(
+        cell.model,
+        gpu=cell.gpu,
+        seq_len=cell.seq_len,
+        effective_batch_size=cell.effective_batch_size,
+        method=cell.method,
+        allow=cell.allow,
+    )
+
+
+def figures_of(cell: Cell, found: Plan) -> dict[str, Any]:
+    """Return what the tables show of a plan: of the chosen set-up, or of the nearest where none fits."""
+    shown = found.chosen
+    if shown is None:
+        assert found.shortfall is not None
+        shown = found.shortfall.nearest
+    recipe = shown.recipe
+    return {
+        **asdict(cell),
+        "basis": "computed",
+        "fits": found.fits,
+        "verdict": shown.verdict,
+        "set_up": shown.name,
+        "stage": shown.stage,
+        "batch": shown.batch,
+        "total_bytes": shown.total_bytes,
+        "usable_bytes": shown.usable_bytes,
+        "per_second": _per_second(shown),
+        "unit": "examples" if shown.tokens is None else "tokens",
+        "parameters": found.parameters,
+        "trains_all": recipe.lora is None and not recipe.freeze,
+        "clipping": not recipe.gradient_release,
+    }
+
+
+def _per_second(shown: Any) -> float | None:
+    if not shown.seconds:
+        return None
+    return float((shown.examples if shown.tokens is None else shown.tokens) / shown.seconds)
+
+
+# ---- The file -------------------------------------------------------------------------------------------------------
+
+
+def source_hash() -> str:
+    """Return a fingerprint of what plans depend on: the parts of the package that they run."""
+    folder = Path(hf_memopt.__file__).parent
+    parts = [folder / name for name in ("binding", "devices", "memory", "recipes/planning")]
+    files = [folder / "recipes" / "recipe.py", *(file for part in parts for file in part.rglob("*.py"))]
+    return results_file.fingerprint(sorted(files), folder)
+
+
+def read_plans(path: Path = OUT) -> dict[str, dict[str, Any]]:
+    """Return the last row of each question, by its text."""
+    if not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {key_of(row["figures"]): row for row in rows if row["case"] == CASE}
+
+
+def key_of(figures: Mapping[str, Any]) -> str:
+    """Return the text of the question that a row answers."""
+    names = asdict(MODEL_CELLS[0])
+    return Cell(**{name: tuple(figures[name]) if name == "allow" else figures[name] for name in names}).key
+
+
+def undone(cells: Iterable[Cell], rows: Mapping[str, Mapping[str, Any]], source: str) -> list[Cell]:
+    """Return the questions that this version of the package has not answered."""
+    return [cell for cell in cells if rows.get(cell.key, {}).get("figures", {}).get("source") != source]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Plan what is missing; keep one row of each question once all are answered."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="models by name, such as 'Llama*'")
+    parser.add_argument("--again", action="store_true", help="plan again what is done")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="another file for the rows")
+    options = parser.parse_args(arguments)
+    source = source_hash()
+    every = (*LARGEST_CELLS, *MODEL_CELLS)
+    cells = [cell for cell in every if fnmatch(cell.model.lower(), options.only.lower())]
+    left = cells if options.again else undone(cells, read_plans(options.out), source)
+    for number, cell in enumerate(left, 1):
+        started = time.perf_counter()
+        figures = {**figures_of(cell, planned(cell)), "source": source}
+        results_file.append(CASE, figures, path=options.out)
+        needs = f"{figures['set_up']}, {figures['batch']}, {format_bytes(figures['total_bytes'])}"
+        took = time.perf_counter() - started
+        print(f"[{number}/{len(left)}] {cell.model}, {cell.gpu}: {needs} ({took:.0f} s)", flush=True)
+    rows = read_plans(options.out)
+    if not undone(every, rows, source):
+        lines = "".join(json.dumps(rows[cell.key]) + "\n" for cell in every)
+        options.out.write_text(lines, encoding="utf-8")
+    print(f"rows in {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

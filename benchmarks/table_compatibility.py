@@ -1,0 +1,42 @@
+"""The part of README.md about what works together, from the table that ``attach`` enforces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hf_memopt.binding.conflicts import REFUSALS, RUN, SETTINGS, TECHNIQUES, Refusal, refusal_of
+
+
+def compatibility() -> str:
+    """Return which techniques and settings are compatible, from the table that ``attach`` enforces: technique by
+    technique, technique by setting, and the reasons.
+    """
+    numbered = {name: str(number) for number, name in enumerate(TECHNIQUES, 1)}
+    reasons = [f"{number}. {found.reason}" for number, found in enumerate(_distinct_refusals(), 1)]
+    return "\n\n".join(
+        [_compatibility_table(numbered), _compatibility_table({name: name for name in SETTINGS}), "\n".join(reasons)]
+    )
+
+
+def _compatibility_table(columns: Mapping[str, str]) -> str:
+    """Return one table of all techniques by these columns, each with its head."""
+    numbers = {found.reason: number for number, found in enumerate(_distinct_refusals(), 1)}
+    lines = [f"| | {' | '.join(columns.values())} |", f"|---|{'---|' * len(columns)}"]
+    for number, row in enumerate(TECHNIQUES, 1):
+        cells = [_compatibility_cell(row, column, numbers) for column in columns]
+        lines.append(f"| {number} {row} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _distinct_refusals() -> list[Refusal]:
+    """Return one refusal for each reason."""
+    return list({found.reason: found for found in reversed(REFUSALS)}.values())[::-1]
+
+
+def _compatibility_cell(row: str, column: str, numbers: Mapping[str, int]) -> str:
+    if row == column:
+        return ""
+    found = refusal_of(row, column)
+    if found is not None:
+        return f"no ({numbers[found.reason]})"
+    return "yes" if column in TECHNIQUES or column in RUN else "?"

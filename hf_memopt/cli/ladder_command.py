@@ -1,0 +1,166 @@
+"""What ``hf-memopt ladder`` does: predict a published ladder of techniques, and print it beside what was measured.
+
+Predictions are those of today's software, with what the settings of ``estimate`` can say of the measured versions. The
+last row is this package's preset for 4 GB, which nobody has published.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.cli.progress import spinner
+from hf_memopt.cli.published_ladders import read_ladder
+from hf_memopt.units import to_gib
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from hf_memopt.cli.published_ladders import Ladder, LadderRow
+    from hf_memopt.memory.result import Estimate
+
+__all__ = ["PredictedRow", "predicted_rows", "run_ladder"]
+
+OURS = "4gb-gpu"
+COLUMNS = 8  # of a figure
+
+
+@dataclass(frozen=True)
+class PredictedRow:
+    """A row of a ladder with its prediction; without published figures for what only this package has."""
+
+    name: str
+    total_bytes: int
+    seconds: float
+    published: LadderRow | None = None
+
+
+def run_ladder(name: str, console: Console, errors: Console, *, json_output: bool) -> int:
+    """Print the ladder and return 0.
+
+    Raises:
+        ValueError: no such ladder.
+    """
+    ladder = read_ladder(name)
+    with spinner(f"simulating {ladder.model}", errors, shown=not json_output) as announce:
+        rows = predicted_rows(ladder, announce)
+    if json_output:
+        console.out(json.dumps(_as_dict(ladder, rows), indent=2), highlight=False)
+        return 0
+    console.print(f"Ladder {ladder.name}: {ladder.title}\n", highlight=False)
+    for line in _table(ladder, rows):
+        console.out(line, highlight=False)
+    for text in _notes(ladder, rows):
+        console.print(text, highlight=False)
+    console.out(f"Source: {ladder.source}", highlight=False)  # an address is not wrapped
+    return 0
+
+
+def predicted_rows(ladder: Ladder, announce: Callable[[str], object] = lambda text: None) -> list[PredictedRow]:
+    """Return the rows of a ladder with their predictions, and one more: the preset for 4 GB with the same batch."""
+    from hf_memopt.devices.gpus import find_gpu
+    from hf_memopt.memory.estimation import estimate
+    from hf_memopt.memory.recording.kept_models import keeping_models
+    from hf_memopt.recipes.effective_batch import largest_divisor
+    from hf_memopt.recipes.presets import PRESETS
+
+    gpu = find_gpu(ladder.gpu)
+    if ladder.context_bytes is not None:
+        gpu = replace(gpu, context_bytes=ladder.context_bytes)
+    found = []
+    with keeping_models():
+        for row in ladder.rows:
+            announce(row.name)
+            found.append(_predicted(row.name, estimate(ladder.model, gpu=gpu, **row.settings, **ladder.then), row))
+        announce(OURS)
+        preset, effective = PRESETS[OURS], ladder.effective_batch_size
+        rows = largest_divisor(effective, preset.per_device_train_batch_size)
+        ours = preset.replace(effective_batch_size=effective, per_device_train_batch_size=rows)
+        own = estimate(ladder.model, gpu=gpu, batch_size=rows, seq_len=ladder.seq_len, recipe=ours)
+        found.append(_predicted(f"{OURS} preset", own, None))
+    return found
+
+
+def _predicted(name: str, found: Estimate, published: LadderRow | None) -> PredictedRow:
+    assert found.step_time is not None  # both GPUs have known rates
+    return PredictedRow(name, found.total_bytes, found.step_time.seconds, published)
+
+
+# ---- Text and JSON
+
+
+def _table(ladder: Ladder, rows: Sequence[PredictedRow]) -> Iterator[str]:
+    """Yield the lines of the table: GiB and speed, published and predicted."""
+    width = max(len(row.name) for row in rows)
+    speed = "baseline = 1" if ladder.of_task else "examples/s"
+    yield f"{'':<{width}}{'GiB':>{2 * COLUMNS}}{speed:>{2 * COLUMNS}}"
+    yield f"{'':<{width}}" + "".join(f"{text:>{COLUMNS}}" for text in ("publ.", "pred.", "publ.", "pred."))
+    for row in rows:
+        published = row.published
+        cells = ["" if published is None else f"{to_gib(published.total_bytes):.2f}", f"{to_gib(row.total_bytes):.2f}"]
+        cells += ["" if time is None else f"{time:.2f}" for time in _speeds(ladder, rows, row)]
+        yield f"{row.name:<{width}}" + "".join(f"{cell:>{COLUMNS}}" for cell in cells)
+    yield ""
+
+
+def _speeds(ladder: Ladder, rows: Sequence[PredictedRow], row: PredictedRow) -> tuple[float | None, float]:
+    """Return published and predicted speed: examples per second, or the time against that of the first row."""
+    first, published = rows[0], row.published
+    if not ladder.of_task:
+        examples = ladder.effective_batch_size
+        return None if published is None else examples / published.seconds, examples / row.seconds
+    assert first.published is not None
+    relative = None if published is None else published.seconds / first.published.seconds
+    return relative, row.seconds / first.seconds
+
+
+def _notes(ladder: Ladder, rows: Sequence[PredictedRow]) -> Iterator[str]:
+    of_time, of_bytes, pairs = ordered_pairs(rows)
+    yield f"Order as published: {of_time} of {pairs} pairs by time, {of_bytes} of {pairs} by memory."
+    if ladder.of_task:
+        yield (
+            f"Published for {ladder.measured_on}. {ladder.gpu} is assumed, so only the order means anything: times are "
+            "relative to the first row, and bytes include the context of that GPU."
+        )
+    else:
+        yield (
+            f"Published for {ladder.measured_on}. Predicted for today's software, except that gradients stay "
+            "allocated and 8-bit states include embeddings, as then. Softmax also kept its input then, and AdamW "
+            "updated one parameter after the other; `make bench-published` and `make bench-step-time` count that too."
+        )
+    yield "The last row is this package's preset, computed for the same GPU, batch and length."
+
+
+def ordered_pairs(rows: Sequence[PredictedRow]) -> tuple[int, int, int]:
+    """Return how many pairs of rows are in the published order by seconds, and by bytes, and how many there are.
+
+    Of rows that were published as equal either order is right.
+    """
+    both = [(row, row.published) for row in rows if row.published is not None]
+    by_time = by_bytes = pairs = 0
+    for (one, one_published), (other, other_published) in combinations(both, 2):
+        pairs += 1
+        seconds = one_published.seconds - other_published.seconds
+        sizes = one_published.total_bytes - other_published.total_bytes
+        by_time += seconds == 0 or (seconds > 0) == (one.seconds > other.seconds)
+        by_bytes += sizes == 0 or (sizes > 0) == (one.total_bytes > other.total_bytes)
+    return by_time, by_bytes, pairs
+
+
+def _as_dict(ladder: Ladder, rows: Sequence[PredictedRow]) -> dict[str, Any]:
+    names = ("name", "title", "source", "measured_on", "model", "gpu", "effective_batch_size", "seq_len")
+    found = []
+    for row in rows:
+        published = row.published
+        one = {"name": row.name, "predicted_bytes": row.total_bytes, "predicted_seconds": row.seconds}
+        if published is not None:
+            one |= {"published_bytes": published.total_bytes, "published_seconds": published.seconds}
+            one["settings"] = dict(published.settings)
+        found.append(one)
+    only_order = {"only_order_means_anything": ladder.of_task}
+    return {**{name: getattr(ladder, name) for name in names}, **only_order, "rows": found}

@@ -1,0 +1,110 @@
+"""``hf-memopt ladder``: the published rows, their predictions, the order, text as wide as the terminal."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from hf_memopt.cli import ladder_command
+from hf_memopt.cli.app import app
+from hf_memopt.cli.ladder_command import PredictedRow, ordered_pairs, run_ladder
+from hf_memopt.cli.published_ladders import LADDERS, LadderRow, read_ladder
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def run(*arguments: str, width: int = 80) -> Any:
+    return CliRunner(env={"COLUMNS": str(width)}).invoke(app, ["ladder", *arguments])
+
+
+def test_ladder_b_has_the_published_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    cases = importlib.import_module("published_cases")
+    published = [
+        case
+        for case in cases.read_cases([cases.PUBLISHED / "measurements.json"])
+        if case.id.startswith("hf-docs-v100/")
+    ]
+    ladder = read_ladder("B")
+    assert len(published) == len(ladder.rows) == 9
+    for case, row in zip(published, ladder.rows, strict=True):
+        assert (row.total_bytes, row.seconds) == (case.measured_bytes, 4 * 512 / case.tokens_per_second), row.name
+        assert case.context_bytes == ladder.context_bytes
+        asked = {name: value for name, value in row.settings.items() if name not in ("task", "checkpointing")}
+        defaults = {"gradient_accumulation_steps": 1}
+        assert {name: case.settings[name] for name in asked} == asked
+        assert {**defaults, **asked}["gradient_accumulation_steps"] == case.settings["gradient_accumulation_steps"]
+        assert bool(row.settings.get("checkpointing")) is bool(case.settings.get("checkpointing"))
+
+
+@pytest.mark.parametrize("name", LADDERS)
+def test_a_ladder_keeps_its_effective_batch_and_names_its_source(name: str) -> None:
+    ladder = read_ladder(name.lower())
+    assert ladder.source.startswith("https://")
+    for row in ladder.rows:
+        steps = row.settings.get("gradient_accumulation_steps", 1)
+        assert row.settings["batch_size"] * steps == ladder.effective_batch_size
+
+
+def test_an_unknown_ladder() -> None:
+    found = run("C")
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert found.stderr == "'C' is not a published ladder; expected A or B. Call: hf-memopt ladder A\n"
+
+
+def halves(name: str) -> list[PredictedRow]:
+    """Return predictions of half of what was published, and a row of our own."""
+    rows = [PredictedRow(row.name, row.total_bytes // 2, row.seconds / 2, row) for row in read_ladder(name).rows]
+    return [*rows, PredictedRow("4gb-gpu preset", 2**30, 1.0)]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("name", LADDERS)
+def test_the_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, name: str, width: int, capsys: Any) -> None:
+    monkeypatch.setattr(ladder_command, "predicted_rows", lambda *_: halves(name))
+    assert run_ladder(name, Console(width=width), Console(stderr=True), json_output=False) == 0
+    *lines, source = capsys.readouterr().out.splitlines()
+    assert source == f"Source: {read_ladder(name).source}"
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    assert f"Ladder {name}: {read_ladder(name).title}" in text
+    pairs = len(read_ladder(name).rows) * (len(read_ladder(name).rows) - 1) // 2
+    assert f"Order as published: {pairs} of {pairs} pairs by time, {pairs} of {pairs} by memory." in text
+    row = {"A": "+ checkpointing 7.30 3.65 10.45 10.45", "B": "batch 4, fp16 13.61 6.81 18.64 37.28"}[name]
+    assert row in text
+
+
+def test_pairs_in_another_order_are_counted() -> None:
+    published = [LadderRow("one", 3, 1.0, {}), LadderRow("two", 2, 2.0, {}), LadderRow("three", 2, 3.0, {})]
+    rows = [PredictedRow(row.name, row.total_bytes, row.seconds, row) for row in published]
+    assert ordered_pairs(rows) == (3, 3, 3)
+    rows[2] = replace(rows[2], seconds=1.5, total_bytes=4)
+    assert ordered_pairs([*rows, PredictedRow("ours", 1, 9.0)]) == (2, 2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LADDERS)
+def test_predictions_are_in_the_published_order_but_for_a_few_pairs(name: str) -> None:
+    found = run(name, "--json")
+    assert found.exit_code == 0, found.output
+    told = json.loads(found.output)
+    *rows, ours = told["rows"]
+    assert ours["name"] == "4gb-gpu preset"
+    assert ours["predicted_bytes"] < 4.1 * 2**30
+    assert len(rows) == len(read_ladder(name).rows)
+    predicted = [
+        PredictedRow(row["name"], row["predicted_bytes"], row["predicted_seconds"], published)
+        for row, published in zip(rows, read_ladder(name).rows, strict=True)
+    ]
+    by_time, by_bytes, pairs = ordered_pairs(predicted)
+    assert min(by_time, by_bytes) >= 0.9 * pairs
+    if name == "B":
+        errors = sorted(abs(row.total_bytes / row.published.total_bytes - 1) for row in predicted if row.published)
+        assert errors[len(errors) // 2] < 0.15
