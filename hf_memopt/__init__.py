@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from hf_memopt.memory.settings import NotEstimableError, StepSettings
     from hf_memopt.recipes.measuring.measure import measure
     from hf_memopt.recipes.measuring.measurement import Measurement
-    from hf_memopt.recipes.planning.plan import Plan, plan
+    from hf_memopt.recipes.planning.plan import plan
+    from hf_memopt.recipes.planning.result import Plan
     from hf_memopt.recipes.presets import PRESETS, preset, recipe
     from hf_memopt.recipes.recipe import Recipe
     from hf_memopt.techniques.checkpointing.policies import CheckpointingCallback, checkpoint_layers
@@ -74,7 +75,8 @@ _MODULES = {
     "hf_memopt.devices.memory_reading": ("MemoryReading", "read_memory"),
     "hf_memopt.recipes.measuring.measure": ("measure",),
     "hf_memopt.recipes.measuring.measurement": ("Measurement",),
-    "hf_memopt.recipes.planning.plan": ("Plan", "plan"),
+    "hf_memopt.recipes.planning.plan": ("plan",),
+    "hf_memopt.recipes.planning.result": ("Plan",),
     "hf_memopt.recipes.presets": ("PRESETS", "preset", "recipe"),
     "hf_memopt.recipes.recipe": ("Recipe",),
     "hf_memopt.techniques.expandable_segments": ("use_expandable_segments",),

@@ -25,7 +25,7 @@ def changed(text: str, place: str, value: Any) -> str:
     return json.dumps(told)
 
 
-DELETED = object()
+DELETED = ...  # instead of a value: the field is taken out
 NONSENSE = [
     ("format", 99, f"is not a plan of format {FORMAT} (it has format 99, written by hf-memopt "),
     ("format", DELETED, "(it has no format and candidates)"),

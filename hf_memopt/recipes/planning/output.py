@@ -17,7 +17,7 @@ from hf_memopt.units import format_number as _number
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
-    from hf_memopt.recipes.planning.plan import Plan
+    from hf_memopt.recipes.planning.result import Plan
 
 __all__ = ["plan_json", "plan_text", "shown_candidates"]
 

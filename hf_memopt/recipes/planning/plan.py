@@ -13,9 +13,8 @@ not counted, and neither sharding nor the time of communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from hf_memopt.devices.gpus import current_gpu
 from hf_memopt.memory.recording.kept_models import keeping_models
@@ -23,21 +22,20 @@ from hf_memopt.recipes.measuring.measurement import named_measurement
 from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.measured import Corrections
 from hf_memopt.recipes.planning.model_facts import facts_of, name_to_load
-from hf_memopt.recipes.planning.nearest import Shortfall, shortfall_of
+from hf_memopt.recipes.planning.nearest import shortfall_of
 from hf_memopt.recipes.planning.reasons import with_reasons
 from hf_memopt.recipes.planning.request import (
     GOALS,
     METHODS,
-    MULTIPLE,
     Texts,
     checked_allow,
     checked_batch,
     checked_word,
     read_gpu,
 )
-from hf_memopt.recipes.planning.search import best_of, explore, least_set_ups, row_counts, search
-from hf_memopt.recipes.planning.set_ups import BF16_WEIGHTS, ModelFacts, SetUp, set_ups
+from hf_memopt.recipes.planning.result import Plan
 from hf_memopt.recipes.planning.simulation import Simulation
+from hf_memopt.recipes.planning.stages import StageSearch, stages_of
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -49,160 +47,10 @@ if TYPE_CHECKING:
 
     from hf_memopt.devices.gpus import Gpu
     from hf_memopt.recipes.measuring.measurement import Measurement
-    from hf_memopt.recipes.planning.script.folder import RowsFile, Written
-    from hf_memopt.recipes.recipe import Recipe
 
-__all__ = ["Plan", "plan"]
+__all__ = ["plan"]
 
-LONGEST = 131_072  # tokens; no longer rows are looked for
 NAMES = {"full": "full training", "freeze": "freezing", "lora": "LoRA", "qlora": "QLoRA"}
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What ``plan`` found.
-
-    Attributes:
-        model: its display name.
-        parameters: elements of all parameters.
-        gpu: with what is usable of it: the budget, if there was one.
-        goal: "speed", "memory" or "longest".
-        method: that was asked for.
-        allow: the words of consent that were given.
-        effective_batch_size: examples of an optimizer step, on all GPUs.
-        world_size: GPUs.
-        texts: the lengths it is planned for.
-        candidates: every set-up that was simulated, each with its reason.
-        chosen: the best of them; None where none fits.
-        shortfall: where none fits, what is missing and what would fit; None otherwise.
-        notes: what was decided or assumed.
-        simulations: how many there were, those of shorter rows included.
-        source: what ``from_pretrained`` takes for the model; None for a module or configuration without a name.
-        task: of the model's head; None for one that is unknown.
-        simulation: simulates more of the same model, for reports; None for a plan without one.
-        command: what made it, for reports and scripts; "" for a call of ``plan``.
-        rows: the file of its rows, for the script; None for a call of ``plan``.
-        measured: the file, or "a measurement", that corrected them; "" for none.
-    """
-
-    model: str
-    parameters: int
-    gpu: Gpu
-    goal: str
-    method: str
-    allow: tuple[str, ...]
-    effective_batch_size: int
-    world_size: int
-    texts: Texts
-    candidates: tuple[Candidate, ...]
-    chosen: Candidate | None
-    shortfall: Shortfall | None = None
-    notes: tuple[str, ...] = ()
-    simulations: int = 0
-    source: str | None = None
-    task: str | None = None
-    simulation: Simulation | None = field(default=None, repr=False)
-    command: str = ""
-    rows: RowsFile | None = None
-    measured: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Whether a set-up was found."""
-        return self.chosen is not None
-
-    @property
-    def recipe(self) -> Recipe:
-        """The chosen recipe, with the reason for every choice.
-
-        Raises:
-            ValueError: none fits.
-        """
-        if self.chosen is None:
-            raise ValueError(
-                f"model=<{self.model}> has no plan that fits {self.gpu.name}; expected one that does. "
-                "See what would fit: print(plan)"
-            )
-        return self.chosen.recipe
-
-    def table(self, width: int = 80) -> str:
-        """Return the plan as text of at most ``width`` columns."""
-        from hf_memopt.recipes.planning.output import plan_text
-
-        return plan_text(self, width)
-
-    @cached_property
-    def figures(self) -> dict[str, Any]:
-        """What a report shows beside the candidates, simulated when it is first asked for; see ``report_figures``."""
-        from hf_memopt.recipes.planning.report_figures import report_figures
-
-        return report_figures(self)
-
-    def to_json(self) -> str:
-        """Return everything as JSON text, with what a report needs: ``hf-memopt report FILE`` makes one of it."""
-        from hf_memopt.recipes.planning.output import plan_json
-
-        return plan_json(self)
-
-    def write(
-        self,
-        directory: str | os.PathLike[str],
-        force: bool = False,
-        *,
-        data: str | os.PathLike[str] | None = None,
-        column: str | None = None,
-        tokenizer: str | None = None,
-    ) -> Written:
-        """Write ``train.py``, the training script of the chosen recipe, and ``recipe.json``, the recipe itself.
-
-        Args:
-            directory: made if it does not exist.
-            force: whether files of these names are overwritten.
-            data: the file or folder of rows that the script reads: Parquet, Arrow, JSON Lines or CSV. None for that
-                of the plan, if it was made for one.
-            column: of it, with texts or token ids; None for the likely one.
-            tokenizer: a folder or a name on the Hub; None for the model's own.
-
-        Returns:
-            The paths, the commands to run next, and what the script leaves to be completed.
-
-        Raises:
-            ValueError: none fits; the folder has such files already; the data has no such column.
-            OSError: a file cannot be written.
-        """
-        from hf_memopt.recipes.planning.script.folder import RowsFile, write_plan
-
-        rows = self.rows if data is None else RowsFile(data, column, tokenizer)
-        return write_plan(self, directory, force=force, rows=rows)
-
-    def script(self) -> str | None:
-        """Return the training script of the chosen recipe; None where there is none for the model's task.
-
-        Raises:
-            ValueError: none fits.
-        """
-        from hf_memopt.recipes.planning.script.folder import script_of
-
-        return script_of(self, self.rows)[0]
-
-    def report(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write the plan as one HTML file with pictures, which needs no network.
-
-        Args:
-            path: a file that ends in .html.
-            force: whether a file at ``path`` is replaced.
-
-        Raises:
-            ValueError: ``path`` cannot be written, or is there already.
-        """
-        from hf_memopt.reports.plan_file import read_plan_text
-        from hf_memopt.reports.plan_page import check_page, write_page
-
-        check_page(path, force=force)
-        write_page(read_plan_text(self.to_json(), "Plan.to_json()"), path)
-
-    def __str__(self) -> str:
-        return self.table()
 
 
 def plan(
@@ -273,8 +121,8 @@ def plan(
         texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
         simulation = Simulation(source, own_task, found_gpu, texts, world_size, words, announce, corrections)
         simulation.most_tokens = most
-        search_of = _Search(simulation, facts, effective_batch_size, share, goal)
-        stages = _stages(method, facts, words)
+        search_of = StageSearch(simulation, facts, effective_batch_size, share, goal)
+        stages = stages_of(method, facts, words)
         candidates, chosen = search_of.by_length(stages, most)
         shortfall = None
         if chosen is None:
@@ -317,110 +165,6 @@ def _corrected_gpu(
         gpu = measurement.gpu
     corrections = Corrections.of(measurement, name, read_gpu(gpu, budget))
     return corrections.gpu, corrections
-
-
-def _stages(method: str, facts: ModelFacts, allow: Sequence[str]) -> list[str]:
-    """Return the rungs of the ladder to search, in order."""
-    if facts.has_adapters:
-        return ["full"]  # all that is trained are its adapters
-    full = [] if facts.is_quantized else ["full", *(["freeze"] if "freeze" in allow else [])]
-    adapters = (["lora"] if facts.is_quantized else ["lora", "qlora"]) if facts.can_adapt else []
-    stages = {"auto": [*full, *adapters], "full": full, "lora": ["lora"], "qlora": ["qlora"]}[method]
-    if not stages or (method in ("lora", "qlora") and not set(stages) <= set(adapters)):
-        raise ValueError(
-            f"method={method!r} cannot train this model: its weights are quantised, or PEFT's rules are not known to "
-            "fit it; expected another method. Pass method='auto', or the model's name instead of a module"
-        )
-    return stages
-
-
-@dataclass
-class _Search:
-    """The search over stages and lengths."""
-
-    simulation: Simulation
-    facts: ModelFacts
-    effective_batch_size: int
-    share: int
-    goal: str
-
-    def all_set_ups(self, stages: Iterable[str]) -> list[SetUp]:
-        return [
-            one
-            for stage in stages
-            for one in set_ups(stage, self.facts, self.simulation.gpu, self.effective_batch_size)
-            if self.simulation.world_size == 1 or not one.recipe.gradient_release  # refused under DDP
-        ]
-
-    def by_length(self, stages: Sequence[str], most: int | None) -> tuple[list[Candidate], Candidate | None]:
-        """Return the candidates and the chosen one, with shorter or longer rows where they are asked for."""
-        if self.goal == "longest":
-            self._use_longest(stages, most)
-        candidates, chosen = self._by_stage(stages)
-        length = self.simulation.texts.seq_len
-        for part in (2, 4):
-            if chosen is not None or "shorter" not in self.simulation.allow or length is None or length < 2 * MULTIPLE:
-                break
-            self.simulation.texts = self.simulation.texts.shortened(max(length // part, 1), self.share)
-            more, chosen = self._by_stage(stages)
-            candidates += more
-        return [*candidates, *self._lever(chosen)], chosen
-
-    def _lever(self, chosen: Candidate | None) -> list[Candidate]:
-        """Return the chosen set-up with bfloat16 weights, which need consent: as it is, and with more rows that fit."""
-        if chosen is None or chosen.stage != "full" or BF16_WEIGHTS.consent in self.simulation.allow:
-            return []
-        method, _, *rest = chosen.name.split(", ")
-        name = ", ".join([method, BF16_WEIGHTS.name, *rest])
-        lever = next((one for one in self.all_set_ups(["full"]) if one.name == name), None)
-        if lever is None or self.goal != "speed":
-            return []
-        counts = [rows for rows in row_counts(lever, self.share) if rows >= chosen.rows]
-        return explore(lever, self.simulation, counts)
-
-    def _by_stage(self, stages: Sequence[str]) -> tuple[list[Candidate], Candidate | None]:
-        candidates: list[Candidate] = []
-        for stage in stages:
-            found = search(self.all_set_ups([stage]), self.simulation, self.share, self.goal)
-            candidates += found
-            if (chosen := best_of(found, self.goal)) is not None:
-                return candidates, chosen
-        tight = [one for one in candidates if one.verdict == "tight" and not one.consents]
-        if not tight:
-            return candidates, None
-        last = next(stage for stage in reversed(stages) if any(one.stage == stage for one in tight))
-        return candidates, max((one for one in tight if one.stage == last), key=lambda one: one.spare_bytes)
-
-    def _use_longest(self, stages: Sequence[str], most: int | None) -> None:
-        """Plan for the longest rows of which a single one fits."""
-        simulation = self.simulation
-        if simulation.texts.seq_len is None:
-            raise ValueError(
-                "goal='longest' has no meaning for a model without text; expected another goal. Pass goal='memory'"
-            )
-        allowed = [one for one in self.all_set_ups(stages[:1]) if set(one.consents) <= set(simulation.allow)]
-        least = least_set_ups(allowed)
-        high = min(most or LONGEST, LONGEST) // MULTIPLE + 1
-        low, texts = 0, simulation.texts
-        while high - low > 1:
-            middle = (low + high) // 2 if low else min(texts.seq_len or MULTIPLE, (high - 1) * MULTIPLE) // MULTIPLE
-            middle = min(max(middle, low + 1), high - 1)
-            simulation.texts = Texts(middle * MULTIPLE)
-            if self._any_fits(least):
-                low = middle
-            else:
-                high = middle
-        simulation.texts = Texts(max(low, 1) * MULTIPLE)
-
-    def _any_fits(self, set_ups: Sequence[SetUp]) -> bool:
-        """Return whether one of the set-ups fits with single rows, or with all of them."""
-        for set_up in set_ups:
-            counts = row_counts(set_up, self.share)
-            for rows in dict.fromkeys((counts[0], counts[-1])):
-                one = self.simulation.of(set_up, rows)
-                if one is not None and one.fits:
-                    return True
-        return False
 
 
 def _with_reasons_of_recipe(chosen: Candidate, gpu: Gpu) -> Candidate:

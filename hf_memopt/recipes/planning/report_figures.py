@@ -18,7 +18,7 @@ from hf_memopt.units import format_bytes
 if TYPE_CHECKING:
     from hf_memopt.memory.result import Estimate
     from hf_memopt.recipes.planning.candidates import Candidate
-    from hf_memopt.recipes.planning.plan import Plan
+    from hf_memopt.recipes.planning.result import Plan
 
 __all__ = ["report_figures"]
 

@@ -12,7 +12,7 @@ from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:
-    from hf_memopt.recipes.planning.plan import Plan
+    from hf_memopt.recipes.planning.result import Plan
 
 __all__ = ["RECIPE", "SCRIPT", "RowsFile", "Written", "check_folder", "script_of", "write_plan"]
 

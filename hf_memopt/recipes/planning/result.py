@@ -1,0 +1,167 @@
+"""``Plan``: what ``plan`` found, as a table, JSON, a training script and a report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import os
+
+    from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.recipes.planning.candidates import Candidate
+    from hf_memopt.recipes.planning.nearest import Shortfall
+    from hf_memopt.recipes.planning.request import Texts
+    from hf_memopt.recipes.planning.script.folder import RowsFile, Written
+    from hf_memopt.recipes.planning.simulation import Simulation
+    from hf_memopt.recipes.recipe import Recipe
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What ``plan`` found.
+
+    Attributes:
+        model: its display name.
+        parameters: elements of all parameters.
+        gpu: with what is usable of it: the budget, if there was one.
+        goal: "speed", "memory" or "longest".
+        method: that was asked for.
+        allow: the words of consent that were given.
+        effective_batch_size: examples of an optimizer step, on all GPUs.
+        world_size: GPUs.
+        texts: the lengths it is planned for.
+        candidates: every set-up that was simulated, each with its reason.
+        chosen: the best of them; None where none fits.
+        shortfall: where none fits, what is missing and what would fit; None otherwise.
+        notes: what was decided or assumed.
+        simulations: how many there were, those of shorter rows included.
+        source: what ``from_pretrained`` takes for the model; None for a module or configuration without a name.
+        task: of the model's head; None for one that is unknown.
+        simulation: simulates more of the same model, for reports; None for a plan without one.
+        command: what made it, for reports and scripts; "" for a call of ``plan``.
+        rows: the file of its rows, for the script; None for a call of ``plan``.
+        measured: the file, or "a measurement", that corrected them; "" for none.
+    """
+
+    model: str
+    parameters: int
+    gpu: Gpu
+    goal: str
+    method: str
+    allow: tuple[str, ...]
+    effective_batch_size: int
+    world_size: int
+    texts: Texts
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate | None
+    shortfall: Shortfall | None = None
+    notes: tuple[str, ...] = ()
+    simulations: int = 0
+    source: str | None = None
+    task: str | None = None
+    simulation: Simulation | None = field(default=None, repr=False)
+    command: str = ""
+    rows: RowsFile | None = None
+    measured: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a set-up was found."""
+        return self.chosen is not None
+
+    @property
+    def recipe(self) -> Recipe:
+        """The chosen recipe, with the reason for every choice.
+
+        Raises:
+            ValueError: none fits.
+        """
+        if self.chosen is None:
+            raise ValueError(
+                f"model=<{self.model}> has no plan that fits {self.gpu.name}; expected one that does. "
+                "See what would fit: print(plan)"
+            )
+        return self.chosen.recipe
+
+    def table(self, width: int = 80) -> str:
+        """Return the plan as text of at most ``width`` columns."""
+        from hf_memopt.recipes.planning.output import plan_text
+
+        return plan_text(self, width)
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """What a report shows beside the candidates, simulated when it is first asked for; see ``report_figures``."""
+        from hf_memopt.recipes.planning.report_figures import report_figures
+
+        return report_figures(self)
+
+    def to_json(self) -> str:
+        """Return everything as JSON text, with what a report needs: ``hf-memopt report FILE`` makes one of it."""
+        from hf_memopt.recipes.planning.output import plan_json
+
+        return plan_json(self)
+
+    def write(
+        self,
+        directory: str | os.PathLike[str],
+        force: bool = False,
+        *,
+        data: str | os.PathLike[str] | None = None,
+        column: str | None = None,
+        tokenizer: str | None = None,
+    ) -> Written:
+        """Write ``train.py``, the training script of the chosen recipe, and ``recipe.json``, the recipe itself.
+
+        Args:
+            directory: made if it does not exist.
+            force: whether files of these names are overwritten.
+            data: the file or folder of rows that the script reads: Parquet, Arrow, JSON Lines or CSV. None for that
+                of the plan, if it was made for one.
+            column: of it, with texts or token ids; None for the likely one.
+            tokenizer: a folder or a name on the Hub; None for the model's own.
+
+        Returns:
+            The paths, the commands to run next, and what the script leaves to be completed.
+
+        Raises:
+            ValueError: none fits; the folder has such files already; the data has no such column.
+            OSError: a file cannot be written.
+        """
+        from hf_memopt.recipes.planning.script.folder import RowsFile, write_plan
+
+        rows = self.rows if data is None else RowsFile(data, column, tokenizer)
+        return write_plan(self, directory, force=force, rows=rows)
+
+    def script(self) -> str | None:
+        """Return the training script of the chosen recipe; None where there is none for the model's task.
+
+        Raises:
+            ValueError: none fits.
+        """
+        from hf_memopt.recipes.planning.script.folder import script_of
+
+        return script_of(self, self.rows)[0]
+
+    def report(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write the plan as one HTML file with pictures, which needs no network.
+
+        Args:
+            path: a file that ends in .html.
+            force: whether a file at ``path`` is replaced.
+
+        Raises:
+            ValueError: ``path`` cannot be written, or is there already.
+        """
+        from hf_memopt.reports.plan_file import read_plan_text
+        from hf_memopt.reports.plan_page import check_page, write_page
+
+        check_page(path, force=force)
+        write_page(read_plan_text(self.to_json(), "Plan.to_json()"), path)
+
+    def __str__(self) -> str:
+        return self.table()

@@ -1,0 +1,94 @@
+"""Search method after method: full training, with consent freezing, then LoRA, then QLoRA, until something fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_memopt.recipes.planning.longest import use_longest
+from hf_memopt.recipes.planning.request import MULTIPLE
+from hf_memopt.recipes.planning.search import best_of, explore, row_counts, search
+from hf_memopt.recipes.planning.set_ups import BF16_WEIGHTS, ModelFacts, SetUp, set_ups
+
+if TYPE_CHECKING:
+    from hf_memopt.recipes.planning.candidates import Candidate
+    from hf_memopt.recipes.planning.simulation import Simulation
+
+__all__ = ["StageSearch", "stages_of"]
+
+
+def stages_of(method: str, facts: ModelFacts, allow: Sequence[str]) -> list[str]:
+    """Return the rungs of the ladder to search, in order."""
+    if facts.has_adapters:
+        return ["full"]  # all that is trained are its adapters
+    full = [] if facts.is_quantized else ["full", *(["freeze"] if "freeze" in allow else [])]
+    adapters = (["lora"] if facts.is_quantized else ["lora", "qlora"]) if facts.can_adapt else []
+    stages = {"auto": [*full, *adapters], "full": full, "lora": ["lora"], "qlora": ["qlora"]}[method]
+    if not stages or (method in ("lora", "qlora") and not set(stages) <= set(adapters)):
+        raise ValueError(
+            f"method={method!r} cannot train this model: its weights are quantised, or PEFT's rules are not known to "
+            "fit it; expected another method. Pass method='auto', or the model's name instead of a module"
+        )
+    return stages
+
+
+@dataclass
+class StageSearch:
+    """The search over stages and lengths."""
+
+    simulation: Simulation
+    facts: ModelFacts
+    effective_batch_size: int
+    share: int
+    goal: str
+
+    def all_set_ups(self, stages: Iterable[str]) -> list[SetUp]:
+        return [
+            one
+            for stage in stages
+            for one in set_ups(stage, self.facts, self.simulation.gpu, self.effective_batch_size)
+            if self.simulation.world_size == 1 or not one.recipe.gradient_release  # refused under DDP
+        ]
+
+    def _allowed(self, stage: str) -> list[SetUp]:
+        return [one for one in self.all_set_ups([stage]) if set(one.consents) <= set(self.simulation.allow)]
+
+    def by_length(self, stages: Sequence[str], most: int | None) -> tuple[list[Candidate], Candidate | None]:
+        """Return the candidates and the chosen one, with shorter or longer rows where they are asked for."""
+        if self.goal == "longest":
+            stages = use_longest(self.simulation, {stage: self._allowed(stage) for stage in stages}, self.share, most)
+        candidates, chosen = self._by_stage(stages)
+        length = self.simulation.texts.seq_len
+        for part in (2, 4):
+            if chosen is not None or "shorter" not in self.simulation.allow or length is None or length < 2 * MULTIPLE:
+                break
+            self.simulation.texts = self.simulation.texts.shortened(max(length // part, 1), self.share)
+            more, chosen = self._by_stage(stages)
+            candidates += more
+        return [*candidates, *self._lever(chosen)], chosen
+
+    def _lever(self, chosen: Candidate | None) -> list[Candidate]:
+        """Return the chosen set-up with bfloat16 weights, which need consent: as it is, and with more rows that fit."""
+        if chosen is None or chosen.stage != "full" or BF16_WEIGHTS.consent in self.simulation.allow:
+            return []
+        method, _, *rest = chosen.name.split(", ")
+        name = ", ".join([method, BF16_WEIGHTS.name, *rest])
+        lever = next((one for one in self.all_set_ups(["full"]) if one.name == name), None)
+        if lever is None or self.goal != "speed":
+            return []
+        counts = [rows for rows in row_counts(lever, self.share) if rows >= chosen.rows]
+        return explore(lever, self.simulation, counts)
+
+    def _by_stage(self, stages: Sequence[str]) -> tuple[list[Candidate], Candidate | None]:
+        candidates: list[Candidate] = []
+        for stage in stages:
+            found = search(self.all_set_ups([stage]), self.simulation, self.share, self.goal)
+            candidates += found
+            if (chosen := best_of(found, self.goal)) is not None:
+                return candidates, chosen
+        tight = [one for one in candidates if one.verdict == "tight" and not one.consents]
+        if not tight:
+            return candidates, None
+        last = next(stage for stage in reversed(stages) if any(one.stage == stage for one in tight))
+        return candidates, max((one for one in tight if one.stage == last), key=lambda one: one.spare_bytes)
