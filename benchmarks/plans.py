@@ -68,6 +68,7 @@ class Cell:
 
 
 MODEL_CELLS = tuple(Cell(model, gpu, seq_len) for model, seq_len in MODELS for gpu in GPUS)
+EXAMPLE = Cell("Qwen2.5-1.5B", "RTX 3060 12GB", 512)  # whose table README shows
 LARGEST_CELLS = tuple(Cell(model, gpu, 512, batch, "full", CONSENTS) for model, gpu, batch in LARGEST)
 
 
@@ -105,6 +106,7 @@ def figures_of(cell: Cell, found: Plan) -> dict[str, Any]:
         "parameters": found.parameters,
         "trains_all": recipe.lora is None and not recipe.freeze,
         "clipping": not recipe.gradient_release,
+        **({"text": found.table(80)} if cell == EXAMPLE else {}),
     }
 
 

@@ -1,27 +1,33 @@
-"""Write the generated parts of README.md between their markers, from the code and from ``benchmarks/results``.
+"""Write the generated parts of README.md and docs/ between their markers, from the code and ``benchmarks/results``.
 
-python benchmarks/table.py            # rewrite README.md
-python benchmarks/table.py --check    # exit code 1 if it is not current
+python benchmarks/table.py            # rewrite the pages
+python benchmarks/table.py --check    # exit code 1 if they are not current
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import table_estimates as estimates
 import table_plans as plans
 import table_trainings as trainings
+from table_cli import cli_help
 from table_compatibility import compatibility
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+MARKED = re.compile(r"(?P<begin><!-- (?P<name>[\w-]+):begin -->\n).*?(?P<end><!-- (?P=name):end -->)", re.DOTALL)
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "demo-sentence": trainings.demo_sentence,
     "demo-table": trainings.demo_table,
     "accuracy": trainings.accuracy,
+    "cli-help": cli_help,
+    "padding-sentence": trainings.padding_sentence,
+    "plan-example": plans.plan_example,
     "plans": plans.plans,
     "largest-full": plans.largest_full,
     "estimate-ladder": estimates.estimate_ladder,
@@ -46,23 +52,29 @@ SECTIONS: dict[str, Callable[[], str]] = {
 
 def rendered(text: str) -> str:
     """Return the page with every generated part made anew."""
-    for name, make in SECTIONS.items():
-        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise SystemExit(f"README.md lacks the markers {begin.strip()} and {end}")
-        replacement = f"{begin}{make()}\n{end}"
-        text = re.sub(re.escape(begin) + ".*?" + re.escape(end), lambda _, new=replacement: new, text, flags=re.DOTALL)
-    return text
+
+    def made(marked: re.Match[str]) -> str:
+        return f"{marked['begin']}{SECTIONS[marked['name']]()}\n{marked['end']}"
+
+    return MARKED.sub(made, text)
+
+
+def unplaced(texts: Iterable[str]) -> list[str]:
+    """Return the sections that are in no page."""
+    found = {marked["name"] for text in texts for marked in MARKED.finditer(text)}
+    return [name for name in SECTIONS if name not in found]
 
 
 def main() -> int:
-    """Rewrite or check README.md; return the exit code."""
-    readme = ROOT / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    new = rendered(old)
+    """Rewrite or check the pages; return the exit code."""
+    pages = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    if missing := unplaced(pages.values()):
+        raise SystemExit(f"no page has the markers of {', '.join(missing)}")
+    changed = {page: new for page, old in pages.items() if (new := rendered(old)) != old}
     if "--check" in sys.argv[1:]:
-        return int(old != new)
-    readme.write_text(new, encoding="utf-8")
+        return int(bool(changed))
+    for page, text in changed.items():
+        page.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from plans import CONSENTS, EFFECTIVE_BATCH, GPUS, LARGEST_CELLS, MODELS, Cell, read_plans
+from plans import CONSENTS, EFFECTIVE_BATCH, EXAMPLE, GPUS, LARGEST_CELLS, MODELS, Cell, read_plans
 
 from hf_memopt.units import to_gib
 
@@ -49,6 +49,11 @@ def _rounded(value: float) -> str:
     """Return a number with two significant digits; a prediction is no more exact."""
     digits = 2 - len(str(int(value)))
     return f"{round(value, digits):,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def plan_example() -> str:
+    """Return what ``hf-memopt plan`` prints for one model and GPU, from ``benchmarks/plans.py``."""
+    return f"```text\n{_figures(read_plans(), EXAMPLE)['text']}\n```"
 
 
 def largest_full() -> str:

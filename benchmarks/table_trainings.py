@@ -91,6 +91,16 @@ def batching_table() -> str:
     return "\n".join([*lines, "", note])
 
 
+def padding_sentence() -> str:
+    """Return one sentence on padding, from the last run of ``benchmarks/batching.py``."""
+    review = last_row("batching_lengths", program="batching")["figures"]["review"]
+    ours, random = (review["arms"][arm] for arm in ("hf_memopt max_tokens", "random, safe"))
+    return (
+        f"On lengths as those of reviews, {ours['padding_efficiency']:.0%} of the tokens in a batch are real, where "
+        f"random order has {random['padding_efficiency']:.0%}, at {ours['microseconds_per_example']:.2f} µs per example."
+    )
+
+
 def _three(figures: dict[str, Any]) -> str:
     return f"{figures['padding_efficiency']:.3f} / {figures['fill']:.3f} / {figures['shapes']}"
 

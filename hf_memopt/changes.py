@@ -17,7 +17,7 @@ class Change:
 
     ``name`` is the setting, ``old`` what was asked for or would have been used, ``new`` what is used now.
 
-    Example:
+    Examples:
         >>> print(Change("gradient_accumulation_steps", 4, 8, "keeps 32 examples per optimizer step"))
         gradient_accumulation_steps: 4 -> 8 (keeps 32 examples per optimizer step)
     """

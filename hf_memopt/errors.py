@@ -33,7 +33,7 @@ def did_you_mean(name: Any, known: Iterable[Any]) -> str:
 
     What is not text resembles nothing.
 
-    Example:
+    Examples:
         >>> did_you_mean("4gb", ["4gb-gpu", "cpu"])
         " Did you mean '4gb-gpu'?"
     """

@@ -21,7 +21,7 @@ PRE = (
 def printed_html(print_to: Callable[[Console], object], columns: int = COLUMNS) -> str:
     """Return as HTML what a function prints to a console; every string in it is escaped.
 
-    Example:
+    Examples:
         >>> printed_html(lambda console: console.print("[bold]1 < 2[/]")).count("1 &lt; 2")
         1
     """

@@ -45,7 +45,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
         ValueError: it is empty, not UTF-8, not JSON, not an object or nested too deeply, or it has a key twice, NaN or
             an infinite number. The message is a clause about "it".
 
-    Example:
+    Examples:
         >>> parse_object('{"steps": 3}')
         {'steps': 3}
     """
@@ -122,7 +122,7 @@ def check_fields(instance: DataclassInstance) -> None:
 def check_value(name: str, value: Any, kind: Any, example: Any = MISSING) -> None:
     """Raise ValueError if ``value`` does not fit the annotation ``kind``; ``example`` is a value that does.
 
-    Example:
+    Examples:
         >>> check_value("steps", 0, Count, 8)
         Traceback (most recent call last):
         ValueError: steps=0 is invalid; expected an integer of 1 or more. Pass steps=8

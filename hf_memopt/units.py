@@ -31,7 +31,7 @@ def parse_bytes(size: int | str) -> int:
     Raises:
         ValueError: the text is not a number followed by a unit, or the size is negative.
 
-    Example:
+    Examples:
         >>> parse_bytes("4GB"), parse_bytes("4 GiB"), parse_bytes(512)
         (4000000000, 4294967296, 512)
     """
@@ -63,7 +63,7 @@ def to_gib(size_bytes: int) -> float:
 def format_bytes(size_bytes: int) -> str:
     """Return bytes as text for people, in the binary unit whose printed number is at least 1 and below 1024.
 
-    Example:
+    Examples:
         >>> format_bytes(0), format_bytes(2048), format_bytes(6749 * 2**20)
         ('0 B', '2.0 KiB', '6.59 GiB')
     """
@@ -79,7 +79,7 @@ def format_bytes(size_bytes: int) -> str:
 def format_number(value: float) -> str:
     """Return a rate or a size with three digits at least, and no decimals from 100 on.
 
-    Example:
+    Examples:
         >>> format_number(1738.2), format_number(9.4271)
         ('1,738', '9.43')
     """
@@ -89,7 +89,7 @@ def format_number(value: float) -> str:
 def format_duration(seconds: float) -> str:
     """Return a time in seconds below 90 s, in minutes below 90 min, else in hours.
 
-    Example:
+    Examples:
         >>> format_duration(47), format_duration(1000), format_duration(9000)
         ('47 s', '17 min', '2.5 h')
     """

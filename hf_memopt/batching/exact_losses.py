@@ -93,7 +93,7 @@ def exact_loss(model: nn.Module, *, label_smoothing: float | None = None, task: 
     Raises:
         ValueError: a head or a task this loss does not know, an auxiliary loss in the config, smoothing out of range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import BertConfig, BertForTokenClassification
         >>> sizes = dict(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)

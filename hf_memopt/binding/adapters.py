@@ -108,7 +108,7 @@ def adapter_options(
 ) -> dict[str, Any]:
     """Return the options of PEFT's ``LoraConfig`` for a model with a head for ``task``.
 
-    Example:
+    Examples:
         >>> adapter_options("causal-lm", 8)
         {'r': 8, 'lora_alpha': 16, 'target_modules': 'all-linear', 'task_type': 'CAUSAL_LM', 'modules_to_save': None}
     """

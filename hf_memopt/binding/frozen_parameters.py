@@ -43,7 +43,7 @@ def freeze(model: nn.Module, patterns: str | Iterable[str]) -> UndoHandle:
             exceeds the model; ``"base"`` for a model without a head; nothing would be left to train. The model is
             unchanged then.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         >>> handle = freeze(model, "0")
         >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]

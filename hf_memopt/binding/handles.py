@@ -28,7 +28,7 @@ class UndoHandle(RemovableHandle):
     It works as a context manager too, as torch's own handle does. A copy undoes nothing: what it would undo belongs to
     the original.
 
-    Example:
+    Examples:
         >>> undone = []
         >>> handle = UndoHandle(lambda: undone.append("undone"))
         >>> handle.remove(); handle.remove(); undone
@@ -81,7 +81,7 @@ def undo_all(*handles: UndoHandle) -> UndoHandle:
 def set_attribute(owner: Any, name: str, value: Any) -> UndoHandle:
     """Set an attribute of one object; the handle puts the value back that it had, or deletes it if it had none.
 
-    Example:
+    Examples:
         >>> from types import SimpleNamespace
         >>> args = SimpleNamespace(seed=1)
         >>> handle = set_attribute(args, "seed", 2)
@@ -143,7 +143,7 @@ def override_method(
     Returns:
         A handle whose ``remove()`` takes this override out; it does not keep the object alive.
 
-    Example:
+    Examples:
         >>> class Greeter:
         ...     def greet(self): return "hello"
         >>> greeter = Greeter()

@@ -29,7 +29,7 @@ def layer_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
     (a class name with "Attention"), only those count: Wav2Vec2's feature extractor is not a stack of layers.
     A model without such lists (ALBERT) has one stack: the list of same-class modules with most parameters.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=3)
         >>> {name: len(stack) for name, stack in layer_stacks(LlamaForCausalLM(config)).items()}

@@ -53,7 +53,7 @@ def quantization_options(load_in: str, compute_dtype: str, task: str | None = No
         task: of the model's head. A new head is not quantised, since it could not be trained and PEFT stops at it;
             of any other model transformers itself leaves the head out.
 
-    Example:
+    Examples:
         >>> quantization_options("int8", "bfloat16", "question-answering")["llm_int8_skip_modules"]
         ['qa_outputs']
     """
@@ -93,7 +93,7 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
         ValueError: no weight of the model is quantised.
         TypeError: ``model`` is no module.
 
-    Example:
+    Examples:
         >>> from bitsandbytes.nn import Linear4bit
         >>> model = nn.Sequential(nn.Embedding(4, 64), Linear4bit(64, 64, bias=False))
         >>> handle = prepare_quantized(model.bfloat16())

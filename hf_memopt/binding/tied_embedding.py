@@ -60,7 +60,7 @@ def sparse_tied_embedding(model: nn.Module) -> UndoHandle:
         TypeError: ``model`` is no module.
         RuntimeError: in the backward pass of a loss that does not depend on the head.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = {"vocab_size": 50, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
         >>> config = LlamaConfig(**sizes, num_hidden_layers=1, num_key_value_heads=2, tie_word_embeddings=True)

@@ -76,7 +76,7 @@ def typed_command(context: Any, without: Collection[str] = ()) -> str:
 def in_flags(text: str, flags: Mapping[str, Flag]) -> str:
     """Return a message with flags in place of parameters; quoted values and names without an underscore stay.
 
-    Example:
+    Examples:
         >>> in_flags("seq_len=9 is odd; give eval_batch_size. Pass compare=True", {"seq_len": Flag("--seq-len"),
         ...     "eval_batch_size": Flag("--eval-batch-size"), "compare": Flag("--compare")})
         '--seq-len 9 is odd; give --eval-batch-size. Pass --compare'

@@ -226,7 +226,8 @@ def report(
 ) -> None:
     """Make one HTML file with pictures of a plan's JSON.
 
-    It needs no network, and neither the model nor the data of the plan.
+    It needs no network, and neither the model nor the data of the plan. With --report, plan adds to its JSON which
+    batches and lengths fit, the timeline, and what each choice costs.
     """
     from hf_memopt.reports.plan_file import read_plan_file
     from hf_memopt.reports.plan_page import check_page, write_page

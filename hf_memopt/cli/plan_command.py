@@ -87,7 +87,7 @@ def run_plan(options: PlanOptions, console: Console, errors: Console, made_by: s
         )
         rows = None if options.data is None else RowsFile(options.data, options.column, options.tokenizer)
         found = replace(found, command=made_by, rows=rows)
-        text = found.to_json() if options.json_output else found.table(console.width)
+        text = found.to_json(figures=options.report is not None) if options.json_output else found.table(console.width)
         if options.report is not None:
             found.report(options.report, force=options.force)
     console.out(text, highlight=False)

@@ -214,7 +214,7 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
     Raises:
         ValueError: the table has no such GPU, or several; the message lists them, the larger first.
 
-    Example:
+    Examples:
         >>> find_gpu("NVIDIA GeForce RTX 4060 Laptop GPU").name, find_gpu("a100-sxm4-80gb").name
         ('RTX 4060 Laptop', 'A100 80GB')
         >>> find_gpu("8GB").name
@@ -276,7 +276,7 @@ def custom_gpu(
         ValueError: ``memory`` is not an amount of memory, below 1 MiB or above 1 PiB; ``compute_capability`` is
             invalid.
 
-    Example:
+    Examples:
         >>> custom_gpu("4GB", compute_capability="7.5").name
         'custom 4.00 GiB'
     """

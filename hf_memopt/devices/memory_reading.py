@@ -107,7 +107,7 @@ def read_memory(device: torch.device | str | int | None = None) -> MemoryReading
     Raises:
         ValueError: the device does not exist here, or torch cannot read its memory.
 
-    Example:
+    Examples:
         >>> reading = read_memory("cpu")
         >>> reading.device, reading.allocated_bytes, reading.rss_bytes > 0
         ('cpu', None, True)

@@ -62,7 +62,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     True also for an error raised ``from`` such an error, but not for one raised while such an error was handled.
 
-    Example:
+    Examples:
         >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
         True
         >>> is_out_of_memory(RuntimeError("worker 3 said: CUDA error: out of memory"))

@@ -47,7 +47,7 @@ def in_own_names(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: two precisions; one setting under two names; checkpointing's options without checkpointing.
 
-    Example:
+    Examples:
         >>> in_own_names({"bf16": True, "gradient_checkpointing": True, "optim": "sgd"})
         {'optim': 'sgd', 'precision': 'bf16', 'checkpointing': True}
     """

@@ -110,7 +110,7 @@ def checked_lengths(lengths: ArrayLike, seq_len: int | None) -> NDArray[np.int64
 def plan_lengths(lengths: NDArray[np.int64], batches_of_step: int) -> LengthPlan:
     """Return what to record and to replay for batches of these lengths, of which an optimizer step takes so many.
 
-    Example:
+    Examples:
         >>> plan_lengths(np.array([512, 256, 512, 384]), batches_of_step=2)
         LengthPlan(recorded=(512, 384, 256), steps=((0, 2), (0, 1), (0, 2), (0, 1)), batches=4, lengths=3)
     """

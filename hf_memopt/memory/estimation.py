@@ -117,7 +117,7 @@ def estimate(
         NotEstimableError: this set-up cannot be simulated; the message says why.
         TypeError: an override is not a field of ``StepSettings``; ``recipe`` is not a recipe.
 
-    Example:
+    Examples:
         >>> found = estimate("bert-base-uncased", batch_size=8, seq_len=128, gpu="RTX 3060 12GB", precision="fp32")
         >>> found.fits, found.phase
         (True, 'backward')

@@ -92,7 +92,7 @@ class MemoryReportCallback(TrainerCallback):
     A phase is measured by **resetting torch's peak counters** when it begins: ``torch.cuda.max_memory_allocated()``
     then covers the last phase only. Read ``summary`` instead. One device is read, ``args.device`` of this process.
 
-    Example:
+    Examples:
         >>> report = MemoryReportCallback()  # Trainer(..., callbacks=[report]); attach(trainer); trainer.train()
         >>> report.summary, report.table()
         ({}, 'no phase measured yet')

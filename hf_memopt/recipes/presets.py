@@ -181,7 +181,7 @@ def recipe(name: str | os.PathLike[str], model: Any = None, *, seq_len: int | No
         ValueError: no such preset; the message names the nearest and all of them. A file that is no recipe. Nothing
             makes the model fit, or it cannot be estimated.
 
-    Example:
+    Examples:
         >>> recipe("4gb-gpu").checkpointing
         True
     """
@@ -298,7 +298,7 @@ def preset(
         ValueError: unknown preset, a batch that does not divide the effective batch, a precision this machine lacks.
         TypeError: a field that TrainingArguments does not have.
 
-    Example:
+    Examples:
         >>> args = preset("4gb-gpu", "out", per_device_train_batch_size=4, use_cpu=True)
         >>> args.per_device_train_batch_size, args.gradient_accumulation_steps
         (4, 8)

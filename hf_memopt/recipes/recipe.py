@@ -393,7 +393,7 @@ class Recipe:
             ValueError: an unknown strategy; a number of processes that does not divide the effective batch; something
                 that the recipe uses and the strategy does not work with.
 
-        Example:
+        Examples:
             >>> Recipe("mine", "two GPUs").distributed(2).command("train.py")
             'torchrun --nproc_per_node=2 train.py'
         """

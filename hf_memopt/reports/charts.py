@@ -157,7 +157,7 @@ def _omitted(beyond: int, alike: bool) -> str:
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Return the places of the points that no other is at most as large as in both, in the order of the first.
 
-    Example:
+    Examples:
         >>> pareto_front([(1, 9), (2, 5), (3, 6), (4, 1)])
         [0, 1, 3]
     """
@@ -275,7 +275,7 @@ def is_same(one: CandidateData, other: CandidateData | None) -> bool:
 def ticks(most: float, count: int = 5) -> list[float]:
     """Return about ``count`` round numbers from 0 to ``most``.
 
-    Example:
+    Examples:
         >>> ticks(11.3)
         [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
     """

@@ -13,7 +13,7 @@ __all__ = ["tensors_in"]
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors in nested mappings (a ``ModelOutput`` too), lists and tuples, in their order.
 
-    Example:
+    Examples:
         >>> len(tensors_in({"logits": torch.ones(2), "others": (torch.ones(1), [torch.ones(3), "text"])}))
         3
     """

@@ -75,7 +75,7 @@ def test_a_report_that_is_there_is_refused_before_the_search(
     assert "plan.html exists already; expected a new file. Pass another name, or --force to replace it" in found.output
     assert page.read_text() == "kept"
     found = run(model, "--gpu", "T4", "--force")
-    assert "--force has nothing to replace: no file is given; expected both." in found.output
+    assert "--force has nothing to replace: no file is written; expected --write or --report." in found.output
 
 
 @pytest.mark.parametrize(

@@ -20,4 +20,4 @@ def short() -> Plan:
 
 @pytest.fixture(scope="session")
 def text(found: Plan) -> str:
-    return found.to_json()
+    return found.to_json(figures=True)

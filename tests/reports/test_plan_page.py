@@ -97,7 +97,7 @@ def test_it_says_what_the_plan_says(found: Plan, text: str) -> None:
 
 
 def test_what_does_not_fit_says_what_is_missing(short: Plan) -> None:
-    page = page_of(short.to_json())
+    page = page_of(short.to_json(figures=True))
     read = Page(page)
     assert read.open == []
     said = " ".join(read.text.split())
@@ -107,6 +107,12 @@ def test_what_does_not_fit_says_what_is_missing(short: Plan) -> None:
     assert f"a GPU such as {short.shortfall.gpu}" in said
     assert "✕ out of memory here: " in said
     assert "No data was given" in said
+
+
+def test_json_without_figures_is_a_page_without_their_pictures(found: Plan, text: str) -> None:
+    short, whole = page_of(found.to_json()), page_of(text)
+    assert Page(short).open == []
+    assert len(short) < len(whole)
 
 
 def test_texts_are_escaped(text: str) -> None:
@@ -203,7 +209,11 @@ def browser(tmp_path_factory: Any) -> Any:
 def test_a_browser_shows_it_without_complaint(
     browser: Chromium, found: Plan, short: Plan, text: str, tmp_path: Path, width: int
 ) -> None:
-    pages = {"fits": text, "over": short.to_json(), "long": json.dumps({**json.loads(text), "model": "x" * 200})}
+    pages = {
+        "fits": text,
+        "over": short.to_json(figures=True),
+        "long": json.dumps({**json.loads(text), "model": "x" * 200}),
+    }
     for name, told in pages.items():
         path = tmp_path / f"{name}.html"
         path.write_text(page_of(told))

@@ -83,7 +83,7 @@ class BucketedCollator:
             rows with different columns, a missing, ragged or partly None column.
         TypeError: no tokenizer; on a call: rows that are not dicts, cells that are not numbers, ids that are not ints.
 
-    Example:
+    Examples:
         >>> from tokenizers import Tokenizer, models
         >>> from transformers import PreTrainedTokenizerFast
         >>> words = Tokenizer(models.WordLevel({"[PAD]": 0}, unk_token="[PAD]"))
@@ -335,7 +335,7 @@ DynamicPaddingCollator = BucketedCollator
 def flatten(features: Iterable[Any]) -> list[Any]:
     """Return the examples of ``features``, in order; an item that is a list or tuple is replaced by the examples in it.
 
-    Example:
+    Examples:
         >>> flatten([{"label": 0}, [{"label": 1}, {"label": 2}]])
         [{'label': 0}, {'label': 1}, {'label': 2}]
     """

@@ -73,7 +73,7 @@ class Column:
     def of_arrays(cls, arrays: list[Array]) -> Column:
         """Return the column of arrays of one dtype.
 
-        Example:
+        Examples:
             >>> Column.of_arrays([np.array([5, 6]), np.array([7])]).sizes
             [2, 1]
         """
@@ -113,7 +113,7 @@ class Column:
     def pad(self, width: int, value: int, side: str = "right") -> Array:
         """Return the rows as one array ``(batch, width, ...)`` with ``value`` on the ``side`` given.
 
-        Example:
+        Examples:
             >>> Column.of_arrays([np.array([5, 6]), np.array([7])]).pad(3, 0, "left")
             array([[0, 5, 6],
                    [0, 0, 7]])

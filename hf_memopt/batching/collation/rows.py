@@ -22,7 +22,7 @@ __all__ = ["RowBatch", "RowReader"]
 class RowReader:
     """Read the rows of a map-style dataset; holds no copy of the data, and only the dataset travels to workers.
 
-    Example:
+    Examples:
         >>> reader = RowReader([{"input_ids": [5, 6]}, {"input_ids": [7]}])
         >>> reader.read([1])
         [{'input_ids': [7]}]

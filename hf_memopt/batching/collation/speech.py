@@ -26,7 +26,7 @@ class SpeechCollator:
             there again when it shifts the labels to the right; so it is taken off where every row begins with it.
         dtype: of the features, that of the model's weights: its first layer is a convolution, which takes no other.
 
-    Example:
+    Examples:
         >>> collator = SpeechCollator(decoder_start_token_id=9)
         >>> rows = [{"input_features": [[0.0]], "labels": [9, 5, 6]}, {"input_features": [[1.0]], "labels": [9, 7]}]
         >>> collator(rows)["labels"].tolist()

@@ -152,7 +152,7 @@ def padding_report(
         ValueError: no lengths, or lengths or sizes that ``LengthBuckets`` refuses; a ``max_length`` below 1; an example
             that does not fit into ``max_tokens``.
 
-    Example:
+    Examples:
         >>> report = padding_report([12, 480, 30, 25, 60, 9, 14, 333] * 100, batch_size=16)
         >>> report.strategies[0].name, round(report.strategies[0].wasted_fraction, 2), report.percentiles["p75"]
         ('fixed to longest, 480', 0.75, 60)

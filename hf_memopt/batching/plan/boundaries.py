@@ -27,7 +27,7 @@ def optimal_boundaries(
     budget as well, ``examples * max_tokens / (max_tokens // limit)``: of two limits that pad alike, the one that fills
     whole budgets wins.
 
-    Example:
+    Examples:
         >>> optimal_boundaries(np.array([3, 4, 5, 60, 61]), 2)
         array([ 8, 64])
     """
@@ -63,7 +63,7 @@ def optimal_boundaries(
 def bucket_numbers(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[Any]:
     """Return the bucket of every example, shape (examples,); ``len(boundaries)`` for those longer than the last limit.
 
-    Example:
+    Examples:
         >>> bucket_numbers(np.array([8, 9, 64, 65]), np.array([8, 64]))
         array([0, 1, 1, 2], dtype=uint8)
     """
@@ -85,7 +85,7 @@ def bucket_ends(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> ND
 def by_bucket(lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[np.int32]:
     """Return the examples from the longest bucket to the shortest, ascending inside each, without those too long.
 
-    Example:
+    Examples:
         >>> by_bucket(np.array([8, 9, 64, 65]), np.array([8, 64]))
         array([1, 2, 0], dtype=int32)
     """

@@ -121,7 +121,7 @@ class LengthBuckets:
         ValueError: a size below 1, both or neither of ``batch_size`` and ``max_tokens``, no examples, lengths below 1
             or no integers, boundaries that do not ascend or exceed ``max_tokens``, an example that is too long.
 
-    Example:
+    Examples:
         >>> buckets = LengthBuckets([3, 50, 4, 52, 5, 51], batch_size=3, n_buckets=2)
         >>> [sorted(buckets.plan(epoch=0).batch(i).tolist()) for i in range(buckets.n_batches)]
         [[1, 3, 5], [0, 2, 4]]

@@ -41,7 +41,7 @@ def token_lengths(dataset: Any, column: str = "input_ids") -> NDArray[np.int32]:
             integers.
         TypeError: the dataset is indexed by column (a DataFrame, a dict of columns), or its rows are not dicts.
 
-    Example:
+    Examples:
         >>> token_lengths([{"input_ids": [5, 6, 7]}, {"input_ids": [5]}])
         array([3, 1], dtype=int32)
     """

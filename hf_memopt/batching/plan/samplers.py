@@ -37,7 +37,7 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
     Raises:
         ValueError: see ``LengthBuckets``; a rank outside 0 to ``world_size - 1``.
 
-    Example:
+    Examples:
         >>> sampler = LengthBucketedBatchSampler([3, 50, 4, 52, 5, 51], max_tokens=168, n_buckets=2)
         >>> [sorted(batch) for batch in sampler]
         [[1, 3, 5], [0, 2, 4]]
@@ -176,7 +176,7 @@ class LengthBucketedSampler(LengthBucketedBatchSampler):
     Raises:
         ValueError: see ``LengthBuckets``; a rank outside 0 to ``world_size - 1``.
 
-    Example:
+    Examples:
         >>> sampler = LengthBucketedSampler([3, 50, 4, 52, 5, 51], batch_size=3, n_buckets=2)
         >>> sorted(list(sampler)[:3])
         [1, 3, 5]

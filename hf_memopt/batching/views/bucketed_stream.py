@@ -88,7 +88,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
             group, boundaries that do not ascend or fit, a dataset that is split by node already.
         TypeError: the dataset cannot be iterated more than once.
 
-    Example:
+    Examples:
         >>> rows = [{"input_ids": [1] * length} for length in (3, 50, 4, 52, 5, 51)]
         >>> stream = BucketedStream(rows, batch_size=3, buffer_examples=6)
         >>> [len(row["input_ids"]) // 10 for row in itertools.islice(stream, 12)]

@@ -68,7 +68,7 @@ def sorted_by_length(
         ValueError: an empty dataset, one without the column, or lengths that are not one per example.
         TypeError: the dataset is not map-style.
 
-    Example:
+    Examples:
         >>> rows = [{"input_ids": [5]}, {"input_ids": [6, 7, 8]}, {"input_ids": [9, 9]}]
         >>> view = sorted_by_length(rows, restore_by_hand=True)
         >>> [row["input_ids"] for row in view]

@@ -62,7 +62,7 @@ def fuse_cross_entropy(model: nn.Module, *, chunk_bytes: int | None = None) -> F
         ValueError: no output embeddings, a head whose weights are sharded, quantised or moved between devices, a model
             that ``torch.compile`` has wrapped, or ``chunk_bytes`` out of range.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = dict(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=16)).train()

@@ -145,7 +145,7 @@ class CachingAllocator:
         peak_reserved: the same of reserved bytes.
         retries: ``num_alloc_retries``: how often the limit made the allocator empty its cache.
 
-    Example:
+    Examples:
         >>> allocator = CachingAllocator()
         >>> allocator.malloc("weight", 3_000_000)
         3000320

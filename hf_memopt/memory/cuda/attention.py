@@ -77,7 +77,7 @@ def attention_kernel(
         requires_grad: whether a backward pass follows.
         value_dim: head dimension of the value; None for ``head_dim``.
 
-    Example:
+    Examples:
         >>> attention_kernel(dtype=torch.bfloat16, head_dim=64, capability=(8, 6), query_len=128, key_len=128)
         'flash'
     """

@@ -35,7 +35,7 @@ class Unit:
 def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
     """Return the shape of the first process's shard: FSDP2 cuts the first dimension, and no process has more.
 
-    Example:
+    Examples:
         >>> shard_shape((5, 3), 2)
         (3, 3)
     """

@@ -59,7 +59,7 @@ def example_batch(
         ValueError: the head is unknown; a size is not an integer of 1 or more, missing, without meaning for this model,
             or beyond its positions.
 
-    Example:
+    Examples:
         >>> from hf_memopt.memory.models.loading import load_model
         >>> batch = example_batch(load_model("bert-base-uncased").model, batch_size=32, seq_len=128)
         >>> {name: tuple(tensor.shape) for name, tensor in batch.items()}["labels"], sorted(batch)

@@ -27,7 +27,7 @@ def known_name(text: str) -> str | None:
 
     A variant has the same configuration and other weights: ``-Instruct``, ``-it``, ``-Chat``, ``-Base``, ``-v0.2``.
 
-    Example:
+    Examples:
         >>> known_name("Qwen/Qwen2.5-1.5B-Instruct"), known_name("HuggingFaceTB/SmolLM2-360M-Instruct-v0.2")
         ('Qwen2.5-1.5B', 'SmolLM2-360M')
     """
@@ -46,7 +46,7 @@ def known_name(text: str) -> str | None:
 def name_on_hub(text: str) -> str:
     """Return what ``from_pretrained`` takes: a folder or an id as it is, a well-known name with its organisation.
 
-    Example:
+    Examples:
         >>> name_on_hub("Qwen2.5-1.5B-Instruct"), name_on_hub("gpt2")
         ('Qwen/Qwen2.5-1.5B-Instruct', 'openai-community/gpt2')
     """

@@ -85,7 +85,7 @@ def load_model(
         NotEstimableError: weights or kernels that have no form on the meta device; a compiled module.
         TypeError: ``model`` is none of the above.
 
-    Example:
+    Examples:
         >>> loaded = load_model("Llama-3.2-1B")
         >>> type(loaded.model).__name__, sum(weight.numel() for weight in loaded.model.parameters())
         ('LlamaForCausalLM', 1235814400)

@@ -76,7 +76,7 @@ _NOT_ESTIMABLE = {
 def parameter_facts(model: nn.Module) -> list[ParameterFacts]:
     """Return the facts of the trainable parameters in the model's order, tied ones once.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4))
         >>> [(fact.name, fact.shape, fact.is_embedding, fact.decays) for fact in parameter_facts(model)]
@@ -149,7 +149,7 @@ def optimizer_memory(
             cannot be parsed; a low-rank optimizer finds no module.
         NotEstimableError: the memory of this optimizer cannot be predicted; the message says why.
 
-    Example:
+    Examples:
         >>> weight = ParameterFacts("weight", (1000, 1000), 4, is_embedding=False)
         >>> optimizer_memory([weight], "adamw_torch_fused").state
         (4, 4000000, 4000000)

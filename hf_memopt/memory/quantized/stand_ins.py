@@ -58,7 +58,7 @@ def stand_in(module: nn.Module) -> nn.Module | None:
     Raises:
         NotEstimableError: the memory of this kind of quantisation is unknown.
 
-    Example:
+    Examples:
         >>> stand_in(torch.nn.Linear(8, 8)) is None
         True
         >>> type(stand_in(Linear4bit(8, 8))).__name__
@@ -115,7 +115,7 @@ def quantize(model: PreTrainedModel, config: BitsAndBytesConfig | Mapping[str, A
         ValueError: the model holds weights, or ``config`` quantises nothing.
         NotEstimableError: ``config`` asks for something without a stand-in (``llm_int8_has_fp16_weight``).
 
-    Example:
+    Examples:
         >>> from functools import partial
         >>> from hf_memopt.memory.settings import StepSettings
         >>> settings = StepSettings(prepare=(partial(quantize, config={"load_in_4bit": True}),))

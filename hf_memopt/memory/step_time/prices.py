@@ -273,7 +273,7 @@ def _priced(costs: StepCosts, prices: Prices) -> tuple[float, dict[str, float]]:
 def equally_fast(seconds: float, other_seconds: float) -> bool:
     """Return whether two predicted times are too close to be told apart: within 5 % of the longer one.
 
-    Example:
+    Examples:
         >>> equally_fast(1.00, 1.04), equally_fast(1.00, 1.08)
         (True, False)
     """

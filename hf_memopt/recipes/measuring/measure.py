@@ -64,7 +64,7 @@ def measure(
         ValueError: ``steps`` is below 1; the file exists, or its folder does not.
         RuntimeError: several GPUs or processes.
 
-    Example:
+    Examples:
         >>> from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
         >>> config = BertConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=1)
         >>> rows = [{"input_ids": [1, 2, 3, 4], "labels": 0}] * 32

@@ -9,6 +9,7 @@ from textwrap import fill, wrap
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory.step_time.prices import equally_fast
+from hf_memopt.recipes.planning.report_figures import known_figures
 from hf_memopt.recipes.planning.request import GOALS
 from hf_memopt.reports.plan_file import FORMAT
 from hf_memopt.units import format_bytes, to_gib
@@ -223,7 +224,7 @@ def _short(found: Plan) -> Iterator[str]:
 # ---- JSON
 
 
-def plan_json(found: Plan) -> str:
+def plan_json(found: Plan, *, figures: bool = False) -> str:
     """Return everything as JSON text, memory as integers of bytes."""
     short, texts = found.shortfall, found.texts
     whole: dict[str, Any] = {
@@ -248,7 +249,7 @@ def plan_json(found: Plan) -> str:
         "simulations": found.simulations,
         "measured": found.measured or None,
         "shown": _places(found, shown_candidates(found)),
-        "figures": found.figures,
+        "figures": found.figures if figures else known_figures(found),
         "script": None if found.chosen is None else found.script(),
         "versions": {name: importlib.metadata.version(name) for name in ("hf-memopt", "torch", "transformers")},
     }

@@ -101,7 +101,7 @@ def plan(
             no measurement, or one of another GPU.
         NotEstimableError: no set-up of the model can be simulated.
 
-    Example:
+    Examples:
         >>> found = plan("bert-base-uncased", gpu="RTX 3060 12GB", seq_len=128)
         >>> found.chosen.batch, found.chosen.stage
         ('32 x 1', 'full')

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.result import Plan
 
-__all__ = ["report_figures"]
+__all__ = ["known_figures", "report_figures"]
+
+CERTAINTY = ("figure", "kind", "detail")
 
 STRETCHES = 100  # of the timeline; at most four events of each are kept
 LEFT_OUT = (
@@ -31,27 +33,36 @@ LEFT_OUT = (
 )
 
 
+def known_figures(found: Plan) -> dict[str, Any]:
+    """Return the figures of the chosen set-up, else of the one that comes nearest, that need no more simulations."""
+    one = _shown(found)
+    certainty = [] if one is None else [dict(zip(CERTAINTY, line, strict=True)) for line in _certainty(found, one)]
+    return {
+        "fit_map": None,
+        "timeline": None,
+        "choices": [],
+        "padding": _padding(found, one),
+        "certainty": certainty,
+        "left_out": list(LEFT_OUT),
+    }
+
+
 def report_figures(found: Plan) -> dict[str, Any]:
-    """Return the figures of the chosen set-up, else of the one that comes nearest."""
-    one = found.chosen or (found.shortfall.nearest if found.shortfall is not None else None)
-    simulation = found.simulation
+    """Return all figures, most of them simulated now."""
+    one, simulation = _shown(found), found.simulation
     if one is None or simulation is None:
-        nothing: dict[str, Any] = {"fit_map": None, "timeline": None, "choices": [], "certainty": []}
-        return {**nothing, "padding": _padding(found, one), "left_out": list(LEFT_OUT)}
+        return known_figures(found)
     with keeping_models():
         simulation.announce("the timeline")
         estimate = simulation.estimate(one.recipe, one.seq_len)
         chart = fit_map(one, found.candidates, simulation, simulation.most_tokens)
         choices = priced_choices(one, simulation, simulation.step_time(estimate))
-    certainty = [{"figure": figure, "kind": kind, "detail": detail} for figure, kind, detail in _certainty(found, one)]
-    return {
-        "fit_map": asdict(chart),
-        "timeline": _timeline(estimate),
-        "choices": [asdict(choice) for choice in choices],
-        "padding": _padding(found, one),
-        "certainty": certainty,
-        "left_out": list(LEFT_OUT),
-    }
+    simulated = {"fit_map": asdict(chart), "timeline": _timeline(estimate), "choices": list(map(asdict, choices))}
+    return {**known_figures(found), **simulated}
+
+
+def _shown(found: Plan) -> Candidate | None:
+    return found.chosen or (found.shortfall.nearest if found.shortfall is not None else None)
 
 
 def _timeline(estimate: Estimate) -> dict[str, Any]:

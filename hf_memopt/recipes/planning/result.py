@@ -100,11 +100,16 @@ class Plan:
 
         return report_figures(self)
 
-    def to_json(self) -> str:
-        """Return everything as JSON text, with what a report needs: ``hf-memopt report FILE`` makes one of it."""
+    def to_json(self, *, figures: bool = False) -> str:
+        """Return everything as JSON text, of which ``hf-memopt report FILE`` makes a page.
+
+        Args:
+            figures: whether to simulate what else a report shows: which batches and lengths fit, the timeline, and what
+                each choice costs.
+        """
         from hf_memopt.recipes.planning.output import plan_json
 
-        return plan_json(self)
+        return plan_json(self, figures=figures)
 
     def write(
         self,
@@ -161,7 +166,7 @@ class Plan:
         from hf_memopt.reports.plan_page import check_page, write_page
 
         check_page(path, force=force)
-        write_page(read_plan_text(self.to_json(), "Plan.to_json()"), path)
+        write_page(read_plan_text(self.to_json(figures=True), "Plan.to_json()"), path)
 
     def __str__(self) -> str:
         return self.table()

@@ -26,7 +26,7 @@ def activation_memory_budget(fraction: float) -> UndoHandle:
     Raises:
         ValueError: ``fraction`` is not a number from 0 to 1.
 
-    Example:
+    Examples:
         >>> with activation_memory_budget(0.5):
         ...     pass  # the first training step of a model compiled by torch.compile
     """

@@ -81,7 +81,7 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False
             than it has; ``offload`` together with ``"selective"``, without an accelerator or in transformers before
             5.17. The model is unchanged then.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=3)
         >>> model = LlamaForCausalLM(config)

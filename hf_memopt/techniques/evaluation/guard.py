@@ -126,7 +126,7 @@ def class_predictions(logits: Any, labels: Any) -> Any:
     Raises:
         ValueError: the output is not logits of several classes.
 
-    Example:
+    Examples:
         >>> class_predictions((torch.tensor([[0.1, 0.9], [2.0, 1.0]]), "hidden states"), None)
         tensor([1, 0])
     """

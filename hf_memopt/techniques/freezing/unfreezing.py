@@ -66,7 +66,7 @@ def unfreeze_by_schedule(
         ValueError: the schedule is malformed; a pattern matches nothing; nothing would be left to train. The model is
             unchanged then.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         >>> handle = unfreeze_by_schedule(model, {0: "1", 100: "0"}, step=99)
         >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -38,7 +38,7 @@ class Limit:
         wait_steps: the number of such steps before a larger limit is tried.
         failed_tries: how many tries ran out of memory.
 
-    Example:
+    Examples:
         >>> limit = Limit()
         >>> limit.lower(4096); limit.limit
         2048
@@ -102,7 +102,7 @@ def microbatch_limits(
     Raises:
         ValueError: a limit is not an integer of 1 or more.
 
-    Example:
+    Examples:
         >>> microbatch_limits(max_tokens=4096)["max_tokens"].limit
         4096
     """

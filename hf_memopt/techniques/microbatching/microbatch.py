@@ -85,7 +85,7 @@ def run_in_microbatches(
         torch.OutOfMemoryError: in training, an example does not fit by itself, or memory ran out where several
             processes share their gradients.
 
-    Example:
+    Examples:
         >>> from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
         >>> config = BertConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=1)
         >>> model = BertForSequenceClassification(config)
@@ -132,7 +132,7 @@ class MicrobatchCallback(TrainerCallback):
         RuntimeError: training began without ``attach``; otherwise as ``run_in_microbatches``.
         torch.OutOfMemoryError: as ``run_in_microbatches``.
 
-    Example:
+    Examples:
         >>> MicrobatchCallback(max_tokens=4096).limits["max_tokens"].limit
         4096
     """

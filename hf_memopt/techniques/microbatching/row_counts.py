@@ -30,7 +30,7 @@ def row_counts(inputs: Mapping[str, Any]) -> Counts:
       and as ``sum of <name>`` its values added up, as those of a mask or a weight are.
     - ``labels == <class>``, where there is one label per row: 1 or 0.
 
-    Example:
+    Examples:
         >>> found = row_counts({"labels": torch.tensor([[4, 5, 6], [7, -100, -100]])})
         >>> {name: found[name].tolist() for name in ("rows", "labels", "shifted labels")}
         {'rows': [1.0, 1.0], 'labels': [3.0, 1.0], 'shifted labels': [2.0, 0.0]}
@@ -108,7 +108,7 @@ def spread(counts: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray
 
     A row with a count but no weight is 1, a row with neither 0.
 
-    Example:
+    Examples:
         >>> spread(np.array([2.0, 4.0, 9.0]), np.array([1.0, 2.0, 3.0])).tolist()
         [0.0, 0.0, 1.0]
     """

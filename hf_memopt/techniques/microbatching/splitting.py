@@ -104,7 +104,7 @@ def take_rows(inputs: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
 
     Everything else, such as scalars and ``position_ids`` of shape (1, seq), is kept as it is.
 
-    Example:
+    Examples:
         >>> ids, mask = torch.tensor([[5, 6, 7], [8, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
         >>> take_rows({"input_ids": ids, "attention_mask": mask}, [1])
         {'input_ids': tensor([[8]]), 'attention_mask': tensor([[1]])}
@@ -248,7 +248,7 @@ def cut(
     Returns:
         The rows of each micro-batch. Every row is in exactly one; rows of one length stay in their order.
 
-    Example:
+    Examples:
         >>> cut([3, 9, 2, 8, 3], max_tokens=18)
         [[1, 3], [0, 4, 2]]
     """

@@ -91,7 +91,7 @@ def detect_nonfinite(trainer: Trainer, record: NonfiniteRecord | None = None) ->
         ValueError: the Trainer has it already; when training begins, a setting or another technique is incompatible.
         RuntimeError: in training, when a limit is reached. The weights are then those of the last good step.
 
-    Example:
+    Examples:
         >>> from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
         >>> config = BertConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=1)
         >>> model = BertForSequenceClassification(config)

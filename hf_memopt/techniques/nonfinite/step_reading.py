@@ -67,7 +67,7 @@ def is_nonfinite(reading: StepReading, skips_in_a_row: int) -> bool:
     That is every step whose losses or gradients are not finite, except for one that a gradient scaler skips while it
     searches for its scale: up to ``MOST_SKIPS`` - 1 in a row, as long as the scale is not below ``SMALLEST_SCALE``.
 
-    Example:
+    Examples:
         >>> search = StepReading((False,), False, True, 65536.0)
         >>> is_nonfinite(search, skips_in_a_row=1), is_nonfinite(search, skips_in_a_row=10)
         (False, True)

@@ -65,7 +65,7 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
         TypeError: ``optimizer`` is not an optimizer of bitsandbytes.
         ValueError: it has 32-bit states; ``bits`` is not 32; ``model`` has no embeddings.
 
-    Example:
+    Examples:
         >>> from bitsandbytes.optim import AdamW8bit
         >>> from hf_memopt.techniques.optimizers.state_bytes import optimizer_state_bytes
         >>> model = nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 64))

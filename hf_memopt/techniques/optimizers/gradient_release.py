@@ -77,7 +77,7 @@ def gradient_release(
         RuntimeError: in the backward pass, where accelerate or ``torch.distributed`` run fp16, accumulation or several
             processes, or where a parameter would step twice.
 
-    Example:
+    Examples:
         >>> layer = torch.nn.Linear(2, 1, bias=False)
         >>> optimizer = gradient_release(torch.optim.SGD)([layer.weight], lr=1.0)
         >>> before = layer.weight.tolist()

@@ -41,7 +41,7 @@ def released_optimizer(
         ValueError: a setting cannot work with it (``hf_memopt.binding.conflicts``), or as ``gradient_release`` and
             ``sixteen_bit_optimizer`` do.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import TrainingArguments
         >>> args = TrainingArguments(optim="adamw_torch", max_grad_norm=0, learning_rate=2e-5)

@@ -92,7 +92,7 @@ def sixteen_bit_optimizer(
             gradients already. When an optimizer is built: a parameter is float16, or bfloat16 on a GPU that emulates
             it.
 
-    Example:
+    Examples:
         >>> weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
         >>> optimizer = sixteen_bit_optimizer(torch.optim.SGD)([weight], lr=1e-4)
         >>> for _ in range(50):
@@ -278,7 +278,7 @@ def rounded_optimizer(
         ValueError: a setting cannot work with it (``hf_memopt.binding.conflicts``), or as ``sixteen_bit_optimizer``
             does.
 
-    Example:
+    Examples:
         >>> from transformers import TrainingArguments
         >>> rounded, kwargs = rounded_optimizer(TrainingArguments(learning_rate=2e-5), torch.nn.Linear(2, 2))
         >>> rounded.__name__, kwargs["lr"], kwargs["fused"]

@@ -79,7 +79,10 @@ def test_files_are_overwritten_with_force_alone_and_the_search_does_not_start(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--force",), "--force has nothing to overwrite: no folder is given; expected both. Pass --write DIR --force"),
+        (
+            ("--force",),
+            "--force has nothing to replace: no file is written; expected --write or --report. Pass --write DIR",
+        ),
         (("--write", "file"), "--write file cannot be a folder: 'file' is a file; expected a folder or a new path. "),
         (("--write", "file/run"), "cannot be a folder: '{}/file' is a file; expected a folder or a new path. "),
     ],
@@ -153,7 +156,10 @@ BAD = [
     ({"lroa": 16}, "lroa=16 is not a field of Recipe; expected one of name, purpose, "),
     ({"lora": "16"}, "lora='16' is invalid; expected an integer of 1 or more, or None. Pass lora=None"),
     ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 is invalid; expected an integer of 1 or more."),
-    ({"precision": "bf"}, "precision='bf' is invalid; expected 'auto', 'bf16', 'fp16' or 'fp32'. Did you mean 'bf16'?"),
+    (
+        {"precision": "bf"},
+        "precision='bf' is invalid; expected 'auto', 'bf16', 'fp16', 'tf32' or 'fp32'. Did you mean 'bf16'?",
+    ),
     ({"optim": "adamw_8bits"}, "optim='adamw_8bits' is not an optimizer whose memory is known; expected one of "),
     ({"load_in": "nf4"}, "load_in='nf4', lora=None leave nothing to train: "),
 ]

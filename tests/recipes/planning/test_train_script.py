@@ -96,6 +96,7 @@ def check_against_recipe(trainer: Any, chosen: Recipe) -> None:
 def check_memory(trainer: Any, chosen: Recipe, told: dict[str, Any], gpu: Any) -> None:
     """Hold the estimate of the script's own model and arguments against what the plan told, ``Candidate.as_dict()``."""
     names = ("autocast_cache", "fused_cross_entropy", "sparse_tied_embedding", "gradient_release", "rounding")
+    names = (*names, "expandable_segments")
     settings = {name: getattr(chosen, name) for name in names}
     itself = estimate_from_arguments(trainer.model, trainer.args, told["seq_len"], gpu=gpu, **settings)
     assert itself.components == told["components"]
@@ -114,9 +115,9 @@ def test_the_script_of_a_lora_plan_runs_as_it_is(model: Path, work: Path) -> Non
     trainer = run_script(work / "run/train.py")
     assert trainer.state.global_step == 3 * 3  # 3 epochs of 23 rows
     assert (work / "run/out/final/adapter_model.safetensors").is_file()
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     chosen, told = recipe("run/recipe.json"), json.loads(done.stdout)["chosen"]
     assert json.loads(chosen.to_json()) == told["recipe"]
+    assert ("PYTORCH_ALLOC_CONF" in os.environ) is chosen.expandable_segments
     check_against_recipe(trainer, chosen)
     check_memory(trainer, chosen, told, GPU)
 
@@ -303,7 +304,7 @@ def test_scripts_pass_ruff_at_any_length_of_line(every: int, tmp_path: Path) -> 
     for number, text in enumerate(scripts_of_all_set_ups(every)):
         (tmp_path / f"train_{number}.py").write_text(text)
         lines = [line for line in text.splitlines() if line and not line.strip().startswith("#")]
-        assert 45 <= len(lines) <= 95
+        assert 40 <= len(lines) <= 95
     assert number > 40
     for options in (*RUFF, "format --check --line-length 120"):
         command = [ruff.find_ruff_bin(), *options.split(), "--isolated", "--no-cache", "."]
