@@ -97,7 +97,7 @@ def padding_sentence() -> str:
     ours, random = (review["arms"][arm] for arm in ("hf_memopt max_tokens", "random, safe"))
     return (
         f"On lengths as those of reviews, {ours['padding_efficiency']:.0%} of the tokens in a batch are real, where "
-        f"random order has {random['padding_efficiency']:.0%}, at {ours['microseconds_per_example']:.2f} µs per example."
+        f"random order has {random['padding_efficiency']:.0%}: {ours['microseconds_per_example']:.2f} µs per example."
     )
 
 

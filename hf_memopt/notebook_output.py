@@ -22,7 +22,7 @@ def printed_html(print_to: Callable[[Console], object], columns: int = COLUMNS) 
     """Return as HTML what a function prints to a console; every string in it is escaped.
 
     Examples:
-        >>> printed_html(lambda console: console.print("[bold]1 < 2[/]")).count("1 &lt; 2")
+        >>> printed_html(lambda console: console.print("1 < 2", highlight=False)).count("1 &lt; 2")
         1
     """
     from rich.console import Console

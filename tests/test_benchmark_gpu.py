@@ -324,13 +324,13 @@ def test_rows_of_other_benchmarks_and_missing_files_are_passed_over(figures, tmp
 def table(gpu, monkeypatch, tmp_path) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     found = importlib.import_module("table")
-    monkeypatch.setattr(found, "RESULTS", tmp_path)
+    monkeypatch.setattr(found.estimates.table_rows, "RESULTS", tmp_path)
     return found
 
 
 def test_without_a_gpu_the_table_says_so(table, tmp_path) -> None:
     (tmp_path / "cpu.jsonl").write_text(json.dumps(row_of(device="cpu", gpu="cpu")), encoding="utf-8")
-    assert table.estimate_errors() == (
+    assert table.estimates.estimate_errors() == (
         "The figures of a GPU are still to come: no CUDA GPU was available when this was written. "
         "`make bench-gpu` measures them on yours."
     )
@@ -347,7 +347,7 @@ def test_each_gpu_is_a_line_of_the_table(table, tmp_path) -> None:
         row_of("a", gpu="cpu", device="cpu"),
     ]
     (tmp_path / "GPUs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    assert table.estimate_errors().splitlines() == [
+    assert table.estimates.estimate_errors().splitlines() == [
         "| GPU | measured | allocated: median | p95 | worst | worst under | reserved: median | p95 | total: median "
         "| worst | not measured |",
         "|---|---|---|---|---|---|---|---|---|---|---|",

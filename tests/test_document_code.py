@@ -58,6 +58,7 @@ def reader(tmp_path, monkeypatch) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "train_set": dataset,
         "eval_set": dataset.select(range(8)),
+        "texts": dataset.remove_columns("labels"),
         "args": TrainingArguments("out", num_train_epochs=1, disable_tqdm=True, save_strategy="no"),
     }
 

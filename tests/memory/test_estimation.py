@@ -472,13 +472,19 @@ class PlainAllocator:
     def peak_reserved(self) -> int:
         return self.peak_allocated
 
-    def malloc(self, key: Any, size_bytes: int) -> None:
+    def state(self) -> object:
+        return object()  # unlike every other: each pass is replayed
+
+    def malloc(self, key: Any, size_bytes: int) -> int:
         self.sizes[key] = size_bytes
         self.allocated += size_bytes
         self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return size_bytes
 
-    def free(self, key: Any) -> None:
-        self.allocated -= self.sizes.pop(key)
+    def free(self, key: Any) -> int:
+        size_bytes = self.sizes.pop(key)
+        self.allocated -= size_bytes
+        return size_bytes
 
     def empty_cache(self) -> None:
         pass

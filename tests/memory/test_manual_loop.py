@@ -34,13 +34,19 @@ class ExactAllocator:
         self.allocated = self.peak_allocated = self.reserved = self.peak_reserved = self.retries = 0
         self._sizes: dict[Hashable, int] = {}
 
-    def malloc(self, key: Hashable, size_bytes: int) -> None:
+    def state(self) -> object:
+        return object()  # unlike every other: each pass is replayed
+
+    def malloc(self, key: Hashable, size_bytes: int) -> int:
         self._sizes[key] = size_bytes
         self.allocated += size_bytes
         self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return size_bytes
 
-    def free(self, key: Hashable) -> None:
-        self.allocated -= self._sizes.pop(key)
+    def free(self, key: Hashable) -> int:
+        size_bytes = self._sizes.pop(key)
+        self.allocated -= size_bytes
+        return size_bytes
 
     def rename(self, key: Hashable, new_key: Hashable) -> None:
         self._sizes[new_key] = self._sizes.pop(key)

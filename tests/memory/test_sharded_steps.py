@@ -78,13 +78,19 @@ class ExactAllocator:
         self.sizes: dict[Hashable, int] = {}
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
 
-    def malloc(self, key: Hashable, size_bytes: int) -> None:
+    def state(self) -> object:
+        return object()  # unlike every other: each pass is replayed
+
+    def malloc(self, key: Hashable, size_bytes: int) -> int:
         self.sizes[key] = size_bytes
         self.allocated += size_bytes
         self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return size_bytes
 
-    def free(self, key: Hashable) -> None:
-        self.allocated -= self.sizes.pop(key)
+    def free(self, key: Hashable) -> int:
+        size_bytes = self.sizes.pop(key)
+        self.allocated -= size_bytes
+        return size_bytes
 
 
 def predicted(case: dict[str, Any]) -> int:

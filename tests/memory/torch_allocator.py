@@ -49,10 +49,13 @@ class TorchAllocator:
 
     # ---- malloc
 
-    def malloc(self, key: Hashable, orig_size: int) -> None:
+    def state(self) -> object:
+        return object()  # unlike every other: each pass is replayed
+
+    def malloc(self, key: Hashable, orig_size: int) -> int:
         if orig_size == 0:  # NativeCachingAllocator::allocate asks for other sizes only
             self.active[key] = None
-            return
+            return 0
         size = self.round_size(orig_size)
         block = self.get_free_block(size)
         if block is None:
@@ -68,6 +71,7 @@ class TorchAllocator:
         self.active[key] = block
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block.size
 
     @staticmethod
     def round_size(size: int) -> int:
@@ -219,15 +223,17 @@ class TorchAllocator:
 
     # ---- free
 
-    def free(self, key: Hashable) -> None:
+    def free(self, key: Hashable) -> int:
         block = self.active.pop(key)
         if block is None:
-            return
+            return 0
         block.allocated = False
-        self.allocated -= block.size
+        size = block.size
+        self.allocated -= size
         for neighbour in (block.prev, block.next):
             self.try_merge_blocks(block, neighbour)
         self.blocks[block.is_small].append(block)
+        return size
 
     def try_merge_blocks(self, dst: Block, src: Block | None) -> None:
         if src is None or src.allocated or dst.mapped != src.mapped:

@@ -20,10 +20,10 @@ from hf_memopt.memory.recording.trace_cache import forget_traces
 from hf_memopt.memory.step_time.prices import equally_fast
 from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.model_facts import facts_of
-from hf_memopt.recipes.planning.request import Texts
 from hf_memopt.recipes.planning.search import best_of, row_counts
 from hf_memopt.recipes.planning.set_ups import set_ups
 from hf_memopt.recipes.planning.simulation import Simulation
+from hf_memopt.recipes.planning.texts import Texts
 from hf_memopt.units import format_bytes, parse_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_memopt.recipes.planning.candidates import Verdict, verdict_of
-from hf_memopt.recipes.planning.request import MULTIPLE
+from hf_memopt.recipes.planning.texts import MULTIPLE
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hf_memopt.recipes.planning.request import MULTIPLE, Texts
 from hf_memopt.recipes.planning.search import least_set_ups, row_counts
+from hf_memopt.recipes.planning.texts import MULTIPLE, Texts
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices.gpus import GPUS
 from hf_memopt.recipes.planning.candidates import MARGIN_SHARE
-from hf_memopt.recipes.planning.request import MULTIPLE
+from hf_memopt.recipes.planning.texts import MULTIPLE
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:

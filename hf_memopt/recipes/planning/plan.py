@@ -27,7 +27,6 @@ from hf_memopt.recipes.planning.reasons import with_reasons
 from hf_memopt.recipes.planning.request import (
     GOALS,
     METHODS,
-    Texts,
     checked_allow,
     checked_batch,
     checked_word,
@@ -36,6 +35,7 @@ from hf_memopt.recipes.planning.request import (
 from hf_memopt.recipes.planning.result import Plan
 from hf_memopt.recipes.planning.simulation import Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
+from hf_memopt.recipes.planning.texts import Texts
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:

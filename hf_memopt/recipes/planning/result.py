@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.nearest import Shortfall
-    from hf_memopt.recipes.planning.request import Texts
     from hf_memopt.recipes.planning.script.folder import RowsFile, Written
     from hf_memopt.recipes.planning.simulation import Simulation
+    from hf_memopt.recipes.planning.texts import Texts
     from hf_memopt.recipes.recipe import Recipe
 
 __all__ = ["Plan"]

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.step_time.prices import StepTime
     from hf_memopt.recipes.planning.measured import Corrections
-    from hf_memopt.recipes.planning.request import Texts
     from hf_memopt.recipes.planning.set_ups import SetUp
+    from hf_memopt.recipes.planning.texts import Texts
     from hf_memopt.recipes.recipe import Recipe
 
 __all__ = ["Simulation", "priced_on"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_memopt.recipes.planning.longest import use_longest
-from hf_memopt.recipes.planning.request import MULTIPLE
 from hf_memopt.recipes.planning.search import best_of, explore, row_counts, search
 from hf_memopt.recipes.planning.set_ups import BF16_WEIGHTS, ModelFacts, SetUp, set_ups
+from hf_memopt.recipes.planning.texts import MULTIPLE
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
