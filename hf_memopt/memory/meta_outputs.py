@@ -5,7 +5,8 @@ recording; the layers of a model, the passes of a step and the set-ups of a comp
 remembered is the result of torch's own code for arguments of the same shapes, strides and dtypes and equal options.
 
 An operation is repeated from memory only if its schema says that it changes no argument, and if the results that it
-returned the first time were new tensors: none shares its storage with an argument or another result.
+returned the first time were new tensors: none shares its storage with an argument or another result. One that works
+element by element in place returns its first argument, whose shape it cannot change.
 """
 
 from __future__ import annotations
@@ -36,19 +37,22 @@ def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flops:
     """
     key: list[Any] = [func, flops]
     # another mode that is on has to see the operation; private: pinned by a test, seen in torch 2.6 to 2.13
-    known = not torch._C._len_torch_dispatch_stack() and _makes_new_tensors(func)
+    in_place = _works_in_place(func)
+    known = not torch._C._len_torch_dispatch_stack() and (in_place or _makes_new_tensors(func))
     known = known and _add_to_key(key, args) and (not kwargs or _add_options(key, kwargs))
     found = _remembered.get(tuple(key)) if known else None
     if found is not None:
         made, operations = found
+        if in_place:
+            return args[0], operations
         if isinstance(made, list):
             return tuple(None if facts is None else _empty(facts) for facts in made), operations
         return _empty(made), operations
     out = func(*args, **kwargs)
     formula = _FLOPS.get(func._overloadpacket) if flops else None  # private: pinned by a test, torch 2.6 to 2.13
     operations = 0 if formula is None else formula(*args, **kwargs, out_val=out)
-    made = _facts(out, (*args, *kwargs.values())) if known else None
-    if made is not None:
+    made = () if in_place else _facts(out, (*args, *kwargs.values())) if known else None
+    if known and made is not None:
         if len(_remembered) >= _MOST_REMEMBERED:
             _remembered.clear()
         _remembered[tuple(key)] = made, operations
@@ -66,6 +70,15 @@ def _makes_new_tensors(func: Any) -> bool:
     schema = func._schema  # private: pinned by a test, seen in torch 2.6 to 2.13
     aliases = any(item.alias_info is not None for item in (*schema.arguments, *schema.returns))
     return not aliases and bool(schema.returns) and all(str(item.type) == "Tensor" for item in schema.returns)
+
+
+@cache
+def _works_in_place(func: Any) -> bool:
+    """Return whether an operation changes the elements of its first argument, and nothing else."""
+    schema = func._schema
+    written = [item.alias_info is not None and item.alias_info.is_write for item in schema.arguments]
+    is_first = bool(written) and written[0] and not any(written[1:]) and len(schema.returns) == 1
+    return is_first and torch.Tag.pointwise in func.tags
 
 
 def _add_to_key(key: list[Any], values: Any) -> bool:

@@ -91,7 +91,7 @@ def test_numbers_of_other_types_are_other_options() -> None:
     [
         (aten.view.default, (meta(4, 6), [24])),
         (aten._unsafe_view.default, (meta(4, 6), [24])),  # its schema does not say that it returns a view
-        (aten.add_.Tensor, (meta(4, 6), meta(4, 6))),
+        (aten.unsqueeze_.default, (meta(4, 6), 0)),
         (aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2))),
         (aten.index.Tensor, (meta(4, 6), [None, torch.tensor([1])])),
     ],
@@ -103,6 +103,16 @@ def test_views_changes_and_real_tensors_are_not_remembered(func: Any, args: tupl
         expected = func(*args)
         assert shared == (expected.untyped_storage()._cdata == args[0].untyped_storage()._cdata)
     assert not meta_outputs._remembered
+
+
+def test_what_works_in_place_returns_its_first_argument() -> None:
+    x, y = meta(4, 6), meta(6)
+    for _ in range(2):
+        assert run_on_meta(aten.clamp_.default, (x, 0, 3), {})[0] is x
+        assert run_on_meta(aten.add_.Tensor, (x, y), {})[0] is x
+        with pytest.raises(RuntimeError):
+            run_on_meta(aten.add_.Tensor, (y, x), {})
+    assert len(meta_outputs._remembered) == 2
 
 
 def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
