@@ -93,7 +93,7 @@ def batching_table() -> str:
 
 def padding_sentence() -> str:
     """Return one sentence on padding, from the last run of ``benchmarks/batching.py``."""
-    review = last_row("batching_lengths", program="batching")["figures"]["review"]
+    review = last_row("batching_lengths", program="batching")["figures"]["figures"]["review"]
     ours, random = (review["arms"][arm] for arm in ("hf_memopt max_tokens", "random, safe"))
     return (
         f"On lengths as those of reviews, {ours['padding_efficiency']:.0%} of the tokens in a batch are real, where "
