@@ -68,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bert, bf16": {**BERT, "precision": "bf16"},
     "gpt2": GPT2,
 }
-FAST = ("llama", "bert, bf16")
+FAST = ("llama",)
 
 
 class ExactAllocator:

@@ -162,7 +162,7 @@ def test_a_larger_budget_is_never_worse(megabytes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("memory", "allow"),
     [
-        ("66MiB", "bf16_weights"),
+        pytest.param("66MiB", "bf16_weights", marks=pytest.mark.slow),
         pytest.param("70MiB", "release_clipping", marks=pytest.mark.slow),
         pytest.param("70MiB", "freeze", marks=pytest.mark.slow),
         pytest.param("62MiB", "shorter", marks=pytest.mark.slow),
