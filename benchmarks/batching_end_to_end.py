@@ -69,7 +69,7 @@ def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
     from hf_memopt.demo.docstring_task import DocstringTask
     from hf_memopt.demo.measurement import OptimizerClock, measure, predict_labels
     from hf_memopt.demo.setups import HYPERPARAMETERS, build_model, model_config
-    from hf_memopt.devices.precision_support import choose_precision
+    from hf_memopt.devices.precision_support import accelerator_type, choose_precision
 
     task = DocstringTask(**json.loads((Path(folder) / "task.json").read_text(encoding="utf-8")))
     tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "tokenizer")
@@ -81,6 +81,7 @@ def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
         "seed": seed,
         "optim": "adamw_torch_fused",
         "bf16": precision.bf16,
+        "use_cpu": precision.bf16 and accelerator_type() == "cpu",  # stock requires it for bf16 on a CPU
         "fp16": precision.fp16,
         "save_strategy": "no",
         "logging_strategy": "no",
