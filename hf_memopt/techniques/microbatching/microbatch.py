@@ -113,8 +113,8 @@ class MicrobatchCallback(TrainerCallback):
 
     Bind it with ``attach(trainer)``. A checkpoint has the limits in ``memopt_microbatch.json`` (with several processes,
     those of the process that saves); a resumed run starts with them unless ``max_tokens`` or ``max_examples`` differ
-    from the saved run's. It logs no keys: each change of a limit is in ``changes`` and in the log of
-    ``hf_memopt.techniques.microbatching``.
+    from the saved run's. It logs no keys: each change of a limit is in ``changes`` and in
+    ``trainer.memopt_changes``, and each out of memory is a line above the progress bar (``hf_memopt.notices``).
 
     Args:
         max_tokens: the most padded tokens of a micro-batch, i.e. its rows times its longest row; a longer row is a
