@@ -99,8 +99,5 @@ def shuffle_buckets(order: NDArray[np.int32], ends: NDArray[np.int64], generator
     """Shuffle the examples inside each bucket, in place; the same state of the generator gives the same order."""
     begin = 0
     for end in ends.tolist():
-        bucket = order[begin:end]
-        # One 32-bit number for each example; the stable sort leaves equal ones in the order of their indices.
-        draws = generator.bit_generator.random_raw((len(bucket) + 1) // 2).view(np.uint32)[: len(bucket)]
-        bucket[:] = bucket[draws.argsort(kind="stable")]
+        generator.shuffle(order[begin:end])
         begin = end
