@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from hf_memopt.memory.recording.longer_trace import lengthen
 from hf_memopt.memory.recording.repeated_layers import NotRepeatableError, RepeatedLayers, state_kept
 from hf_memopt.memory.recording.step import StepTrace, autocast_dtype, record_step
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.memory.storage_tracker import StorageTracker
+from hf_memopt.memory.storage_tracker import Hidden, StorageTracker
 
 __all__ = ["RecordedStep", "Shape", "forget_traces", "record_or_reuse"]
 
@@ -143,7 +143,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
     micro_batch = cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None
 
     def record(layers: RepeatedLayers | None) -> StepTrace:
-        tracker = StorageTracker(padding=settings.padding, hidden=partial(_hidden, chip))
+        tracker = StorageTracker(padding=settings.padding, hidden=_hidden_of(chip))
         semantics = CudaSemantics(
             autocast=autocast_dtype(settings.precision),
             capability=chip.capability,
@@ -194,8 +194,10 @@ def _of_some_layers(prepared: PreparedModel, record: Callable[[RepeatedLayers], 
     return trace
 
 
-def _hidden(chip: Chip, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, ...]:
-    return hidden_bytes(func, args, kwargs, out, chip.capability, multiprocessors=chip.multiprocessors)
+@cache
+def _hidden_of(chip: Chip) -> Hidden:
+    """Return the tracker's ``hidden``: one function for each chip, beside which its answers are kept."""
+    return partial(hidden_bytes, capability=chip.capability, multiprocessors=chip.multiprocessors)
 
 
 def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
