@@ -105,7 +105,7 @@ def _add_to_key(key: list[Any], values: Any, seen: dict[int, int]) -> bool:
             if not value.is_meta or value.layout is not _STRIDED or value.is_conj() or value.is_neg():
                 return False
             which = seen.setdefault(id(value), len(seen))  # one tensor twice is read once
-            key += (which, value.shape, value.stride(), value.storage_offset(), value.dtype)
+            key += (which, value.shape, value.stride(), value.dtype)
         elif kind in _PLAIN_VALUES:
             key += (kind, value)  # the kind too: True == 1 == 1.0
         elif kind is list or kind is tuple:

@@ -46,7 +46,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     """Every allocation and free of a storage while the mode is on, in order.
 
     Args:
-        device_type: count storages of this device only; None for all.
+        device_type: count storages of this device only, an attribute too; None for all.
         padding: the answer when transformers' code for masks reads from a meta tensor whether a mask is all ones: with
             padding it is not.
         hidden: bytes that an operation's kernel allocates and frees inside itself, by ``(func, args, kwargs, out)``.
@@ -91,7 +91,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.ignored: set[int] = set()
         self.after_recomputation: list[Callable[[], None]] = []
         self._live: dict[int, tuple[int, Any]] = {}
-        self._device_type = device_type
+        self.device_type = device_type
         self._padding = padding
         self._hidden = hidden
         self._count_flops = flops
@@ -180,7 +180,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         known = self._live.get(key)
         if known is not None:
             return known[0]
-        if self._device_type is not None and tensor.device.type != self._device_type:
+        if self.device_type is not None and tensor.device.type != self.device_type:
             return -1
         if key in self.ignored:
             return -1

@@ -11,8 +11,8 @@ modelling that is 15 % of them. When are the gradients made?
   what is added up in 16 bits chunk by chunk is rounded for each chunk. So the logits are computed once more, a slice
   of the vocabulary at a time (``vocabulary_slices``), and each gradient is rounded once, at the scale it has in stock.
 
-A frozen head in bfloat16 is of the first kind: bfloat16 rounds alike at every scale, and all of the gradient of a row of
-hidden states comes from one chunk. It is kept in float32 and rounded in the backward pass, once it is scaled: two
+A frozen head in bfloat16 is of the first kind: bfloat16 rounds alike at every scale, and all of the gradient of a row
+of hidden states comes from one chunk. It is kept in float32 and rounded in the backward pass, once it is scaled: two
 products, as in stock.
 
 Bytes, of the ``rows x vocabulary`` logits of a chunk or slice: one copy in the dtype of the loss, which becomes the

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -118,6 +117,9 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
 
 def _prepare(loaded: LoadedModel, settings: StepSettings) -> PreparedModel:
     key = _values_of(settings, left_out=_NOT_IN_MODEL)
+    changes = (settings.lora, settings.load_in, settings.checkpointing, settings.freeze, settings.fused_cross_entropy)
+    if not any((*changes, settings.sparse_tied_embedding, settings.prepare)):
+        return prepare_or_reuse(loaded, None, key)
     return prepare_or_reuse(loaded, partial(_prepared, settings=settings), key)
 
 
@@ -267,8 +269,9 @@ def _code_of(model: nn.Module) -> Hashable:
 
     A configuration's JSON has neither. ``_experts_implementation`` is private, seen in transformers 5.8.1 to 5.23.0.
     """
-    code = dict.fromkeys((type(module), type(module).forward) for module in model.modules())
-    configs = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
+    modules = list(model.modules())
+    code = dict.fromkeys((type(module), type(module).forward) for module in modules)
+    configs = {id(config): config for config in (getattr(module, "config", None) for module in modules)}
     return tuple(code), tuple(str(getattr(config, "_experts_implementation", None)) for config in configs.values())
 
 
