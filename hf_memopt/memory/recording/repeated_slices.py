@@ -1,8 +1,8 @@
 """Record a few of the many equal slices of a fused loss, and repeat what the last of them did.
 
-In 16 bits the gradients of a large vocabulary are made in dozens of slices (``binding/fused_loss``), which would be most
-of a recording. Each slice frees what it allocated, so the events of one are those of the next with other numbers of
-storages. Two slices are compared before the second is repeated; where they differ, all are run.
+In 16 bits the gradients of a large vocabulary are made in dozens of slices (``binding/fused_loss``), most of what runs
+where identical layers are left out. Each slice frees what it allocated, so the events of one are those of the next with
+other numbers of storages. Two slices are compared before the second is repeated; where they differ, all run.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _repeat(tracker: StorageTracker, before: _Mark, begin: _Mark, *, times: int)
     first, second = _stretch(tracker, before, begin), _stretch(tracker, begin, end)
     if first is None or first != second:
         return False
-    events, storages, flops = (end[at] - begin[at] for at in (0, 1, 3))
+    events, storages, flops = end.events - begin.events, end.storages - begin.storages, end.flops - begin.flops
     later, since = range(1, times + 1), slice(begin.storages, end.storages)
     allocated_at, flops_at = tracker.allocated_at[since], tracker.flops_at[since]
     tracker.allocated_at += [event + events * time for time in later for event in allocated_at]
