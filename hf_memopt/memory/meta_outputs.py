@@ -6,7 +6,9 @@ remembered is the result of torch's own code for arguments of the same shapes, s
 
 An operation is repeated from memory only if its schema says that it changes no argument, and if the results that it
 returned the first time were new tensors: none shares its storage with an argument or another result. One that works
-element by element in place returns its first argument, whose shape it cannot change.
+in place, and is known to leave the shape as it is, returns its first argument.
+
+What else follows from the arguments alone, such as the cost of the operation, its caller can keep beside the result.
 """
 
 from __future__ import annotations
@@ -22,41 +24,59 @@ from torch.utils.flop_counter import flop_registry
 __all__ = ["forget_outputs", "run_on_meta"]
 
 _MOST_REMEMBERED = 2**15
-_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
-_PLAIN_VALUES = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
+_PLAIN_TENSORS = {torch.Tensor, nn.Parameter}
+_PLAIN_VALUES = {int, float, bool, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format}
+_STRIDED = torch.strided
+_KEEP_THEIR_SHAPE = {"copy_", "addmm_", "scatter_add_"}  # beside what works element by element
 _Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 _FLOPS = {**flop_registry, torch.ops.aten._int_mm: flop_registry[torch.ops.aten.mm]}
 
-_remembered: dict[Hashable, tuple[Any, int]] = {}
+Beside = dict[Any, Any]
+_remembered: dict[Hashable, tuple[Any, int, Beside]] = {}
 
 
-def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flops: bool = True) -> tuple[Any, int]:
-    """Return what ``func(*args, **kwargs)`` returns, and its floating-point operations, 0 unless they are asked for.
+def run_on_meta(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flops: bool = True
+) -> tuple[Any, int, Beside | None]:
+    """Return what ``func(*args, **kwargs)`` returns, its floating-point operations, and what is kept beside them.
 
-    Of meta tensors both come from memory where that is possible.
+    Of meta tensors they come from memory where that is possible.
+
+    Args:
+        func: the ATen operator.
+        args: its arguments.
+        kwargs: those given by name.
+        flops: whether to count floating-point operations; 0 otherwise.
+
+    Returns:
+        At last a dict, the same for every call with equal arguments, in which the caller may keep what depends on
+        nothing else; None for a result that is not remembered.
     """
+    way = _way_of(func)
     key: list[Any] = [func, flops]
     # another mode that is on has to see the operation; private: pinned by a test, seen in torch 2.6 to 2.13
-    in_place = _works_in_place(func)
-    known = not torch._C._len_torch_dispatch_stack() and (in_place or _makes_new_tensors(func))
-    known = known and _add_to_key(key, args) and (not kwargs or _add_options(key, kwargs))
+    known = way is not None and not torch._C._len_torch_dispatch_stack()
+    seen: dict[int, int] = {}
+    known = known and _add_to_key(key, args, seen) and (not kwargs or _add_options(key, kwargs, seen))
     found = _remembered.get(tuple(key)) if known else None
     if found is not None:
-        made, operations = found
-        if in_place:
-            return args[0], operations
+        made, operations, beside = found
+        if way == "in place":
+            return args[0], operations, beside
         if isinstance(made, list):
-            return tuple(None if facts is None else _empty(facts) for facts in made), operations
-        return _empty(made), operations
+            return tuple(None if facts is None else _empty(facts) for facts in made), operations, beside
+        return _empty(made), operations, beside
     out = func(*args, **kwargs)
     formula = _FLOPS.get(func._overloadpacket) if flops else None  # private: pinned by a test, torch 2.6 to 2.13
     operations = 0 if formula is None else formula(*args, **kwargs, out_val=out)
-    made = () if in_place else _facts(out, (*args, *kwargs.values())) if known else None
-    if known and made is not None:
-        if len(_remembered) >= _MOST_REMEMBERED:
-            _remembered.clear()
-        _remembered[tuple(key)] = made, operations
-    return out, operations
+    made = () if way == "in place" else _facts(out, (*args, *kwargs.values())) if known else None
+    if not known or made is None:
+        return out, operations, None
+    if len(_remembered) >= _MOST_REMEMBERED:
+        _remembered.clear()
+    beside = {}
+    _remembered[tuple(key)] = made, operations, beside
+    return out, operations, beside
 
 
 def forget_outputs() -> None:
@@ -65,44 +85,41 @@ def forget_outputs() -> None:
 
 
 @cache
-def _makes_new_tensors(func: Any) -> bool:
-    """Return whether an operation changes nothing and returns tensors, by its schema."""
+def _way_of(func: Any) -> str | None:
+    """Return how an operation can be repeated: ``"new"`` results, ``"in place"``, or None, by its schema."""
     schema = func._schema  # private: pinned by a test, seen in torch 2.6 to 2.13
-    aliases = any(item.alias_info is not None for item in (*schema.arguments, *schema.returns))
-    return not aliases and bool(schema.returns) and all(str(item.type) == "Tensor" for item in schema.returns)
-
-
-@cache
-def _works_in_place(func: Any) -> bool:
-    """Return whether an operation changes the elements of its first argument, and nothing else."""
-    schema = func._schema
+    if not any(item.alias_info is not None for item in (*schema.arguments, *schema.returns)):
+        makes_tensors = bool(schema.returns) and all(str(item.type) == "Tensor" for item in schema.returns)
+        return "new" if makes_tensors else None
     written = [item.alias_info is not None and item.alias_info.is_write for item in schema.arguments]
-    is_first = bool(written) and written[0] and not any(written[1:]) and len(schema.returns) == 1
-    return is_first and torch.Tag.pointwise in func.tags
+    changes_first = bool(written) and written[0] and not any(written[1:]) and len(schema.returns) == 1
+    keeps_shape = torch.Tag.pointwise in func.tags or func._overloadpacket.__name__ in _KEEP_THEIR_SHAPE
+    return "in place" if changes_first and keeps_shape else None
 
 
-def _add_to_key(key: list[Any], values: Any) -> bool:
+def _add_to_key(key: list[Any], values: Any, seen: dict[int, int]) -> bool:
     """Add to the key what a result may depend on; return False where that is more than shapes and plain values."""
     for value in values:
         kind = type(value)
         if kind in _PLAIN_TENSORS:
-            if not value.is_meta or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+            if not value.is_meta or value.layout is not _STRIDED or value.is_conj() or value.is_neg():
                 return False
-            key += (value.shape, value.stride(), value.storage_offset(), value.dtype)
+            which = seen.setdefault(id(value), len(seen))  # one tensor twice is read once
+            key += (which, value.shape, value.stride(), value.dtype)
         elif kind in _PLAIN_VALUES:
             key += (kind, value)  # the kind too: True == 1 == 1.0
-        elif kind in (list, tuple):
+        elif kind is list or kind is tuple:
             key += (kind, len(value))
-            if not _add_to_key(key, value):
+            if not _add_to_key(key, value, seen):
                 return False
         else:
             return False
     return True
 
 
-def _add_options(key: list[Any], kwargs: dict[str, Any]) -> bool:
+def _add_options(key: list[Any], kwargs: dict[str, Any], seen: dict[int, int]) -> bool:
     key += kwargs
-    return _add_to_key(key, kwargs.values())
+    return _add_to_key(key, kwargs.values(), seen)
 
 
 def _facts(out: Any, given: tuple[Any, ...]) -> Any:

@@ -35,6 +35,7 @@ __all__ = ["RECORDING_LOCK", "Hidden", "StorageTracker", "collector_paused", "re
 
 _aten = torch.ops.aten
 _NO_SEQUENCE = 2**64 - 1  # torch's number of nodes that accumulate a gradient
+_next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
 Hidden = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
 
 RECORDING_LOCK = threading.RLock()
@@ -45,7 +46,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     """Every allocation and free of a storage while the mode is on, in order.
 
     Args:
-        device_type: count storages of this device only; None for all.
+        device_type: count storages of this device only, an attribute too; None for all.
         padding: the answer when transformers' code for masks reads from a meta tensor whether a mask is all ones: with
             padding it is not.
         hidden: bytes that an operation's kernel allocates and frees inside itself, by ``(func, args, kwargs, out)``.
@@ -90,7 +91,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.ignored: set[int] = set()
         self.after_recomputation: list[Callable[[], None]] = []
         self._live: dict[int, tuple[int, Any]] = {}
-        self._device_type = device_type
+        self.device_type = device_type
         self._padding = padding
         self._hidden = hidden
         self._count_flops = flops
@@ -100,6 +101,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._stack = [0]
         self._entered: tuple[list[int], list[int]] = ([-1], [0])
         self._answers: Callable[[str, torch.dtype], bool | int] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from importing its compiler to switch it off around each operation; seen in torch 2.6 to 2.13."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -114,7 +120,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if self._backward and (self._recomputing >= 0) != torch.is_grad_enabled() and func is not _aten.detach.default:
             self._toggle_recomputation()  # gradients are off in a backward pass, except in what is recomputed there
         event = len(self.events)
-        out, flops = run_on_meta(func, args, kwargs, self._count_flops)
+        out, flops, beside = run_on_meta(func, args, kwargs, self._count_flops)
         if isinstance(out, torch.Tensor):
             self.add(out)
         elif isinstance(out, (tuple, list)):
@@ -122,12 +128,21 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 if isinstance(item, torch.Tensor):
                     self.add(item)
         self.flops += flops
+        if beside is None or self.ignored:
+            beside = {}
         if self._is_counting:
             in_cpp = self._backward and self._recomputing < 0
-            cost = operation_of(func, args, kwargs, out, flops=flops, in_backward=in_cpp, on_host=self.ignored)
+            cost = beside.get(in_cpp)
+            if cost is None:
+                cost = operation_of(func, args, kwargs, out, flops=flops, in_backward=in_cpp, on_host=self.ignored)
+                beside[in_cpp] = cost
             self.operations[-1].append((event, cost))
         if self._hidden is not None:
-            self._add_hidden(self._hidden(func, args, kwargs, out))
+            sizes = beside.get(self._hidden)
+            if sizes is None:
+                sizes = beside[self._hidden] = self._hidden(func, args, kwargs, out)
+            if sizes:
+                self._add_hidden(sizes)
         return out
 
     def _answer(self, func: Any, dtype: torch.dtype) -> bool | int:
@@ -165,7 +180,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         known = self._live.get(key)
         if known is not None:
             return known[0]
-        if self._device_type is not None and tensor.device.type != self._device_type:
+        if self.device_type is not None and tensor.device.type != self.device_type:
             return -1
         if key in self.ignored:
             return -1
@@ -218,7 +233,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     @staticmethod
     def sequence() -> int:
         """Return autograd's next sequence number: private, pinned by a test, seen in torch 2.6 to 2.13."""
-        return int(torch._C._autograd._get_sequence_nr())
+        return _next_sequence()
 
     def _note_origin(self) -> None:
         """Note what runs now, for the storage that was just allocated.
@@ -227,7 +242,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         """
         place = self._stack[-1]
         if not self._backward or (self._recomputing >= 0 and place):
-            self.sequences.append(self.sequence())
+            self.sequences.append(_next_sequence())
             self.places.append(place)
             return
         node = torch._C._current_autograd_node()
@@ -300,7 +315,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def _note_module(self) -> None:
         sequences, numbers = self._entered
-        sequences.append(self.sequence())
+        sequences.append(_next_sequence())
         numbers.append(self._stack[-1])
 
     def here(self) -> str:

@@ -198,18 +198,20 @@ def test_evaluation_and_no_gradients_give_plain_logits() -> None:
 # ---- Backward -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["", "autocast"])
+@pytest.mark.parametrize("precision", ["", "autocast", "frozen head"])
 def test_a_graph_that_is_retained_gives_the_same_gradients_again(precision: str) -> None:
-    """16 bits make their gradients in the backward pass, the others before."""
+    """16 bits make their gradients in the backward pass, the others before, and a frozen head in bfloat16."""
     model = tiny.llama().train()
     fuse_cross_entropy(model)
-    with torch.autocast("cpu", torch.float16, enabled=bool(precision)):
+    if precision == "frozen head":
+        model.lm_head.requires_grad_(False)
+    with torch.autocast("cpu", torch.float16 if precision == "autocast" else torch.bfloat16, enabled=bool(precision)):
         loss = model(input_ids=IDS, labels=IDS).loss * 3
     found = []
     for retain in (True, True, False):
         model.zero_grad()
         loss.backward(retain_graph=retain)
-        found.append([parameter.grad.clone() for parameter in model.parameters()])
+        found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.requires_grad])
     for again in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found[0], again, strict=True))
 

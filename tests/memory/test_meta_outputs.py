@@ -23,11 +23,11 @@ def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def run_anew(func: Any, args: Any, kwargs: Any, flops: bool = True) -> tuple[Any, int]:
+def run_anew(func: Any, args: Any, kwargs: Any, flops: bool = True) -> tuple[Any, int, None]:
     """Run an operation without the memory."""
     out = func(*args, **kwargs)
     formula = flop_registry.get(func._overloadpacket) if flops else None
-    return out, formula(*args, **kwargs, out_val=out) if formula else 0
+    return out, formula(*args, **kwargs, out_val=out) if formula else 0, None
 
 
 def facts(out: Any) -> Any:
@@ -68,9 +68,9 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_result_from_memory_is_as_the_first(name: str) -> None:
     func, args, kwargs = CALLS[name]
-    expected, flops = run_anew(func, args, kwargs)
+    expected, flops, _ = run_anew(func, args, kwargs)
     for _ in range(2):
-        found, counted = run_on_meta(func, args, kwargs)
+        found, counted, _ = run_on_meta(func, args, kwargs)
         for one, other in zip(*((out if isinstance(out, tuple) else (out,)) for out in (found, expected)), strict=True):
             assert (one is None) == (other is None)
             assert one is None or facts(one) == facts(other)
@@ -98,7 +98,8 @@ def test_numbers_of_other_types_are_other_options() -> None:
 )
 def test_views_changes_and_real_tensors_are_not_remembered(func: Any, args: tuple[Any, ...]) -> None:
     for _ in range(2):
-        out, _ = run_on_meta(func, args, {})
+        out, _, kept = run_on_meta(func, args, {})
+        assert kept is None
         shared = out.untyped_storage()._cdata == args[0].untyped_storage()._cdata
         expected = func(*args)
         assert shared == (expected.untyped_storage()._cdata == args[0].untyped_storage()._cdata)
@@ -113,6 +114,16 @@ def test_what_works_in_place_returns_its_first_argument() -> None:
         with pytest.raises(RuntimeError):
             run_on_meta(aten.add_.Tensor, (y, x), {})
     assert len(meta_outputs._remembered) == 2
+
+
+def test_what_is_kept_beside_a_result_is_that_of_equal_arguments() -> None:
+    """A tensor that is given twice is read once; where in its storage a tensor begins changes nothing."""
+    x, y, large = meta(4, 6), meta(4, 6), meta(8, 6)
+    found = [
+        run_on_meta(aten.mul.Tensor, args, {})[2] for args in ((x, y), (y, x), (x, x), (large[:4], large[4:]), (x, 2))
+    ]
+    assert found[0] is not None
+    assert [one is found[0] for one in found] == [True, True, False, True, False]
 
 
 def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,6 +319,12 @@ def test_watching_leaves_no_hook_behind_even_after_an_error() -> None:
     assert tracker._stack == [0]
 
 
+def test_torchs_compiler_is_not_switched_off_around_each_operation() -> None:
+    """``TorchDispatchMode._should_skip_dynamo``: where it says so, each call of the mode goes through the compiler."""
+    assert TorchDispatchMode._should_skip_dynamo()
+    assert not hasattr(StorageTracker.__torch_dispatch__, "__wrapped__")
+
+
 # ---- The surroundings of a recording --------------------------------------------------------------------------------
 
 

@@ -11,6 +11,10 @@ modelling that is 15 % of them. When are the gradients made?
   what is added up in 16 bits chunk by chunk is rounded for each chunk. So the logits are computed once more, a slice
   of the vocabulary at a time (``vocabulary_slices``), and each gradient is rounded once, at the scale it has in stock.
 
+A frozen head in bfloat16 is of the first kind: bfloat16 rounds alike at every scale, and all of the gradient of a row
+of hidden states comes from one chunk. It is kept in float32 and rounded in the backward pass, once it is scaled: two
+products, as in stock.
+
 Bytes, of the ``rows x vocabulary`` logits of a chunk or slice: one copy in the dtype of the loss, which becomes the
 gradient in place, and one in the model's dtype. The gradient of the weight has the weight's dtype, as in stock.
 
@@ -47,13 +51,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, loss: Loss, target: torch.Tensor, *flat: torch.Tensor | None) -> torch.Tensor:
         needed = ctx.needs_input_grad[2:]
         ctx.loss, ctx.found = loss, None
-        ctx.waits = any(needed) and any(dtype.itemsize == 2 for dtype in loss.dtypes)
+        ctx.waits = _waits(loss, needed)
         chunks = RowChunks(loss, target, flat, (False,) * len(flat) if ctx.waits else needed)
         total = chunks.run()
         if ctx.waits:
             ctx.save_for_backward(target, chunks.labelled, chunks.log_sums, *flat)
         else:
             ctx.found = chunks.gradients()
+            ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in flat]
         ctx.count = max(1, chunks.count)
         return total
 
@@ -72,10 +77,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             )
         if not ctx.loss.mean:
             gradient = gradient * ctx.count
-        if _keeps_graph():  # else there is no second gradient of the vocabulary's size
-            return (None, None, *(None if found is None else found * gradient for found in ctx.found))
-        found, ctx.found = ctx.found, None
-        return (None, None, *(None if each is None else each.mul_(gradient) for each in found))
+        found = ctx.found
+        if _keeps_graph():
+            scaled = [None if each is None else each * gradient for each in found]
+        else:  # there is no second gradient of the vocabulary's size
+            ctx.found = None
+            scaled = [None if each is None else each.mul_(gradient) for each in found]
+        rounded = (None if each is None else each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True))
+        return (None, None, *rounded)
+
+
+def _waits(loss: Loss, needed: tuple[bool, ...]) -> bool:
+    """Return whether the gradients are made in the backward pass; ``needed`` as in ``RowChunks``."""
+    narrow = {dtype for dtype in loss.dtypes if dtype.itemsize == 2}
+    of_parameters = any(needed[1::3]) or any(needed[2::3])
+    return bool(narrow) and any(needed) and (of_parameters or torch.float16 in narrow)
 
 
 def _keeps_graph() -> bool:

@@ -11,7 +11,8 @@ changes them in training.
 
 Limitations: first derivatives only; the logits of a training step have to be read before the optimizer's step;
 ``torch.compile`` is refused, since a tensor without storage breaks its graph. Where the head computes in 16 bits,
-autocast included, its logits are computed a second time in the backward pass: four products instead of stock's three.
+autocast included, its logits are computed a second time in the backward pass: four products instead of stock's three
+(a frozen head in bfloat16 has stock's two).
 """
 
 from __future__ import annotations

@@ -11,18 +11,20 @@ import torch.nn.functional as F
 from hf_memopt.binding.fused_loss.expression import Pointwise, backpropagate, evaluate
 from hf_memopt.binding.fused_loss.loss import Loss
 
-__all__ = ["RowChunks", "add_labels", "widened", "without_autocast"]
+__all__ = ["RowChunks", "add_labels", "wide_product", "widened", "without_autocast"]
 
 
 class _Layer:
     """One linear layer: its input (rows, hidden) and parameters, and the gradients of those that need one."""
 
-    def __init__(self, parts: tuple[Any, ...], dtype: torch.dtype, needed: tuple[bool, ...]) -> None:
+    def __init__(self, parts: tuple[Any, ...], loss: Loss, index: int, needed: tuple[bool, ...]) -> None:
+        dtype = loss.dtypes[index]
         self.hidden: torch.Tensor = parts[0].detach()
         # 16-bit copies under autocast; made without its cache, which would keep them without their graph.
         self.weight: torch.Tensor = parts[1].detach().to(dtype)
         self._bias: torch.Tensor | None = None if parts[2] is None else parts[2].detach().to(dtype)
         self._needed = needed
+        self._of_hidden_dtype = torch.float32 if dtype.itemsize == 2 else self.hidden.dtype
         self.gradients: list[torch.Tensor | None] = [None, None, None]
 
     def logits(self, part: Any) -> torch.Tensor:
@@ -32,7 +34,8 @@ class _Layer:
     def allocate(self, all_rows: bool) -> None:
         """Make the gradients that are filled part by part; ``all_rows``: each row will get one."""
         if self._needed[0]:
-            self.gradients[0] = (torch.empty_like if all_rows else torch.zeros_like)(self.hidden)
+            make = torch.empty_like if all_rows else torch.zeros_like
+            self.gradients[0] = make(self.hidden, dtype=self._of_hidden_dtype)
         if self._needed[2] and self._bias is not None:
             self.gradients[2] = torch.zeros_like(self._bias)
 
@@ -40,7 +43,7 @@ class _Layer:
         """Add the gradients of some rows."""
         of_hidden, of_weight, of_bias = self.gradients
         if of_hidden is not None:
-            of_hidden[part] = of_logits @ self.weight
+            of_hidden[part] = wide_product(of_logits, self.weight, self._of_hidden_dtype)
         if of_bias is not None:
             of_bias += of_logits.sum(0)
         if not self._needed[1]:
@@ -70,7 +73,7 @@ class RowChunks:
     def __init__(self, loss: Loss, target: torch.Tensor, flat: tuple[Any, ...], needed: tuple[bool, ...]) -> None:
         self.loss, self.target = loss, target
         self._layers = [
-            _Layer(flat[3 * i : 3 * i + 3], dtype, needed[3 * i : 3 * i + 3]) for i, dtype in enumerate(loss.dtypes)
+            _Layer(flat[3 * i : 3 * i + 3], loss, i, needed[3 * i : 3 * i + 3]) for i in range(len(loss.dtypes))
         ]
         self._learns = any(needed)
         self.labelled = self._find_labelled()
@@ -170,6 +173,20 @@ def add_labels(
     is_inside = (column >= 0) & (column < gradient.shape[1])
     share = is_inside.to(gradient.dtype).mul_(-own * scale)
     gradient.scatter_add_(1, column.clamp_(0, gradient.shape[1] - 1), share)
+
+
+def wide_product(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the product of two matrices; of 16-bit ones in float32, in which it is summed anyway.
+
+    ``out_dtype`` came with torch 2.8 and has no implementation on the CPU (2.13).
+    """
+    if one.itemsize > 2:
+        return one @ other
+    if one.device.type == "cpu":
+        return one.to(dtype) @ other.to(dtype)
+    if hasattr(torch.ops.aten.mm, "dtype"):
+        return torch.mm(one, other, out_dtype=dtype)
+    return one @ other  # rounded once for each chunk or slice
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:

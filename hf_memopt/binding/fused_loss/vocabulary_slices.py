@@ -6,6 +6,8 @@ once and rounded once. The gradient of the hidden states is the sum over the sli
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,9 +15,20 @@ import torch.nn.functional as F
 
 from hf_memopt.binding.fused_loss.expression import Pointwise, backpropagate, evaluate
 from hf_memopt.binding.fused_loss.loss import Loss
-from hf_memopt.binding.fused_loss.row_chunks import add_labels, widened, without_autocast
+from hf_memopt.binding.fused_loss.row_chunks import add_labels, wide_product, widened, without_autocast
 
-__all__ = ["gradients_by_slices"]
+__all__ = ["each_slice", "gradients_by_slices"]
+
+
+def _one_by_one(run: Callable[[slice], None], slices: Sequence[slice]) -> None:
+    for columns in slices:
+        run(columns)
+
+
+each_slice: ContextVar[Callable[[Callable[[slice], None], Sequence[slice]], None]] = ContextVar(
+    "each_slice", default=_one_by_one
+)
+"""Runs a function for the columns of each slice; an estimate of memory runs it for a few."""
 
 _PRODUCT_BYTES = 8 * 2**20  # of a product that is added to the gradient of the hidden states
 
@@ -45,7 +58,7 @@ class _Layer:
             weight = self._weight[columns].to(self._dtype)
             size = max(1, _PRODUCT_BYTES // (self._of_rows.shape[1] * self._of_rows.itemsize))
             for own, part in zip(torch.split(self._of_rows, size), torch.split(of_logits, size), strict=True):
-                own += _wide_product(part, weight, own.dtype)
+                own += wide_product(part, weight, own.dtype)
         if self._of_bias is not None:
             self._of_bias[columns] = of_logits.sum(0, dtype=torch.float32)
         if self._of_weight is None:
@@ -89,8 +102,8 @@ def gradients_by_slices(
     ]
     vocabulary, width = layers[0].vocabulary, loss.columns(layers[0].rows)
     with without_autocast(target.device.type):
-        for start in range(0, vocabulary, width):
-            _add_slice(loss, layers, slice(start, min(start + width, vocabulary)), (labels, log_sums, scale))
+        slices = [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
+        each_slice.get()(lambda columns: _add_slice(loss, layers, columns, (labels, log_sums, scale)), slices)
     return tuple(found for layer in layers for found in layer.finished())
 
 
@@ -110,15 +123,3 @@ def _add_slice(
     for layer, output in zip(layers, outputs, strict=True):
         assert output is not None  # each product is in the expression
         layer.add(columns, output)
-
-
-def _wide_product(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the product of two 16-bit matrices in float32, in which it is summed anyway.
-
-    ``out_dtype`` came with torch 2.8 and has no implementation on the CPU (2.13).
-    """
-    if one.device.type == "cpu":
-        return one.to(dtype) @ other.to(dtype)
-    if hasattr(torch.ops.aten.mm, "dtype"):
-        return torch.mm(one, other, out_dtype=dtype)
-    return one @ other  # rounded once for each slice

@@ -56,22 +56,30 @@ class _Block:
 
     __slots__ = ("address", "allocated", "mapped", "next", "pool", "prev", "requested", "size")
 
-    def __init__(self, pool: _Pool, address: int, size: int, mapped: bool = True) -> None:
+    def __init__(
+        self,
+        pool: _Pool,
+        address: int,
+        size: int,
+        mapped: bool = True,
+        prev: _Block | None = None,
+        behind: _Block | None = None,
+    ) -> None:
         self.pool = pool
         self.address = address
         self.size = size
         self.mapped = mapped
         self.allocated = False
         self.requested = 0
-        self.prev: _Block | None = None
-        self.next: _Block | None = None
+        self.prev = prev
+        self.next = behind
 
     def cut(self, size: int) -> _Block:
         """Keep the first ``size`` bytes; return the rest, linked behind."""
-        rest = _Block(self.pool, self.address + size, self.size - size, self.mapped)
-        rest.prev, rest.next = self, self.next
-        if rest.next is not None:
-            rest.next.prev = rest
+        behind = self.next
+        rest = _Block(self.pool, self.address + size, self.size - size, self.mapped, self, behind)
+        if behind is not None:
+            behind.prev = rest
         self.next, self.size = rest, size
         return rest
 
@@ -111,20 +119,20 @@ class _Pool:
 
     def add_merged(self, block: _Block) -> None:
         """Add a block, merged with its neighbours of the same kind: free, or without memory behind them."""
-        before, behind = block.prev, block.next
-        if before is not None and not before.allocated and before.mapped == block.mapped:
+        before, behind, mapped = block.prev, block.next, block.mapped
+        if before is not None and not before.allocated and before.mapped == mapped:
             self.remove(before)
             block.address = before.address
             block.size += before.size
-            block.prev = before.prev
-            if block.prev is not None:
-                block.prev.next = block
-        if behind is not None and not behind.allocated and behind.mapped == block.mapped:
+            block.prev = first = before.prev
+            if first is not None:
+                first.next = block
+        if behind is not None and not behind.allocated and behind.mapped == mapped:
             self.remove(behind)
             block.size += behind.size
-            block.next = behind.next
-            if block.next is not None:
-                block.next.prev = block
+            block.next = last = behind.next
+            if last is not None:
+                last.prev = block
         self.add(block)
 
 
@@ -190,8 +198,9 @@ class CachingAllocator:
         block = self._take_free(pool, size) or self._take_new(pool, size)
         if block is None:
             raise AllocationError(self._full_message(size_bytes))
-        if block.size - size >= pool.least_rest_bytes:
-            pool.add(block.cut(size))
+        rest_bytes = block.size - size
+        if rest_bytes >= pool.least_rest_bytes:
+            insort(pool.free, (rest_bytes, block.address + size, block.cut(size)))
         block.allocated = True
         block.requested = size_bytes
         self._live[key] = block

@@ -86,10 +86,8 @@ def replay(
     """
     run = _Run((trace, *others), plan, allocator)
     run.phase("load")
-    for number in trace.weights:
-        run.malloc(number, trace.tracker.sizes[number], _WEIGHTS)
-    for index, size_bytes in enumerate(plan.buckets):
-        run.malloc(("bucket", index), size_bytes, _GRADIENTS)
+    run.play((number, trace.tracker.sizes[number], _WEIGHTS) for number in trace.weights)
+    run.play((("bucket", index), size_bytes, _GRADIENTS) for index, size_bytes in enumerate(plan.buckets))
     for step, batches in enumerate(plan.order or ((0,) * plan.batches,) * _STEPS):
         run.step(step, batches)
     run.use(0)
@@ -102,13 +100,21 @@ def replay(
 class _Recorded:
     """A recording as the replay needs it: its events by pass, under keys from ``first_key`` on."""
 
+    @classmethod
+    def of(cls, trace: StepTrace, first_key: int) -> _Recorded:
+        """Return what an earlier replay made of a trace, which does not change once it is recorded."""
+        if first_key not in trace.replayed:
+            trace.replayed[first_key] = cls(trace, first_key)
+        found: _Recorded = trace.replayed[first_key]
+        return found
+
     def __init__(self, trace: StepTrace, first_key: int) -> None:
-        self.trace, self.first_key = trace, first_key
+        self.first_key = first_key
         self.gradients = frozenset(trace.gradients)
         self.freed_at = {number: event for event, (number, delta) in enumerate(trace.tracker.events) if delta < 0}
-        self.passes = [self.classified(part) for part in trace.micro_batches]
+        self.passes = [self.classified(trace, part) for part in trace.micro_batches]
 
-    def classified(self, part: RecordedPass) -> list[tuple[int, int, int]]:
+    def classified(self, trace: StepTrace, part: RecordedPass) -> list[tuple[int, int, int]]:
         """Return the events of a pass as (key, delta, component); delta 0 for those of weights and inputs.
 
         Nothing says what a storage is for, so that follows from when it is allocated and freed. A gradient is what a
@@ -118,7 +124,7 @@ class _Recorded:
         activation again, and what a node of the loss allocates belongs to logits and loss, by autograd's sequence
         numbers.
         """
-        trace, tracker = self.trace, self.trace.tracker
+        tracker = trace.tracker
         apart = {*trace.weights, *trace.inputs, *trace.evaluation_inputs}
         stretches = iter([*tracker.recomputed, (2**63, 2**63)])
         begin, end = next(stretches)
@@ -160,24 +166,23 @@ class _Run:
         self._peak_event = 0
         self._peak_key: Any = None
         self._held: list[Any] = []
-        self._traces = [_Recorded(trace, index * _KEYS) for index, trace in enumerate(traces)]
+        self._traces = [(trace, _Recorded.of(trace, index * _KEYS)) for index, trace in enumerate(traces)]
         self.use(0)
 
     def use(self, index: int) -> None:
         """Go on with this recording."""
-        self._recorded = self._traces[index]
-        self.trace = self._recorded.trace
+        self.trace, self._recorded = self._traces[index]
         self._tracker = self.trace.tracker
 
     # ---- The allocator and the timeline -----------------------------------------------------------------------------
 
     def malloc(self, key: Any, size_bytes: int, component: int) -> None:
-        self._play([(key, size_bytes, component)])
+        self.play([(key, size_bytes, component)])
 
     def free(self, key: Any) -> None:
-        self._play([(key, -1, 0)])
+        self.play([(key, -1, 0)])
 
-    def _play(self, events: Iterable[tuple[Any, int, int]]) -> None:
+    def play(self, events: Iterable[tuple[Any, int, int]]) -> None:
         """Replay (key, delta, component): allocate what is not there yet, free what is.
 
         Nearly all of a replay's time is spent here, a hundred thousand events in each, so nothing is called that need
@@ -239,8 +244,8 @@ class _Run:
             self._together("clip", plan.clipping)
             self._optimizer(plan.optimizer, "state", first=step == 0)
         self.use(batches[0])  # its first pass made the gradients
-        for number in () if plan.keeps_gradients else self.trace.gradients:
-            self.free(number + self._recorded.first_key)
+        first_key = self._recorded.first_key
+        self.play((number + first_key, -1, 0) for number in (() if plan.keeps_gradients else self.trace.gradients))
 
     def _repeat(self, event: int, phase: int) -> None:
         """Note once more what was noted since: a pass that left everything as it found it does the same again."""
@@ -253,18 +258,18 @@ class _Run:
         self.phase("forward")
         self._workspace(0)
         border = part.forward_end - part.start
-        self._play(events[:border])
+        self.play(events[:border])
         self._drop_held()
         if self.plan.empty_cache_steps is not None and step % self.plan.empty_cache_steps == 0:
             self.allocator.empty_cache()
         self.phase("backward")
         self._workspace(1)
         for event, parameter, _ in part.releases:
-            self._play(events[border : event - part.start])
+            self.play(events[border : event - part.start])
             border = event - part.start
             if isinstance(self.plan.optimizer, Sequence):
                 self._optimizer(self.plan.optimizer[parameter], ("state", parameter), first=step == 0)
-        self._play(events[border:])
+        self.play(events[border:])
         self._forget(part)
 
     def _forget(self, part: RecordedPass) -> None:
@@ -303,13 +308,13 @@ class _Run:
     def _optimizer(self, memory: OptimizerMemory, key: Any, *, first: bool) -> None:
         if first:
             # with gradient release a later pass of the first step has it already
-            self._play(((key, index), size_bytes, _STATE) for index, size_bytes in enumerate(memory.state))
+            self.play(((key, index), size_bytes, _STATE) for index, size_bytes in enumerate(memory.state))
         for group in memory.first_step if first else memory.step:
             self._together("step", group)
 
     def _together(self, name: str, sizes: tuple[int, ...]) -> None:
-        self._play(((name, index), size_bytes, _TEMPORARIES) for index, size_bytes in enumerate(sizes))
-        self._play(((name, index), -1, _TEMPORARIES) for index in range(len(sizes)))
+        self.play(((name, index), size_bytes, _TEMPORARIES) for index, size_bytes in enumerate(sizes))
+        self.play(((name, index), -1, _TEMPORARIES) for index in range(len(sizes)))
 
     def evaluation(self, part: RecordedPass) -> None:
         """Replay evaluation batches whose outputs are gathered on the GPU, as the Trainer does.
@@ -318,7 +323,7 @@ class _Run:
         besides the tensor that they were copied into, until the next forward pass is over, as are the inputs of the
         last training step. As a list, each batch's outputs are held once.
         """
-        events = self._recorded.classified(part)
+        events = self._recorded.classified(self.trace, part)
         border = max(part.generation_end - part.start, 0)
         sizes = [self._tracker.sizes[number] for number in part.outputs]
         last = self.plan.eval_batches - 1
@@ -328,9 +333,9 @@ class _Run:
             if batch < 2 or batch == last:
                 if border:
                     self.phase("generation")
-                    self._play(events[:border])
+                    self.play(events[:border])
                 self.phase("evaluation")
-                self._play(events[border:])
+                self.play(events[border:])
             self._drop_held()
             self._forget(part)
             self._gather(batch, sizes)

@@ -114,18 +114,21 @@ def load_or_reuse(model: Any, **options: Any) -> LoadedModel:
 
 
 def prepare_or_reuse(
-    loaded: LoadedModel, prepare: Callable[[nn.Module], nn.Module], key: Hashable | None
+    loaded: LoadedModel, prepare: Callable[[nn.Module], nn.Module] | None, key: Hashable | None
 ) -> PreparedModel:
     """Return a loaded model as ``prepare`` returns it: in place, or of a model that is kept an equal one.
 
-    Equal keys mean that ``prepare`` does the same; None for functions that may not.
+    Equal keys mean that ``prepare`` does the same; None for functions that may not. No ``prepare`` does nothing.
     """
     kept = _kept.get()
     load = None if kept is None else kept.again.get(id(loaded))
     if kept is None or load is None:
-        return PreparedModel(loaded.model, prepare(loaded.model))
+        return PreparedModel(loaded.model, loaded.model if prepare is None else prepare(loaded.model))
     found = kept.prepared.get((id(loaded), key))
-    if found is None or key is None:
+    if found is None and prepare is None:
+        found = kept.prepared[id(loaded), key] = PreparedModel(loaded.model, loaded.model)
+    elif found is None or key is None:
+        assert prepare is not None  # what does nothing has a key
         base = load().model
         found = PreparedModel(base, prepare(base))
         if key is not None:

@@ -11,6 +11,7 @@ found by what they free, and repeated in the same way.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from hf_memopt.memory.recording.repeated_layers import NotRepeatableError, RepeatedLayers
 from hf_memopt.memory.recording.step import RecordedPass, StepTrace
@@ -19,8 +20,7 @@ from hf_memopt.memory.recording.unit_events import MIDDLE, Sweep, UnitEvents
 __all__ = ["lengthen"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
+class _Unit(NamedTuple):
     """The unit whose events are copied: its run, its place among those kept, and which unit of the model it becomes."""
 
     run: int
@@ -69,6 +69,7 @@ class _Lengthened:
         self._numbers: dict[int, int] = {}  # of what no unit owns
         self._numbers_of_units: dict[tuple[int, int, int], int] = {}  # by sweep, unit, event within the unit
         self._positions = [0] * (len(self._events) + 1)
+        self._modules: dict[tuple[int, _Unit | None], int] = {}
         self._recomputing = -1
         self._host_bytes = self._peak_host_bytes = 0
 
@@ -213,7 +214,10 @@ class _Lengthened:
         return self._units.moved(name, run, unit.place, unit.unit)
 
     def _module(self, module: int, unit: _Unit | None) -> int:
-        return self._module_numbers[self._name(self._tracker.modules[module], unit)]
+        key = module, unit
+        if key not in self._modules:
+            self._modules[key] = self._module_numbers[self._name(self._tracker.modules[module], unit)]
+        return self._modules[key]
 
     def _parameter(self, index: int, unit: _Unit | None) -> int:
         return self._parameter_numbers[self._name(self._layers.parameters[index], unit)]

@@ -8,7 +8,7 @@ between steps. The optimizer does not run: its bytes are known (``optimizer_memo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
 from hf_memopt.memory.recording.repeated_layers import RepeatedLayers
+from hf_memopt.memory.recording.repeated_slices import repeated_slices
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.step_time.operations import Operation
 from hf_memopt.memory.storage_tracker import StorageTracker, recording
@@ -72,7 +73,7 @@ class StepTrace:
     ``micro_batches`` has the first pass of a step, whose gradients are new, and, where a step has several, the second,
     which adds to them. ``gradient_of`` has the gradients that are held after them, by the index of the trainable
     parameter. ``operations`` has (cost, times) of the operations of each of ``micro_batches``, in order. ``notes`` say
-    what was changed in the model for the recording.
+    what was changed in the model for the recording. ``replayed`` keeps what replays derive from the recording.
     """
 
     tracker: StorageTracker
@@ -87,6 +88,7 @@ class StepTrace:
     operations: list[list[tuple[Operation, int]]] = field(default_factory=list)
     host_bytes: int = 0
     notes: tuple[str, ...] = ()
+    replayed: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def record_step(
@@ -130,7 +132,8 @@ def record_step(
             f"model=<{type(model).__name__}> has no trainable parameter; expected one or more with requires_grad=True. "
             "Call model.requires_grad_(True)"
         )
-    _refuse_recurrent_layers(model)
+    modules = list(model.modules())
+    _refuse_recurrent_layers(model, modules)
     tracker = StorageTracker(padding=settings.padding) if tracker is None else tracker
     if semantics is None:
         autocast = autocast_dtype(settings.precision)
@@ -144,15 +147,16 @@ def record_step(
     releasing = parameters if releases_gradients else []
     recorder = _Recorder(model, settings, tracker, semantics, sharded)
     held: list[int] = []
-    _to_training(model)
+    _to_training(model, modules)
     try:
         with ExitStack() as around:
             idle = [] if layers is None else layers.left_out(model)
             watching = tracker.watching(model, idle)
-            for context in (recording(tracker, semantics), watching, recorder.releasing(releasing)):
+            repeating = repeated_slices(tracker)
+            for context in (recording(tracker, semantics), watching, recorder.releasing(releasing), repeating):
                 around.enter_context(context)
             around.enter_context(torch.inference_mode(False))  # whatever the caller is in; gradients are on with it
-            trace.notes = around.enter_context(_every_layer(model)) + (() if sharded is None else sharded.notes)
+            trace.notes = around.enter_context(_every_layer(modules)) + (() if sharded is None else sharded.notes)
             if layers is not None:
                 around.enter_context(layers.cut(model, tracker))
             for index in range(count):
@@ -183,7 +187,7 @@ def record_step(
     finally:
         tracker.close()
         _drop_gradients(weights)
-        _to_training(model)
+        _to_training(model, modules)
     trace.host_bytes = semantics.peak_host_bytes
     trace.operations = [[(cost, 1) for _, cost in costs] for costs in tracker.operations]
     return trace
@@ -194,14 +198,15 @@ def _drop_gradients(weights: Iterable[nn.Parameter]) -> None:
         weight.grad = None
 
 
-def _to_training(model: nn.Module) -> None:
-    if not all(module.training for module in model.modules()):
+def _to_training(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    if not all(module.training for module in modules):
         model.train()
 
 
-def _refuse_recurrent_layers(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+def _refuse_recurrent_layers(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    for module in modules:
         if isinstance(module, nn.RNNBase):
+            name = next(name for name, found in model.named_modules() if found is module)
             raise NotEstimableError(
                 f"not estimable: {name or 'the model'} is an nn.{type(module).__name__}, for which cuDNN reserves "
                 "memory by undocumented rules; expected a model without recurrent layers. Measure the step on the GPU"
@@ -219,9 +224,9 @@ def _not_estimable(model: nn.Module, error: Exception) -> NotEstimableError:
 
 
 @contextmanager
-def _every_layer(model: nn.Module) -> Iterator[tuple[str, ...]]:
+def _every_layer(modules: Sequence[nn.Module]) -> Iterator[tuple[str, ...]]:
     """Let no layer be dropped at random inside; yield a note about it, or nothing where none would be dropped."""
-    holders = [holder for module in model.modules() for holder in (module, getattr(module, "config", None))]
+    holders = [holder for module in modules for holder in (module, getattr(module, "config", None))]
     found = {
         (id(holder), name): (holder, value)
         for holder in holders

@@ -11,8 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -39,7 +38,7 @@ from hf_memopt.memory.recording.longer_trace import lengthen
 from hf_memopt.memory.recording.repeated_layers import NotRepeatableError, RepeatedLayers, state_kept
 from hf_memopt.memory.recording.step import StepTrace, autocast_dtype, record_step
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.memory.storage_tracker import StorageTracker
+from hf_memopt.memory.storage_tracker import Hidden, StorageTracker
 
 __all__ = ["RecordedStep", "Shape", "forget_traces", "record_or_reuse"]
 
@@ -118,6 +117,9 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
 
 def _prepare(loaded: LoadedModel, settings: StepSettings) -> PreparedModel:
     key = _values_of(settings, left_out=_NOT_IN_MODEL)
+    changes = (settings.lora, settings.load_in, settings.checkpointing, settings.freeze, settings.fused_cross_entropy)
+    if not any((*changes, settings.sparse_tied_embedding, settings.prepare)):
+        return prepare_or_reuse(loaded, None, key)
     return prepare_or_reuse(loaded, partial(_prepared, settings=settings), key)
 
 
@@ -143,7 +145,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
     micro_batch = cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None
 
     def record(layers: RepeatedLayers | None) -> StepTrace:
-        tracker = StorageTracker(padding=settings.padding, hidden=partial(_hidden, chip))
+        tracker = StorageTracker(padding=settings.padding, hidden=_hidden_of(chip))
         semantics = CudaSemantics(
             autocast=autocast_dtype(settings.precision),
             capability=chip.capability,
@@ -194,8 +196,10 @@ def _of_some_layers(prepared: PreparedModel, record: Callable[[RepeatedLayers], 
     return trace
 
 
-def _hidden(chip: Chip, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, ...]:
-    return hidden_bytes(func, args, kwargs, out, chip.capability, multiprocessors=chip.multiprocessors)
+@cache
+def _hidden_of(chip: Chip) -> Hidden:
+    """Return the tracker's ``hidden``: one function for each chip, beside which its answers are kept."""
+    return partial(hidden_bytes, capability=chip.capability, multiprocessors=chip.multiprocessors)
 
 
 def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
@@ -265,8 +269,9 @@ def _code_of(model: nn.Module) -> Hashable:
 
     A configuration's JSON has neither. ``_experts_implementation`` is private, seen in transformers 5.8.1 to 5.23.0.
     """
-    code = dict.fromkeys((type(module), type(module).forward) for module in model.modules())
-    configs = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
+    modules = list(model.modules())
+    code = dict.fromkeys((type(module), type(module).forward) for module in modules)
+    configs = {id(config): config for config in (getattr(module, "config", None) for module in modules)}
     return tuple(code), tuple(str(getattr(config, "_experts_implementation", None)) for config in configs.values())
 
 

@@ -135,8 +135,10 @@ def operation_of(
         on_host: the addresses (``_cdata``) of storages that represent memory of the host.
     """
     traits = _traits(func)
+    if traits.is_view and not (on_host and traits.name in _NO_KERNEL):
+        return VIEW[in_backward]
     tensors = _tensors((*args, *kwargs.values()) if kwargs else args)
-    if on_host and (not traits.is_view or traits.name in _NO_KERNEL):
+    if on_host:
         moved = sum(_bytes(tensor) for tensor in tensors if tensor.untyped_storage()._cdata in on_host)
         if moved:
             return Operation("pcie", in_backward=in_backward, moved_bytes=moved)
