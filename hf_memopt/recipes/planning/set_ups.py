@@ -189,11 +189,13 @@ class SetUp:
         return tuple(names)
 
     @property
-    def whole(self) -> str:
-        """The name of the set-up that recomputes every layer, where this one recomputes some of them; else ""."""
-        if self.recipe.every_n_layers == 1:
-            return ""
-        return _name(self.stage, tuple(CHECKPOINTING if one in PARTIAL else one for one in self.techniques))
+    def leaner(self) -> tuple[str, ...]:
+        """The names of the set-ups that recompute more layers, from all of them on; () where this one recomputes all."""
+        mine = [one for one in self.techniques if one in PARTIAL]
+        more = (CHECKPOINTING, *reversed(PARTIAL[PARTIAL.index(mine[0]) + 1 :])) if mine else ()
+        return tuple(
+            _name(self.stage, tuple(other if one in mine else one for one in self.techniques)) for other in more
+        )
 
     @property
     def structure(self) -> Recipe:
