@@ -6,31 +6,34 @@ process has not begun: two processes change when an answer is there, never what 
 
 Only where a fork is safe (``_can_fork``); elsewhere, and where the second process ends early, all calls are made here.
 
-Limitations: results are pickled. What the function keeps in the second process, such as recordings, stays there.
+Results come back pickled, and with them the recordings that were made for them, so that later calls here reuse these.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from hf_memopt.memory.recording.trace_cache import keep_trace, kept_traces
+
 __all__ = ["Ahead", "calls_ahead"]
 
 Key = TypeVar("Key", bound=Hashable)
 Found = TypeVar("Found")
 
-MOST_SECONDS = 60.0  # that a call takes in the second process before it counts as stuck
+MOST_SECONDS = 120.0  # that a call takes in the second process before it counts as stuck
 BEGUN, DONE, FAILED = "begun", "done", "failed"
 
 
@@ -64,12 +67,9 @@ class Ahead(Generic[Key, Found]):
 
     def __call__(self, key: Key) -> Found:
         """Return the result of a call."""
-        while self._connection is not None and (self._connection.poll(0) or self._is_under_way(key)):
+        while self._connection is not None and (self._connection.poll(0) or key in self._begun):
             self._receive()
-        return self._found[key] if key in self._found else self._function(key)
-
-    def _is_under_way(self, key: Key) -> bool:
-        return key in self._begun and key not in self._found
+        return self._found.pop(key) if key in self._found else self._function(key)
 
     def _receive(self) -> None:
         """Read a message, or end the second process where none comes."""
@@ -77,16 +77,18 @@ class Ahead(Generic[Key, Found]):
         try:
             if not self._connection.poll(MOST_SECONDS):
                 raise TimeoutError
-            what, key, found = self._connection.recv()
+            what, key, found, recordings = self._connection.recv()
         except (EOFError, OSError):  # it has ended, or hangs
             self.close()
             return
         if what == BEGUN:
             self._begun.add(key)
-        elif what == DONE:
+            return
+        self._begun.discard(key)
+        if what == DONE:  # else the same call raises the error here
             self._found[key] = found
-        else:
-            self._begun.discard(key)  # the same call raises the error here
+            for of, recorded in pickle.loads(recordings):
+                keep_trace(of, recorded)
 
     def close(self) -> None:
         """End the second process."""
@@ -129,7 +131,7 @@ def _can_fork() -> bool:
         and threading.current_thread() is threading.main_thread()
         and threading.active_count() == 1
         and not multiprocessing.current_process().daemon  # which may have no processes of its own
-        and not torch.cuda.is_initialized()
+        and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     )
 
 
@@ -144,7 +146,7 @@ def _serve(function: Callable[[Any], Any], connection: Connection, other_end: Co
     try:
         torch.set_num_threads(1)
         # where a backward pass had started threads for a GPU before the fork, torch refuses this one
-        torch.ones((), device="meta", requires_grad=True).clone().backward()
+        torch.autograd.backward(torch.ones((), device="meta", requires_grad=True).clone())
         messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=_send, args=(messages, connection), daemon=True).start()
         _make_calls(function, connection, messages)
@@ -160,11 +162,22 @@ def _make_calls(function: Callable[[Any], Any], connection: Connection, messages
             keys = [key for key in connection.recv() if key not in made]
         key = keys.pop()
         made.add(key)
-        messages.put((BEGUN, key, None))
+        messages.put((BEGUN, key, None, b""))
+        known = kept_traces()
         try:
-            messages.put((DONE, key, function(key)))
+            found = function(key)
         except Exception:
-            messages.put((FAILED, key, None))
+            messages.put((FAILED, key, None, b""))
+        else:
+            messages.put((DONE, key, found, _recordings(known)))
+
+
+def _recordings(known: Mapping[Any, Any]) -> bytes:
+    """Return the recordings that were made since, pickled; none where what they depend on cannot be."""
+    try:
+        return pickle.dumps([(key, recorded) for key, recorded in kept_traces().items() if key not in known])
+    except (pickle.PicklingError, AttributeError, TypeError):  # a function within another one, say
+        return pickle.dumps([])
 
 
 def _send(messages: queue.SimpleQueue[Any], connection: Connection) -> None:

@@ -190,7 +190,7 @@ class SetUp:
 
     @property
     def leaner(self) -> tuple[str, ...]:
-        """The names of the set-ups that recompute more layers, from all of them on; () where this one recomputes all."""
+        """The names of the set-ups that recompute more layers, all of them first; () where this one recomputes all."""
         mine = [one for one in self.techniques if one in PARTIAL]
         more = (CHECKPOINTING, *reversed(PARTIAL[PARTIAL.index(mine[0]) + 1 :])) if mine else ()
         return tuple(
