@@ -285,7 +285,7 @@ def _run_ladder(
     flags: Mapping[str, Flag],
 ) -> int:
     overrides = {"attn_implementation": options.attn, "task": options.task}
-    with spinner(f"simulating {options.model}", errors, shown=not options.json_output) as announce:
+    with spinner(f"simulating {options.model}", errors, shown=not options.json_output, turning=False) as announce:
         from hf_memopt.cli.technique_ladder import ladder, print_ladder
         from hf_memopt.memory.output.ladder_picture import draw_ladder
 

@@ -66,7 +66,7 @@ def run_plan(options: PlanOptions, console: Console, errors: Console, made_by: s
     """
     words = tuple(word for text in options.allow or () for word in text.split(","))
     _check(options, words)
-    with spinner(f"planning {options.model}", errors, shown=not options.json_output) as announce:
+    with spinner(f"planning {options.model}", errors, shown=not options.json_output, turning=False) as announce:
         from hf_memopt.recipes.planning.plan import plan
 
         lengths = None if options.data is None else _lengths(options, options.data)

@@ -13,16 +13,33 @@ __all__ = ["spinner"]
 
 
 @contextmanager
-def spinner(text: str, errors: Console, *, shown: bool = True) -> Iterator[Callable[[str], object]]:
+def spinner(
+    text: str, errors: Console, *, shown: bool = True, turning: bool = True
+) -> Iterator[Callable[[str], object]]:
     """Show a spinner inside the block, and yield the function that changes its text.
 
     Args:
         text: what the command does.
         errors: the console of standard error; nothing is written to it unless it is a terminal.
         shown: False for no spinner on a terminal either, as with ``--json``.
+        turning: False to redraw it at each new text alone, without a thread, so that a second process can be forked.
     """
     if not (shown and errors.is_terminal):
         yield lambda text: None
         return
-    with errors.status(text) as status:
-        yield status.update
+    if turning:
+        with errors.status(text) as status:
+            yield status.update
+        return
+    from rich.live import Live
+    from rich.spinner import Spinner
+
+    drawn = Spinner("dots", text, style="status.spinner")
+    with Live(drawn, console=errors, transient=True, auto_refresh=False) as live:
+
+        def announce(text: str) -> None:
+            drawn.update(text=text)
+            live.refresh()
+
+        announce(text)
+        yield announce

@@ -26,6 +26,7 @@ from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.output.estimate_text import as_dict
 from hf_memopt.memory.output.ladder_picture import Bar
 from hf_memopt.memory.recording.kept_models import keeping_models
+from hf_memopt.memory.second_process import calls_ahead
 from hf_memopt.memory.timeline import COMPONENTS
 from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.units import format_bytes, to_gib
@@ -194,12 +195,13 @@ def ladder(
         return Row(replace(rung, seq_len=found.seq_len), found)
 
     announce("the baseline")
-    with keeping_models():
-        rows = [row(ladder_rungs(effective, seq_len, bf16=bf16)[0])]
+    with keeping_models(), calls_ahead(row) as row_of:
+        rows = [row_of(ladder_rungs(effective, seq_len, bf16=bf16)[0])]
         rungs = ladder_rungs(effective, rows[0].rung.seq_len, bf16=bf16)  # with the default length, where it has one
+        row_of.expect(rungs[1:])
         for number, rung in enumerate(rungs[1:], 2):
             announce(f"{number} of {len(rungs)}: {rung.added}")
-            rows.append(row(rung))
+            rows.append(row_of(rung))
     if all(row.estimate is None for row in rows):
         raise ValueError(rows[0].reason)
     return rows

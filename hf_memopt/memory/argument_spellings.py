@@ -37,6 +37,7 @@ _INSTEAD = {
     "max_length": "Pass seq_len=512 to estimate()",
     "max_seq_length": "Pass seq_len=512 to estimate()",
     "batch_size": "Pass batch_size=8 to estimate()",
+    "preset": "Pass recipe=hf_memopt.recipe('4gb-gpu') to estimate()",
 }
 """Names from elsewhere that people know, with what to pass instead."""
 

@@ -45,7 +45,7 @@ def cut_effective_batch(
         if per_device * steps * processes != effective:
             raise ValueError(
                 f"per_device_train_batch_size={per_device}, gradient_accumulation_steps={steps} make "
-                f"{per_device * steps * processes} examples per step on {processes} process(es); expected the "
+                f"{per_device * steps * processes} examples per step on {_named(processes)}; expected the "
                 f"effective batch of {effective}. Give one of the two, or effective_batch_size="
                 f"{per_device * steps * processes}"
             )
@@ -60,7 +60,7 @@ def cut_effective_batch(
     batch = dict(zip(BATCH_NAMES, (per_device, steps), strict=True))
     if (per_device, steps) == preferred:
         return batch, None
-    reason = f"keeps {effective} examples per optimizer step on {processes} process(es)"
+    reason = f"keeps {effective} examples per optimizer step on {_named(processes)}"
     return batch, Change(" x ".join(BATCH_NAMES), preferred, (per_device, steps), reason)
 
 
@@ -80,7 +80,11 @@ def largest_divisor(number: int, most: int) -> int:
 def _share(effective: int, divisor: int, name: str, value: int, processes: int) -> int:
     if effective % divisor != 0:
         raise ValueError(
-            f"{name}={value} on {processes} process(es) does not divide the effective batch of {effective}; expected a "
+            f"{name}={value} on {_named(processes)} does not divide the effective batch of {effective}; expected a "
             f"divisor. Pass effective_batch_size={divisor * max(1, round(effective / divisor))}"
         )
     return effective // divisor
+
+
+def _named(processes: int) -> str:
+    return "1 process" if processes == 1 else f"{processes} processes"

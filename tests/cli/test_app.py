@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +121,16 @@ def test_tables_and_checks_of_options_need_nothing_heavy(tmp_path: Path) -> None
 
 
 def test_a_spinner_shows_on_a_terminal_alone() -> None:
-    def shown(**console: Any) -> str:
-        with spinner("simulating gpt2", Console(file=(stream := io.StringIO()), **console), shown=True) as announce:
+    def shown(turning: bool = True, **console: Any) -> str:
+        drawn = Console(file=(stream := io.StringIO()), **console)
+        with spinner("simulating gpt2", drawn, shown=True, turning=turning) as announce:
+            assert turning or threading.active_count() == threads
             announce("1 of 19")
         return stream.getvalue()
 
+    threads = threading.active_count()
     assert "1 of 19" in shown(force_terminal=True)
+    assert "1 of 19" in shown(turning=False, force_terminal=True)
     assert shown() == ""
     stream = io.StringIO()
     with spinner("simulating gpt2", Console(file=stream, force_terminal=True), shown=False) as announce:

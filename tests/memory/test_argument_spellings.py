@@ -107,6 +107,11 @@ def test_a_setting_with_two_values(given: dict[str, Any], message: str) -> None:
             "Remove torch_compile",
         ),
         ("load_in_4bit", True, "; expected another name for it. Pass load_in='nf4'"),
+        (
+            "preset",
+            "4gb-gpu",
+            "; expected another name for it. Pass recipe=hf_memopt.recipe('4gb-gpu') to estimate()",
+        ),
     ],
 )
 def test_a_name_from_elsewhere_is_explained(name: str, value: Any, rest: str) -> None:

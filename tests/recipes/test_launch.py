@@ -128,7 +128,7 @@ def test_existing_files_stay_unless_forced(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ({"world_size": 3}, "world_size=3 on 3 process(es) does not divide the effective batch of 32"),
+    ({"world_size": 3}, "world_size=3 on 3 processes does not divide the effective batch of 32"),
     ({"world_size": 1}, "world_size=1 is one process; expected 2 or more, one for each GPU"),
     ({"strategy": "fsdp"}, "Did you mean 'fsdp2'? Pass strategy='auto'"),
     ({"strategy": "ddp", "offload": True}, "strategy='ddp', offload=True contradict each other"),

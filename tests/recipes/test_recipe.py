@@ -152,7 +152,7 @@ def test_the_new_accumulation_is_told_as_a_change() -> None:
     change = recipe("4gb-gpu").changes(per_device_train_batch_size=4)[-1]
     assert str(change) == (
         "per_device_train_batch_size x gradient_accumulation_steps: (8, 4) -> (4, 8) "
-        "(keeps 32 examples per optimizer step on 1 process(es))"
+        "(keeps 32 examples per optimizer step on 1 process)"
     )
 
 
@@ -170,11 +170,11 @@ def test_processes_share_the_effective_batch(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     [change] = [c for c in recipe("40gb-gpu").changes() if c.name.startswith("per_device")]
     assert (change.old, change.new) == ((32, 1), (16, 1))
-    assert change.reason == "keeps 32 examples per optimizer step on 2 process(es)"
+    assert change.reason == "keeps 32 examples per optimizer step on 2 processes"
     with pytest.raises(ValueError) as error:
         recipe("40gb-gpu").changes(effective_batch_size=5)
     assert str(error.value) == (
-        "WORLD_SIZE=2 on 2 process(es) does not divide the effective batch of 5; expected a divisor. "
+        "WORLD_SIZE=2 on 2 processes does not divide the effective batch of 5; expected a divisor. "
         "Pass effective_batch_size=4"
     )
 
@@ -184,7 +184,7 @@ def test_processes_share_the_effective_batch(monkeypatch) -> None:
     [
         (
             {"per_device_train_batch_size": 5},
-            "per_device_train_batch_size=5 on 1 process(es) does not divide the effective batch of 32; expected a "
+            "per_device_train_batch_size=5 on 1 process does not divide the effective batch of 32; expected a "
             "divisor. Pass effective_batch_size=30",
         ),
         (
@@ -194,7 +194,7 @@ def test_processes_share_the_effective_batch(monkeypatch) -> None:
         ),
         (
             {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
-            "per_device_train_batch_size=4, gradient_accumulation_steps=4 make 16 examples per step on 1 process(es); "
+            "per_device_train_batch_size=4, gradient_accumulation_steps=4 make 16 examples per step on 1 process; "
             "expected the effective batch of 32. Give one of the two, or effective_batch_size=16",
         ),
     ],

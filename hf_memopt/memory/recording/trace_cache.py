@@ -40,7 +40,7 @@ from hf_memopt.memory.recording.step import StepTrace, autocast_dtype, record_st
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.storage_tracker import Hidden, StorageTracker
 
-__all__ = ["RecordedStep", "Shape", "forget_traces", "record_or_reuse"]
+__all__ = ["RecordedStep", "Shape", "forget_traces", "keep_trace", "kept_traces", "record_or_reuse"]
 
 _NOT_IN_TRACE = {
     "optim",
@@ -71,7 +71,7 @@ _NOT_IN_MODEL = _NOT_IN_TRACE | {
     "prediction_loss_only",
     "zero_grad_to_none",
 }
-_KEPT_TRACES = 8
+_KEPT_TRACES = 16
 _traces: OrderedDict[Hashable, RecordedStep] = OrderedDict()
 
 
@@ -109,10 +109,20 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
     trace = _record(prepared, settings, shape, chip)
     found = RecordedStep(trace, prepared.trainable, prepared.parameters, (*prepared.notes, *trace.notes))
     if key is not None:
-        _traces[key] = found
-        if len(_traces) > _KEPT_TRACES:
-            _traces.popitem(last=False)
+        keep_trace(key, found)
     return found
+
+
+def kept_traces() -> dict[Hashable, RecordedStep]:
+    """Return the recordings that are kept, by what they depend on."""
+    return dict(_traces)
+
+
+def keep_trace(key: Hashable, recorded: RecordedStep) -> None:
+    """Keep a recording, of another process too."""
+    _traces[key] = recorded
+    if len(_traces) > _KEPT_TRACES:
+        _traces.popitem(last=False)
 
 
 def _prepare(loaded: LoadedModel, settings: StepSettings) -> PreparedModel:

@@ -123,7 +123,8 @@ def plan(
         simulation.most_tokens = most
         search_of = StageSearch(simulation, facts, effective_batch_size, share, goal)
         stages = stages_of(method, facts, words)
-        candidates, chosen = search_of.by_length(stages, most)
+        with simulation.in_two_processes():
+            candidates, chosen = search_of.by_length(stages, most)
         shortfall = None
         if chosen is None:
             shortfall = shortfall_of(candidates, simulation, facts, search_of.all_set_ups(stages), share, budget)

@@ -9,15 +9,20 @@
   single row, for the table.
 - Weights, gradients that are not released, and optimizer state are there whatever the rows and whatever is recomputed.
   Where they alone are more than the GPU has, no other set-up with the same ones is simulated.
+- So are weights alone, whatever else a set-up does with them. All rows at once need what a single one needs between its
+  passes, without the gradients that it holds there.
 - A technique that only saves memory is never faster than the set-up without it (``SetUp.plainer``): partial
   checkpointing, offloading, expandable segments, less optimizer state of adapters. It is simulated with more rows than
-  fit without it, where those may still be fast enough; partial checkpointing also only where all layers' fits.
+  fit without it, where those may still be fast enough; partial checkpointing also only where it fits with more layers.
 - Where the set-up that needs least does not fit with a single row, only the simplest is simulated besides.
+
+What will probably be simulated next is said in advance (``Simulation.expect``), for a second process. A wrong guess
+costs time there; no result depends on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory.step_time.prices import SAME_FRACTION, equally_fast
@@ -39,7 +44,13 @@ def row_counts(set_up: SetUp, share: int) -> list[int]:
     return [rows for rows in range(1, share + 1) if share % rows == 0]
 
 
-def search(set_ups: Sequence[SetUp], simulation: Simulation, share: int, goal: str = "speed") -> list[Candidate]:
+def search(
+    set_ups: Sequence[SetUp],
+    simulation: Simulation,
+    share: int,
+    goal: str = "speed",
+    otherwise: Sequence[SetUp] = (),
+) -> list[Candidate]:
     """Return the candidates that were simulated, in the order of the set-ups.
 
     Args:
@@ -47,10 +58,13 @@ def search(set_ups: Sequence[SetUp], simulation: Simulation, share: int, goal: s
         simulation: of the model on the GPU.
         share: examples of a step on each GPU.
         goal: as for ``plan``.
+        otherwise: what is searched at last where none of them fits.
     """
     allowed = [one for one in set_ups if set(one.consents) <= set(simulation.allow)]
     found: list[Candidate] = []
     if allowed and not _can_fit(allowed, simulation, share, found):
+        if otherwise:
+            simulation.expect(_first_of(otherwise, share))
         found += _simulated([simulation.of(allowed[0], row_counts(allowed[0], share)[0])])
     elif goal == "memory":
         found += _smallest(allowed, simulation, share)
@@ -58,6 +72,8 @@ def search(set_ups: Sequence[SetUp], simulation: Simulation, share: int, goal: s
         found += _best_and_rivals(allowed, simulation, share)
     if not any(candidate.fits for candidate in found):
         for set_up in _asking(set_ups, simulation):
+            if _weights_too_large(set_up, found):
+                continue
             least = simulation.of(set_up, row_counts(set_up, share)[0])
             found += _simulated([least])
             if least is not None and least.verdict == "fits":
@@ -71,22 +87,51 @@ def _best_and_rivals(set_ups: Sequence[SetUp], simulation: Simulation, share: in
     fitting: list[Candidate] = []
     too_large: set[Recipe] = set()  # of what is there in any case
     by_name = {set_up.name: set_up for set_up in set_ups}
-    for set_up in set_ups:
+    for place, set_up in enumerate(set_ups):
         counts = row_counts(set_up, share)
         if _held(set_up) in too_large:
             continue
+        later = (one for one in set_ups[place + 1 :] if _held(one) not in too_large)
+        simulation.expect(_coming(set_up, later, found, share))
         if set_up.plainer:
             counts = _counts_worth_it(set_up, counts, found, fitting)
-            whole = by_name.get(set_up.whole)
-            if whole is not None and counts:  # what all layers' does not fit with, some layers' does not
-                least = simulation.of(whole, counts[0])
-                counts = counts if least is not None and least.fits else []
+            counts = _counts_of_leaner(set_up, counts, by_name, simulation)
         if counts:
             explored = found[set_up.name] = explore(set_up, simulation, counts, fitting)
             fitting += [one for one in explored if one.fits]
             if any(_floor_bytes(one) > one.usable_bytes for one in explored):
                 too_large.add(_held(set_up))
     return [*(one for explored in found.values() for one in explored), *_refused(fitting, by_name, simulation)]
+
+
+def _first_of(set_ups: Sequence[SetUp], share: int) -> Iterator[tuple[SetUp, int]]:
+    """Yield what a search will probably simulate first, where a single row may be all that fits."""
+    least = least_set_ups([one for one in set_ups if not one.recipe.offload])
+    for one in (*least[:1], set_ups[0]):
+        yield one, row_counts(one, share)[0]
+    yield from _coming(set_ups[0], set_ups[1:], {}, share)
+
+
+def _coming(
+    now: SetUp, later: Iterable[SetUp], found: Mapping[str, Sequence[Candidate]], share: int
+) -> Iterator[tuple[SetUp, int]]:
+    """Yield what will probably be simulated after the set-ups that share recordings with the present one."""
+    structures: dict[Recipe, list[SetUp]] = {}
+    for one in later:
+        structures.setdefault(one.structure, []).append(one)
+    structures.pop(now.structure, None)
+    for members in structures.values():
+        likely: list[list[tuple[SetUp, int]]] = [[], []]
+        for one in members:
+            counts = row_counts(one, share)
+            for name in one.plainer:
+                plain = found.get(name, ())
+                most = max((other.rows for other in plain if other.fits), default=0)
+                counts = [rows for rows in counts if rows > most] if plain else []
+            if counts:
+                likely[0].append((one, counts[0] if one.leaner else counts[-1]))
+                likely[1].append((one, counts[-1] if one.leaner else counts[0]))
+        yield from (*likely[0], *likely[1])
 
 
 def _refused(fitting: Sequence[Candidate], by_name: Mapping[str, SetUp], simulation: Simulation) -> list[Candidate]:
@@ -121,6 +166,21 @@ def _counts_worth_it(
     return list(counts)
 
 
+def _counts_of_leaner(
+    set_up: SetUp, counts: Sequence[int], by_name: Mapping[str, SetUp], simulation: Simulation
+) -> list[int]:
+    """Return the row counts that may fit: where recomputing more layers does not, recomputing fewer does not either."""
+    leaner = [by_name[name] for name in set_up.leaner if name in by_name]
+    for one in leaner if counts else ():
+        least = simulation.of(one, counts[0])
+        if least is None or not least.fits:
+            return []
+    if leaner and len(counts) > 1:
+        whole = simulation.of(leaner[0], counts[-1])
+        return list(counts if whole is not None and whole.fits else counts[:-1])
+    return list(counts)
+
+
 def _least_bytes(plain: Candidate, set_up: SetUp) -> int:
     """Return what a set-up needs at least, by its plainer one with the same rows."""
     changed = set_up.recipe
@@ -145,8 +205,8 @@ def _smallest(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> l
         for rows in dict.fromkeys((counts[0], counts[-1])):
             if floors.get(_held(set_up), 0) > _within(least):
                 break
-            whole = found.get((set_up.whole, rows))
-            if whole is not None and whole.total_bytes > _within(least):
+            leaner = [found[name, rows] for name in set_up.leaner if (name, rows) in found]
+            if any(one.total_bytes > _within(least) for one in leaner):
                 continue
             one = simulation.of(set_up, rows)
             if one is None:
@@ -186,9 +246,10 @@ def explore(
             largest in any case.
     """
     least = None
-    if not fitting:
+    accumulates = counts[-1] * simulation.world_size < set_up.recipe.effective_batch_size
+    if accumulates or not fitting:
         least = simulation.of(set_up, counts[0])
-        if least is None or _floor_bytes(least) > least.usable_bytes:
+        if least is None or (least.verdict != "fits" and (accumulates or _bytes_as_one(least) > least.usable_bytes)):
             return _simulated([least])
     whole = simulation.of(set_up, counts[-1])
     if whole is None or whole.verdict == "fits" or len(counts) == 1:
@@ -251,6 +312,25 @@ def _floor_bytes(one: Candidate) -> int:
     return one.context_bytes + sum(one.components[name] for name in parts)
 
 
+def _bytes_as_one(least: Candidate) -> int:
+    """Return what all rows at once need at least, by fewer rows, between whose passes gradients are held."""
+    passing = sum(least.components.values()) - least.components["gradients"]
+    return max(least.context_bytes + passing, _floor_bytes(least))
+
+
+def _weights_too_large(set_up: SetUp, found: Iterable[Candidate]) -> bool:
+    """Return whether the weights alone, as others have them too, are more than the GPU has."""
+    return any(
+        _loaded(one.recipe) == _loaded(set_up.recipe)
+        and one.context_bytes + one.components["weights"] > one.usable_bytes
+        for one in found
+    )
+
+
+def _loaded(recipe: Recipe) -> tuple[object, ...]:
+    return recipe.weights_dtype, recipe.load_in, recipe.lora
+
+
 def _may_matter(cost: float, set_up: SetUp, fitting: Iterable[Candidate]) -> bool:
     """Return whether a set-up that takes ``cost`` at least may be the best of those that fit, or the fastest."""
     for one in fitting:
@@ -274,7 +354,7 @@ def _can_fit(set_ups: Sequence[SetUp], simulation: Simulation, share: int, found
     too_large: set[Recipe] = set()
     for offload in (False, True):
         for set_up in least_set_ups([one for one in set_ups if one.recipe.offload is offload]):
-            if _held(set_up) in too_large:
+            if _held(set_up) in too_large or _weights_too_large(set_up, found):
                 continue
             counts = row_counts(set_up, share)
             for rows in dict.fromkeys((counts[0], counts[-1])):

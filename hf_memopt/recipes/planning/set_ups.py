@@ -189,11 +189,13 @@ class SetUp:
         return tuple(names)
 
     @property
-    def whole(self) -> str:
-        """The name of the set-up that recomputes every layer, where this one recomputes some of them; else ""."""
-        if self.recipe.every_n_layers == 1:
-            return ""
-        return _name(self.stage, tuple(CHECKPOINTING if one in PARTIAL else one for one in self.techniques))
+    def leaner(self) -> tuple[str, ...]:
+        """The names of the set-ups that recompute more layers, all of them first; () where this one recomputes all."""
+        mine = [one for one in self.techniques if one in PARTIAL]
+        more = (CHECKPOINTING, *reversed(PARTIAL[PARTIAL.index(mine[0]) + 1 :])) if mine else ()
+        return tuple(
+            _name(self.stage, tuple(other if one in mine else one for one in self.techniques)) for other in more
+        )
 
     @property
     def structure(self) -> Recipe:
@@ -214,7 +216,7 @@ def _name(stage: str, techniques: tuple[Technique, ...]) -> str:
 
 def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Iterator[SetUp]:
     """Yield the set-ups of one rung of the ladder, those of one recording after each other."""
-    base = _base(facts, gpu, effective_batch_size)
+    base = _base(stage, facts, gpu, effective_batch_size)
     partial = [(one,) for one in PARTIAL if facts.has_offload and one.fields["every_n_layers"] < facts.layers]
     memories = [(), *partial, (CHECKPOINTING,), *([(OFFLOAD,)] if facts.has_offload else [])]
     segments = [(), *([(SEGMENTS,)] if facts.has_segments else [])]
@@ -228,11 +230,11 @@ def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) 
                     for technique in techniques:
                         fields |= technique.fields
                         reasons |= dict.fromkeys(technique.fields, technique.reason)
-                    changed = base.replace(**_fused(facts, stage), **fields)
+                    changed = base.replace(**fields)
                     yield SetUp(stage, changed.replace(reasons=reasons), techniques)
 
 
-def _base(facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Recipe:
+def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Recipe:
     rows = 1 if facts.is_language_model else min(EVAL_ROWS, effective_batch_size)
     reasons = {
         "per_device_eval_batch_size": "evaluation has whole logits, of one example at a time"
@@ -244,7 +246,7 @@ def _base(facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Recipe:
     }
     if gpu.bf16 and facts.supports_flash and not facts.has_flash:
         reasons["attn_implementation"] = "no attention matrix is kept; flash_attention_2 is not installed here"
-    return Recipe(
+    found = Recipe(
         name="plan",
         purpose="chosen by plan()",
         effective_batch_size=effective_batch_size,
@@ -252,8 +254,9 @@ def _base(facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Recipe:
         per_device_eval_batch_size=rows,
         eval_accumulation_steps=1 if facts.is_language_model else None,
         bucketing=facts.task != "image-classification",
-        reasons=reasons,
+        **_fused(facts, stage),
     )
+    return found.replace(reasons={name: reason for name, reason in reasons.items() if getattr(found, name)})
 
 
 def _fused(facts: ModelFacts, stage: str) -> dict[str, Any]:

@@ -7,13 +7,15 @@ part does not depend on lengths, so all optimizers of one recording share the di
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices.gpus import GPUS
 from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.estimation import estimate
+from hf_memopt.memory.second_process import Ahead, calls_ahead
 from hf_memopt.memory.step_time.prices import missing_figures
 from hf_memopt.recipes.planning.candidates import Candidate, candidate_of
 
@@ -76,13 +78,30 @@ class Simulation:
     most_tokens: int | None = None
     _found: dict[tuple[Recipe, int | None], Candidate | None] = field(default_factory=dict)
     _shorter: dict[tuple[Recipe, int, int | None], float] = field(default_factory=dict)
+    _ahead: Ahead[tuple[Recipe, int | None], Estimate] | None = None
 
     def __post_init__(self) -> None:
         self.priced_on = priced_on(self.gpu)
 
+    @contextmanager
+    def in_two_processes(self) -> Iterator[None]:
+        """Let a second process simulate what is expected, where this machine can have one."""
+        with calls_ahead(self._estimated) as self._ahead:
+            try:
+                yield
+            finally:
+                self._ahead = None
+
+    def expect(self, coming: Iterable[tuple[SetUp, int]]) -> None:
+        """Let the second process simulate set-ups with so many rows, the first of them first."""
+        if self._ahead is not None:
+            length = self.texts.seq_len
+            recipes = [_with_rows(set_up, rows) for set_up, rows in coming]
+            self._ahead.expect([(one, length) for one in reversed(recipes) if (one, length) not in self._found])
+
     def of(self, set_up: SetUp, rows: int) -> Candidate | None:
         """Return the set-up with micro-batches of ``rows``; None where it cannot be simulated (see ``refused``)."""
-        recipe = set_up.recipe.replace(per_device_train_batch_size=rows, reasons=set_up.recipe.reasons)
+        recipe = _with_rows(set_up, rows)
         key = recipe, self.texts.seq_len
         if key not in self._found:
             self.announce(f"{self.count + 1}: {set_up.name}, {rows} at a time")
@@ -92,8 +111,15 @@ class Simulation:
     def estimate(self, recipe: Recipe, seq_len: int | None, gpu: Gpu | None = None) -> Estimate:
         """Return the estimate of a recipe."""
         self.count += 1
+        if gpu is not None:
+            return self._estimated((recipe, seq_len), gpu)
+        found = (self._estimated if self._ahead is None else self._ahead)((recipe, seq_len))
+        return found if self.measured is None else self.measured.applied(found, recipe)
+
+    def _estimated(self, key: tuple[Recipe, int | None], gpu: Gpu | None = None) -> Estimate:
+        recipe, seq_len = key
         steps = recipe.effective_batch_size // (recipe.per_device_train_batch_size * self.world_size)
-        found = estimate(
+        return estimate(
             self.model,
             batch_size=recipe.per_device_train_batch_size,
             seq_len=seq_len,
@@ -102,7 +128,6 @@ class Simulation:
             task=self.task,
             gradient_accumulation_steps=steps,
         )
-        return found if self.measured is None or gpu is not None else self.measured.applied(found, recipe)
 
     def _simulated(self, set_up: SetUp, recipe: Recipe) -> Candidate | None:
         try:
@@ -146,3 +171,7 @@ class Simulation:
             time = self.step_time(self.estimate(recipe, self.texts.width))
             self._shorter[key] = 0.0 if time is None else longest.seconds - time.seconds
         return self._shorter[key]
+
+
+def _with_rows(set_up: SetUp, rows: int) -> Recipe:
+    return set_up.recipe.replace(per_device_train_batch_size=rows, reasons=set_up.recipe.reasons)

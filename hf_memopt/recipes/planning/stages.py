@@ -83,7 +83,8 @@ class StageSearch:
     def _by_stage(self, stages: Sequence[str]) -> tuple[list[Candidate], Candidate | None]:
         candidates: list[Candidate] = []
         for stage in stages:
-            found = search(self.all_set_ups([stage]), self.simulation, self.share, self.goal)
+            otherwise = self._allowed(stages[-1]) if stage != stages[-1] else []
+            found = search(self.all_set_ups([stage]), self.simulation, self.share, self.goal, otherwise)
             candidates += found
             if (chosen := best_of(found, self.goal)) is not None:
                 return candidates, chosen
