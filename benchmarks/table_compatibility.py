@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hf_memopt.binding.conflicts import REFUSALS, RUN, SETTINGS, TECHNIQUES, Refusal, refusal_of
+from hf_memopt.binding.conflicts import ENGINES, PARTS, REFUSALS, RUN, SETTINGS, TECHNIQUES, Refusal, refusal_of
 
 
 def compatibility() -> str:
     """Return which techniques and settings are compatible, from the table that ``attach`` enforces: technique by
-    technique, technique by setting, and the reasons.
+    technique, technique by setting, what is no technique by the engines of several processes, and the reasons.
     """
     numbered = {name: str(number) for number, name in enumerate(TECHNIQUES, 1)}
+    techniques = {f"{number} {name}": name for name, number in numbered.items()}
     reasons = [f"{number}. {found.reason}" for number, found in enumerate(_distinct_refusals(), 1)]
     return "\n\n".join(
-        [_compatibility_table(numbered), _compatibility_table({name: name for name in SETTINGS}), "\n".join(reasons)]
+        [
+            _compatibility_table(techniques, numbered),
+            _compatibility_table(techniques, {name: name for name in SETTINGS}),
+            _compatibility_table({name: name for name in PARTS}, {name: name for name in ENGINES}),
+            "\n".join(reasons),
+        ]
     )
 
 
-def _compatibility_table(columns: Mapping[str, str]) -> str:
-    """Return one table of all techniques by these columns, each with its head."""
+def _compatibility_table(rows: Mapping[str, str], columns: Mapping[str, str]) -> str:
+    """Return one table: rows by the text that heads them, columns each with its head."""
     numbers = {found.reason: number for number, found in enumerate(_distinct_refusals(), 1)}
     lines = [f"| | {' | '.join(columns.values())} |", f"|---|{'---|' * len(columns)}"]
-    for number, row in enumerate(TECHNIQUES, 1):
+    for head, row in rows.items():
         cells = [_compatibility_cell(row, column, numbers) for column in columns]
-        lines.append(f"| {number} {row} | {' | '.join(cells)} |")
+        lines.append(f"| {head} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

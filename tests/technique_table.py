@@ -30,6 +30,7 @@ from hf_memopt import (
     TiedEmbeddingCallback,
     attach,
     bucketed,
+    exact_loss,
     gradient_release,
     sixteen_bit_optimizer,
 )
@@ -158,9 +159,14 @@ def make_trainer(
     *,
     use: bool = True,
     model: Callable[[], torch.nn.Module] | None = None,
+    exact: bool = False,
+    train_dataset: Any = None,
     **settings: Any,
 ) -> Trainer:
-    """Return a Trainer on a tiny BERT with the named techniques, attached; or, not ``use``, stock's way to the same."""
+    """Return a Trainer on a tiny BERT with the named techniques, attached; or, not ``use``, stock's way to the same.
+
+    ``exact``: with the loss of ``exact_loss``.
+    """
     names = tuple(names)
     asked = {"learning_rate": 0.05, "per_device_train_batch_size": 4, "max_steps": STEPS, "logging_strategy": "steps"}
     asked |= {"logging_steps": 1, "train_sampling_strategy": "sequential"}
@@ -171,10 +177,11 @@ def make_trainer(
     if use and {"micro-batching", "32-bit embeddings"} <= set(names):
         # whole, since an 8-bit state turns a rounding of float32 into a step of its scale
         chosen[names.index("micro-batching")] = MicrobatchCallback
-    data = {"train_dataset": examples(), "data_collator": DataCollatorWithPadding(tiny.tokenizer())}
+    rows = examples() if train_dataset is None else train_dataset
+    data = {"train_dataset": rows, "data_collator": DataCollatorWithPadding(tiny.tokenizer())}
     if "length buckets" in names:
         data = {
-            "train_dataset": bucketed(examples(), batch_size=4),
+            "train_dataset": bucketed(rows, batch_size=4),
             "data_collator": BucketedCollator(tiny.tokenizer()),
         }
     built = model_of(names) if model is None else model()
@@ -183,6 +190,7 @@ def make_trainer(
         args=tiny.arguments(folder, **asked),
         callbacks=[build() for build in chosen if build is not None],
         compute_metrics=accuracy,
+        compute_loss_func=exact_loss(built) if exact else None,
         eval_dataset=examples(8),
         optimizer_cls_and_kwargs=_optimizer(names, asked, use=use),
         **data,

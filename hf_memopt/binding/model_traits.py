@@ -17,6 +17,7 @@ __all__ = [
     "has_decoder",
     "is_causal_lm",
     "label_shifter",
+    "local_part",
     "needs_position_ids",
     "unwrap_model",
     "unwrap_optimizer",
@@ -61,6 +62,12 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a sharded tensor (``DTensor``), and any other tensor as it is."""
+    to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def is_causal_lm(model: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.conflicts import Refusal, refusal_of
+from hf_memopt.binding.conflicts import NO_LIMIT, Refusal, is_of_bitsandbytes, refusal_of
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import Count, check_value
@@ -38,7 +38,7 @@ STRATEGIES: Mapping[str, str] = {
 """The strategies, and what each does."""
 
 ZERO_STAGES = {"zero2": 2, "zero3": 3}
-NAMES = {"ddp": "DDP", "fsdp2": "FSDP", "zero2": "DeepSpeed", "zero3": "DeepSpeed"}  # in the table of conflicts
+NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "DeepSpeed", "zero3": "DeepSpeed"}  # in the table of conflicts
 SHARDED_WEIGHTS = ("fsdp2", "zero3")
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
@@ -194,12 +194,14 @@ def _check_request(world_size: int, strategy: str, offload: bool) -> None:
 
 def _check_techniques(recipe: Recipe, strategy: str, offload: bool) -> None:
     """Refuse, in one error, everything in a recipe that does not work with the engine."""
+    micro_batching = NO_LIMIT if strategy == "fsdp2" else "micro-batching"  # a recipe sets no limit
     in_use = {  # by the field: the technique's name in the table, whether it is in use, the value that switches it off
         "gradient_release": ("gradient release", recipe.gradient_release, False),
-        "micro_batching": ("micro-batching", recipe.micro_batching, False),
+        "micro_batching": (micro_batching, recipe.micro_batching, False),
         "sparse_tied_embedding": ("sparse tied embedding", recipe.sparse_tied_embedding, False),
         "rounding": ("16-bit weights", recipe.rounding != "nearest", "nearest"),
         "fused_cross_entropy": ("fused cross-entropy", recipe.fused_cross_entropy, False),
+        "optim": ("bitsandbytes optimizer", is_of_bitsandbytes(recipe.optim), "adamw_torch_fused"),
     }
     found: dict[str, tuple[Refusal, Any]] = {}
     for field, (technique, is_used, off) in in_use.items():

@@ -14,6 +14,7 @@ from transformers import Trainer
 import tiny
 from hf_memopt.batching.views.bucketed_view import bucketed
 from hf_memopt.binding.conflicts import (
+    ENGINES,
     SETTINGS,
     TECHNIQUES,
     check_compatibility,
@@ -97,18 +98,54 @@ def test_stocks_default_clips_the_norm(tmp_path: Any) -> None:
     assert settings_in_use(defaults) == ("norm clipping",)
 
 
-@pytest.mark.parametrize("engine", ["FSDP", "DeepSpeed"])
-def test_an_engine_stands_in_for_ddp(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+@pytest.mark.parametrize(("engine", "flag"), [("other sharding", "fsdp"), ("DeepSpeed", "deepspeed")])
+def test_an_engine_stands_in_for_ddp(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, engine: str, flag: str) -> None:
     """DDP's flags would not help: the message names what really wraps the model."""
-    trainer = make_trainer(tmp_path, MicrobatchCallback())
+    trainer = make_trainer(tmp_path, MicrobatchCallback(max_tokens=64))
     monkeypatch.setattr(type(trainer.args), "world_size", 2)
     assert refusals_of(trainer) == [refusal_of("micro-batching", "DDP, default flags")]
-    setattr(trainer, f"is_{engine.lower()}_enabled", True)
+    setattr(trainer, f"is_{flag}_enabled", True)
     assert refusals_of(trainer) == [refusal_of("micro-batching", engine)]
 
 
+def test_fsdp2_is_told_from_other_sharding(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under FSDP2 micro-batching works with a limit, since nothing recovers from out of memory there."""
+    limited = make_trainer(tmp_path, MicrobatchCallback(max_tokens=64))
+    unlimited = make_trainer(tmp_path, MicrobatchCallback())
+    monkeypatch.setattr(type(limited.accelerator), "is_fsdp2", True)
+    limited.is_fsdp_enabled = unlimited.is_fsdp_enabled = True
+    assert refusals_of(limited) == []
+    assert refusals_of(unlimited) == [refusal_of("micro-batching without a limit", "FSDP2")]
+
+
+def test_weights_that_are_sharded_when_they_are_loaded_are_seen(tmp_path: Any) -> None:
+    trainer = make_trainer(tmp_path, MicrobatchCallback())
+    next(trainer.model.parameters()).device_mesh = "a mesh"  # as a DTensor has
+    assert refusals_of(trainer) == [refusal_of("micro-batching", "other sharding")]
+
+
+@pytest.mark.parametrize(
+    ("optim", "is_one"),
+    [
+        ("adamw_bnb_8bit", True),
+        ("paged_lion_32bit", True),
+        ("lion_32bit", True),
+        ("adamw_torch", False),
+        ("sgd", False),
+    ],
+)
+def test_optimizers_of_bitsandbytes_are_seen(
+    optim: str, is_one: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path, arguments={"optim": optim})
+    assert refusals_of(trainer) == []
+    monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
+    trainer.is_fsdp_enabled = True
+    assert refusals_of(trainer) == ([refusal_of("bitsandbytes optimizer", "FSDP2")] if is_one else [])
+
+
 def test_every_setting_is_tried() -> None:
-    assert {*ASKED, "TRL", "DDP", "DDP, default flags", "FSDP", "DeepSpeed"} == set(SETTINGS)
+    assert {*ASKED, "TRL", *ENGINES} == set(SETTINGS)
 
 
 # ---- Techniques -----------------------------------------------------------------------------------------------------

@@ -135,8 +135,12 @@ REFUSED = [
     ({"strategy": "zero2", "offload": True, "optim": "adafactor"}, "DeepSpeed steps on the host with an AdamW"),
     ({"strategy": "zero3", "load_in": "nf4", "lora": 8}, "quantised weights are bytes with tables of their own"),
     (
-        {"strategy": "fsdp2", "micro_batching": True, "fused_cross_entropy": True},
+        {"strategy": "zero3", "micro_batching": True, "fused_cross_entropy": True},
         "Call recipe.replace(micro_batching=False, fused_cross_entropy=False).distributed(...)",
+    ),
+    (
+        {"strategy": "fsdp2", "micro_batching": True, "optim": "paged_adamw_8bit"},
+        "Call recipe.replace(micro_batching=False, optim='adamw_torch_fused').distributed(...)",
     ),
     ({"strategy": "ddp", "gradient_release": True}, "weights would step before the processes have shared gradients"),
     (

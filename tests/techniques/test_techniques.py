@@ -17,6 +17,8 @@ import tiny
 from hf_memopt.binding.attach import attach
 from hf_memopt.binding.callback_binding import unbound_error
 from hf_memopt.binding.conflicts import (
+    NO_LIMIT,
+    PARTS,
     REFUSALS,
     RUN_IN_ONE_PROCESS,
     SETTINGS,
@@ -24,6 +26,7 @@ from hf_memopt.binding.conflicts import (
     refusal_of,
 )
 from hf_memopt.binding.versions import checkpointing_arguments
+from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 from technique_table import GROUPS, STEPS, TABLE, make_trainer, run, tolerance
 from two_ranks import run_pair
 
@@ -39,6 +42,7 @@ SETTING_ARGUMENTS = {
     "torch.compile": {"torch_compile": True},
     "DDP": {"ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False},
 }
+PART_ARGUMENTS = {"bitsandbytes optimizer": {"optim": "paged_adamw_8bit"}}
 
 
 def difference(one: Any, other: Any) -> float:
@@ -252,14 +256,18 @@ def test_the_groups_hold_every_pair_that_is_not_refused() -> None:
 def test_attach_refuses_what_cannot_work_together(refusal, tmp_path, monkeypatch) -> None:
     names = [name for name in (refusal.one, refusal.other) if name in TECHNIQUES]
     setting = refusal.other if refusal.other in SETTINGS else None
-    trainer = unattached(names, tmp_path, monkeypatch, SETTING_ARGUMENTS.get(setting, {}))
+    arguments = PART_ARGUMENTS if refusal.one in PARTS else SETTING_ARGUMENTS
+    trainer = unattached(names, tmp_path, monkeypatch, arguments.get(refusal.one if names == [] else setting, {}))
+    if refusal.one == "micro-batching without a limit":
+        trainer.add_callback(MicrobatchCallback())
     if setting is not None and setting.startswith("DDP"):
         monkeypatch.setattr(type(trainer.args), "world_size", 2)
     if setting == "Liger kernel":  # which would have to be installed
         trainer.args.use_liger_kernel = True
     if setting == "TRL":
         trainer.__class__ = type("SFTTrainer", (Trainer,), {"__module__": "trl.trainer.sft_trainer"})
-    trainer.is_fsdp_enabled = setting == "FSDP"
+    trainer.is_fsdp_enabled = setting in ("FSDP2", "other sharding")
+    monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", setting == "FSDP2")
     trainer.is_deepspeed_enabled = setting == "DeepSpeed"
     before = state_of(trainer)
     with pytest.raises(ValueError) as error:
@@ -279,5 +287,5 @@ def unattached(names: list[str], folder: Any, monkeypatch: pytest.MonkeyPatch, s
 
 def test_every_name_in_a_refusal_is_known() -> None:
     for refusal in REFUSALS:
-        assert refusal.one in TECHNIQUES
+        assert refusal.one in (*TECHNIQUES, *PARTS, NO_LIMIT)
         assert refusal.other in TECHNIQUES or refusal.other in SETTINGS

@@ -20,9 +20,11 @@ import torch
 import torch.nn.functional as F
 
 from hf_memopt.binding.fused_loss.chunked_loss import chunked_cross_entropy
+from hf_memopt.binding.fused_loss.engine_hooks import is_engine_hook, register_hooks
 from hf_memopt.binding.fused_loss.expression import Expression, Logits, Pointwise, Product, Sum
 from hf_memopt.binding.fused_loss.loss import Loss
 from hf_memopt.binding.fused_loss.record import FusionRecord
+from hf_memopt.binding.handles import nothing_to_undo
 
 __all__ = ["DeferredLogits", "defer"]
 
@@ -45,7 +47,7 @@ def _getters(*names: str) -> set[Any]:
 _DESCRIPTIONS = {_T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.__len__, _T.is_floating_point, _T.is_complex}
 _DESCRIPTIONS |= {torch.is_floating_point, torch.is_complex, torch.numel, _T.element_size, _T.get_device}
 _DESCRIPTIONS |= _getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_meta", "is_cuda", "is_cpu")
-_DESCRIPTIONS |= _getters("is_sparse", "is_quantized", "itemsize", "is_mps", "is_xpu")
+_DESCRIPTIONS |= _getters("is_sparse", "is_quantized", "itemsize", "is_mps", "is_xpu", "_base")
 """What the shell of the tensor answers, without its elements."""
 
 
@@ -105,6 +107,7 @@ class DeferredLogits(torch.Tensor):
         self._products, self._expression, self._made_by = products, expression, made_by
         self._chunk_bytes, self._record, self._family = chunk_bytes, record, family
         self._real: torch.Tensor | None = None
+        self._hooks: list[Callable[[torch.Tensor], Any]] = []
         self._versions = [(tensor, tensor._version) for tensor in self._tensors()]
         family.append(weakref.ref(self))
 
@@ -142,6 +145,7 @@ class DeferredLogits(torch.Tensor):
                 parts = (product.hidden, product.weight, product.bias)
                 args = tuple(None if tensor is None else tensor.to(product.dtype) for tensor in parts)
             self._real = function(*(_real(value) for value in args), **kwargs)
+            register_hooks(self._real, self._hooks)
         return self._real
 
     def _is_real(self) -> bool:
@@ -162,6 +166,9 @@ class DeferredLogits(torch.Tensor):
             if func in _DESCRIPTIONS:
                 with torch._C.DisableTorchFunction():  # private: pinned by a test, seen in torch 2.6 to 2.13
                     return func(*args, **kwargs)
+            if is_engine_hook(func, args):
+                mine[0]._hooks.append(args[1])
+                return nothing_to_undo()
             if (found := _remembered(func, args, kwargs)) is not None:
                 return found
             mine[0]._record.note(_name(func))
@@ -358,6 +365,12 @@ def _indexed(me: DeferredLogits, func: Any, args: tuple[Any, ...]) -> DeferredLo
     return _derived(me, me._expression, func, args, {}, _with_hidden(me, lambda hidden: hidden[args[1]]))
 
 
+def _hooks_of(logits: DeferredLogits) -> list[Callable[[torch.Tensor], Any]]:
+    """Return the hooks of these logits and of those that they come from."""
+    sources = [value for value in logits._made_by[1] if isinstance(value, DeferredLogits)]
+    return [*(hook for source in sources for hook in _hooks_of(source)), *logits._hooks]
+
+
 def _fused(
     input: Any,
     target: Any,
@@ -380,6 +393,7 @@ def _fused(
     dtypes = tuple(product.dtype for product in input._products)
     loss = Loss(input._expression, dtypes, input._chunk_bytes, ignore_index, reduction == "mean", label_smoothing)
     total = chunked_cross_entropy(input._products, target, loss)
+    register_hooks(total, _hooks_of(input))
     input._record.note_fused()
     # One row tells the dtype of stock's loss, which autocast may widen.
     row = torch.zeros((1, 2), dtype=input._expression.dtype, device=target.device)

@@ -7,7 +7,8 @@ one micro-batch. A micro-batch keeps the batch's columns, since logits would hav
 The losses of the micro-batches are combined as this trainer's own loss needs it, a sum or a weighted mean of its rows
 (``loss_rules`` finds that out with a few rows, in an evaluation that is split).
 
-Limitations: generation that samples, where other rows get the random numbers then. What cannot be split raises, and the
+Limitations: sharded weights, which a process cannot gather alone, so a batch that does not fit raises; generation that
+samples, where other rows get the random numbers then. What cannot be split raises, and the
 error says why: a loss that compares rows with each other, an output that does not have one entry per row. Where only
 single rows fit, a loss that ignores the number of labels is taken for a mean over labels.
 """
@@ -137,7 +138,8 @@ class _Recovery:
 
     def _shrink(self, inputs: Mapping[str, Any], start: int, stop: int, message: str) -> None:
         """Remember half of the rows that did not fit; raise if there is no half."""
-        reason = splittable_reason(self.trainer.model) or splittable_batch_reason(inputs)
+        reason = "the processes gather sharded weights together" if self.trainer.is_fsdp_enabled else None
+        reason = reason or splittable_reason(self.trainer.model) or splittable_batch_reason(inputs)
         rows = stop - start
         if reason is not None:
             raise _unsplit_error(rows, f"{reason} ({message})")

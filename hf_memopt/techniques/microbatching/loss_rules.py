@@ -36,7 +36,7 @@ from hf_memopt.techniques.microbatching.splitting import row_count, row_lengths,
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["LossWeights"]
+__all__ = ["LEAST_LOSS", "LossWeights", "tolerances"]
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class LossWeights:
         is_nothing = abs(float(whole.loss)) < LEAST_LOSS and not whole.gradient.any()
         if is_nothing or not math.isfinite(float(whole.loss)):
             return
-        counts, tolerance = row_counts(probe), _tolerance(asked.trainer, whole.loss)
+        counts, tolerance = row_counts(probe), tolerances(asked.trainer, whole.loss)
         rules = [rule for rule in _rules(asked.trainer.model, counts) if rule not in self._excluded]
         errors = {rule: _error(whole, parts, row_shares(rule, counts), tolerance) for rule in rules}
         least = min(errors.values())
@@ -242,7 +242,8 @@ def _error(
     return error if math.isfinite(error) else math.inf
 
 
-def _tolerance(trainer: Any, loss: torch.Tensor) -> tuple[float, float]:
+def tolerances(trainer: Any, loss: torch.Tensor) -> tuple[float, float]:
+    """Return the largest relative error that is tolerated of a loss, and of a gradient."""
     if loss.dtype in (torch.float16, torch.bfloat16):
         return SIXTEEN_BITS
     is_narrow = trainer.args.bf16 or trainer.args.fp16 or any(p.element_size() < 4 for p in trainer.model.parameters())
@@ -252,7 +253,7 @@ def _tolerance(trainer: Any, loss: torch.Tensor) -> tuple[float, float]:
 def _reason(asked: ProbedLoss, probe: Mapping[str, Any], readings: list[Reading]) -> str:
     """Return why no rule gives the loss of the rows of a probe from those of each."""
     whole, *parts = readings
-    tolerance = _tolerance(asked.trainer, whole.loss)
+    tolerance = tolerances(asked.trainer, whole.loss)
     again = asked.twice(probe)
     if again is not None and _error(again[0], again[1:], np.ones(1), tolerance) > 1:
         return "its loss is random in evaluation mode too (masks or noise), so parts cannot be compared with the whole"

@@ -17,6 +17,10 @@ Between processes (DDP with ``ddp_broadcast_buffers=False, ddp_find_unused_param
 itself while the others wait, since gradients are shared only in the backward pass of the last micro-batch; out of
 memory in that one pass cannot be repeated and raises.
 
+Under FSDP2, where a forward pass gathers the weights from all processes, they run as many micro-batches each
+(``lockstep``), the loss has to be a sum that ``num_items_in_batch`` divides, and nothing recovers: out of memory
+raises, so a limit has to be given.
+
 Limitations: out of memory in the optimizer's step or between steps raises. A loss that is neither a sum nor a mean of
 its rows, weighted by rows, labels or another column of the batch, is refused before a batch is split (see
 ``loss_rules``; a loss that is within 1e-4 of such a mean, or 3e-3 under autocast, is taken for one). What a
@@ -37,6 +41,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_memopt.binding.callback_binding import Binding
+from hf_memopt.binding.conflicts import NO_LIMIT
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all
 from hf_memopt.changes import Change
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
@@ -146,6 +151,8 @@ class MicrobatchCallback(TrainerCallback):
         self.changes: list[Change] = []
         self.handle: UndoHandle | None = None
         self.binding = Binding()
+        if max_examples is None and max_tokens in (None, "auto"):
+            self.technique = NO_LIMIT  # besides that of the class
         self._unwritten: set[str] = set()  # the causes of failed writes that were already warned of
         self._resume_from: str | bool | None = None  # the argument of train()
 

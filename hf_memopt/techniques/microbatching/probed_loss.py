@@ -81,6 +81,17 @@ class ProbedLoss:
         """Return two readings of the same rows, without gradients; None if they do not fit into memory."""
         return self._losses(probe, (self.items, self.items))
 
+    def two_rows(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return the losses of two rows at once and of each alone, without gradients.
+
+        Every batch takes three forward passes, a single row too, since under FSDP2 all processes run them together.
+        """
+        lengths = row_lengths(inputs) or [1] * row_count(inputs)
+        rows = sorted(range(len(lengths)), key=lambda row: lengths[row])[:2]
+        probes = [take_rows(inputs, chosen) for chosen in (rows, rows[:1], rows[-1:])]
+        with undisturbed(self.trainer, self.model):
+            return [self._read(probe, self.items, with_gradient=False).loss for probe in probes]
+
     def halves(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the loss of the shortest row halves if ``num_items_in_batch`` is doubled; True, as stock
         assumes, if not even that row fits into memory.

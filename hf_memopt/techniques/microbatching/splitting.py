@@ -29,6 +29,7 @@ from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_model
 __all__ = [
     "cut",
     "decoder_lengths",
+    "padded_tokens",
     "row_count",
     "row_lengths",
     "select_rows",
@@ -340,3 +341,15 @@ def _restarts(numbers: Any) -> bool:
         return False
     steps = numbers.diff()
     return bool((steps < 0).any()) or bool((steps == 0).any() and (steps != 0).any())
+
+
+def padded_tokens(inputs: Mapping[str, Any], rows: Sequence[int]) -> int | None:
+    """Return what ``cut`` counts for a micro-batch: rows times the longest row, encoder and decoder apart.
+
+    None for a batch without a sequence of tokens.
+    """
+    lengths, of_decoder = row_lengths(inputs), decoder_lengths(inputs)
+    if lengths is None:
+        return None
+    decoder = of_decoder or [0] * len(lengths)
+    return len(rows) * (max(lengths[row] - decoder[row] for row in rows) + max(decoder[row] for row in rows))

@@ -21,11 +21,13 @@ from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.limits import Limit
+from hf_memopt.techniques.microbatching.lockstep import agree_that_losses_add_up, groups_in_lockstep
 from hf_memopt.techniques.microbatching.loss_rules import LossWeights
 from hf_memopt.techniques.microbatching.probed_loss import Items, NotSplittableError
 from hf_memopt.techniques.microbatching.splitting import (
     cut,
     decoder_lengths,
+    padded_tokens,
     row_count,
     row_lengths,
     splittable_batch_reason,
@@ -224,17 +226,18 @@ class MicrobatchedStep:
     def _split(self, trainer: Any, model: nn.Module, position: int) -> list[_MicroBatch]:
         """Split an accumulation step into micro-batches; all at once, since counting waits for the device."""
         inputs, num_items_in_batch, _ = self._window[position]
-        groups = self._groups(inputs)
-        if len(groups) == 1:
+        groups, repeats = self._groups(inputs), 0
+        if trainer.is_fsdp_enabled:
+            groups, repeats = groups_in_lockstep(trainer, groups)
+        if len(groups) + repeats == 1:
             is_limited = any(limit.limit is not None for limit in self._limits.values())
             whole = take_rows(inputs, groups[0]) if is_limited else inputs
             return [_MicroBatch(position, groups[0], 1.0, whole)]
         _refuse(trainer.model, splittable_batch_reason(inputs))
         self._was_split = True
-        weights = self._weights.of_rows(trainer, model, inputs, num_items_in_batch)
-        return [
-            _MicroBatch(position, rows, weight, take_rows(inputs, rows)) for rows, weight in _weighted(groups, weights)
-        ]
+        weights = None if trainer.is_fsdp_enabled else self._weights.of_rows(trainer, model, inputs, num_items_in_batch)
+        weighted = _weighted(groups, weights) + [(groups[0][:1], 0.0)] * repeats
+        return [_MicroBatch(position, rows, weight, take_rows(inputs, rows)) for rows, weight in weighted]
 
     def _groups(self, inputs: Mapping[str, Any]) -> list[list[int]]:
         """Return the rows of each micro-batch of a batch; of a single one all of them in their order."""
@@ -257,7 +260,7 @@ class MicrobatchedStep:
         of memory in between would leave the others waiting, so sharing is switched on only once the forward pass and
         the loss are done: ``trigger_sync_in_backward``.
         """
-        if trainer.args.world_size == 1:
+        if trainer.args.world_size == 1 or trainer.is_fsdp_enabled:  # FSDP2 reduces each micro-batch's gradients
             yield
         elif shares and not isinstance(model, DistributedDataParallel):  # torch.compile around DDP
             self._is_shared = True
@@ -280,12 +283,14 @@ class MicrobatchedStep:
     def _lower_limit(self, trainer: Trainer, position: int, rows: list[int], text: str) -> None:
         """Lower the limit after these rows of an accumulation step ran out of memory, or raise if that cannot help."""
         inputs = self._window[position].inputs
-        tokens = _padded_tokens(inputs, rows)
+        tokens = padded_tokens(inputs, rows)
         name, size = ("max_examples", len(rows)) if tokens is None else ("max_tokens", tokens)
-        if self._is_shared:
+        if self._is_shared or trainer.is_fsdp_enabled:
+            where = "in the backward pass in which the processes share their gradients"
+            if trainer.is_fsdp_enabled:
+                where = "under FSDP2, where the processes run each micro-batch together"
             raise torch.OutOfMemoryError(
-                f"memory ran out in the backward pass in which the processes share their gradients ({text}); expected "
-                "micro-batches that fit there. Start with smaller ones: "
+                f"memory ran out {where} ({text}); expected micro-batches that fit there. Start with smaller ones: "
                 f"MicrobatchCallback({name}={max(size // 2, 1)})"
             )
         if len(rows) == 1:
@@ -339,8 +344,12 @@ class MicrobatchedStep:
                 made_in = f"{type(trainer).__name__} makes its batches from a {type(inputs).__name__} within the step"
                 _refuse(trainer.model, f"{made_in}, so there are no rows to take")
             model.train()  # as the step is about to: a batch norm that a model keeps in evaluation mode does no harm
-            _refuse(trainer.model, splittable_reason(trainer.model) or splittable_batch_reason(inputs))
+            _refuse(trainer.model, splittable_reason(trainer.model))
             self._is_checked = True
+        if trainer.is_fsdp_enabled:
+            self._weights.rule = "sum" if agree_that_losses_add_up(trainer, model, inputs, num_items_in_batch) else None
+            return None
+        _refuse(trainer.model, splittable_batch_reason(inputs))
         if row_count(inputs) > 1:
             try:
                 self._weights.ask(trainer, model, inputs, num_items_in_batch)
@@ -369,15 +378,6 @@ def _weighted(groups: list[list[int]], weights: list[float] | None) -> list[tupl
         return [(rows, 1.0) for rows in groups]
     kept = [[row for row in rows if weights[row]] for rows in groups]
     return [(rows, sum(weights[row] for row in rows)) for rows in kept if rows]
-
-
-def _padded_tokens(inputs: Mapping[str, Any], rows: list[int]) -> int | None:
-    """Return what ``cut`` counts for a micro-batch: rows times the longest row, encoder and decoder apart."""
-    lengths, of_decoder = row_lengths(inputs), decoder_lengths(inputs)
-    if lengths is None:
-        return None
-    decoder = of_decoder or [0] * len(lengths)
-    return len(rows) * (max(lengths[row] - decoder[row] for row in rows) + max(decoder[row] for row in rows))
 
 
 def _too_large(trainer: Trainer, position: int, row: int, tokens: int | None, text: str) -> str:

@@ -13,18 +13,21 @@ Detection waits for the device once per optimizer step. Stock's ``logging_nan_in
 step, so during the run it is replaced by the same filter on the device: a loss that is not finite is logged as the last
 one that was. The gradient norm is the one that stock computes at every step anyway.
 
-Limitations: a step within the backward pass (gradient release, LOMO), sharded weights and DeepSpeed, all refused by
-``attach``; running statistics that a bad forward pass has changed already (batch norm), which the next step reports as
-bad weights; a step count that an optimizer keeps for a whole group, as schedule-free ones do; an error that torch
-raises itself, as for a label out of range; the counts, which are not saved in checkpoints. With several processes, one
-that found nothing of its own drops the step too and reports nothing.
+Under FSDP2 a step is dropped in all processes, and the report says what is seen without repeating it: the accumulation
+step and its examples, bad weights and columns, the weights whose gradients were bad.
+
+Limitations: a step within the backward pass (gradient release, LOMO) and DeepSpeed, refused by ``attach``; running
+statistics that a bad forward pass has changed already (batch norm), which the next step reports as bad weights; a step
+count that an optimizer keeps for a whole group, as schedule-free ones do; an error that torch raises itself, as for a
+label out of range; the counts, which are not saved in checkpoints. With several processes, one that found nothing of
+its own drops the step too and reports nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,9 +42,9 @@ from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.techniques.microbatching.splitting import row_count
-from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport, diagnose, write_reports
+from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport, diagnose, diagnose_unrepeated, write_reports
 from hf_memopt.techniques.nonfinite.example_indices import example_indices
-from hf_memopt.techniques.nonfinite.replay import StepInputs
+from hf_memopt.techniques.nonfinite.replay import StepInputs, bad_gradients
 from hf_memopt.techniques.nonfinite.step_reading import StepReading, is_nonfinite, read_step
 from hf_memopt.whole_files import warn_unwritten
 
@@ -234,8 +237,9 @@ class _Detection(TrainerCallback):
             return
         self._in_a_row += 1
         record.nonfinite_steps += 1
+        gradients = bad_gradients(trainer.model) if trainer.is_fsdp_enabled else ()
         _drop_gradients(optimizer)  # before the step is repeated, so that it needs no memory for a second set
-        report = self._report(trainer, reading)
+        report = self._report(trainer, reading, gradients)
         path = None if report is None else self._publish(trainer, report)
         if self._in_a_row >= record.max_in_a_row or record.nonfinite_steps >= record.max_nonfinite_steps:
             self.end_run()
@@ -269,7 +273,7 @@ class _Detection(TrainerCallback):
 
     # ---- A non-finite step ------------------------------------------------------------------------------------------
 
-    def _report(self, trainer: Trainer, reading: StepReading) -> OverflowReport | None:
+    def _report(self, trainer: Any, reading: StepReading, gradients: Sequence[str]) -> OverflowReport | None:
         """Find out where the step stopped being finite; None if that was in another process."""
         if reading.is_any_loss_bad and not any(reading.is_loss_bad):
             return None
@@ -279,7 +283,10 @@ class _Detection(TrainerCallback):
             loss_scale=reading.loss_scale,
             precision=_precision(trainer),
         )
-        report = diagnose(trainer, self._window, reading.is_loss_bad, blank)
+        if trainer.is_fsdp_enabled:
+            report = diagnose_unrepeated(trainer, self._window, reading.is_loss_bad, blank, gradients)
+        else:
+            report = diagnose(trainer, self._window, reading.is_loss_bad, blank)
         if report.case == "unknown" and trainer.accelerator.num_processes > 1 and not any(reading.is_loss_bad):
             return None
         if report.accumulation_step is None:

@@ -23,7 +23,7 @@ from hf_memopt.techniques.microbatching.splitting import row_count, splittable_b
 from hf_memopt.techniques.nonfinite.replay import Extent, Place, Replay, StepInputs, bad_weights, replay
 from hf_memopt.whole_files import write_whole
 
-__all__ = ["CASES", "OverflowReport", "diagnose", "write_reports"]
+__all__ = ["CASES", "OverflowReport", "diagnose", "diagnose_unrepeated", "write_reports"]
 
 MOST_NAMES = 3  # of weights in a report
 
@@ -213,6 +213,33 @@ def diagnose(
         if found is not None:
             return replace(found, case="loss scale")
     return replace(report, detail=failures[-1] if failures else "")
+
+
+def diagnose_unrepeated(
+    trainer: Any,
+    window: Sequence[StepInputs],
+    is_loss_bad: Sequence[bool],
+    report: OverflowReport,
+    gradients: Sequence[str],
+) -> OverflowReport:
+    """Return ``report`` completed with what is seen without a forward pass, for which FSDP2 needs all processes.
+
+    Args:
+        trainer: its weights are looked at, this process's shards of them.
+        window: the accumulation steps.
+        is_loss_bad: for each of them, whether its loss was not finite.
+        report: with step, precision and loss scale.
+        gradients: the names of the parameters whose gradients were not finite.
+    """
+    if weights := bad_weights(trainer.model):
+        return replace(report, case="weights", where=weights[0], parameters=weights[:MOST_NAMES])
+    suspects = [position for position, is_bad in enumerate(is_loss_bad) if is_bad]
+    for position in suspects or range(len(window)):
+        if (found := _bad_column(window[position], replace(report, accumulation_step=position))) is not None:
+            return found
+    if not suspects:
+        return replace(report, case="gradient", parameters=tuple(gradients[:MOST_NAMES]))
+    return replace(report, accumulation_step=suspects[0], detail="sharded weights, which all processes gather together")
 
 
 def _repeated(

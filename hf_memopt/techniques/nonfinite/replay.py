@@ -19,6 +19,7 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 
+from hf_memopt.binding.model_traits import local_part
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.techniques.microbatching.splitting import take_rows
 from hf_memopt.techniques.nested_tensors import tensors_in
@@ -121,7 +122,7 @@ def replay(
 
 
 def bad_gradients(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters whose gradient is not finite."""
+    """Return the names of the parameters whose gradient is not finite, in this process's shard of it."""
     return tuple(
         name
         for name, parameter in model.named_parameters()
@@ -272,11 +273,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    return gradient.coalesce().values() if gradient.is_sparse else local_part(gradient)
 
 
 def _is_bad(value: torch.Tensor, *, allow_masks: bool) -> bool:
-    return value.is_floating_point() and not _is_finite(value, allow_masks)
+    return value.is_floating_point() and not _is_finite(local_part(value), allow_masks)
 
 
 def _is_finite(tensor: torch.Tensor, allow_masks: bool = False) -> bool:

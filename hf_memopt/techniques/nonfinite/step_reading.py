@@ -48,6 +48,8 @@ def read_step(is_loss_bad: Sequence[torch.Tensor], norm: torch.Tensor | float | 
         accelerator: shares the flags with the other processes, on the device, and has the gradient scaler.
     """
     here = torch.stack(list(is_loss_bad)).float()  # (accumulation steps,)
+    if norm is not None and hasattr(norm, "full_tensor"):  # under FSDP2 each process has a part of it
+        norm = norm.full_tensor()
     is_norm_bad = ~torch.isfinite(torch.as_tensor(0.0 if norm is None else norm, device=here.device))
     shared = torch.stack([here.sum(), is_norm_bad.float()])  # (2,)
     if accelerator.num_processes > 1:

@@ -1,0 +1,268 @@
+"""The techniques as one of two processes: python engine_ranks.py FOLDER ENGINE CASE...
+
+Each case writes what the process found, and the weights of the trained model, whole. ``test_engines.py`` reads them,
+and trains the same rows in one process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsdp_on_cpu import check_engine, sharding, whole_weights
+from transformers import Trainer
+
+import scarcity
+import technique_table
+import tiny
+from hf_memopt import (
+    FusedCrossEntropyCallback,
+    MicrobatchCallback,
+    OverflowCallback,
+    ShardedCheckpointCallback,
+    attach,
+)
+from hf_memopt.binding.adapters import add_adapters
+from hf_memopt.binding.conflicts import REFUSALS, TECHNIQUES, refusal_of
+from hf_memopt.binding.handles import override_method
+from hf_memopt.binding.versions import fsdp_arguments
+
+RANK = int(os.environ.get("RANK", "0"))
+ENGINES: dict[str, dict[str, Any]] = {
+    "DDP": {"ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False},
+    "DDP, default flags": {},
+    "FSDP2": fsdp_arguments(offload=False),
+}
+SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
+
+
+def engine() -> str:
+    """Return the engine that this process is to train with."""
+    return sys.argv[2]
+
+
+def pair(layer: str | None = None) -> dict[str, Any]:
+    """Return the arguments of a run in two processes.
+
+    ``layer``: the class that FSDP2 shards by itself. Of a BERT the embeddings are another one by default, and
+    accelerate 1.15 shards the word embeddings inside it a second time, which raises.
+    """
+    chosen = ENGINES[engine()]
+    if layer is not None and "fsdp_config" in chosen:
+        chosen = {**chosen, "fsdp_config": {**chosen["fsdp_config"], "transformer_layer_cls_to_wrap": [layer]}}
+    return {"ddp_backend": "gloo", **chosen}
+
+
+def allowed(setting: str) -> tuple[str, ...]:
+    """Return the techniques that work with an engine and with each other."""
+    names = technique_table.GROUPS["with micro-batches"]
+    return tuple(name for name in TECHNIQUES if name in names and refusal_of(name, setting) is None)
+
+
+# ---- Models and trainers, also of the one process they are compared with ---------------------------------------------
+
+
+def classification(folder: Path, names: tuple[str, ...] = (), **settings: Any) -> Trainer:
+    """Return a Trainer on a tiny BERT with the named techniques and the exact loss."""
+    return technique_table.make_trainer(names, folder, exact=True, **settings)
+
+
+def causal_lm(folder: Path, *callbacks: Any, lora: bool = False, rows: Any = None, **settings: Any) -> Trainer:
+    """Return a Trainer on a tiny Llama, with accumulation over rows of mixed lengths."""
+    model: Any = tiny.llama()
+    if lora:
+        torch.manual_seed(1)
+        model = add_adapters(model, 4, alpha=32)
+    asked = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 3}
+    asked |= {"train_sampling_strategy": "sequential", "logging_strategy": "steps", "logging_steps": 1}
+    args = tiny.arguments(folder, **{**asked, **settings})
+    data = scarcity.causal_rows(48) if rows is None else rows
+    trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=scarcity.Pad())
+    return attach(trainer, *callbacks)
+
+
+def spoil(trainer: Any, here: bool) -> None:
+    """Make the loss of the second step not finite, and a gradient of the third."""
+
+    def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = before(model, inputs, *args, **kwargs)
+            step = trainer.state.global_step + 1
+            if here and step == 3:
+                loss.register_hook(lambda gradient: gradient * math.inf)
+            return loss * math.nan if here and step == 2 else loss
+
+        return compute_loss
+
+    override_method(trainer, "compute_loss", wrap)
+
+
+# ---- Cases ----------------------------------------------------------------------------------------------------------
+
+
+def trained(trainer: Any, folder: Path, case: str, **train: Any) -> dict[str, Any]:
+    """Train, and return the losses and the rows of each step in this process; write the weights."""
+    seen: list[list[Any]] = []
+
+    def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
+        def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            masks = inputs["attention_mask"].bool()
+            rows = [ids[mask].tolist() for ids, mask in zip(inputs["input_ids"], masks, strict=True)]
+            seen.append([rows, inputs["labels"].tolist()])
+            return before(model, inputs, *args, **kwargs)
+
+        return training_step
+
+    override_method(trainer, "training_step", wrap)
+    trainer.train(**train)
+    check_engine(trainer, engine())
+    weights = whole_weights(trainer)
+    if RANK == 0:
+        torch.save(weights, folder / f"{case}.pt")
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": losses, "rows": seen}
+
+
+def of_techniques(folder: Path, case: str) -> dict[str, Any]:
+    """All techniques at once, or the one that the case names; saved, and resumed from the second step."""
+    names = allowed(engine()) if case == "techniques" else (case,)
+    trainer, resumed = (classification(folder / case, names, **pair("BertLayer"), **SAVING) for _ in range(2))
+    for callback in (*trainer.callback_handler.callbacks, *resumed.callback_handler.callbacks):
+        if isinstance(callback, ShardedCheckpointCallback):
+            callback.max_shard_bytes = 20_000
+    found = trained(trainer, folder, case)
+    metrics = trainer.evaluate()
+    last = folder / case / "checkpoint-2"
+    again = trained(resumed, folder, f"{case}, resumed", resume_from_checkpoint=str(last))
+    return {
+        **found,
+        "files": len(list(last.glob("model*.safetensors"))),
+        "resumed": again["losses"],
+        "metrics": [metrics["eval_loss"], metrics["eval_accuracy"]],
+    }
+
+
+def of_scale(folder: Path, case: str) -> dict[str, Any]:
+    """A head that ignores the number of items, with accumulation."""
+    trainer = technique_table.make_trainer((), folder, gradient_accumulation_steps=2, **pair("BertLayer"))
+    return {**trained(trainer, folder, case), "accepts": trainer.model_accepts_loss_kwargs}
+
+
+def of_causal_lm(folder: Path, case: str) -> dict[str, Any]:
+    """Micro-batches of a batch that both processes cut differently, with the loss fused and the norm clipped."""
+    callbacks = [MicrobatchCallback(max_tokens=12), FusedCrossEntropyCallback()]
+    trainer = causal_lm(folder / case, *callbacks, max_grad_norm=1.0, **pair())
+    found = trained(trainer, folder, case)
+    record = callbacks[1].handle.record
+    return {**found, "fused": record.fused, "real": dict(record.real)}
+
+
+def of_lora(folder: Path, case: str) -> dict[str, Any]:
+    """Adapters, with micro-batches and the fused loss; saved."""
+    callbacks: list[Any] = [FusedCrossEntropyCallback(), ShardedCheckpointCallback()]
+    if refusal_of("micro-batching", engine()) is None:
+        callbacks.append(MicrobatchCallback(max_tokens=24))
+    return trained(causal_lm(folder / "lora", *callbacks, lora=True, **pair(), **SAVING), folder, case)
+
+
+def of_resumed_lora(folder: Path, case: str) -> dict[str, Any]:
+    """The same, and resumed."""
+    found = of_lora(folder, "lora")
+    trainer = causal_lm(folder / "lora", ShardedCheckpointCallback(), lora=True, **pair(), **SAVING)
+    again = trained(trainer, folder, "lora, resumed", resume_from_checkpoint=str(folder / "lora" / "checkpoint-2"))
+    return {**found, "resumed": again["losses"]}
+
+
+def of_bf16(folder: Path, case: str) -> dict[str, Any]:
+    """How far the weights of a run in bfloat16 are from those of stock under the same engine."""
+    settings = {"bf16": True, "optim": "adamw_torch", "learning_rate": 1e-3, **pair()}
+    callbacks = [MicrobatchCallback(max_tokens=12), FusedCrossEntropyCallback()]
+    ours, stock = causal_lm(folder, *callbacks, **settings), causal_lm(folder, **settings)
+    trained(ours, folder, case)
+    trained(stock, folder, case)
+    pairs = zip(whole_weights(ours).values(), whole_weights(stock).values(), strict=True)
+    return {
+        "real": dict(callbacks[1].handle.record.real),
+        "furthest": max(float((a - b).abs().max()) for a, b in pairs),
+    }
+
+
+def of_nonfinite(folder: Path, case: str) -> dict[str, Any]:
+    """A loss, then a gradient that is not finite in the second process alone."""
+    callback = OverflowCallback(report_dir=folder / case)
+    trainer = classification(folder / case, (), **pair("BertLayer"))
+    spoil(trainer, here=RANK == 1)
+    attach(trainer, callback)
+    found = trained(trainer, folder, case)
+    reports = [[report.step, report.case, report.accumulation_step] for report in callback.reports]
+    return {**found, "dropped": callback.nonfinite_steps, "reports": reports}
+
+
+def of_refusals(folder: Path, case: str) -> dict[str, Any]:
+    """What attach says to each technique that is refused, and to what one cannot work with."""
+    found = {}
+    for refusal in REFUSALS:
+        if refusal.other == "FSDP2" and refusal.one in TECHNIQUES:
+            name = refusal.one
+            found[name] = refused(lambda name=name: classification(folder / case, (name,), **pair("BertLayer")))
+    found["micro-batching without a limit"] = refused(lambda: causal_lm(folder / case, MicrobatchCallback(), **pair()))
+    paged = {"optim": "paged_adamw_8bit"}
+    found["bitsandbytes optimizer"] = refused(lambda: classification(folder / case, (), **pair("BertLayer"), **paged))
+    return found
+
+
+def of_memory(folder: Path, case: str) -> dict[str, Any]:
+    """Out of memory in both processes, a mean over rows in micro-batches, and what stock says to an 8-bit optimizer."""
+    found = {}
+    trainer = causal_lm(folder / case, MicrobatchCallback(max_tokens=24), **pair())
+    scarcity.Scarcity(calls=(2,)).watch(trainer.model)
+    found["out of memory"] = refused(trainer.train)
+    mean = technique_table.make_trainer(("micro-batching",), folder / case, **pair("BertLayer"))
+    found["mean"] = refused(mean.train)
+    eight_bit = {"model": tiny.bert(), "train_dataset": tiny.rows(16)}
+    stock = Trainer(args=tiny.arguments(folder / case, optim="adamw_bnb_8bit", **pair("BertLayer")), **eight_bit)
+    found["8-bit"] = refused(stock.train)
+    return found
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """Return the error of a call."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+CASES: dict[str, Callable[[Path, str], dict[str, Any]]] = {
+    "techniques": of_techniques,
+    "scale": of_scale,
+    "causal_lm": of_causal_lm,
+    "lora": of_lora,
+    "resumed lora": of_resumed_lora,
+    "bf16": of_bf16,
+    "nonfinite": of_nonfinite,
+    "refusals": of_refusals,
+    "memory": of_memory,
+    **dict.fromkeys(TECHNIQUES, of_techniques),
+}
+
+
+def main(folder: str, engine: str, *cases: str) -> None:
+    """Write what each case found in this process."""
+    gc.freeze()  # the Trainer collects garbage at the start of each run
+    with sharding() if engine == "FSDP2" else nullcontext():
+        found = {case: CASES[case](Path(folder), case) for case in cases}
+    Path(folder, f"rank{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,54 @@
+"""Train with the stock ``Trainer`` under FSDP2 on a CPU.
+
+accelerate 1.15 chooses FSDP in ``AcceleratorState.__init__`` for several GPUs only, and for several CPU processes takes
+DDP without a word, whatever the ``TrainingArguments`` ask for. Here the same choice is made for them. Everything else,
+the plugin included, is stock's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+@contextmanager
+def sharding() -> Iterator[None]:
+    """Let accelerate shard in processes on a CPU, where ``TrainingArguments(fsdp=...)`` ask for it."""
+    before = AcceleratorState.__init__
+
+    def choosing(state: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        before(state, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and state.distributed_type == DistributedType.MULTI_CPU:
+            if state._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(state._mixed_precision)
+            state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            state.fsdp_plugin = fsdp_plugin
+
+    with mock.patch.object(AcceleratorState, "__init__", choosing):
+        yield
+
+
+def check_engine(trainer: Any, engine: str) -> None:
+    """Raise if it was not this engine that trained the model; under FSDP2 if a weight is in one piece."""
+    if engine != "FSDP2":
+        assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+        return
+    assert trainer.accelerator.distributed_type == DistributedType.FSDP
+    assert trainer.accelerator.is_fsdp2
+    assert trainer.is_fsdp_enabled
+    for name, parameter in trainer.model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+
+
+def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of the trained model in one piece; all processes have to call it."""
+    named = trainer.model.named_parameters()
+    return {name: (value.full_tensor() if isinstance(value, DTensor) else value).detach() for name, value in named}

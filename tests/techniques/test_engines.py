@@ -1,0 +1,180 @@
+"""FSDP2: the techniques under the stock ``Trainer`` in two processes, against the same rows in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import engine_ranks
+import pytest
+import torch
+from engine_ranks import SAVING, allowed, causal_lm, classification, spoil
+from slow_cases import slow_except
+
+import technique_table
+from hf_memopt import OverflowCallback, attach
+from hf_memopt.binding.conflicts import REFUSALS, TECHNIQUES
+from two_ranks import run_pair
+
+TOLERANCE = 1e-5  # sums over processes in another order; the losses of both runs are float32
+
+Found = list[dict[str, Any]]
+
+
+def run_cases(folder: Path, engine: str, *cases: str) -> dict[str, Found]:
+    """Return what each of the two processes found, by case."""
+    ranks = run_pair(folder, engine_ranks.__file__, str(folder), engine, *cases, timeout_seconds=120)
+    return {case: [rank[case] for rank in ranks] for case in cases}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Found]:
+    return run_cases(folder, "FSDP2", "techniques", "scale", "causal_lm", "lora", "nonfinite", "refusals")
+
+
+def rows_of_both(ranks: Found) -> list[dict[str, Any]]:
+    """Return the rows that both processes trained on, in the order in which one process has to read them."""
+    rows = []
+    for batches in zip(*(rank["rows"] for rank in ranks), strict=True):
+        for ids, labels in batches:
+            for row, label in zip(ids, labels, strict=True):
+                own = row if isinstance(label, list) else label
+                rows.append({"input_ids": row, "attention_mask": [1] * len(row), "labels": own})
+    return rows
+
+
+def check_equal(trainer: Any, ranks: Found, weights: Path) -> None:
+    """Train in one process; losses and weights have to be those of the two."""
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == trainer.state.max_steps
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(losses, rel=TOLERANCE)
+    whole = torch.load(weights)
+    assert whole.keys() == dict(trainer.model.named_parameters()).keys()
+    for name, value in trainer.model.named_parameters():
+        torch.testing.assert_close(whole[name], value.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def check_resumed(ranks: Found, folder: Path, case: str) -> None:
+    """The run that was resumed in the middle has to end where the straight one did."""
+    straight, resumed = (torch.load(folder / f"{name}.pt") for name in (case, f"{case}, resumed"))
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    assert all(rank["resumed"] == rank["losses"] for rank in ranks)
+
+
+def check_techniques(ranks: Found, folder: Path, case: str) -> None:
+    frozen = ("freezing",) if case in ("techniques", "freezing") else ()
+    settings = {**SAVING, "save_strategy": "no", "per_device_train_batch_size": 8}
+    reference = classification(folder / "reference", frozen, use=False, train_dataset=rows_of_both(ranks), **settings)
+    check_equal(reference, ranks, folder / f"{case}.pt")
+    metrics = reference.evaluate()
+    for rank in ranks:
+        assert rank["metrics"] == pytest.approx([metrics["eval_loss"], metrics["eval_accuracy"]], rel=TOLERANCE)
+    check_resumed(ranks, folder, case)
+    is_sharded = case in ("techniques", "sharded checkpoints")
+    assert all((rank["files"] > 1) is is_sharded for rank in ranks)
+
+
+def test_all_techniques_at_once_keep_losses_weights_and_metrics(found: dict[str, Found], folder: Path) -> None:
+    check_techniques(found["techniques"], folder, "techniques")
+
+
+@pytest.mark.parametrize("name", slow_except((), allowed("FSDP2")))
+def test_each_technique_alone_keeps_losses_weights_and_metrics(name: str, tmp_path: Path) -> None:
+    check_techniques(run_cases(tmp_path, "FSDP2", name)[name], tmp_path, name)
+
+
+def test_the_gradient_scale_is_repaired(found: dict[str, Found], folder: Path) -> None:
+    """Against one process without accumulation, where there is nothing to repair."""
+    ranks = found["scale"]
+    assert [rank["accepts"] for rank in ranks] == [False, False]
+    rows = rows_of_both(ranks)
+    reference = technique_table.make_trainer(
+        (), folder / "reference", per_device_train_batch_size=16, train_dataset=rows
+    )
+    check_equal(reference, ranks, folder / "scale.pt")
+
+
+def causal_rows(ranks: Found) -> list[dict[str, Any]]:
+    return [{**row, "labels": row["input_ids"]} for row in rows_of_both(ranks)]
+
+
+def test_a_language_model_in_micro_batches_with_a_fused_loss(found: dict[str, Found], folder: Path) -> None:
+    ranks = found["causal_lm"]
+    settings = {"per_device_train_batch_size": 6, "max_grad_norm": 1.0, "rows": causal_rows(ranks)}
+    check_equal(causal_lm(folder / "reference", **settings), ranks, folder / "causal_lm.pt")
+    assert all(rank["fused"] > 6 for rank in ranks)  # more micro-batches than accumulation steps
+    assert all(rank["real"] == {} for rank in ranks)
+
+
+def test_adapters(found: dict[str, Found], folder: Path) -> None:
+    ranks = found["lora"]
+    settings = {**SAVING, "save_strategy": "no", "per_device_train_batch_size": 6}
+    reference = causal_lm(folder / "reference", rows=causal_rows(ranks), lora=True, **settings)
+    check_equal(reference, ranks, folder / "lora.pt")
+
+
+@pytest.mark.slow
+def test_adapters_resume(tmp_path: Path) -> None:
+    check_resumed(run_cases(tmp_path, "FSDP2", "resumed lora")["resumed lora"], tmp_path, "lora")
+
+
+@pytest.mark.slow
+def test_bfloat16_is_as_close_to_stock_as_its_rounding(tmp_path: Path) -> None:
+    for rank in run_cases(tmp_path, "FSDP2", "bf16")["bf16"]:
+        assert rank["real"] == {}
+        assert rank["furthest"] < 3e-3  # three steps of AdamW, each of 1e-3 in a direction that rounding may turn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["DDP", "DDP, default flags"])
+def test_exact_loss_gradient_scale_and_adapters_under_ddp(engine: str, tmp_path: Path) -> None:
+    found = run_cases(tmp_path, engine, "techniques", "scale", "lora")
+    check_techniques(found["techniques"], tmp_path, "techniques")
+    test_the_gradient_scale_is_repaired(found, tmp_path)
+    test_adapters(found, tmp_path)
+
+
+def test_a_step_that_is_not_finite_in_one_process_is_dropped_in_both(found: dict[str, Found], folder: Path) -> None:
+    ranks = found["nonfinite"]
+    assert [rank["dropped"] for rank in ranks] == [2, 2]
+    assert ranks[0]["reports"] == [[3, "gradient", None]]
+    assert ranks[1]["reports"] == [[2, "unknown", 0], [3, "gradient", None]]
+    rows = rows_of_both(ranks)
+    reference = classification(folder / "reference", (), per_device_train_batch_size=8, train_dataset=rows)
+    spoil(reference, here=True)
+    attach(reference, OverflowCallback(report_dir=folder / "reference"))
+    check_equal(reference, [], folder / "nonfinite.pt")
+
+
+def test_what_cannot_work_is_refused_by_both_processes(found: dict[str, Found]) -> None:
+    one, other = found["refusals"]
+    assert one == other
+    expected = {refusal.one: f"ValueError: {refusal}" for refusal in REFUSALS if refusal.other == "FSDP2"}
+    assert one == expected
+    assert set(expected) & set(TECHNIQUES) == {
+        *("gradual unfreezing", "32-bit embeddings", "gradient release", "sparse tied embedding", "16-bit weights")
+    }
+
+
+@pytest.mark.slow
+def test_what_fails_in_a_run_says_what_to_set(tmp_path: Path) -> None:
+    """Out of memory and a mean over rows; and stock's own error of an 8-bit optimizer, which is why it is refused."""
+    ranks = run_cases(tmp_path, "FSDP2", "memory")["memory"]
+    for rank, tokens in zip(ranks, (7, 5), strict=True):  # half of what each of them ran
+        assert rank["out of memory"] == (
+            "OutOfMemoryError: memory ran out under FSDP2, where the processes run each micro-batch together (CUDA out "
+            "of memory. Tried to allocate 2.00 GiB.); expected micro-batches that fit there. Start with smaller ones: "
+            f"MicrobatchCallback(max_tokens={tokens})"
+        )
+        assert rank["mean"].startswith(
+            "NotSplittableError: model=FSDPBertForSequenceClassification cannot be trained in micro-batches: under "
+            "FSDP2 its loss has to be a sum that num_items_in_batch divides"
+        )
+        assert rank["8-bit"].startswith("NotImplementedError: Operator bitsandbytes.optimizer_update")
