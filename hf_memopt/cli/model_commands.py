@@ -218,25 +218,27 @@ def plan(
 
 
 def report(
-    path: Annotated[Path, typer.Argument(help="The JSON that `hf-memopt plan --json` wrote.", metavar="PLAN.JSON")],
+    path: Annotated[
+        list[Path],
+        typer.Argument(help="The output folder of a run, or JSON of plan, estimate or measure; one or two."),
+    ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The HTML file; beside the JSON by default.", metavar="FILE")
+        Path | None, typer.Option("-o", "--output", help="The HTML file; of one beside its JSON.", metavar="FILE")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables, of two.")] = False,
 ) -> None:
-    """Make one HTML file with pictures of a plan's JSON.
+    """Make one HTML file of a run or a plan, or tell what grew between two.
 
-    It needs no network, and neither the model nor the data of the plan. With --report, plan adds to its JSON which
-    batches and lengths fit, the timeline, and what each choice costs.
+    One: a page with pictures, of the output folder of a run with a MemoryReportCallback, or of a plan's JSON. Two of a
+    kind: what grew, by component and phase, as tables; with --output also as a page. No network is needed, and neither
+    the model nor the data.
     """
-    from hf_memopt.reports.plan_file import read_plan_file
-    from hf_memopt.reports.plan_page import check_page, write_page
+    from rich.console import Console
 
-    told = read_plan_file(path)
-    page = path.with_suffix(".html") if output is None else output
-    check_page(page, force=force)
-    write_page(told, page)
-    typer.echo(f"Report: {page}")
+    from hf_memopt.cli.report_command import run_report
+
+    run_report(path, Console(), output=output, force=force, json_output=json_output)
 
 
 def measure(

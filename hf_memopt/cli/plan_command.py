@@ -15,7 +15,7 @@ from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.recipes.measuring.measurement import named_measurement
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, checked_word, read_gpu
 from hf_memopt.recipes.planning.script.folder import RowsFile, check_folder
-from hf_memopt.reports.plan_page import check_page
+from hf_memopt.reports.page import check_page
 
 if TYPE_CHECKING:
     import numpy as np

@@ -23,6 +23,7 @@ from hf_memopt.devices.memory_reading import (
     read_memory,
     read_process,
 )
+from hf_memopt.memory.run_report import RunReport
 from hf_memopt.units import format_bytes, to_gib
 
 if TYPE_CHECKING:
@@ -46,11 +47,12 @@ class PhasePeaks:
         self.meter = meter
         self.summary: dict[str, dict[str, int]] = {}
         self._new: dict[str, dict[str, int]] = {}
+        self._of_step: dict[str, dict[str, int]] = {}
 
     def close(self, phase: str) -> None:
         """End the current span, which belonged to ``phase``."""
         for kind, peak_bytes in self.meter.read().items():
-            for phases in (self.summary, self._new):
+            for phases in (self.summary, self._new, self._of_step):
                 known = phases.setdefault(phase, {})
                 known[kind] = max(peak_bytes, known.get(kind, 0))
 
@@ -58,9 +60,14 @@ class PhasePeaks:
         """Return the peaks of ``phases`` since they were last taken."""
         return {phase: self._new.pop(phase) for phase in phases if phase in self._new}
 
+    def take_step(self) -> dict[str, dict[str, int]]:
+        """Return the peaks of the optimizer step that ends now."""
+        peaks, self._of_step = self._of_step, {}
+        return peaks
+
     def restart(self) -> None:
         """Drop all phases."""
-        self.summary, self._new = {}, {}
+        self.summary, self._new, self._of_step = {}, {}, {}
 
 
 class MemoryReportCallback(TrainerCallback):
@@ -92,6 +99,15 @@ class MemoryReportCallback(TrainerCallback):
     A phase is measured by **resetting torch's peak counters** when it begins: ``torch.cuda.max_memory_allocated()``
     then covers the last phase only. Read ``summary`` instead. One device is read, ``args.device`` of this process.
 
+    Bound, it also leaves a report in the output folder, ``memopt_run.json``, at each checkpoint and at the end;
+    ``hf-memopt report OUTPUT_DIR`` makes a page of it. An out-of-memory that ends the run leaves the page itself,
+    ``memopt_run.html``, with what was alive, what the step was predicted to need, and what fits. The error goes on and
+    has the path of the page as a note. Every process writes a file of its own then (``memopt_run-rank1.html``).
+
+    Args:
+        report: whether to leave the report.
+        predict: whether to simulate the largest batch when training ends, for the report: seconds to a minute.
+
     Examples:
         >>> report = MemoryReportCallback()  # Trainer(..., callbacks=[report]); attach(trainer); trainer.train()
         >>> report.summary, report.table()
@@ -100,8 +116,11 @@ class MemoryReportCallback(TrainerCallback):
 
     technique = "memory report"
 
-    def __init__(self) -> None:
+    def __init__(self, *, report: bool = True, predict: bool = False) -> None:
+        self.report = report
+        self.predict = predict
         self.binding = Binding()
+        self._report = RunReport()
         self._reset()
 
     def _reset(self) -> None:
@@ -140,7 +159,21 @@ class MemoryReportCallback(TrainerCallback):
         handler.callbacks[:] = [self, *(callback for callback in handler.callbacks if callback is not self)]
         self._begin(trainer.args).meter.skip()  # what attach itself runs is not loading
         consoles = [one for one in handler.callbacks if isinstance(one, (ProgressCallback, PrinterCallback))]
-        return self.binding.to(trainer, *(override_method(one, "on_log", _with_one_figure) for one in consoles))
+        watched = self._report.watch(trainer, lambda: self._is_reporting(trainer), lambda: self.summary)
+        return self.binding.to(
+            trainer, *(override_method(one, "on_log", _with_one_figure) for one in consoles), *watched
+        )
+
+    def _is_reporting(self, trainer: Trainer) -> bool:
+        """Return whether a report is made of this trainer's runs: bound, asked for, and not set aside."""
+        return self.report and self.binding.trainer is trainer and self in trainer.callback_handler.callbacks
+
+    def _trainer_of(self, state: TrainerState) -> Trainer | None:
+        """Return the trainer whose run is reported; None where none is."""
+        trainer: Trainer | None = self.binding.trainer
+        if trainer is None or trainer.state is not state or state.is_hyper_param_search:
+            return None
+        return trainer if self.report else None
 
     def _begin(self, args: TrainingArguments) -> PhasePeaks:
         """Return the peaks; the first call ends the span before the Trainer was created."""
@@ -164,6 +197,8 @@ class MemoryReportCallback(TrainerCallback):
         if self._training:  # an interrupted run, or a restart with a smaller batch: its peak is not loading
             peaks.meter.skip()
         peaks.close("load")
+        peaks.take_step()
+        self._report.begin(state.global_step)
         self._trained = self._training = True
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
@@ -175,14 +210,24 @@ class MemoryReportCallback(TrainerCallback):
         if peaks.meter.only_samples:
             peaks.close("forward_backward")
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         self._begin(args).close("forward_backward")
+        if (trainer := self._trainer_of(state)) is not None:
+            self._report.note_gradients(trainer)
 
-    def on_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         self._begin(args).close("optimizer")
+        if (trainer := self._trainer_of(state)) is not None:
+            self._report.note_state(trainer)
 
-    def on_step_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        self._begin(args).meter.skip()  # an evaluation may begin here, and the gradients are gone now
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        peaks = self._begin(args)
+        peaks.meter.skip()  # an evaluation may begin here, and the gradients are gone now
+        self._report.end_step(state.global_step, peaks.take_step())
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        if (trainer := self._trainer_of(state)) is not None and args.should_save:
+            self._report.write(trainer, self.summary, finished=False)
 
     def on_prediction_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         peaks = self._begin(args)
@@ -204,6 +249,8 @@ class MemoryReportCallback(TrainerCallback):
         if self._evaluating:
             figures = self._close_evaluation(peaks, logs)
             self._evaluation_keys = tuple(figures)
+            if self._training:
+                self._report.add_peaks(state.global_step, peaks.take_step())
         elif {"train_runtime", "train_loss"} <= logs.keys():  # the closing log of train()
             peaks.take(*PHASES)
             figures = _run_figures(peaks)
@@ -237,9 +284,11 @@ class MemoryReportCallback(TrainerCallback):
         if self._evaluating:
             metrics.update(self._close_evaluation(self._begin(args), metrics))
 
-    def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         self._begin(args).meter.skip()
         self._training = False
+        if (trainer := self._trainer_of(state)) is not None and args.should_save:
+            self._report.write(trainer, self.summary, finished=True, predict=self.predict)
 
     def _close_evaluation(self, peaks: PhasePeaks, metrics: dict[str, Any]) -> dict[str, float]:
         self._evaluating = False

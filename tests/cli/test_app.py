@@ -93,7 +93,11 @@ ANSWERED_AT_ONCE = {
     "estimate gpt2 --weights bf61": (2, "--weights bf61 is invalid; "),
     "estimate gpt2 --tokenizer gpt2": (2, "--tokenizer gpt2 is for a data file, and there is none; "),
     "estimate gpt2 --preset 4gb-gpu --batch-size 5": (2, "--batch-size 5 does not divide the 32 examples "),
-    "report missing.json": (2, "'missing.json' does not exist; expected the JSON of a plan. "),
+    "report missing.json": (2, "'missing.json' does not exist; expected the output folder of a run, or the JSON of a "),
+    "report missing other.json": (
+        2,
+        "'missing' does not exist; expected the output folder of a run, or the JSON of a ",
+    ),
     "lengths data.csv --plot lengths.gif": (2, "--plot lengths.gif is not a kind of picture; "),
 }
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory.timeline import COMPONENTS, phase_peaks
+from hf_memopt.reports.estimate_file import ESTIMATE_FORMAT
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -233,6 +234,7 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
     figures = {item.name: getattr(estimate, item.name) for item in fields(estimate) if item.name not in nested}
     versions = {name: importlib.metadata.version(name) for name in ("hf-memopt", "torch", "transformers")}
     found = {
+        "format": ESTIMATE_FORMAT,
         **figures,
         "settings": {item.name: getattr(estimate.settings, item.name) for item in fields(estimate.settings)},
         "gpu": gpu,

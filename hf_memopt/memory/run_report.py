@@ -1,0 +1,369 @@
+"""Record what the report of a run shows beside the peaks of its phases, and write it into the output folder.
+
+``MemoryReportCallback`` keeps one ``RunReport``. The shapes of batches come from ``get_batch_samples``; where memory
+runs out is seen in ``compute_loss`` and accelerate's ``backward``, inside of what recovers from it (micro-batching),
+while the failed pass still holds its tensors. ``train`` is wrapped to know whether anything recovered.
+
+The trade: two more Python calls per accumulation step and one sum over the attention mask, which is read only when the
+report is written. After a failure that ends the run, one simulation of the step, and more to find what fits.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import platform
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_memopt.binding.handles import UndoHandle, override_method
+from hf_memopt.changes import CHANGES
+from hf_memopt.devices.memory_reading import read_context, read_memory
+from hf_memopt.devices.out_of_memory import is_out_of_memory
+from hf_memopt.memory.batch_shape import BatchShape
+from hf_memopt.memory.live_tensors import bytes_on, held_by_trainer, largest_blocks, live_tensors
+from hf_memopt.memory.timeline import phase_peaks
+from hf_memopt.notices import notify
+from hf_memopt.reports.run_file import FORMAT, run_name
+from hf_memopt.whole_files import warn_unwritten, write_whole
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = ["RunReport"]
+
+logger = logging.getLogger(__name__)
+
+MOST_SPANS = 400  # of the timeline; of longer runs neighbours are joined
+VERSIONS = ("hf-memopt", "torch", "transformers", "accelerate")
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
+ARGUMENTS = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "optim"),
+    *("bf16", "fp16", "tf32", "max_grad_norm", "num_train_epochs", "max_steps", "eval_accumulation_steps"),
+)
+"""Of ``TrainingArguments``, what memory depends on."""
+
+Peaks = Mapping[str, Mapping[str, int]]
+
+
+class RunReport:
+    """What happened in a run, beside the peaks of its phases.
+
+    Attributes:
+        phase: that runs now: "load", "forward", "backward", "optimizer", "evaluation", or "between steps".
+    """
+
+    def __init__(self) -> None:
+        self._unwritten: set[str] = set()  # the causes of failed writes that were warned of
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Begin anew: ``train()`` begins, after ``step`` steps of a run that is resumed."""
+        self.phase = "load"
+        self._components: dict[str, int] = {}
+        self._spans: list[dict[str, Any]] = []
+        self._batches, self._examples, self._padded_tokens = 0, 0, 0
+        self._tokens: torch.Tensor | None = None  # on the device of the batches
+        self._counts_tokens = True
+        self._largest: BatchShape | None = None
+        self._shape: BatchShape | None = None  # of the last pass
+        self._failure: dict[str, Any] | None = None  # the last one, whether or not it was recovered from
+        self._first_step = step
+
+    # ---- What is overridden -----------------------------------------------------------------------------------------
+
+    def watch(self, trainer: Trainer, is_active: Callable[[], bool], peaks: Callable[[], Peaks]) -> list[UndoHandle]:
+        """Override methods of a Trainer.
+
+        Args:
+            trainer: the Trainer.
+            is_active: whether its callback works now; nothing is recorded otherwise.
+            peaks: returns the peaks of the run so far, by phase and kind.
+        """
+
+        def get_batch_samples(before: Callable[..., Any]) -> Callable[..., Any]:
+            def noting(*args: Any, **kwargs: Any) -> Any:
+                batches, *rest = before(*args, **kwargs)
+                if is_active():
+                    self._note_batches(batches)
+                return batches, *rest
+
+            return noting
+
+        def compute_loss(before: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                if not is_active():
+                    return before(model, inputs, *args, **kwargs)
+                self.phase = "forward" if model.training else "evaluation"
+                self._shape = BatchShape.of(inputs, count_tokens=False)
+                loss = self._watched(trainer, lambda: before(model, inputs, *args, **kwargs))
+                self.phase = "backward" if model.training else "evaluation"
+                return loss
+
+            return forward
+
+        def backward(before: Callable[..., Any]) -> Callable[..., Any]:
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                if not is_active():
+                    return before(*args, **kwargs)
+                found = self._watched(trainer, lambda: before(*args, **kwargs))
+                self.phase = "optimizer"
+                return found
+
+            return watched
+
+        def train(before: Callable[..., Any]) -> Callable[..., Any]:
+            def reporting(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return before(*args, **kwargs)
+                except Exception as error:
+                    if is_active() and is_out_of_memory(error):
+                        self._report_failure(trainer, error, peaks())
+                    raise
+
+            return reporting
+
+        return [
+            override_method(trainer, "get_batch_samples", get_batch_samples),
+            override_method(trainer, "compute_loss", compute_loss),
+            override_method(trainer.accelerator, "backward", backward),
+            override_method(trainer, "train", train),
+        ]
+
+    def _watched(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
+        """Return what ``run`` returns; where memory runs out, note first what is alive."""
+        try:
+            return run()
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._note_failure(trainer, error)
+            raise
+
+    # ---- During the run ---------------------------------------------------------------------------------------------
+
+    def note_gradients(self, trainer: Trainer) -> None:
+        """Note the bytes of weights and gradients, before the first optimizer step."""
+        if "gradients" not in self._components:
+            held = held_by_trainer(trainer)
+            for name in ("weights", "gradients"):
+                self._components[name] = bytes_on(trainer.args.device, held[name])
+
+    def note_state(self, trainer: Trainer) -> None:
+        """Note the bytes of the optimizer's state after its first step."""
+        if "optimizer state" not in self._components:
+            state = held_by_trainer(trainer)["optimizer state"]
+            self._components["optimizer state"] = bytes_on(trainer.args.device, state)
+
+    def end_step(self, step: int, peaks: Peaks) -> None:
+        """Add the peaks of an optimizer step."""
+        self.phase = "between steps"
+        self._spans.append({"first": step, "last": step, "peaks": {name: dict(one) for name, one in peaks.items()}})
+        if len(self._spans) == MOST_SPANS:
+            pairs = zip(self._spans[::2], self._spans[1::2], strict=True)
+            self._spans = [_joined(one, other) for one, other in pairs]
+
+    def add_peaks(self, step: int, peaks: Peaks) -> None:
+        """Add the peaks of an evaluation to the step before it."""
+        if not self._spans:
+            self._spans.append({"first": step, "last": step, "peaks": {}})
+        self._spans[-1] = _joined(self._spans[-1], {"first": step, "last": step, "peaks": peaks})
+
+    def _note_batches(self, batches: Iterable[Any]) -> None:
+        for batch in batches:
+            shape = BatchShape.of(batch)
+            self._batches += 1
+            self._examples += shape.rows
+            self._padded_tokens += shape.rows * (shape.seq_len or 0)
+            if shape.real is None:
+                self._counts_tokens = False
+            elif self._tokens is None:
+                self._tokens = shape.real.to(torch.int64, copy=True)
+            else:
+                self._tokens += shape.real
+            if self._largest is None or shape.padded_tokens > self._largest.padded_tokens:
+                self._largest = BatchShape.of(batch, count_tokens=False)
+
+    def _note_failure(self, trainer: Any, error: BaseException) -> None:
+        """Note what is alive; nothing that goes wrong here may hide the error."""
+        try:
+            device = trainer.args.device
+            components, tensors = live_tensors(trainer, device)
+            reading = read_memory(device) if device.type != "cpu" else None
+            shape = self._shape
+            allocated = None if reading is None else reading.allocated_bytes
+            if allocated is not None and allocated > sum(components.values()):
+                components["kept by autograd and kernels"] = allocated - sum(components.values())
+            self._failure = {
+                "step": trainer.state.global_step + 1,
+                "phase": self.phase,
+                "rows": None if shape is None else shape.rows,
+                "length": None if shape is None else shape.seq_len,
+                "error": str(error),
+                "allocated_bytes": allocated,
+                "reserved_bytes": None if reading is None else reading.reserved_bytes,
+                "components": components,
+                "tensors": tensors,
+                "blocks": largest_blocks(trainer, device),
+            }
+        except Exception as failed:  # a device that has failed may answer nothing
+            logger.warning("what was alive when memory ran out is unknown (%s: %s)", type(failed).__name__, failed)
+
+    # ---- The file ---------------------------------------------------------------------------------------------------
+
+    def write(self, trainer: Any, peaks: Peaks, *, finished: bool, predict: bool = False) -> None:
+        """Write the report of a run that goes on or has finished."""
+        notes: list[str] = []
+        predicted = self._predicted(trainer, notes, hints=False) if predict else None
+        told = self._as_dict(trainer, peaks, "finished" if finished else "training", predicted, notes)
+        self._write(trainer, told)
+
+    def _report_failure(self, trainer: Any, error: BaseException, peaks: Peaks) -> None:
+        """Write the report of an out-of-memory that ended the run, as JSON and as a page; the error goes on."""
+        try:
+            if self._failure is None or self.phase in ("optimizer", "between steps", "load"):
+                self._note_failure(trainer, error)
+            elif self._failure is not None:
+                self._failure["error"] = str(error)  # of what gave up, with its advice
+            notes: list[str] = []
+            predicted = self._predicted(trainer, notes, hints=True)
+            told = self._as_dict(trainer, peaks, "out of memory", predicted, notes)
+            page = self._write(trainer, told, with_page=True)
+            if page is not None:
+                fits = "" if predicted is None else "".join(f"\n[memopt] {hint}" for hint in predicted["hints"])
+                error.add_note(f"[memopt] what was alive when memory ran out: {page}{fits}")
+        except (Exception, KeyboardInterrupt) as failed:  # the original error is the one to see
+            warnings.warn(
+                f"the report of the out-of-memory could not be made ({type(failed).__name__}: {failed})", stacklevel=2
+            )
+
+    def _write(self, trainer: Any, told: dict[str, Any], *, with_page: bool = False) -> Path | None:
+        """Write JSON, and the page of it where asked for; return the last path, None where nothing was written."""
+        import json
+
+        path = Path(trainer.args.output_dir or "") / run_name(trainer.args.process_index)
+        try:
+            write_whole(path, json.dumps(told) + "\n")
+            if with_page:
+                from hf_memopt.reports.run_file import read_run
+                from hf_memopt.reports.run_page import run_page
+
+                text = run_page(read_run(path.read_bytes(), str(path)))
+                path = path.with_suffix(".html")
+                write_whole(path, text)
+        except OSError as error:
+            warn_unwritten(path, error, "there is no report of this run", self._unwritten)
+            return None
+        return path
+
+    def _as_dict(
+        self, trainer: Any, peaks: Peaks, state: str, predicted: dict[str, Any] | None, notes: list[str]
+    ) -> dict[str, Any]:
+        args, model = trainer.args, trainer.model
+        reading = read_memory(args.device) if args.device.type != "cpu" else read_memory("cpu")
+        largest = self._largest
+        return {
+            "format": FORMAT,
+            "state": state,
+            "model": type(model).__name__,
+            "parameters": sum(one.numel() for one in model.parameters()),
+            "trainable_parameters": sum(one.numel() for one in model.parameters() if one.requires_grad),
+            "device": str(args.device),
+            "device_name": reading.device_name,
+            "device_bytes": reading.device_total_bytes if reading.has_accelerator else reading.host_total_bytes,
+            "context_bytes": read_context(args.device),
+            "process": args.process_index,
+            "processes": args.world_size,
+            "first_step": self._first_step,
+            "last_step": trainer.state.global_step,
+            "peaks": peaks,
+            "components": self._components,
+            "spans": self._spans,
+            "batches": {
+                "batches": self._batches,
+                "examples": self._examples,
+                "padded_tokens": self._padded_tokens,
+                "tokens": int(self._tokens) if self._tokens is not None and self._counts_tokens else None,
+                "largest_rows": 0 if largest is None else largest.rows,
+                "largest_length": None if largest is None else largest.seq_len,
+            },
+            "changes": [
+                {"name": one.name, "old": repr(one.old), "new": repr(one.new), "reason": one.reason}
+                for one in getattr(trainer, CHANGES, ())
+            ],
+            "micro_batching": _micro_batching(trainer),
+            "predicted": predicted,
+            "out_of_memory": self._failure if state == "out of memory" else None,
+            "arguments": {name: _text(getattr(args, name)) for name in ARGUMENTS if hasattr(args, name)},
+            "notes": notes,
+            "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+            "environment": {
+                "python": platform.python_version(),
+                "platform": platform.platform(),
+                **{name: os.environ[name] for name in VARIABLES if name in os.environ},
+            },
+        }
+
+    def _predicted(self, trainer: Any, notes: list[str], *, hints: bool) -> dict[str, Any] | None:
+        """Return what the estimate says of the batch that failed, or of the largest one; None with a note."""
+        shape = self._shape if hints else self._largest
+        if shape is None or not shape.rows:
+            return None
+        if trainer.args.world_size > 1:
+            notes.append("not predicted: several processes")
+            return None
+        from hf_memopt.memory.estimation import with_hints
+        from hf_memopt.memory.trainer_estimate import estimate_of
+
+        if hints:
+            notify(logger, "out of memory: simulating the step, to find what fits (Ctrl-C to go without)")
+        try:
+            found = estimate_of(trainer, shape, eval_batch_size=None)
+            if hints:
+                found = with_hints(trainer.model, found, labels_length=shape.labels_length)
+        except Exception as error:  # NotEstimableError, and what a user's own model may raise on meta
+            notes.append(f"not predicted: {error}")
+            return None
+        return {
+            "batch_size": found.batch_size,
+            "seq_len": found.seq_len,
+            "reserved_bytes": found.peak_reserved_bytes,
+            "allocated_bytes": found.peak_allocated_bytes,
+            "context_bytes": found.context_bytes,
+            "components": found.components,
+            "phases": {name: peaks["allocated_bytes"] for name, peaks in phase_peaks(found.timeline).items()},
+            "gpu": "" if found.gpu is None else found.gpu.name,
+            "usable_bytes": None if found.gpu is None else found.gpu.usable_bytes,
+            "hints": [str(hint) for hint in found.hints or ()],
+        }
+
+
+def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return two neighbouring spans as one, with the larger of each peak."""
+    peaks = {name: dict(kinds) for name, kinds in one["peaks"].items()}
+    for name, kinds in other["peaks"].items():
+        known = peaks.setdefault(name, {})
+        for kind, size in kinds.items():
+            known[kind] = max(size, known.get(kind, 0))
+    return {"first": one["first"], "last": max(one["last"], other["last"]), "peaks": peaks}
+
+
+def _micro_batching(trainer: Any) -> dict[str, Any] | None:
+    for callback in trainer.callback_handler.callbacks:
+        if getattr(callback, "technique", None) == "micro-batching":
+            return {
+                "steps": callback.tally.steps,
+                "cut_steps": callback.tally.cut_steps,
+                "failures": callback.tally.failures,
+                "lost_seconds": callback.tally.lost_seconds,
+                "limits": {name: limit.limit for name, limit in callback.limits.items()},
+            }
+    return None
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "value", value))
