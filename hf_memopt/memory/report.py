@@ -7,8 +7,10 @@ or tensor, and the peaks between phases (data loading, logging, saving).
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
@@ -23,6 +25,9 @@ from hf_memopt.devices.memory_reading import (
     read_memory,
     read_process,
 )
+from hf_memopt.memory.output.model_card import add_section, training_memory
+from hf_memopt.memory.run_record import RunRecord
+from hf_memopt.plotting import check_picture
 from hf_memopt.units import format_bytes, to_gib
 
 if TYPE_CHECKING:
@@ -47,12 +52,14 @@ class PhasePeaks:
         self.summary: dict[str, dict[str, int]] = {}
         self._new: dict[str, dict[str, int]] = {}
 
-    def close(self, phase: str) -> None:
-        """End the current span, which belonged to ``phase``."""
-        for kind, peak_bytes in self.meter.read().items():
+    def close(self, phase: str) -> dict[str, int]:
+        """End the current span, which belonged to ``phase``, and return its peaks."""
+        found = self.meter.read()
+        for kind, peak_bytes in found.items():
             for phases in (self.summary, self._new):
                 known = phases.setdefault(phase, {})
                 known[kind] = max(peak_bytes, known.get(kind, 0))
+        return found
 
     def take(self, *phases: str) -> dict[str, dict[str, int]]:
         """Return the peaks of ``phases`` since they were last taken."""
@@ -92,6 +99,17 @@ class MemoryReportCallback(TrainerCallback):
     A phase is measured by **resetting torch's peak counters** when it begins: ``torch.cuda.max_memory_allocated()``
     then covers the last phase only. Read ``summary`` instead. One device is read, ``args.device`` of this process.
 
+    Args:
+        plot: a PNG, SVG or PDF file to draw at the end of ``train()``: the peak of every step and phase, beside what is
+            predicted for the largest batch of an attached Trainer on an accelerator, which takes some seconds. The
+            first process draws; a picture that fails is reported, and training ends as without it.
+
+    A model card that an attached Trainer writes gets the section "Training memory", the text of ``model_card()``.
+
+    Raises:
+        ValueError: ``plot`` is not such a file, or its folder is missing.
+        MissingExtraError: ``plot`` without matplotlib.
+
     Examples:
         >>> report = MemoryReportCallback()  # Trainer(..., callbacks=[report]); attach(trainer); trainer.train()
         >>> report.summary, report.table()
@@ -100,7 +118,10 @@ class MemoryReportCallback(TrainerCallback):
 
     technique = "memory report"
 
-    def __init__(self) -> None:
+    def __init__(self, plot: str | os.PathLike[str] | None = None) -> None:
+        if plot is not None:
+            check_picture(Path(plot), purpose="the picture of a memory report")
+        self.plot = plot
         self.binding = Binding()
         self._reset()
 
@@ -110,6 +131,7 @@ class MemoryReportCallback(TrainerCallback):
         self._training = False  # and did not end
         self._evaluating = False
         self._evaluation_keys: tuple[str, ...] = ()
+        self._record = RunRecord()  # of the last train()
 
     @property
     def summary(self) -> dict[str, dict[str, int]]:
@@ -134,13 +156,40 @@ class MemoryReportCallback(TrainerCallback):
             rows.append([phase.replace("_", "+"), *(format_bytes(peaks[kind]) for kind in kinds)])
         return "\n".join(f"{first:<18}" + "".join(f"{cell:>16}" for cell in cells) for first, *cells in rows)
 
+    def model_card(self) -> str:
+        """Return the section "Training memory" of a model card as Markdown; "" where nothing was measured."""
+        return (
+            "" if self._peaks is None else training_memory(self.summary, self._peaks.meter.device, self.binding.trainer)
+        )
+
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Move to the front of the trainer's callbacks, before the sinks of ``report_to``; ``attach`` calls this."""
         handler = trainer.callback_handler
         handler.callbacks[:] = [self, *(callback for callback in handler.callbacks if callback is not self)]
         self._begin(trainer.args).meter.skip()  # what attach itself runs is not loading
         consoles = [one for one in handler.callbacks if isinstance(one, (ProgressCallback, PrinterCallback))]
-        return self.binding.to(trainer, *(override_method(one, "on_log", _with_one_figure) for one in consoles))
+        overrides = [override_method(one, "on_log", _with_one_figure) for one in consoles]
+        overrides.append(override_method(trainer, "create_model_card", self._with_section))
+        if self.plot is not None:
+            overrides.append(override_method(trainer, "get_batch_samples", self._noting_batches))
+        return self.binding.to(trainer, *overrides)
+
+    def _noting_batches(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
+            batches, *rest = before(*args, **kwargs)
+            self._record.look_at(batches)
+            return batches, *rest
+
+        return get_batch_samples
+
+    def _with_section(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def create_model_card(*args: Any, **kwargs: Any) -> Any:
+            found, trainer = before(*args, **kwargs), self.binding.trainer
+            if self.summary and trainer is not None and trainer.is_world_process_zero():
+                add_section(Path(trainer.args.output_dir) / "README.md", self.model_card())
+            return found
+
+        return create_model_card
 
     def _begin(self, args: TrainingArguments) -> PhasePeaks:
         """Return the peaks; the first call ends the span before the Trainer was created."""
@@ -161,6 +210,7 @@ class MemoryReportCallback(TrainerCallback):
         peaks = self._begin(args)
         if self._trained:
             peaks.restart()
+            self._record = RunRecord()
         if self._training:  # an interrupted run, or a restart with a smaller batch: its peak is not loading
             peaks.meter.skip()
         peaks.close("load")
@@ -170,16 +220,21 @@ class MemoryReportCallback(TrainerCallback):
         self._begin(args).meter.skip()
         self._evaluating = False  # if an evaluation broke off
 
-    def on_substep_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         peaks = self._begin(args)
         if peaks.meter.only_samples:
-            peaks.close("forward_backward")
+            self._close("forward_backward", args, state.global_step + 1)
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        self._begin(args).close("forward_backward")
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        self._close("forward_backward", args, state.global_step + 1)
 
-    def on_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        self._begin(args).close("optimizer")
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        self._close("optimizer", args, state.global_step + 1)
+
+    def _close(self, phase: str, args: TrainingArguments, step: int) -> None:
+        found = self._begin(args).close(phase)
+        if self.plot is not None:
+            self._record.add(phase, step, found)
 
     def on_step_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         self._begin(args).meter.skip()  # an evaluation may begin here, and the gradients are gone now
@@ -202,7 +257,7 @@ class MemoryReportCallback(TrainerCallback):
             return
         peaks = self._begin(args)
         if self._evaluating:
-            figures = self._close_evaluation(peaks, logs)
+            figures = self._close_evaluation(args, state, logs)
             self._evaluation_keys = tuple(figures)
         elif {"train_runtime", "train_loss"} <= logs.keys():  # the closing log of train()
             peaks.take(*PHASES)
@@ -235,17 +290,22 @@ class MemoryReportCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if self._evaluating:
-            metrics.update(self._close_evaluation(self._begin(args), metrics))
+            metrics.update(self._close_evaluation(args, state, metrics))
 
-    def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        self._begin(args).meter.skip()
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        peaks = self._begin(args)
+        peaks.meter.skip()
         self._training = False
+        if self.plot is not None and state.is_world_process_zero and self._record.peaks:
+            self._record.draw(Path(self.plot), self.summary, peaks.meter.device, self.binding.trainer)
 
-    def _close_evaluation(self, peaks: PhasePeaks, metrics: dict[str, Any]) -> dict[str, float]:
+    def _close_evaluation(
+        self, args: TrainingArguments, state: TrainerState, metrics: dict[str, Any]
+    ) -> dict[str, float]:
         self._evaluating = False
-        peaks.close("evaluation")
+        self._close("evaluation", args, state.global_step)
         prefix = next((key.removesuffix("_runtime") for key in metrics if key.endswith("_runtime")), "eval")
-        return _named(f"{prefix}_memory", peaks.take("evaluation")["evaluation"])
+        return _named(f"{prefix}_memory", self._begin(args).take("evaluation")["evaluation"])
 
 
 def _with_one_figure(before: Callable[..., Any]) -> Callable[..., Any]:

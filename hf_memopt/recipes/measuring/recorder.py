@@ -16,8 +16,9 @@ from transformers import TrainerCallback
 
 from hf_memopt.binding.handles import UndoHandle, override_method, undo_all
 from hf_memopt.binding.model_traits import unwrap_optimizer
+from hf_memopt.memory.batch_shape import BatchShape
 from hf_memopt.memory.report import PhasePeaks
-from hf_memopt.recipes.measuring.batches import BatchShape, LongestRows
+from hf_memopt.recipes.measuring.batches import LongestRows
 from hf_memopt.recipes.measuring.meters import StepMeter, bytes_on
 from hf_memopt.techniques.nested_tensors import tensors_in
 
