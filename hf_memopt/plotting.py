@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt.errors import MissingExtraError
 from hf_memopt.whole_files import write_whole
@@ -87,10 +87,11 @@ def drawing(theme: Theme = LIGHT) -> Iterator[None]:
     """Draw and save in the colours of a theme inside the block."""
     from matplotlib import rc_context
 
-    inks = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), theme.ink)
-    papers = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), theme.paper)
-    sizes = {"font.size": 9.0, "axes.titlesize": 9.5, "axes.labelsize": 9.0, "legend.fontsize": 8.5}
-    with rc_context({**inks, **papers, **sizes, "svg.hashsalt": "hf-memopt", "font.family": "DejaVu Sans"}):
+    look: dict[Any, Any] = {"svg.hashsalt": "hf-memopt", "font.family": "DejaVu Sans"}
+    look |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), theme.ink)
+    look |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), theme.paper)
+    look |= {"font.size": 9.0, "axes.titlesize": 9.5, "axes.labelsize": 9.0, "legend.fontsize": 8.5}
+    with rc_context(look):
         yield
 
 

@@ -48,11 +48,10 @@ class _Commands(TyperGroup):
             sys.exit(2)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
+        groups: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (BEFORE, MACHINE, TRYING_OUT)}
         for name, command in self.commands.items():
-            panel = getattr(command, "rich_help_panel", None)
-            heading = panel if isinstance(panel, str) else "Commands"
-            groups.setdefault(heading, []).append((name, command.get_short_help_str(formatter.width)))
+            heading = getattr(command, "rich_help_panel", None) or BEFORE
+            groups[heading].append((name, command.get_short_help_str(formatter.width)))
         for heading, rows in groups.items():
             with formatter.section(heading):
                 formatter.write_dl([(name.ljust(COMMAND_COLUMNS), text) for name, text in rows])

@@ -73,6 +73,6 @@ def _holders(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
 
 def _name_of(pid: int) -> str:
     try:
-        return psutil.Process(pid).name()
+        return str(psutil.Process(pid).name())
     except psutil.Error:  # of another user, or outside this container
         return "a process outside this container or of another user"
