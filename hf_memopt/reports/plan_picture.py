@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_plan"]
 
-LABEL_COLUMNS, TITLE_COLUMNS = 38, 95
+LABEL_COLUMNS, TITLE_COLUMNS = 38, 105
 INCHES_OF_A_CELL = 0.3
 NOTE_ROWS = 0.62  # of the map, for each percentile above it
 
@@ -61,7 +61,7 @@ def _figure(told: PlanData, theme: Theme) -> Figure:
     axes[0].legend(handles=handles, loc="upper right", bbox_to_anchor=(1, -0.9 / heights[0]), ncols=4, frameon=False)
     if chart is not None:
         _draw_map(axes[1], chart, one, theme)
-    figure.suptitle(_title(told, one), fontsize=10, x=0.01, ha="left")
+    figure.suptitle(_title(told, one), fontsize=9.5, x=0.01, ha="left")
     return figure
 
 
@@ -77,7 +77,8 @@ def _title(told: PlanData, one: CandidateData) -> str:
 def _bar(one: CandidateData, told: PlanData) -> Bar:
     """Return a set-up as a bar, with its speed where it fits."""
     length = "" if one["seq_len"] == told["texts"]["seq_len"] else f", {one['seq_len']} tokens"
-    label = fill(f"{one['name']}{length}, {batch_of(one)}", LABEL_COLUMNS)
+    batch = batch_of(one).replace(" ", "\N{NO-BREAK SPACE}")
+    label = fill(f"{one['name']}{length}, {batch}", LABEL_COLUMNS)
     speed = ""
     if one["seconds"] and one["verdict"] != "over":
         amount, unit = (one["tokens"], "tokens/s") if one["tokens"] else (one["examples"], "examples/s")

@@ -29,6 +29,7 @@ __all__ = ["CONTEXT", "UNUSED", "Bar", "Limit", "bar_of", "colours_of", "draw_la
 INCHES_OF_A_ROW = 0.27
 MOST_OF_GPU = 2.5  # how far the axis goes beyond the GPU's line, at most
 TITLE_COLUMNS = 100
+CHARACTER = 0.0142  # of the width of the axes
 UNUSED, CONTEXT = "reserved, not in use", "CUDA context"
 
 
@@ -138,8 +139,10 @@ def stacked_bars(axes: Axes, bars: Sequence[Bar], limit: Limit | None, theme: Th
     if limit is not None:
         most_bytes = max(limit.usable_bytes, min(longest, int(MOST_OF_GPU * limit.usable_bytes)))
     headings, rows = _headings(bars), len(bars) + len(_headings(bars))
-    room = max(len(_text_of(bar)) for bar in bars) * 0.011  # of the figures behind the longest bar
-    axes.set_xlim(0, (1.06 + room) * to_gib(most_bytes))
+    most_gib, line_gib = to_gib(most_bytes), 0.0 if limit is None else to_gib(limit.usable_bytes)
+    places = [_place_of_text(bar, most_gib, line_gib) for bar in bars]
+    rooms = [1 - CHARACTER * len(_text_of(bar)) - 0.03 for bar in bars]
+    axes.set_xlim(0, max(place / max(room, 0.2) for place, room in zip(places, rooms, strict=True)))
     axes.set_ylim(rows - 0.4, -0.7)
     axes.set_yticks([])
     axes.set_xlabel("GiB at the peak")
@@ -150,7 +153,7 @@ def stacked_bars(axes: Axes, bars: Sequence[Bar], limit: Limit | None, theme: Th
             _label(axes, row, group, weight="bold")
             row += 1
         for bar in (bar for bar in bars if bar.group == group):
-            _draw_bar(axes, row, bar, most_bytes, theme)
+            _draw_bar(axes, row, bar, most_gib, line_gib, theme)
             row += 1
     colours = colours_of(theme)
     handles: list[Any] = [
@@ -180,12 +183,19 @@ def _text_of(bar: Bar) -> str:
     return f"{to_gib(bar.total_bytes):.1f} {words}".rstrip()
 
 
-def _draw_bar(axes: Axes, row: int, bar: Bar, most_bytes: int, theme: Theme) -> None:
+def _place_of_text(bar: Bar, most_gib: float, line_gib: float) -> float:
+    """Return where the text behind a bar begins: not on the GPU's line."""
+    end = min(to_gib(max(bar.total_bytes, bar.measured_bytes or 0)), most_gib)
+    crosses = end <= line_gib < end + CHARACTER * len(_text_of(bar)) * 1.5 * most_gib
+    return line_gib if crosses else end
+
+
+def _draw_bar(axes: Axes, row: int, bar: Bar, most_gib: float, line_gib: float, theme: Theme) -> None:
     _label(axes, row, bar.label, weight="bold" if bar.is_chosen else "normal")
     if not bar.parts:
         axes.text(0, row, " not estimable", va="center", fontsize=8.5)
         return
-    left, most_gib = 0.0, to_gib(most_bytes)
+    left = 0.0
     for name, colour in colours_of(theme).items():
         width = min(to_gib(bar.parts.get(name, 0)), most_gib - left)
         axes.barh(row, width, left=left, height=0.78, color=colour, linewidth=0)
@@ -193,18 +203,15 @@ def _draw_bar(axes: Axes, row: int, bar: Bar, most_bytes: int, theme: Theme) -> 
     if bar.measured_bytes is not None:
         where = min(to_gib(bar.measured_bytes), most_gib)
         axes.plot(where, row, marker="D", color=theme.ink, markersize=5, markeredgecolor=theme.paper, zorder=4)
-        left = max(left, where)
-    cut = "» " if bar.total_bytes > most_bytes else ""
+    cut = "» " if to_gib(bar.total_bytes) > most_gib else ""
     colour = {"fits": theme.fits, "tight": theme.tight, "over": theme.limit, "": theme.ink}[bar.verdict]
-    paper = {"boxstyle": "square,pad=0.1", "facecolor": theme.paper, "edgecolor": "none"}  # over the GPU's line
     axes.annotate(
         cut + _text_of(bar),
-        (left, row),
-        xytext=(5, 0),
+        (_place_of_text(bar, most_gib, line_gib), row),
+        xytext=(6, 0),
         textcoords="offset points",
         va="center",
         fontsize=8.5,
         color=colour,
         weight="bold" if bar.is_chosen else "normal",
-        bbox=paper,
     )

@@ -131,6 +131,7 @@ def _draw_steps(run: MeasuredRun, axes: Axes, scale: float, unit: str, predicted
             label = f"{_named(phase)}, predicted"
             axes.axhline(predicted[phase] * scale, color=look["color"], linestyle="--", linewidth=1.1, label=label)
     axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+    axes.set_xlim(left=0)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(f"peak in {unit}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
