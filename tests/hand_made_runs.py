@@ -16,15 +16,7 @@ def finished_run(**changes: Any) -> dict[str, Any]:
     def peaks(allocated: int) -> dict[str, int]:
         return {"peak_allocated_bytes": allocated * MIB, "peak_reserved_bytes": (allocated + 300) * MIB}
 
-    spans = [
-        {
-            "first": step,
-            "last": step,
-            "peaks": {"forward_backward": peaks(6000 + 37 * (step * 7 % 11)), "optimizer": peaks(4500)},
-        }
-        for step in range(1, 41)
-    ]
-    spans[-1]["peaks"]["evaluation"] = peaks(3100)
+    steps = list(range(1, 41))
     return {
         "format": 1,
         "state": "finished",
@@ -46,7 +38,11 @@ def finished_run(**changes: Any) -> dict[str, Any]:
             "evaluation": peaks(3100),
         },
         "components": {"weights": 2357 * MIB, "gradients": 2357 * MIB, "optimizer state": 1200 * MIB},
-        "spans": spans,
+        "steps": {
+            "forward_backward": {"first": steps, "bytes": [(6000 + 37 * (step * 7 % 11)) * MIB for step in steps]},
+            "optimizer": {"first": steps, "bytes": [4500 * MIB] * 40},
+            "evaluation": {"first": [20, 40], "bytes": [3000 * MIB, 3100 * MIB]},
+        },
         "batches": {
             "batches": 160,
             "examples": 640,
@@ -104,12 +100,12 @@ def lost_run(**changes: Any) -> dict[str, Any]:
         "reserved_bytes": 8900 * MIB,
         "hints": ["batch_size=1, gradient_accumulation_steps=16 needs 6.90 GiB: fits, 0.81 GiB to spare"],
     }
-    spans = finished_run()["spans"][:2]
+    steps = {name: {"first": [1, 2], "bytes": [6000 * MIB, 6100 * MIB]} for name in ("forward_backward", "optimizer")}
     return finished_run(
         **{
             "state": "out of memory",
             "last_step": 2,
-            "spans": spans,
+            "steps": steps,
             "predicted": predicted,
             "out_of_memory": {
                 "step": 3,

@@ -13,18 +13,12 @@ import typer
 
 from hf_memopt.cli.command import flags_of, typed_command
 
-__all__ = ["EXAMPLES", "AsJson", "estimate", "measure", "plan", "report"]
+__all__ = ["AsJson", "estimate", "measure", "plan", "report"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 MODEL, GPU, STEP, OUTPUT = "Model", "GPU", "Step", "Output"
 """The groups of options in the help of ``estimate``."""
-EXAMPLES = """\b
-Examples:
-  hf-memopt estimate gpt2 -g "RTX 3060 12GB"
-  hf-memopt estimate Qwen/Qwen2.5-1.5B -b 4 -g T4 --lora 16 --load-in nf4
-  hf-memopt estimate bert-large-uncased --data train.jsonl --preset 8gb-gpu
-  hf-memopt estimate Llama-3.2-1B -g "RTX 4060" --compare --plot ladder.png"""
 
 
 def _option(group: str, metavar: str | None, text: str, *names: str, **settings: Any) -> Any:
@@ -144,7 +138,7 @@ def estimate(
     ] = None,
     compare: Annotated[bool, _option(OUTPUT, None, "Compare ladders of techniques.", "--compare")] = False,
     plot: Annotated[
-        Path | None, _option(OUTPUT, "FILE", "Also write a picture: a name that ends in .png, .svg or .pdf.")
+        Path | None, _option(OUTPUT, "FILE", "Also write a picture: .png, .svg or .pdf.", "-p", "--plot")
     ] = None,
     json_output: Annotated[bool, _option(OUTPUT, None, "Print JSON instead of a table.", "--json")] = False,
     list_models: Annotated[
@@ -201,6 +195,7 @@ def plan(
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write one HTML file with pictures: a name in .html.")
     ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a picture: .png, .svg or .pdf.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the files that are written.")] = False,
     json_output: AsJson = False,
 ) -> None:
@@ -213,7 +208,7 @@ def plan(
     from hf_memopt.cli.plan_command import PlanOptions, run_plan
 
     options = PlanOptions(**{item.name: context.params[item.name] for item in fields(PlanOptions)})
-    made_by = typed_command(context, without=("write", "report", "force", "json_output"))
+    made_by = typed_command(context, without=("write", "report", "plot", "force", "json_output"))
     raise typer.Exit(run_plan(options, Console(), Console(stderr=True), made_by))
 
 
@@ -244,8 +239,12 @@ def report(
 def measure(
     script: Annotated[Path, typer.Argument(help="A Python script that trains with the stock Trainer.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments, after --.")] = None,
-    steps: Annotated[int, typer.Option(min=1, max=10**4, help="Optimizer steps to time.")] = 10,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write JSON here, for plan.")] = None,
+    steps: Annotated[
+        int, typer.Option("-n", "--steps", metavar="N", min=1, max=10**4, help="Optimizer steps to time.")
+    ] = 10,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Also write JSON here, for plan.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file of --output.")] = False,
     json_output: AsJson = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Report measured memory: the peaks of each phase in the Trainer's own log, or the current use in one line.
+"""Report measured memory: the peaks of each phase in the Trainer's own log, and what a run leaves of them.
 
 ``MemoryReportCallback`` reads the allocator's counters at the events that bound a phase; they are on the host, so
 nothing is synchronised. ``benchmarks/memory_report.py`` prints what that costs per step. Limitations: memory by module
@@ -7,8 +7,10 @@ or tensor, and the peaks between phases (data loading, logging, saving).
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
@@ -16,22 +18,22 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.handles import UndoHandle, override_method
 from hf_memopt.devices.memory_reading import (
-    MemoryReading,
     PeakMeter,
     measured_device,
     read_device_used,
-    read_memory,
     read_process,
 )
+from hf_memopt.devices.out_of_memory import is_out_of_memory
+from hf_memopt.memory.output.model_card import add_section, training_memory
+from hf_memopt.memory.run_record import RunRecord
 from hf_memopt.memory.run_report import RunReport
+from hf_memopt.plotting import check_picture
 from hf_memopt.units import format_bytes, to_gib
 
 if TYPE_CHECKING:
-    import torch
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
-    from transformers.trainer_utils import TrainOutput
 
-__all__ = ["PHASES", "MemoryReportCallback", "PhasePeaks", "print_gpu_utilization", "print_summary"]
+__all__ = ["PHASES", "MemoryReportCallback", "PhasePeaks"]
 
 MEMORY_KEY = re.compile(r"(^|_)memory_\w+_gib$")
 PHASES = ("load", "forward_backward", "optimizer", "evaluation")
@@ -47,27 +49,23 @@ class PhasePeaks:
         self.meter = meter
         self.summary: dict[str, dict[str, int]] = {}
         self._new: dict[str, dict[str, int]] = {}
-        self._of_step: dict[str, dict[str, int]] = {}
 
-    def close(self, phase: str) -> None:
-        """End the current span, which belonged to ``phase``."""
-        for kind, peak_bytes in self.meter.read().items():
-            for phases in (self.summary, self._new, self._of_step):
+    def close(self, phase: str) -> dict[str, int]:
+        """End the current span, which belonged to ``phase``, and return its peaks."""
+        found = self.meter.read()
+        for kind, peak_bytes in found.items():
+            for phases in (self.summary, self._new):
                 known = phases.setdefault(phase, {})
                 known[kind] = max(peak_bytes, known.get(kind, 0))
+        return found
 
     def take(self, *phases: str) -> dict[str, dict[str, int]]:
         """Return the peaks of ``phases`` since they were last taken."""
         return {phase: self._new.pop(phase) for phase in phases if phase in self._new}
 
-    def take_step(self) -> dict[str, dict[str, int]]:
-        """Return the peaks of the optimizer step that ends now."""
-        peaks, self._of_step = self._of_step, {}
-        return peaks
-
     def restart(self) -> None:
         """Drop all phases."""
-        self.summary, self._new, self._of_step = {}, {}, {}
+        self.summary, self._new = {}, {}
 
 
 class MemoryReportCallback(TrainerCallback):
@@ -105,8 +103,18 @@ class MemoryReportCallback(TrainerCallback):
     has the path of the page as a note. Every process writes a file of its own then (``memopt_run-rank1.html``).
 
     Args:
+        plot: a PNG, SVG or PDF file to draw at the end of ``train()``: the peak of every step and phase, beside what is
+            predicted for the largest batch of an attached Trainer on an accelerator, which takes some seconds. The
+            first process draws; a picture that fails is reported, and training ends as without it.
+
         report: whether to leave the report.
-        predict: whether to simulate the largest batch when training ends, for the report: seconds to a minute.
+        predict: whether to simulate the largest batch for the report when training ends.
+
+    A model card that an attached Trainer writes gets the section "Training memory", the text of ``model_card()``.
+
+    Raises:
+        ValueError: ``plot`` is not such a file, or its folder is missing.
+        MissingExtraError: ``plot`` without matplotlib.
 
     Examples:
         >>> report = MemoryReportCallback()  # Trainer(..., callbacks=[report]); attach(trainer); trainer.train()
@@ -116,11 +124,16 @@ class MemoryReportCallback(TrainerCallback):
 
     technique = "memory report"
 
-    def __init__(self, *, report: bool = True, predict: bool = False) -> None:
+    def __init__(
+        self, plot: str | os.PathLike[str] | None = None, *, report: bool = True, predict: bool = False
+    ) -> None:
+        if plot is not None:
+            check_picture(Path(plot), purpose="the picture of a memory report")
+        self.plot = plot
         self.report = report
         self.predict = predict
+        self.handle: UndoHandle | None = None
         self.binding = Binding()
-        self._report = RunReport()
         self._reset()
 
     def _reset(self) -> None:
@@ -129,6 +142,8 @@ class MemoryReportCallback(TrainerCallback):
         self._training = False  # and did not end
         self._evaluating = False
         self._evaluation_keys: tuple[str, ...] = ()
+        self._record = RunRecord()  # of the last train()
+        self._report = RunReport()
 
     @property
     def summary(self) -> dict[str, dict[str, int]]:
@@ -153,27 +168,75 @@ class MemoryReportCallback(TrainerCallback):
             rows.append([phase.replace("_", "+"), *(format_bytes(peaks[kind]) for kind in kinds)])
         return "\n".join(f"{first:<18}" + "".join(f"{cell:>16}" for cell in cells) for first, *cells in rows)
 
+    def model_card(self) -> str:
+        """Return the section "Training memory" of a model card as Markdown; "" where nothing was measured."""
+        return (
+            "" if self._peaks is None else training_memory(self.summary, self._peaks.meter.device, self.binding.trainer)
+        )
+
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Move to the front of the trainer's callbacks, before the sinks of ``report_to``; ``attach`` calls this."""
         handler = trainer.callback_handler
         handler.callbacks[:] = [self, *(callback for callback in handler.callbacks if callback is not self)]
         self._begin(trainer.args).meter.skip()  # what attach itself runs is not loading
         consoles = [one for one in handler.callbacks if isinstance(one, (ProgressCallback, PrinterCallback))]
-        watched = self._report.watch(trainer, lambda: self._is_reporting(trainer), lambda: self.summary)
-        return self.binding.to(
-            trainer, *(override_method(one, "on_log", _with_one_figure) for one in consoles), *watched
-        )
+        overrides = [override_method(one, "on_log", _with_one_figure) for one in consoles]
+        overrides.append(override_method(trainer, "create_model_card", self._with_section))
+        overrides.append(override_method(trainer, "get_batch_samples", self._noting_batches))
+        overrides.append(override_method(trainer, "compute_loss", self._watched("run_forward")))
+        overrides.append(override_method(trainer.accelerator, "backward", self._watched("run_backward")))
+        overrides.append(override_method(trainer, "train", self._leaving_report))
+        self.handle = self.binding.to(trainer, *overrides)
+        return self.handle
 
-    def _is_reporting(self, trainer: Trainer) -> bool:
-        """Return whether a report is made of this trainer's runs: bound, asked for, and not set aside."""
-        return self.report and self.binding.trainer is trainer and self in trainer.callback_handler.callbacks
+    def _reported(self) -> Any:
+        """Return the trainer whose run is reported; None where none is: unbound, not asked for, or set aside."""
+        trainer = self.binding.trainer
+        is_asked = self.report and trainer is not None and not trainer.state.is_hyper_param_search
+        return trainer if is_asked and self in trainer.callback_handler.callbacks else None
 
-    def _trainer_of(self, state: TrainerState) -> Trainer | None:
-        """Return the trainer whose run is reported; None where none is."""
-        trainer: Trainer | None = self.binding.trainer
-        if trainer is None or trainer.state is not state or state.is_hyper_param_search:
-            return None
-        return trainer if self.report else None
+    def _watched(self, name: str) -> Callable[..., Any]:
+        """Return the override that runs a pass by a method of the report."""
+
+        def watching(before: Callable[..., Any]) -> Callable[..., Any]:
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                trainer = self._reported()
+                if trainer is None:
+                    return before(*args, **kwargs)
+                return getattr(self._report, name)(trainer, before, *args, **kwargs)
+
+            return watched
+
+        return watching
+
+    def _leaving_report(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def train(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return before(*args, **kwargs)
+            except Exception as error:
+                if is_out_of_memory(error) and (trainer := self._reported()) is not None:
+                    self._report.write_failure(trainer, error, self.summary, self._record)
+                raise
+
+        return train
+
+    def _noting_batches(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
+            batches, *rest = before(*args, **kwargs)
+            if self.plot is not None or self._reported() is not None:
+                self._record.look_at(batches)
+            return batches, *rest
+
+        return get_batch_samples
+
+    def _with_section(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def create_model_card(*args: Any, **kwargs: Any) -> Any:
+            found, trainer = before(*args, **kwargs), self.binding.trainer
+            if self.summary and trainer is not None and trainer.is_world_process_zero():
+                add_section(Path(trainer.args.output_dir) / "README.md", self.model_card())
+            return found
+
+        return create_model_card
 
     def _begin(self, args: TrainingArguments) -> PhasePeaks:
         """Return the peaks; the first call ends the span before the Trainer was created."""
@@ -194,40 +257,40 @@ class MemoryReportCallback(TrainerCallback):
         peaks = self._begin(args)
         if self._trained:
             peaks.restart()
+            self._record = RunRecord()
+        self._report = RunReport(state.global_step)
         if self._training:  # an interrupted run, or a restart with a smaller batch: its peak is not loading
             peaks.meter.skip()
         peaks.close("load")
-        peaks.take_step()
-        self._report.begin(state.global_step)
         self._trained = self._training = True
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         self._begin(args).meter.skip()
         self._evaluating = False  # if an evaluation broke off
 
-    def on_substep_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         peaks = self._begin(args)
         if peaks.meter.only_samples:
-            peaks.close("forward_backward")
+            self._close("forward_backward", args, state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        self._begin(args).close("forward_backward")
-        if (trainer := self._trainer_of(state)) is not None:
-            self._report.note_gradients(trainer)
+        self._close("forward_backward", args, state.global_step + 1)
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        self._begin(args).close("optimizer")
-        if (trainer := self._trainer_of(state)) is not None:
-            self._report.note_state(trainer)
+        self._close("optimizer", args, state.global_step + 1)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        peaks = self._begin(args)
-        peaks.meter.skip()  # an evaluation may begin here, and the gradients are gone now
-        self._report.end_step(state.global_step, peaks.take_step())
+    def _close(self, phase: str, args: TrainingArguments, step: int) -> None:
+        self._record.add(phase, step, self._begin(args).close(phase))
+        if (trainer := self._reported()) is not None:
+            self._report.end_phase(trainer, phase)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        if (trainer := self._trainer_of(state)) is not None and args.should_save:
-            self._report.write(trainer, self.summary, finished=False)
+    def on_step_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        self._begin(args).meter.skip()  # an evaluation may begin here, and the gradients are gone now
+        self._report.phase = "between steps"
+
+    def on_save(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        if args.should_save and (trainer := self._reported()) is not None:
+            self._report.write(trainer, self.summary, self._record, "training")
 
     def on_prediction_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         peaks = self._begin(args)
@@ -247,10 +310,8 @@ class MemoryReportCallback(TrainerCallback):
             return
         peaks = self._begin(args)
         if self._evaluating:
-            figures = self._close_evaluation(peaks, logs)
+            figures = self._close_evaluation(args, state, logs)
             self._evaluation_keys = tuple(figures)
-            if self._training:
-                self._report.add_peaks(state.global_step, peaks.take_step())
         elif {"train_runtime", "train_loss"} <= logs.keys():  # the closing log of train()
             peaks.take(*PHASES)
             figures = _run_figures(peaks)
@@ -282,19 +343,24 @@ class MemoryReportCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if self._evaluating:
-            metrics.update(self._close_evaluation(self._begin(args), metrics))
+            metrics.update(self._close_evaluation(args, state, metrics))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        self._begin(args).meter.skip()
+        peaks = self._begin(args)
+        peaks.meter.skip()
         self._training = False
-        if (trainer := self._trainer_of(state)) is not None and args.should_save:
-            self._report.write(trainer, self.summary, finished=True, predict=self.predict)
+        if self.plot is not None and state.is_world_process_zero and self._record.peaks:
+            self._record.draw(Path(self.plot), self.summary, peaks.meter.device, self.binding.trainer)
+        if args.should_save and (trainer := self._reported()) is not None:
+            self._report.write(trainer, self.summary, self._record, "finished", predict=self.predict)
 
-    def _close_evaluation(self, peaks: PhasePeaks, metrics: dict[str, Any]) -> dict[str, float]:
+    def _close_evaluation(
+        self, args: TrainingArguments, state: TrainerState, metrics: dict[str, Any]
+    ) -> dict[str, float]:
         self._evaluating = False
-        peaks.close("evaluation")
+        self._close("evaluation", args, state.global_step)
         prefix = next((key.removesuffix("_runtime") for key in metrics if key.endswith("_runtime")), "eval")
-        return _named(f"{prefix}_memory", peaks.take("evaluation")["evaluation"])
+        return _named(f"{prefix}_memory", self._begin(args).take("evaluation")["evaluation"])
 
 
 def _with_one_figure(before: Callable[..., Any]) -> Callable[..., Any]:
@@ -338,55 +404,3 @@ def _run_figures(peaks: PhasePeaks) -> dict[str, float]:
 def _device_used(peaks: PhasePeaks) -> dict[str, int]:
     used_bytes = read_device_used(peaks.meter.device)
     return {} if used_bytes is None else {"device_used_bytes": used_bytes}
-
-
-def print_gpu_utilization(device: torch.device | str | int | None = None) -> None:
-    """Print in one line how much memory is in use now, on the whole GPU and by this process.
-
-    Without an accelerator it prints the host's memory and says so. ``device`` is as in ``read_memory``.
-
-    Raises:
-        ValueError: ``device`` does not exist.
-    """
-    print(_utilization(read_memory(device)))
-
-
-def print_summary(result: TrainOutput, device: torch.device | str | int | None = None) -> None:
-    """Print time, samples per second and memory of a run; ``result`` is what ``trainer.train()`` returned.
-
-    With a ``MemoryReportCallback`` the peaks of each phase are printed too, then the memory in use now.
-
-    Raises:
-        ValueError: ``result`` is not the result of a training run, or ``device`` does not exist.
-    """
-    metrics = getattr(result, "metrics", None)
-    if not isinstance(metrics, dict) or "train_runtime" not in metrics:
-        raise ValueError(
-            f"result={result!r} has no train_runtime; expected what trainer.train() returned. "
-            "Call print_summary(trainer.train())."
-        )
-    utilization = _utilization(read_memory(device))
-    print(f"Time: {metrics['train_runtime']:.2f} s")
-    if "train_samples_per_second" in metrics:
-        print(f"Samples/second: {metrics['train_samples_per_second']:.2f}")
-    for key, value in metrics.items():
-        if key.startswith("train_memory_"):
-            print(f"{key.removeprefix('train_memory_').removesuffix('_gib').replace('_', ' ')}: {value:.3f} GiB")
-    print(utilization)
-
-
-def _utilization(reading: MemoryReading) -> str:
-    if not reading.has_accelerator:
-        peak = "" if reading.peak_rss_bytes is None else f" (peak {format_bytes(reading.peak_rss_bytes)})"
-        return (
-            f"Host memory, no accelerator: this process {format_bytes(reading.rss_bytes)}{peak}, "
-            f"{format_bytes(reading.host_available_bytes)} of {format_bytes(reading.host_total_bytes)} available"
-        )
-    if reading.device_used_bytes is None:
-        used = "use by all processes unavailable"
-    else:
-        used = f"{format_bytes(reading.device_used_bytes)} in use by all processes"
-    total = "" if reading.device_total_bytes is None else f" of {format_bytes(reading.device_total_bytes)}"
-    allocated, reserved = format_bytes(reading.allocated_bytes or 0), format_bytes(reading.reserved_bytes or 0)
-    device_name = f"{reading.device} ({reading.device_name})"
-    return f"{device_name}: {used}{total}; torch here: {allocated} allocated, {reserved} reserved"

@@ -1,8 +1,8 @@
-"""Record what the report of a run shows beside the peaks of its phases, and write it into the output folder.
+"""Say what happened in a run, for the report that ``MemoryReportCallback`` leaves in its output folder.
 
-``MemoryReportCallback`` keeps one ``RunReport``. The shapes of batches come from ``get_batch_samples``; where memory
-runs out is seen in ``compute_loss`` and accelerate's ``backward``, inside of what recovers from it (micro-batching),
-while the failed pass still holds its tensors. ``train`` is wrapped to know whether anything recovered.
+Where memory runs out is seen in ``compute_loss`` and accelerate's ``backward``, inside of what recovers from it
+(micro-batching), while the failed pass still holds its tensors. Whether anything recovered is known where ``train``
+ends.
 
 The trade: two more Python calls per accumulation step and one sum over the attention mask, which is read only when the
 report is written. After a failure that ends the run, one simulation of the step, and more to find what fits.
@@ -15,18 +15,16 @@ import logging
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from hf_memopt.binding.handles import UndoHandle, override_method
 from hf_memopt.changes import CHANGES
 from hf_memopt.devices.memory_reading import read_context, read_memory
 from hf_memopt.devices.out_of_memory import is_out_of_memory
 from hf_memopt.memory.batch_shape import BatchShape
 from hf_memopt.memory.live_tensors import bytes_on, held_by_trainer, largest_blocks, live_tensors
+from hf_memopt.memory.run_record import RunRecord
 from hf_memopt.memory.timeline import phase_peaks
 from hf_memopt.notices import notify
 from hf_memopt.reports.run_file import FORMAT, run_name
@@ -39,7 +37,6 @@ __all__ = ["RunReport"]
 
 logger = logging.getLogger(__name__)
 
-MOST_SPANS = 400  # of the timeline; of longer runs neighbours are joined
 VERSIONS = ("hf-memopt", "torch", "transformers", "accelerate")
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
 ARGUMENTS = (
@@ -52,141 +49,55 @@ Peaks = Mapping[str, Mapping[str, int]]
 
 
 class RunReport:
-    """What happened in a run, beside the peaks of its phases.
+    """What a run's report shows beside the peaks, and the writing of it.
 
     Attributes:
         phase: that runs now: "load", "forward", "backward", "optimizer", "evaluation", or "between steps".
     """
 
-    def __init__(self) -> None:
-        self._unwritten: set[str] = set()  # the causes of failed writes that were warned of
-        self.begin(0)
-
-    def begin(self, step: int) -> None:
-        """Begin anew: ``train()`` begins, after ``step`` steps of a run that is resumed."""
+    def __init__(self, first_step: int = 0) -> None:
         self.phase = "load"
+        self._first_step = first_step  # those before it were trained in a run that is resumed
         self._components: dict[str, int] = {}
-        self._spans: list[dict[str, Any]] = []
-        self._batches, self._examples, self._padded_tokens = 0, 0, 0
-        self._tokens: torch.Tensor | None = None  # on the device of the batches
-        self._counts_tokens = True
-        self._largest: BatchShape | None = None
         self._shape: BatchShape | None = None  # of the last pass
         self._failure: dict[str, Any] | None = None  # the last one, whether or not it was recovered from
-        self._first_step = step
+        self._unwritten: set[str] = set()  # the causes of failed writes that were warned of
 
-    # ---- What is overridden -----------------------------------------------------------------------------------------
+    # ---- During the run ---------------------------------------------------------------------------------------------
 
-    def watch(self, trainer: Trainer, is_active: Callable[[], bool], peaks: Callable[[], Peaks]) -> list[UndoHandle]:
-        """Override methods of a Trainer.
+    def run_forward(
+        self, trainer: Any, before: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kw: Any
+    ) -> Any:
+        """Return ``compute_loss(model, inputs)``; where memory runs out, note first what is alive."""
+        self.phase = "forward" if model.training else "evaluation"
+        self._shape = BatchShape.of(inputs, count_tokens=False)
+        loss = self._watched(trainer, lambda: before(model, inputs, *args, **kw))
+        self.phase = "backward" if model.training else "evaluation"
+        return loss
 
-        Args:
-            trainer: the Trainer.
-            is_active: whether its callback works now; nothing is recorded otherwise.
-            peaks: returns the peaks of the run so far, by phase and kind.
-        """
+    def run_backward(self, trainer: Any, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run accelerate's ``backward``; where memory runs out, note first what is alive."""
+        found = self._watched(trainer, lambda: before(*args, **kwargs))
+        self.phase = "optimizer"
+        return found
 
-        def get_batch_samples(before: Callable[..., Any]) -> Callable[..., Any]:
-            def noting(*args: Any, **kwargs: Any) -> Any:
-                batches, *rest = before(*args, **kwargs)
-                if is_active():
-                    self._note_batches(batches)
-                return batches, *rest
-
-            return noting
-
-        def compute_loss(before: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-                if not is_active():
-                    return before(model, inputs, *args, **kwargs)
-                self.phase = "forward" if model.training else "evaluation"
-                self._shape = BatchShape.of(inputs, count_tokens=False)
-                loss = self._watched(trainer, lambda: before(model, inputs, *args, **kwargs))
-                self.phase = "backward" if model.training else "evaluation"
-                return loss
-
-            return forward
-
-        def backward(before: Callable[..., Any]) -> Callable[..., Any]:
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                if not is_active():
-                    return before(*args, **kwargs)
-                found = self._watched(trainer, lambda: before(*args, **kwargs))
-                self.phase = "optimizer"
-                return found
-
-            return watched
-
-        def train(before: Callable[..., Any]) -> Callable[..., Any]:
-            def reporting(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    return before(*args, **kwargs)
-                except Exception as error:
-                    if is_active() and is_out_of_memory(error):
-                        self._report_failure(trainer, error, peaks())
-                    raise
-
-            return reporting
-
-        return [
-            override_method(trainer, "get_batch_samples", get_batch_samples),
-            override_method(trainer, "compute_loss", compute_loss),
-            override_method(trainer.accelerator, "backward", backward),
-            override_method(trainer, "train", train),
-        ]
+    def end_phase(self, trainer: Trainer, phase: str) -> None:
+        """Note what is held at the end of the first passes and of the first optimizer step."""
+        if phase == "forward_backward" and "gradients" not in self._components:
+            held = held_by_trainer(trainer)
+            for name in ("weights", "gradients"):
+                self._components[name] = bytes_on(trainer.args.device, held[name])
+        if phase == "optimizer" and "optimizer state" not in self._components:
+            state = held_by_trainer(trainer)["optimizer state"]
+            self._components["optimizer state"] = bytes_on(trainer.args.device, state)
 
     def _watched(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
-        """Return what ``run`` returns; where memory runs out, note first what is alive."""
         try:
             return run()
         except Exception as error:
             if is_out_of_memory(error):
                 self._note_failure(trainer, error)
             raise
-
-    # ---- During the run ---------------------------------------------------------------------------------------------
-
-    def note_gradients(self, trainer: Trainer) -> None:
-        """Note the bytes of weights and gradients, before the first optimizer step."""
-        if "gradients" not in self._components:
-            held = held_by_trainer(trainer)
-            for name in ("weights", "gradients"):
-                self._components[name] = bytes_on(trainer.args.device, held[name])
-
-    def note_state(self, trainer: Trainer) -> None:
-        """Note the bytes of the optimizer's state after its first step."""
-        if "optimizer state" not in self._components:
-            state = held_by_trainer(trainer)["optimizer state"]
-            self._components["optimizer state"] = bytes_on(trainer.args.device, state)
-
-    def end_step(self, step: int, peaks: Peaks) -> None:
-        """Add the peaks of an optimizer step."""
-        self.phase = "between steps"
-        self._spans.append({"first": step, "last": step, "peaks": {name: dict(one) for name, one in peaks.items()}})
-        if len(self._spans) == MOST_SPANS:
-            pairs = zip(self._spans[::2], self._spans[1::2], strict=True)
-            self._spans = [_joined(one, other) for one, other in pairs]
-
-    def add_peaks(self, step: int, peaks: Peaks) -> None:
-        """Add the peaks of an evaluation to the step before it."""
-        if not self._spans:
-            self._spans.append({"first": step, "last": step, "peaks": {}})
-        self._spans[-1] = _joined(self._spans[-1], {"first": step, "last": step, "peaks": peaks})
-
-    def _note_batches(self, batches: Iterable[Any]) -> None:
-        for batch in batches:
-            shape = BatchShape.of(batch)
-            self._batches += 1
-            self._examples += shape.rows
-            self._padded_tokens += shape.rows * (shape.seq_len or 0)
-            if shape.real is None:
-                self._counts_tokens = False
-            elif self._tokens is None:
-                self._tokens = shape.real.to(torch.int64, copy=True)
-            else:
-                self._tokens += shape.real
-            if self._largest is None or shape.padded_tokens > self._largest.padded_tokens:
-                self._largest = BatchShape.of(batch, count_tokens=False)
 
     def _note_failure(self, trainer: Any, error: BaseException) -> None:
         """Note what is alive; nothing that goes wrong here may hide the error."""
@@ -215,23 +126,30 @@ class RunReport:
 
     # ---- The file ---------------------------------------------------------------------------------------------------
 
-    def write(self, trainer: Any, peaks: Peaks, *, finished: bool, predict: bool = False) -> None:
-        """Write the report of a run that goes on or has finished."""
-        notes: list[str] = []
-        predicted = self._predicted(trainer, notes, hints=False) if predict else None
-        told = self._as_dict(trainer, peaks, "finished" if finished else "training", predicted, notes)
-        self._write(trainer, told)
+    def write(self, trainer: Any, peaks: Peaks, record: RunRecord, state: str, *, predict: bool = False) -> None:
+        """Write the report of a run that goes on or has finished.
 
-    def _report_failure(self, trainer: Any, error: BaseException, peaks: Peaks) -> None:
-        """Write the report of an out-of-memory that ended the run, as JSON and as a page; the error goes on."""
+        Args:
+            trainer: of the run.
+            peaks: of the run so far, by phase and kind.
+            record: the peaks of each step, and the batches.
+            state: "training" or "finished".
+            predict: whether to simulate the largest batch.
+        """
+        notes: list[str] = []
+        predicted = self._predicted(trainer, record.largest, notes, hints=False) if predict else None
+        self._write(trainer, self._as_dict(trainer, peaks, record, state, predicted, notes))
+
+    def write_failure(self, trainer: Any, error: BaseException, peaks: Peaks, record: RunRecord) -> None:
+        """Write the report of an out-of-memory that ends the run, as JSON and as a page; nothing is raised."""
         try:
-            if self._failure is None or self.phase in ("optimizer", "between steps", "load"):
+            if self._failure is None or self.phase not in ("forward", "backward"):  # else it was noted as it happened
                 self._note_failure(trainer, error)
             elif self._failure is not None:
                 self._failure["error"] = str(error)  # of what gave up, with its advice
             notes: list[str] = []
-            predicted = self._predicted(trainer, notes, hints=True)
-            told = self._as_dict(trainer, peaks, "out of memory", predicted, notes)
+            predicted = self._predicted(trainer, self._shape or record.largest, notes, hints=True)
+            told = self._as_dict(trainer, peaks, record, "out of memory", predicted, notes)
             page = self._write(trainer, told, with_page=True)
             if page is not None:
                 fits = "" if predicted is None else "".join(f"\n[memopt] {hint}" for hint in predicted["hints"])
@@ -261,11 +179,17 @@ class RunReport:
         return path
 
     def _as_dict(
-        self, trainer: Any, peaks: Peaks, state: str, predicted: dict[str, Any] | None, notes: list[str]
+        self,
+        trainer: Any,
+        peaks: Peaks,
+        record: RunRecord,
+        state: str,
+        predicted: dict[str, Any] | None,
+        notes: list[str],
     ) -> dict[str, Any]:
         args, model = trainer.args, trainer.model
         reading = read_memory(args.device) if args.device.type != "cpu" else read_memory("cpu")
-        largest = self._largest
+        largest = record.largest
         return {
             "format": FORMAT,
             "state": state,
@@ -282,12 +206,14 @@ class RunReport:
             "last_step": trainer.state.global_step,
             "peaks": peaks,
             "components": self._components,
-            "spans": self._spans,
+            "steps": {
+                phase: {"first": of_phase.steps, "bytes": of_phase.sizes} for phase, of_phase in record.peaks.items()
+            },
             "batches": {
-                "batches": self._batches,
-                "examples": self._examples,
-                "padded_tokens": self._padded_tokens,
-                "tokens": int(self._tokens) if self._tokens is not None and self._counts_tokens else None,
+                "batches": record.batches,
+                "examples": record.examples,
+                "padded_tokens": record.padded_tokens,
+                "tokens": record.tokens,
                 "largest_rows": 0 if largest is None else largest.rows,
                 "largest_length": None if largest is None else largest.seq_len,
             },
@@ -308,9 +234,10 @@ class RunReport:
             },
         }
 
-    def _predicted(self, trainer: Any, notes: list[str], *, hints: bool) -> dict[str, Any] | None:
-        """Return what the estimate says of the batch that failed, or of the largest one; None with a note."""
-        shape = self._shape if hints else self._largest
+    def _predicted(
+        self, trainer: Any, shape: BatchShape | None, notes: list[str], *, hints: bool
+    ) -> dict[str, Any] | None:
+        """Return what the estimate says of a batch; None with a note where it cannot."""
         if shape is None or not shape.rows:
             return None
         if trainer.args.world_size > 1:
@@ -340,16 +267,6 @@ class RunReport:
             "usable_bytes": None if found.gpu is None else found.gpu.usable_bytes,
             "hints": [str(hint) for hint in found.hints or ()],
         }
-
-
-def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return two neighbouring spans as one, with the larger of each peak."""
-    peaks = {name: dict(kinds) for name, kinds in one["peaks"].items()}
-    for name, kinds in other["peaks"].items():
-        known = peaks.setdefault(name, {})
-        for kind, size in kinds.items():
-            known[kind] = max(size, known.get(kind, 0))
-    return {"first": one["first"], "last": max(one["last"], other["last"]), "peaks": peaks}
 
 
 def _micro_batching(trainer: Any) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from hf_memopt.components import COMPONENTS
@@ -79,26 +80,25 @@ def _predicted(predicted: PredictedData) -> list[tuple[str, int]]:
 
 def steps_chart(told: RunData) -> dict[str, Any] | None:
     """Return a line of peaks by optimizer step for each phase, with the axes; None without steps."""
-    spans = told["spans"]
-    sizes = [_size(kinds) for span in spans for kinds in span["peaks"].values()]
-    if not spans or not sizes:
+    found = {name: one for name, one in told["steps"].items() if one["first"]}
+    if not found:
         return None
-    first, last = spans[0]["first"], max(span["last"] for span in spans)
-    most, device = max(*sizes, 1), told["device_bytes"] or 0
+    first, last = min(one["first"][0] for one in found.values()), told["last_step"]
+    last = max(last, *(one["first"][-1] for one in found.values()))
+    most, device = max(1, *(max(one["bytes"]) for one in found.values())), told["device_bytes"] or 0
     is_drawn = 0 < device <= HIGHEST * most
     top = 1.12 * max(most, device if is_drawn else 0)
     unit, scale = ("GiB", to_gib(1)) if most >= 2**28 else ("MiB", to_mib(1))
-    names = list(dict.fromkeys(name for span in spans for name in span["peaks"]))
     lines = []
-    for name in names:
+    for name, one in found.items():
+        ends = [*one["first"][1:], last + 1]
         path = ""
-        for span in spans:
-            if name in span["peaks"]:
-                left, right = (WIDTH * _place(at, first, last) for at in (span["first"], span["last"] + 1))
-                height = HEIGHT * (1 - _size(span["peaks"][name]) / top)
-                path += f"{'L' if path else 'M'}{left:.1f},{height:.1f}H{right:.1f}"
-        largest = max(_size(span["peaks"][name]) for span in spans if name in span["peaks"])
-        lines.append({"name": _words(name), "css": css_class(name), "path": path, "largest": format_bytes(largest)})
+        for begin, end, size in zip(one["first"], ends, one["bytes"], strict=True):
+            left, right = (WIDTH * (at - first) / (last + 1 - first) for at in (begin, end))
+            path += f"{'L' if path else 'M'}{left:.1f},{HEIGHT * (1 - size / top):.1f}H{right:.1f}"
+        largest = format_bytes(max(one["bytes"]))
+        lines.append({"name": name.replace("_", " + "), "css": css_class(name), "path": path, "largest": largest})
+    widths = [end - begin for one in found.values() for begin, end in pairwise(one["first"])]
     return {
         "lines": lines,
         "first": f"{first:,}",
@@ -106,17 +106,5 @@ def steps_chart(told: RunData) -> dict[str, Any] | None:
         "limit": percent(device, top) if is_drawn else None,
         "ticks": [{"at": 100 * at / (top * scale), "text": f"{at:g}"} for at in ticks(top * scale)],
         "unit": unit,
-        "joined": max(span["last"] - span["first"] + 1 for span in spans),
+        "joined": min(widths, default=1),
     }
-
-
-def _size(kinds: dict[str, int]) -> int:
-    return next((kinds[kind] for kind in ALLOCATED if kind in kinds), 0)
-
-
-def _place(step: int, first: int, last: int) -> float:
-    return (step - first) / (last + 1 - first)
-
-
-def _words(phase: str) -> str:
-    return phase.replace("_", " + ")

@@ -16,12 +16,11 @@ FORMAT = 1
 RUN_FILE = "memopt_run.json"
 
 
-class SpanData(TypedDict):
-    """The largest peaks of some optimizer steps, by phase and kind."""
+class StepsData(TypedDict):
+    """The peak of each stretch of optimizer steps: the first step of each, and the largest peak in it."""
 
-    first: CountOrZero
-    last: CountOrZero
-    peaks: dict[str, dict[str, CountOrZero]]
+    first: list[CountOrZero]
+    bytes: list[CountOrZero]
 
 
 class BatchesData(TypedDict):
@@ -118,7 +117,7 @@ class RunData(TypedDict):
     last_step: CountOrZero
     peaks: dict[str, dict[str, CountOrZero]]
     components: dict[str, CountOrZero]
-    spans: list[SpanData]
+    steps: dict[str, StepsData]
     batches: BatchesData
     changes: list[ChangeData]
     micro_batching: MicrobatchingData | None
@@ -162,6 +161,8 @@ def read_run(text: str | bytes, name: str) -> RunData:
         check_fields_of(told, RunData, "")
         if (told["state"] == "out of memory") is not (told["out_of_memory"] is not None):
             raise ValueError("it is out of memory and does not say how, or the other way round")
+        if any(len(one["first"]) != len(one["bytes"]) for one in told["steps"].values()):
+            raise ValueError("it has steps without one peak for each")
     except ValueError as error:
         raise ValueError(
             f"path={name!r} is not a run of format {FORMAT} ({error}); expected what a MemoryReportCallback writes. "

@@ -26,7 +26,7 @@ __all__ = ["Kind", "Side", "kind_of", "read_side", "text_of"]
 Kind = Literal["plan", "run", "estimate", "measurement"]
 MARKS: Mapping[Kind, str] = {
     "plan": "candidates",
-    "run": "spans",
+    "run": "micro_batching",
     "estimate": "phase_peaks",
     "measurement": "step_seconds",
 }

@@ -16,7 +16,6 @@ import tiny
 from hf_memopt import MemoryReportCallback, MicrobatchCallback, attach, custom_gpu, measure
 from hf_memopt.memory import estimation
 from hf_memopt.memory.live_tensors import live_tensors
-from hf_memopt.memory.run_report import MOST_SPANS, RunReport
 from hf_memopt.reports.run_file import RunData, read_run
 
 BATCH = 6
@@ -73,8 +72,11 @@ def test_a_run_leaves_what_its_report_shows(tmp_path: Path) -> None:
         "gradients": weights,
         "optimizer state": 2 * weights + 4 * len(state),  # two moments, and the step count of each parameter
     }
-    assert [(span["first"], span["last"]) for span in told["spans"]] == [(1, 1), (2, 2)]
-    assert set(told["spans"][-1]["peaks"]) == {"forward_backward", "optimizer", "evaluation"}
+    assert {name: one["first"] for name, one in told["steps"].items()} == {
+        "forward_backward": [1, 2],
+        "optimizer": [1, 2],
+        "evaluation": [2],
+    }
     assert set(told["peaks"]) == {"load", "forward_backward", "optimizer", "evaluation"}
     assert [change["reason"] for change in told["changes"]][-1] == "out of memory at step 1"
     assert told["micro_batching"] is not None
@@ -205,19 +207,6 @@ def test_a_prediction_is_made_when_it_is_asked_for(tmp_path: Path) -> None:
     weights = sum(one.numel() * 4 for one in trainer.model.parameters())
     assert weights <= predicted["components"]["weights"] <= weights + 512 * len(list(trainer.model.parameters()))
     assert (predicted["batch_size"], predicted["seq_len"]) == (BATCH, 12)
-
-
-def test_spans_of_a_long_run_are_joined_and_keep_every_peak() -> None:
-    record = RunReport()
-    peaks = [(step * 7919) % 10007 for step in range(1, 3001)]
-    for step, peak in enumerate(peaks, start=1):
-        record.end_step(step, {"forward_backward": {"peak_allocated_bytes": peak}})
-    spans = record._spans
-    assert MOST_SPANS // 2 <= len(spans) < MOST_SPANS
-    for span in spans:
-        largest = max(peaks[span["first"] - 1 : span["last"]])
-        assert span["peaks"] == {"forward_backward": {"peak_allocated_bytes": largest}}
-    assert [span["last"] + 1 for span in spans[:-1]] == [span["first"] for span in spans[1:]]
 
 
 def test_looking_at_what_is_alive_keeps_nothing_alive(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_every_text_is_escaped() -> None:
     told["predicted"]["components"] = {EVIL: 1}
     told["components"] = {EVIL: 1}
     told["peaks"][EVIL] = {"peak_allocated_bytes": 1}
-    told["spans"][0]["peaks"][f'x" onload="alert(1)">{EVIL}'] = {"peak_allocated_bytes": 1}
+    told["steps"][f'x" onload="alert(1)">{EVIL}'] = {"first": [1], "bytes": [1]}
     lost = told["out_of_memory"]
     lost["error"] = lost["phase"] = EVIL
     lost["components"] = {EVIL: 2**30}
@@ -105,11 +105,15 @@ def test_a_folder_makes_the_page_and_the_newest_process_is_taken(tmp_path: Path)
     ("content", "says"),
     [
         (None, "is a folder without memopt_run.json; expected the output folder of a run with a MemoryReportCallback."),
-        ("{}", "is nothing to report (it has none of the fields candidates, spans, phase_peaks, step_seconds)"),
+        (
+            "{}",
+            "is nothing to report (it has none of the fields candidates, micro_batching, phase_peaks, step_seconds)",
+        ),
         (finished_run(format=2), "(it has format 2, written by hf-memopt 0.2.0); expected what a MemoryReportCallback"),
         (finished_run(last_step=-1), "(last_step=-1 is invalid; expected an integer of 0 or more)"),
         (finished_run(out_of_memory=lost_run()["out_of_memory"]), "(it is out of memory and does not say how, or the"),
-        (lost_run(spans=[{"first": 1, "last": 1, "peaks": {"x": {"y": "z"}}}]), "(spans[0].peaks.x.y='z' is invalid;"),
+        (finished_run(steps={"x": {"first": [1], "bytes": []}}), "(it has steps without one peak for each)"),
+        (lost_run(steps={"x": {"first": ["z"], "bytes": [1]}}), "(steps.x.first[0]='z' is invalid;"),
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path: Path, content: Any, says: str) -> None:

@@ -63,7 +63,8 @@ def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str]
     console.print(_components(estimate, "█" if console.encoding.lower().startswith("utf") else "#"))
     plain("\n".join(lines))
     style = {True: "bold green", False: "bold red", None: "bold"}[estimate.fits]
-    plain(wording(verdict(estimate)), style=style)
+    said = f"{verdict(estimate)}. Changes that were simulated:" if estimate.hints else verdict(estimate)
+    plain(wording(said), style=style)
     for hint in estimate.hints or ():
         plain(wording(str(hint)), style="green" if hint.fits else "red")
 
@@ -211,7 +212,7 @@ def verdict(estimate: Estimate) -> str:
         return f"fits {figures}, {format_bytes(spare_bytes)} to spare"
     over = f"does not fit {figures}, {format_bytes(-spare_bytes)} over"
     if estimate.hints:
-        return f"{over}. Changes that were simulated:"
+        return over
     if estimate.hints is not None:
         return f"{over}, and no change that was simulated needs less"
     largest = max(COMPONENTS, key=lambda name: estimate.components[name])

@@ -171,6 +171,22 @@ class Plan:
         check_page(path, force=force)
         write_page(plan_page(read_plan_text(self.to_json(figures=True), "Plan.to_json()")), path)
 
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the set-ups against the GPU, and which batches and lengths fit, to a PNG, SVG or PDF file.
+
+        Raises:
+            ValueError: ``path`` is not such a file that can be written.
+            MissingExtraError: matplotlib is not installed.
+        """
+        from pathlib import Path
+
+        from hf_memopt.plotting import check_picture
+        from hf_memopt.recipes.planning.plan_picture import draw_plan
+        from hf_memopt.reports.plan_file import read_plan_text
+
+        check_picture(Path(path), purpose="the picture of a plan")  # before what it shows is simulated
+        draw_plan(read_plan_text(self.to_json(figures=True), "Plan.to_json()"), Path(path))
+
     def __str__(self) -> str:
         return self.table()
 
