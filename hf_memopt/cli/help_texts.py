@@ -34,7 +34,8 @@ EXAMPLES = {
     "report": _examples(
         'plan gpt2 -g "RTX 4060" --report plan.html --json > plan.json',
         "report plan.json",
-        "report plan.json -o page.html --force",
+        "report out/",
+        "report old/ new/ -o grew.html",
     ),
     "measure": _examples(
         "measure train.py", "measure train.py -n 20 -o run.json", "measure train.py -- --learning_rate 1e-4"

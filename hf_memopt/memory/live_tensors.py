@@ -27,8 +27,8 @@ OTHERS = "other tensors"
 
 def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the storages of tensors on a type of device, each once."""
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    found = (_storage_on(plain, device) for tensor in tensors for plain in _plain_tensors(tensor))
+    return sum(dict(storage for storage in found if storage is not None).values())
 
 
 def held_by_trainer(trainer: Trainer) -> dict[str, list[torch.Tensor]]:
@@ -90,10 +90,21 @@ def largest_blocks(trainer: Trainer, device: torch.device) -> list[dict[str, int
 def _named(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensors in held_by_trainer(trainer).items():
         for tensor in tensors:
-            yield name, tensor
+            for plain in _plain_tensors(tensor):
+                yield name, plain
     for one in gc.get_objects():
         if issubclass(type(one), torch.Tensor):  # isinstance would wake objects that import when they are asked
             yield OTHERS, one
+
+
+def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that hold the data: those inside of a sharded or quantised one, else itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    inner: Any = tensor
+    for name in inner.__tensor_flatten__()[0]:
+        yield from _plain_tensors(getattr(tensor, name))
 
 
 def _storage_on(tensor: torch.Tensor, device: torch.device) -> tuple[int, int] | None:
@@ -102,6 +113,6 @@ def _storage_on(tensor: torch.Tensor, device: torch.device) -> tuple[int, int] |
         if tensor.device.type != device.type or (device.index is not None and tensor.device != device):
             return None
         storage = tensor.untyped_storage()
-        return (storage.data_ptr(), storage.nbytes()) if storage.nbytes() else None
+        return (storage.data_ptr(), storage.nbytes()) if storage.data_ptr() else None
     except (RuntimeError, NotImplementedError):  # fake tensors, and subclasses around others, which are found too
         return None

@@ -14,19 +14,19 @@ import importlib.metadata
 import logging
 import os
 import platform
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.changes import CHANGES
-from hf_memopt.devices.memory_reading import read_context, read_memory
+from hf_memopt.devices.memory_reading import measured_device, read_context, read_memory
 from hf_memopt.devices.out_of_memory import is_out_of_memory
 from hf_memopt.memory.batch_shape import BatchShape
 from hf_memopt.memory.live_tensors import bytes_on, held_by_trainer, largest_blocks, live_tensors
 from hf_memopt.memory.run_record import RunRecord
 from hf_memopt.memory.timeline import phase_peaks
 from hf_memopt.notices import notify
+from hf_memopt.plain_data import shown
 from hf_memopt.reports.run_file import FORMAT, run_name
 from hf_memopt.whole_files import warn_unwritten, write_whole
 
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 VERSIONS = ("hf-memopt", "torch", "transformers", "accelerate")
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
+LONGEST = 200  # characters of a value of a change
 ARGUMENTS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "optim"),
     *("bf16", "fp16", "tf32", "max_grad_norm", "num_train_epochs", "max_steps", "eval_accumulation_steps"),
@@ -102,8 +103,8 @@ class RunReport:
     def _note_failure(self, trainer: Any, error: BaseException) -> None:
         """Note what is alive; nothing that goes wrong here may hide the error."""
         try:
-            device = trainer.args.device
-            components, tensors = live_tensors(trainer, device)
+            device = measured_device(trainer.args.device)
+            components, tensors = live_tensors(trainer, trainer.args.device)
             reading = read_memory(device) if device.type != "cpu" else None
             shape = self._shape
             allocated = None if reading is None else reading.allocated_bytes
@@ -137,8 +138,11 @@ class RunReport:
             predict: whether to simulate the largest batch.
         """
         notes: list[str] = []
-        predicted = self._predicted(trainer, record.largest, notes, hints=False) if predict else None
-        self._write(trainer, self._as_dict(trainer, peaks, record, state, predicted, notes))
+        try:
+            predicted = self._predicted(trainer, record.largest, notes, hints=False) if predict else None
+            self._write(trainer, self._as_dict(trainer, peaks, record, state, predicted, notes))
+        except RuntimeError as error:  # of a device or a driver; a report must not cost a training its result
+            logger.warning("there is no report of this run (%s)", error)
 
     def write_failure(self, trainer: Any, error: BaseException, peaks: Peaks, record: RunRecord) -> None:
         """Write the report of an out-of-memory that ends the run, as JSON and as a page; nothing is raised."""
@@ -155,9 +159,7 @@ class RunReport:
                 fits = "" if predicted is None else "".join(f"\n[memopt] {hint}" for hint in predicted["hints"])
                 error.add_note(f"[memopt] what was alive when memory ran out: {page}{fits}")
         except (Exception, KeyboardInterrupt) as failed:  # the original error is the one to see
-            warnings.warn(
-                f"the report of the out-of-memory could not be made ({type(failed).__name__}: {failed})", stacklevel=2
-            )
+            logger.warning("there is no report of the out-of-memory (%s: %s)", type(failed).__name__, failed)
 
     def _write(self, trainer: Any, told: dict[str, Any], *, with_page: bool = False) -> Path | None:
         """Write JSON, and the page of it where asked for; return the last path, None where nothing was written."""
@@ -188,7 +190,7 @@ class RunReport:
         notes: list[str],
     ) -> dict[str, Any]:
         args, model = trainer.args, trainer.model
-        reading = read_memory(args.device) if args.device.type != "cpu" else read_memory("cpu")
+        reading = read_memory(measured_device(args.device))
         largest = record.largest
         return {
             "format": FORMAT,
@@ -218,7 +220,7 @@ class RunReport:
                 "largest_length": None if largest is None else largest.seq_len,
             },
             "changes": [
-                {"name": one.name, "old": repr(one.old), "new": repr(one.new), "reason": one.reason}
+                {"name": one.name, "old": shown(one.old, LONGEST), "new": shown(one.new, LONGEST), "reason": one.reason}
                 for one in getattr(trainer, CHANGES, ())
             ],
             "micro_batching": _micro_batching(trainer),

@@ -36,6 +36,18 @@ class Row:
         """By how much it grew; negative where it shrank."""
         return (self.after_bytes or 0) - (self.before_bytes or 0)
 
+    @property
+    def change_text(self) -> str:
+        """The change with its sign; "" where only one of them has it."""
+        return "" if None in (self.before_bytes, self.after_bytes) else signed(self.change_bytes)
+
+    @property
+    def share_text(self) -> str:
+        """The change in percent of what it was; "" where only one of them has it."""
+        if self.before_bytes is None or self.after_bytes is None:
+            return ""
+        return share_text(self.after_bytes, self.before_bytes)
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -199,14 +211,14 @@ def _table(heading: str, rows: tuple[Row, ...], width: int, *, last_is_total: bo
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(heading)
-    for name in ("A", "B", "change", *(["share"] if width >= SHARES_FROM else [])):
+    for name in ("A", "B", "change", *(["in %"] if width >= SHARES_FROM else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         style = "red" if row.change_bytes > 0 else "green" if row.change_bytes < 0 else ""
         cells = [Text(row.name), *(Text(_bytes(size)) for size in (row.before_bytes, row.after_bytes))]
-        cells.append(Text(signed(row.change_bytes), style=style))
+        cells.append(Text(row.change_text, style=style))
         if width >= SHARES_FROM:
-            cells.append(Text(share_text(row.after_bytes or 0, row.before_bytes or 0)))
+            cells.append(Text(row.share_text))
         is_total = last_is_total and row is rows[-1]
         if is_total:
             table.add_section()
@@ -261,9 +273,9 @@ def _cells(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
             "css": "" if row.name == "total" else css_class(row.name),
             "before": _bytes(row.before_bytes),
             "after": _bytes(row.after_bytes),
-            "change": signed(row.change_bytes),
+            "change": row.change_text,
             "way": "more" if row.change_bytes > 0 else "less" if row.change_bytes < 0 else "",
-            "share": share_text(row.after_bytes or 0, row.before_bytes or 0),
+            "share": row.share_text,
         }
         for row in rows
     ]

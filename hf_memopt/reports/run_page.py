@@ -139,7 +139,8 @@ def _components(told: RunData) -> Iterator[dict[str, Any]]:
 
 def _phases(told: RunData) -> Iterator[dict[str, Any]]:
     """Yield the peak of each phase, allocated, beside the predicted one; and the peak of what is reserved."""
-    predicted = {} if told["predicted"] is None else dict(told["predicted"]["phases"])
+    is_known = told["predicted"] is not None and not largest_peak(told, ("rss_bytes",))  # a process has more in it
+    predicted = dict(told["predicted"]["phases"]) if told["predicted"] is not None and is_known else {}
     passes = [predicted[name] for name in ("forward", "backward") if name in predicted]
     if passes:
         predicted["forward_backward"] = max(passes)

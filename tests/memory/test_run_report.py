@@ -162,6 +162,7 @@ def test_a_report_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
     assert not hasattr(failed.value, "__notes__")
 
 
+@pytest.mark.slow
 def test_another_error_leaves_nothing(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, MemoryReportCallback())
     trainer.model.register_forward_pre_hook(lambda *_: {}["missing"])
@@ -170,7 +171,9 @@ def test_another_error_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("how", ["report=False", "unbound", "measured"])
+@pytest.mark.parametrize(
+    "how", ["report=False", *(pytest.param(name, marks=pytest.mark.slow) for name in ("unbound", "measured"))]
+)
 def test_without_a_bound_callback_that_was_asked_nothing_is_left(tmp_path: Path, how: str) -> None:
     callback = MemoryReportCallback(report=how != "report=False")
     if how == "unbound":
@@ -182,6 +185,7 @@ def test_without_a_bound_callback_that_was_asked_nothing_is_left(tmp_path: Path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_report_so_far(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, MemoryReportCallback(), save_strategy="steps", save_steps=1)
     trainer.model.register_forward_pre_hook(_fail_in_step(trainer, 2))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import CHROMIUM, Chromium
+from chromium import Chromium
 from hand_made_runs import MIB, estimate_data, finished_run, lost_run
 from html_page import EVIL, SHOWN, Page
 from rich.console import Console
@@ -105,15 +105,6 @@ def test_real_estimates_and_the_sum_of_their_parts(tmp_path: Path) -> None:
     assert grew["weights"] == 0
 
 
-def test_two_plans(text: str, tmp_path: Path) -> None:
-    told = json.loads(text)
-    (tmp_path / "a.json").write_text(text)
-    one = told["candidates"][-1]
-    (tmp_path / "b.json").write_text(json.dumps({**told, "chosen": one, "shortfall": None}))
-    before, after = (read_side(tmp_path / name) for name in ("a.json", "b.json"))
-    assert compare(before, after).total.change_bytes == one["total_bytes"] - told["chosen"]["total_bytes"]
-
-
 def test_every_text_of_the_page_is_escaped(files: tuple[Path, Path]) -> None:
     told = newer()
     told["model"] = told["gpu"]["name"] = EVIL
@@ -129,23 +120,21 @@ def test_every_text_of_the_page_is_escaped(files: tuple[Path, Path]) -> None:
     assert EVIL in read.text
 
 
-def test_what_cannot_be_compared_is_refused(files: tuple[Path, Path], text: str, tmp_path: Path) -> None:
-    plan, run, old = tmp_path / "plan.json", tmp_path / "run.json", tmp_path / "old.json"
-    plan.write_text(text)
+def test_what_cannot_be_compared_is_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
+    run, old = tmp_path / "run.json", tmp_path / "old.json"
     run.write_text(json.dumps(finished_run()))
     old.write_text(json.dumps(estimate_data(format=2)))
     there = tmp_path / "there.html"
     there.write_text("kept")
     for arguments, says in {
-        (files[0], plan): "are an estimate and a plan; expected two of one kind, since they differ by more",
         (files[0], run): "are an estimate and a run; expected two of one kind, since what is predicted and what is",
         (files[0], old): "cannot be read as an estimate (it has format 2, written by hf-memopt 0.2.0); expected what",
         (files[0], tmp_path): "is a folder without memopt_run.json; expected the output folder of a run",
         (files[0], tmp_path / "x.json"): "does not exist; expected the output folder of a run, or the JSON of a plan",
-        (*files, plan): "3 files are too many; expected one or two.",
+        (*files, run): "3 files are too many; expected one or two.",
         (*files, "--output", there): "exists already; expected a new file. Pass another name, or --force to replace it",
         (*files, "--force"): "--force has nothing to replace: no file is written; expected --output.",
-        (plan, "--json"): "one is JSON already; expected two.",
+        (run, "--json"): "one is JSON already; expected two.",
         (files[0],): "is an estimate, of which alone there is no page; expected a run, a plan, or two of a kind.",
     }.items():
         found = report(*arguments)
@@ -154,16 +143,15 @@ def test_what_cannot_be_compared_is_refused(files: tuple[Path, Path], text: str,
     assert there.read_text() == "kept"
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-def test_a_browser_shows_a_difference_without_complaint(tmp_path: Path, files: tuple[Path, Path], width: int) -> None:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
+@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 400])
+def test_a_browser_shows_a_difference_without_complaint(
+    browser: Chromium, tmp_path: Path, files: tuple[Path, Path], width: int
+) -> None:
     path = tmp_path / "grew.html"
     path.write_text(difference_page(compare(*map(read_side, files))))
-    with Chromium(tmp_path / "profile") as browser:
-        browser.open(path, width)
-        shown = browser.value(SHOWN)
-        assert browser.complaints() == []
-        assert shown["width"] <= width
-        assert len(shown["bars"]) == 2
-        assert shown["wide"] == []
+    browser.open(path, width)
+    shown = browser.value(SHOWN)
+    assert browser.complaints() == []
+    assert shown["width"] <= width
+    assert len(shown["bars"]) == 2
+    assert shown["wide"] == []

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hand_made_runs import estimate_data
 
+from hf_memopt.reports.difference import compare
 from hf_memopt.reports.plan_file import FORMAT, read_plan_text
+from hf_memopt.reports.sides import read_side
 
 
 def changed(text: str, place: str, value: Any) -> str:
@@ -74,3 +78,15 @@ def test_what_no_report_shows_may_be_anything(text: str) -> None:
     told = json.loads(text)
     told["more"] = told["candidates"][0]["more"] = [None]
     assert read_plan_text(json.dumps(told), "plan.json")["model"] == told["model"]
+
+
+def test_two_plans_are_compared_and_a_plan_with_an_estimate_is_not(text: str, tmp_path: Path) -> None:
+    told = json.loads(text)
+    one = told["candidates"][-1]
+    files = {"a": told, "b": {**told, "chosen": one, "shortfall": None}, "c": estimate_data()}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    before, after, other = (read_side(tmp_path / name) for name in files)
+    assert compare(before, after).total.change_bytes == one["total_bytes"] - told["chosen"]["total_bytes"]
+    with pytest.raises(ValueError, match="are a plan and an estimate; expected two of one kind, since they differ by"):
+        compare(before, other)

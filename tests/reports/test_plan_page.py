@@ -6,10 +6,9 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from chromium import CHROMIUM, Chromium
+from chromium import Chromium
 from html_page import EVIL, Page
 from typer.testing import CliRunner
 
@@ -169,14 +168,6 @@ SHOWN = """(() => {
         ink: getComputedStyle(document.body).backgroundColor,
     };
 })()"""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: Any) -> Any:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
-    with Chromium(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("width", [1280, 400])

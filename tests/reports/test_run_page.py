@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import CHROMIUM, Chromium
+from chromium import Chromium
 from hand_made_runs import finished_run, lost_run
 from html_page import EVIL, SHOWN, Page
 from typer.testing import CliRunner
@@ -127,19 +127,16 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: Any, says: str) -> N
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_a_browser_shows_runs_without_complaint(tmp_path: Path, width: int) -> None:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
+def test_a_browser_shows_runs_without_complaint(browser: Chromium, tmp_path: Path, width: int) -> None:
     pages = {"finished": finished_run(), "lost": lost_run(), "long": finished_run(model="x" * 200)}
-    with Chromium(tmp_path / "profile") as browser:
-        for name, told in pages.items():
-            path = tmp_path / f"{name}.html"
-            path.write_text(page_of(told))
-            browser.open(path, width)
-            shown = browser.value(SHOWN)
-            assert browser.complaints() == []
-            assert shown["width"] <= width, name
-            assert len(shown["bars"]) == (3 if name == "lost" else 2)
-            assert all(wide > 200 and high > 15 for wide, high in shown["bars"])
-            assert shown["lines"] == (3 if name != "lost" else 2)
-            assert shown["wide"] == []
+    for name, told in pages.items():
+        path = tmp_path / f"{name}.html"
+        path.write_text(page_of(told))
+        browser.open(path, width)
+        shown = browser.value(SHOWN)
+        assert browser.complaints() == []
+        assert shown["width"] <= width, name
+        assert len(shown["bars"]) == (3 if name == "lost" else 2)
+        assert all(wide > 200 and high > 15 for wide, high in shown["bars"])
+        assert shown["lines"] == (3 if name != "lost" else 2)
+        assert shown["wide"] == []
