@@ -7,7 +7,6 @@ or tensor, and the peaks between phases (data loading, logging, saving).
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -97,14 +96,13 @@ class MemoryReportCallback(TrainerCallback):
     Without a sink (``report_to="none"``) it also works unbound.
 
     A phase is measured by **resetting torch's peak counters** when it begins: ``torch.cuda.max_memory_allocated()``
-    then covers the last phase only. Read ``summary`` instead. One device is read, ``args.device`` of this process.
+    then covers the last phase only. Read ``summary`` instead. One device is read, ``args.device`` of this process. A
+    model card that an attached Trainer writes gets the section "Training memory", the text of ``model_card()``.
 
     Args:
         plot: a PNG, SVG or PDF file to draw at the end of ``train()``: the peak of every step and phase, beside what is
-            predicted for the largest batch of an attached Trainer on an accelerator, which takes some seconds. The
-            first process draws; a picture that fails is reported, and training ends as without it.
-
-    A model card that an attached Trainer writes gets the section "Training memory", the text of ``model_card()``.
+            predicted for the largest batch of an attached Trainer on an accelerator, which takes some seconds. A
+            picture that fails is reported, and training ends as without it.
 
     Raises:
         ValueError: ``plot`` is not such a file, or its folder is missing.
@@ -118,7 +116,7 @@ class MemoryReportCallback(TrainerCallback):
 
     technique = "memory report"
 
-    def __init__(self, plot: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, plot: str | Path | None = None) -> None:
         if plot is not None:
             check_picture(Path(plot), purpose="the picture of a memory report")
         self.plot = plot
@@ -210,9 +208,10 @@ class MemoryReportCallback(TrainerCallback):
         peaks = self._begin(args)
         if self._trained:
             peaks.restart()
-            self._record = RunRecord()
         if self._training:  # an interrupted run, or a restart with a smaller batch: its peak is not loading
             peaks.meter.skip()
+        else:
+            self._record = RunRecord()
         peaks.close("load")
         self._trained = self._training = True
 
@@ -221,8 +220,7 @@ class MemoryReportCallback(TrainerCallback):
         self._evaluating = False  # if an evaluation broke off
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        peaks = self._begin(args)
-        if peaks.meter.only_samples:
+        if self._begin(args).meter.only_samples:
             self._close("forward_backward", args, state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
@@ -240,9 +238,8 @@ class MemoryReportCallback(TrainerCallback):
         self._begin(args).meter.skip()  # an evaluation may begin here, and the gradients are gone now
 
     def on_prediction_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        peaks = self._begin(args)
-        if peaks.meter.only_samples:
-            peaks.close("evaluation")
+        if self._begin(args).meter.only_samples:
+            self._begin(args).close("evaluation")
         self._evaluating = True
 
     def on_log(
