@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from hf_memopt.devices.memory_reading import (
     read_memory,
     read_process,
 )
-from hf_memopt.memory.output.model_card import add_section, training_memory
+from hf_memopt.memory.output.model_card import training_memory, with_section
 from hf_memopt.memory.run_record import RunRecord
 from hf_memopt.plotting import check_picture
 from hf_memopt.units import format_bytes, to_gib
@@ -160,6 +161,11 @@ class MemoryReportCallback(TrainerCallback):
             "" if self._peaks is None else training_memory(self.summary, self._peaks.meter.device, self.binding.trainer)
         )
 
+    @property
+    def handle(self) -> UndoHandle:
+        """Undoes what ``attach`` put over the trainer for it."""
+        return self.binding.handle
+
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Move to the front of the trainer's callbacks, before the sinks of ``report_to``; ``attach`` calls this."""
         handler = trainer.callback_handler
@@ -167,7 +173,9 @@ class MemoryReportCallback(TrainerCallback):
         self._begin(trainer.args).meter.skip()  # what attach itself runs is not loading
         consoles = [one for one in handler.callbacks if isinstance(one, (ProgressCallback, PrinterCallback))]
         overrides = [override_method(one, "on_log", _with_one_figure) for one in consoles]
-        overrides.append(override_method(trainer, "create_model_card", self._with_section))
+        overrides.append(
+            override_method(trainer, "create_model_card", partial(with_section, self.model_card, self.binding))
+        )
         if self.plot is not None:
             overrides.append(override_method(trainer, "get_batch_samples", self._noting_batches))
         return self.binding.to(trainer, *overrides)
@@ -179,15 +187,6 @@ class MemoryReportCallback(TrainerCallback):
             return batches, *rest
 
         return get_batch_samples
-
-    def _with_section(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def create_model_card(*args: Any, **kwargs: Any) -> Any:
-            found, trainer = before(*args, **kwargs), self.binding.trainer
-            if self.summary and trainer is not None and trainer.is_world_process_zero():
-                add_section(Path(trainer.args.output_dir) / "README.md", self.model_card())
-            return found
-
-        return create_model_card
 
     def _begin(self, args: TrainingArguments) -> PhasePeaks:
         """Return the peaks; the first call ends the span before the Trainer was created."""
