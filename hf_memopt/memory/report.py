@@ -7,9 +7,9 @@ or tensor, and the peaks between phases (data loading, logging, saving).
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from hf_memopt.devices.memory_reading import (
     read_process,
 )
 from hf_memopt.devices.out_of_memory import is_out_of_memory
-from hf_memopt.memory.output.model_card import add_section, training_memory
+from hf_memopt.memory.output.model_card import training_memory, with_section
 from hf_memopt.memory.run_record import RunRecord
 from hf_memopt.memory.run_report import RunReport
 from hf_memopt.plotting import check_picture
@@ -95,7 +95,8 @@ class MemoryReportCallback(TrainerCallback):
     Without a sink (``report_to="none"``) it also works unbound.
 
     A phase is measured by **resetting torch's peak counters** when it begins: ``torch.cuda.max_memory_allocated()``
-    then covers the last phase only. Read ``summary`` instead. One device is read, ``args.device`` of this process.
+    then covers the last phase only. Read ``summary`` instead. One device is read, ``args.device`` of this process. A
+    model card that an attached Trainer writes gets the section "Training memory", the text of ``model_card()``.
 
     Bound, it also leaves a report in the output folder, ``memopt_run.json``, at each checkpoint and at the end;
     ``hf-memopt report OUTPUT_DIR`` makes a page of it. An out-of-memory that ends the run leaves the page itself,
@@ -104,13 +105,10 @@ class MemoryReportCallback(TrainerCallback):
 
     Args:
         plot: a PNG, SVG or PDF file to draw at the end of ``train()``: the peak of every step and phase, beside what is
-            predicted for the largest batch of an attached Trainer on an accelerator, which takes some seconds. The
-            first process draws; a picture that fails is reported, and training ends as without it.
-
+            predicted for the largest batch of an attached Trainer on an accelerator, which takes some seconds. A
+            picture that fails is reported, and training ends as without it.
         report: whether to leave the report.
         predict: whether to simulate the largest batch for the report when training ends.
-
-    A model card that an attached Trainer writes gets the section "Training memory", the text of ``model_card()``.
 
     Raises:
         ValueError: ``plot`` is not such a file, or its folder is missing.
@@ -124,15 +122,12 @@ class MemoryReportCallback(TrainerCallback):
 
     technique = "memory report"
 
-    def __init__(
-        self, plot: str | os.PathLike[str] | None = None, *, report: bool = True, predict: bool = False
-    ) -> None:
+    def __init__(self, plot: str | Path | None = None, *, report: bool = True, predict: bool = False) -> None:
         if plot is not None:
             check_picture(Path(plot), purpose="the picture of a memory report")
         self.plot = plot
         self.report = report
         self.predict = predict
-        self.handle: UndoHandle | None = None
         self.binding = Binding()
         self._reset()
 
@@ -174,6 +169,11 @@ class MemoryReportCallback(TrainerCallback):
             "" if self._peaks is None else training_memory(self.summary, self._peaks.meter.device, self.binding.trainer)
         )
 
+    @property
+    def handle(self) -> UndoHandle:
+        """Undoes what ``attach`` put over the trainer for it."""
+        return self.binding.handle
+
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Move to the front of the trainer's callbacks, before the sinks of ``report_to``; ``attach`` calls this."""
         handler = trainer.callback_handler
@@ -181,13 +181,14 @@ class MemoryReportCallback(TrainerCallback):
         self._begin(trainer.args).meter.skip()  # what attach itself runs is not loading
         consoles = [one for one in handler.callbacks if isinstance(one, (ProgressCallback, PrinterCallback))]
         overrides = [override_method(one, "on_log", _with_one_figure) for one in consoles]
-        overrides.append(override_method(trainer, "create_model_card", self._with_section))
-        overrides.append(override_method(trainer, "get_batch_samples", self._noting_batches))
-        overrides.append(override_method(trainer, "compute_loss", self._watched("run_forward")))
-        overrides.append(override_method(trainer.accelerator, "backward", self._watched("run_backward")))
-        overrides.append(override_method(trainer, "train", self._leaving_report))
-        self.handle = self.binding.to(trainer, *overrides)
-        return self.handle
+        overrides += [
+            override_method(trainer, "create_model_card", partial(with_section, self.model_card, self.binding)),
+            override_method(trainer, "get_batch_samples", self._noting_batches),
+            override_method(trainer, "compute_loss", self._watched("run_forward")),
+            override_method(trainer.accelerator, "backward", self._watched("run_backward")),
+            override_method(trainer, "train", self._leaving_report),
+        ]
+        return self.binding.to(trainer, *overrides)
 
     def _reported(self) -> Any:
         """Return the trainer whose run is reported; None where none is: unbound, not asked for, or set aside."""
@@ -229,15 +230,6 @@ class MemoryReportCallback(TrainerCallback):
 
         return get_batch_samples
 
-    def _with_section(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def create_model_card(*args: Any, **kwargs: Any) -> Any:
-            found, trainer = before(*args, **kwargs), self.binding.trainer
-            if self.summary and trainer is not None and trainer.is_world_process_zero():
-                add_section(Path(trainer.args.output_dir) / "README.md", self.model_card())
-            return found
-
-        return create_model_card
-
     def _begin(self, args: TrainingArguments) -> PhasePeaks:
         """Return the peaks; the first call ends the span before the Trainer was created."""
         if self._peaks is None:
@@ -257,10 +249,11 @@ class MemoryReportCallback(TrainerCallback):
         peaks = self._begin(args)
         if self._trained:
             peaks.restart()
-            self._record = RunRecord()
         self._report = RunReport(state.global_step)
         if self._training:  # an interrupted run, or a restart with a smaller batch: its peak is not loading
             peaks.meter.skip()
+        else:
+            self._record = RunRecord()
         peaks.close("load")
         self._trained = self._training = True
 
@@ -269,8 +262,7 @@ class MemoryReportCallback(TrainerCallback):
         self._evaluating = False  # if an evaluation broke off
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        peaks = self._begin(args)
-        if peaks.meter.only_samples:
+        if self._begin(args).meter.only_samples:
             self._close("forward_backward", args, state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
@@ -293,9 +285,8 @@ class MemoryReportCallback(TrainerCallback):
             self._report.write(trainer, self.summary, self._record, "training")
 
     def on_prediction_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        peaks = self._begin(args)
-        if peaks.meter.only_samples:
-            peaks.close("evaluation")
+        if self._begin(args).meter.only_samples:
+            self._begin(args).close("evaluation")
         self._evaluating = True
 
     def on_log(

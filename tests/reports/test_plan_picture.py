@@ -69,7 +69,7 @@ def test_where_nothing_fits_the_title_says_so(short: Plan, figures: list[Any], t
     assert len(figures[0].axes) == 1  # what fits was not simulated
 
 
-@pytest.mark.parametrize("theme", [LIGHT, DARK])
+@pytest.mark.parametrize("theme", [LIGHT, pytest.param(DARK, marks=pytest.mark.slow)])
 def test_the_same_plan_gives_the_same_file_in_the_colours_of_its_theme(text: str, theme: Theme, tmp_path: Path) -> None:
     told: PlanData = read_plan_text(text, "plan")
     for name in ("one.svg", "two.svg"):

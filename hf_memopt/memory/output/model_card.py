@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import TrainingArguments
 
-__all__ = ["add_section", "training_memory"]
+    from hf_memopt.binding.callback_binding import Binding
+
+__all__ = ["add_section", "training_memory", "with_section"]
 
 HEADING = "## Training memory"
 SECTION = re.compile(rf"^{HEADING}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -46,6 +48,18 @@ def _settings(args: TrainingArguments) -> str:
     batch = f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} examples per step and device"
     checkpointing = ", gradient checkpointing" if checkpointing_of(args)[0] else ""
     return f"Batch: {batch}; {precision}, optimizer `{getattr(args.optim, 'value', args.optim)}`{checkpointing}."
+
+
+def with_section(section: Callable[[], str], binding: Binding, before: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``create_model_card`` that puts a section into what ``before`` writes, unless the section is empty."""
+
+    def create_model_card(*args: Any, **kwargs: Any) -> Any:
+        found, trainer = before(*args, **kwargs), binding.trainer
+        if trainer is not None and trainer.is_world_process_zero() and (text := section()):
+            add_section(Path(trainer.args.output_dir) / "README.md", text)
+        return found
+
+    return create_model_card
 
 
 def add_section(card: Path, section: str) -> None:
