@@ -18,9 +18,12 @@ import pytest
 import hf_memopt
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = (
-    "from setuptools import build_meta as b; import sys; print(b.build_wheel(sys.argv[1]), b.build_sdist(sys.argv[1]))"
-)
+BUILD = """
+import sys
+from setuptools import build_meta
+folder = sys.argv[1]  # a build changes sys.argv
+print(build_meta.build_wheel(folder), build_meta.build_sdist(folder))
+"""
 
 
 def test_the_citation_is_of_this_version() -> None:
