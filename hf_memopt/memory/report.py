@@ -212,6 +212,7 @@ class MemoryReportCallback(TrainerCallback):
 
     def _leaving_report(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def train(*args: Any, **kwargs: Any) -> Any:
+            self._record = RunRecord()
             try:
                 return before(*args, **kwargs)
             except Exception as error:
