@@ -29,6 +29,7 @@ from hf_memopt import Plan, plan
 from hf_memopt.units import format_bytes
 
 OUT = results_file.RESULTS / "plans.jsonl"
+EXAMPLE_PLAN = results_file.RESULTS / "plan-example.json"  # of which README's picture is made
 CASE = "plan"
 EFFECTIVE_BATCH = 32
 GPUS = ("RTX 3050 4GB", "RTX 4060", "RTX 3060 12GB", "T4", "RTX 3090")
@@ -110,6 +111,15 @@ def figures_of(cell: Cell, found: Plan) -> dict[str, Any]:
     }
 
 
+def pictured(found: Plan) -> str:
+    """Return the JSON of a plan with what its picture shows: the shown set-ups, and what fits."""
+    told = json.loads(found.to_json(figures=True))
+    told["candidates"] = [told["candidates"][place] for place in told["shown"]]
+    told["shown"] = list(range(len(told["candidates"])))
+    told["figures"] |= {"timeline": None, "choices": []}
+    return json.dumps({**told, "script": None}) + "\n"
+
+
 def _per_second(shown: Any) -> float | None:
     if not shown.seconds:
         return None
@@ -159,7 +169,10 @@ def main(arguments: list[str] | None = None) -> int:
     left = cells if options.again else undone(cells, read_plans(options.out), source)
     for number, cell in enumerate(left, 1):
         started = time.perf_counter()
-        figures = {**figures_of(cell, planned(cell)), "source": source}
+        found = planned(cell)
+        figures = {**figures_of(cell, found), "source": source}
+        if cell == EXAMPLE and options.out == OUT:
+            EXAMPLE_PLAN.write_text(pictured(found), encoding="utf-8")
         results_file.append(CASE, figures, path=options.out)
         needs = f"{figures['set_up']}, {figures['batch']}, {format_bytes(figures['total_bytes'])}"
         took = time.perf_counter() - started

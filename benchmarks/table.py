@@ -1,4 +1,5 @@
-"""Write the generated parts of README.md and docs/ between their markers, from the code and ``benchmarks/results``.
+"""Write the generated parts of README.md and docs/ between their markers, and README's picture, from the code and
+``benchmarks/results``.
 
 python benchmarks/table.py            # rewrite the pages
 python benchmarks/table.py --check    # exit code 1 if they are not current
@@ -16,6 +17,7 @@ import table_plans as plans
 import table_trainings as trainings
 from table_cli import cli_help
 from table_compatibility import compatibility
+from table_pictures import stale_pictures, write_pictures
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -72,9 +74,10 @@ def main() -> int:
         raise SystemExit(f"no page has the markers of {', '.join(missing)}")
     changed = {page: new for page, old in pages.items() if (new := rendered(old)) != old}
     if "--check" in sys.argv[1:]:
-        return int(bool(changed))
+        return int(bool(changed or stale_pictures()))
     for page, text in changed.items():
         page.write_text(text, encoding="utf-8")
+    write_pictures()
     return 0
 
 

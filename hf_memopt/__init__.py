@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from hf_memopt.devices.memory_reading import MemoryReading, read_memory
     from hf_memopt.errors import BudgetError, MissingExtraError
     from hf_memopt.memory.estimation import estimate, estimate_from_arguments
-    from hf_memopt.memory.report import MemoryReportCallback, print_gpu_utilization, print_summary
+    from hf_memopt.memory.printed_memory import print_gpu_utilization, print_summary
+    from hf_memopt.memory.report import MemoryReportCallback
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.settings import NotEstimableError, StepSettings
     from hf_memopt.recipes.measuring.measure import measure
@@ -69,7 +70,8 @@ _MODULES = {
     "hf_memopt.errors": ("BudgetError", "MissingExtraError"),
     "hf_memopt.devices.gpus": ("GPUS", "Gpu", "custom_gpu", "find_gpu"),
     "hf_memopt.memory.estimation": ("estimate", "estimate_from_arguments"),
-    "hf_memopt.memory.report": ("MemoryReportCallback", "print_gpu_utilization", "print_summary"),
+    "hf_memopt.memory.printed_memory": ("print_gpu_utilization", "print_summary"),
+    "hf_memopt.memory.report": ("MemoryReportCallback",),
     "hf_memopt.memory.result": ("Estimate",),
     "hf_memopt.memory.settings": ("NotEstimableError", "StepSettings"),
     "hf_memopt.devices.memory_reading": ("MemoryReading", "read_memory"),

@@ -95,3 +95,16 @@ def test_cells_of_readmes_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [table._rounded(value) for value in (9.87, 98.7, 987.0, 123456.0)] == ["9.9", "99", "990", "120,000"]
     with pytest.raises(SystemExit, match=r"was not planned; expected a row of it\. Run: python benchmarks/plans\.py"):
         table._cell({}, cell)
+
+
+def test_the_picture_of_readme_is_that_of_its_table(plans: Any) -> None:
+    """Its bytes are those of one version of matplotlib; another one is not compared."""
+    matplotlib = pytest.importorskip("matplotlib")
+    pictures = importlib.import_module("table_pictures")
+    told, row = json.loads(plans.EXAMPLE_PLAN.read_text(encoding="utf-8")), plans.read_plans()[plans.EXAMPLE.key]
+    chosen, figures = told["chosen"], row["figures"]
+    shown = (chosen["name"], chosen["total_bytes"], told["usable_bytes"])
+    assert shown == (figures["set_up"], figures["total_bytes"], figures["usable_bytes"]), "run: make table"
+    light = (pictures.IMAGES / "plan.svg").read_text(encoding="utf-8")
+    if f"Matplotlib v{matplotlib.__version__}" in light:
+        assert pictures.stale_pictures() == [], "run: python benchmarks/table.py"

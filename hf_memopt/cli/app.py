@@ -23,7 +23,8 @@ import typer
 from typer.core import TyperGroup
 
 from hf_memopt.cli.command import Command
-from hf_memopt.cli.model_commands import EXAMPLES, AsJson, estimate, measure, plan, report
+from hf_memopt.cli.help_texts import BEFORE, EXAMPLES, MACHINE, TRYING_OUT
+from hf_memopt.cli.model_commands import AsJson, estimate, measure, plan, report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +33,10 @@ __all__ = ["app", "main"]
 
 
 class _Commands(TyperGroup):
-    """Prints the errors of all commands in one line; typer itself reports invalid options and interrupts."""
+    """Prints the errors of all commands in one line, and lists the commands in groups.
+
+    typer itself reports invalid options and interrupts.
+    """
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -42,6 +46,15 @@ class _Commands(TyperGroup):
                 raise
             typer.echo(_in_one_line(error), err=True)
             sys.exit(2)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {heading: [] for heading in (BEFORE, MACHINE, TRYING_OUT)}
+        for name, command in self.commands.items():
+            heading = getattr(command, "rich_help_panel", None) or BEFORE
+            groups[heading].append((name, command.get_short_help_str(formatter.width)))
+        for heading, rows in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(COMMAND_COLUMNS), text) for name, text in rows])
 
 
 def _in_one_line(error: Exception) -> str:
@@ -64,9 +77,13 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,  # see Command
     help="Train transformers on the GPU you have, with the stock Hugging Face Trainer.",
+    epilog=EXAMPLES[""],
 )
 
+COMMAND_COLUMNS = 8  # of the longest name
 LARGEST = 2**31 - 1  # the product of two such counts still fits into numpy's 64-bit integers
+DATA, BATCHES, OUTPUT = "Data", "Batches", "Output"
+"""The groups of options in the help of ``lengths``."""
 
 
 @app.callback(invoke_without_command=True)
@@ -80,13 +97,21 @@ def _version(
         raise typer.Exit
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, rich_help_panel=TRYING_OUT, epilog=EXAMPLES["demo"])
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for the trained model.")] = Path("hf-memopt-demo"),
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training texts.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the data order.")] = 0,
-    max_train: Annotated[int | None, typer.Option(min=1, help="Train on the first N texts only.")] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder for the trained model.")] = Path(
+        "hf-memopt-demo"
+    ),
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file.")
+    ] = None,
+    epochs: Annotated[
+        int, typer.Option("-e", "--epochs", metavar="N", min=1, help="Passes over the training texts.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the weights and the data order.")] = 0,
+    max_train: Annotated[
+        int | None, typer.Option("-n", "--max-train", metavar="N", min=1, help="Train on the first N texts only.")
+    ] = None,
 ) -> None:
     """Compare training set-ups on real text.
 
@@ -98,11 +123,16 @@ def demo(
     run_demo(output, json_file=json_file, epochs=epochs, seed=seed, max_train=max_train)
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["presets"])
 def presets(
     name: Annotated[str | None, typer.Argument(help="The preset to explain, with the reason for every choice.")] = None,
-    model: Annotated[str | None, typer.Option(help="A set-up that holds this model, as plan chooses it.")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest row of --model.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("-m", "--model", metavar="NAME", help="A set-up that holds this model, as plan chooses it."),
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option("-s", "--seq-len", metavar="N", min=1, help="Tokens of the longest row of --model.")
+    ] = None,
     json_output: AsJson = False,
 ) -> None:
     """List the presets and which models fit with each, or explain one."""
@@ -140,22 +170,75 @@ def _wrapped(text: str, console: Console) -> str:
     return "\n".join(wrapped)
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["lengths"])
 def lengths(
-    path: Annotated[Path, typer.Argument(help="A Parquet, Arrow, JSON Lines or CSV file, or a folder of them.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="A Parquet, Arrow, JSON Lines or CSV file, or a folder of them.",
+            metavar="FILE",
+            rich_help_panel=DATA,
+        ),
+    ],
     column: Annotated[
-        str | None, typer.Option(help="The column of token ids or texts; input_ids or text by default.")
+        str | None,
+        typer.Option(
+            "-c",
+            "--column",
+            metavar="NAME",
+            help="The column of token ids or texts; input_ids or text by default.",
+            rich_help_panel=DATA,
+        ),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Counts the tokens of texts: a folder or a name on the Hub.")
+        str | None,
+        typer.Option(
+            "-t",
+            "--tokenizer",
+            metavar="NAME",
+            help="Counts the tokens of texts: a folder or a name on the Hub.",
+            rich_help_panel=DATA,
+        ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, max=LARGEST, help="Examples per batch.")] = 32,
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            "-b",
+            "--batch-size",
+            metavar="N",
+            min=1,
+            max=LARGEST,
+            help="Examples per batch.",
+            rich_help_panel=BATCHES,
+        ),
+    ] = 32,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, max=LARGEST, help="Padded tokens per batch; suggested by default.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=LARGEST,
+            help="Padded tokens per batch; suggested by default.",
+            rich_help_panel=BATCHES,
+        ),
     ] = None,
-    max_length: Annotated[int | None, typer.Option(min=1, max=LARGEST, help="Truncate longer examples to it.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also write a picture: .png, .svg or .pdf.")] = None,
-    json_output: AsJson = False,
+    max_length: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=LARGEST, help="Truncate longer examples to it.", rich_help_panel=BATCHES),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "-p",
+            "--plot",
+            metavar="FILE",
+            help="Also write a picture: .png, .svg or .pdf.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=OUTPUT)
+    ] = False,
 ) -> None:
     """Show what padding wastes on a data file.
 
@@ -188,15 +271,18 @@ def lengths(
         typer.echo(f"Picture: {plot}")
 
 
-app.command(cls=Command, epilog=EXAMPLES)(estimate)
-app.command(cls=Command)(plan)
-app.command(cls=Command)(report)
-app.command(cls=Command)(measure)
+app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["estimate"])(estimate)
+app.command(cls=Command, rich_help_panel=BEFORE)(plan)
+app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["report"])(report)
+app.command(cls=Command, rich_help_panel=MACHINE, epilog=EXAMPLES["measure"])(measure)
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, rich_help_panel=TRYING_OUT, epilog=EXAMPLES["ladder"])
 def ladder(
     name: Annotated[str, typer.Argument(help="A or B.", metavar="A|B")],
+    plot: Annotated[
+        Path | None, typer.Option("-p", "--plot", metavar="FILE", help="Also write a picture: .png, .svg or .pdf.")
+    ] = None,
     json_output: AsJson = False,
 ) -> None:
     """Predict a published ladder of memory techniques.
@@ -207,10 +293,10 @@ def ladder(
 
     from hf_memopt.cli.ladder_command import run_ladder
 
-    raise typer.Exit(run_ladder(name, Console(), Console(stderr=True), json_output=json_output))
+    raise typer.Exit(run_ladder(name, Console(), Console(stderr=True), json_output=json_output, plot=plot))
 
 
-@app.command(cls=Command)
+@app.command(cls=Command, rich_help_panel=MACHINE, epilog=EXAMPLES["doctor"])
 def doctor(json_output: AsJson = False) -> None:
     """Check this machine for what training needs.
 
@@ -221,7 +307,7 @@ def doctor(json_output: AsJson = False) -> None:
     from hf_memopt.cli.progress import spinner
 
     with spinner("looking at this machine", Console(stderr=True), shown=not json_output):
-        from hf_memopt.cli.doctor import examine, findings_table
+        from hf_memopt.cli.doctor import examine, print_findings
 
         findings = examine()
     if json_output:
@@ -229,7 +315,7 @@ def doctor(json_output: AsJson = False) -> None:
 
         typer.echo(json.dumps([finding.as_dict() for finding in findings], indent=2))
     else:
-        Console().print(findings_table(findings))
+        print_findings(findings, Console())
     raise typer.Exit(int(any(finding.level == "error" for finding in findings)))
 
 

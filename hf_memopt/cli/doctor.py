@@ -1,26 +1,33 @@
-"""Check what a training run on this machine needs: versions, GPU, driver, precision, 8-bit optimizer, NVML."""
+"""Check what a training run on this machine needs: versions, GPU and who holds its memory, driver, 8-bit optimizer."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
 
-from hf_memopt.devices.memory_reading import read_memory
+from hf_memopt.devices.gpu_holders import read_gpu_use
+from hf_memopt.devices.memory_reading import measured_device, read_memory
 from hf_memopt.devices.precision_support import accelerator_type, choose_precision
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Finding", "examine", "findings_table"]
+__all__ = ["Finding", "examine", "print_findings", "verdict"]
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "numpy", "peft")
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "numpy")
+EXTRAS = {"peft": ("peft", "LoRA"), "matplotlib": ("plot", "pictures")}
+"""Packages that may be missing: the extra that installs each, and what needs it."""
 OLDEST_TRANSFORMERS, NEXT_TRANSFORMERS = (5, 8), (6, 0)
+HELD_SHARE = 0.1  # of a GPU that other processes may hold without a warning
+MOST_HOLDERS = 4  # that are named
+STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +49,44 @@ def examine() -> list[Finding]:
 
     Meant for a process of its own: where bitsandbytes is not imported yet, its CPU functions stay uncompiled.
     """
-    return [*_versions(), *_device(), *_several_gpus(), _eight_bit(), *_nvml(), *_windows()]
+    memory = [*_gpu_memory()]  # before this process itself holds a context
+    return [*_versions(), *_extras(), *_device(), *memory, *_several_gpus(), _eight_bit(), *_nvml(), *_fallback()]
 
 
-def findings_table(findings: list[Finding]) -> Table:
-    """Return the findings as a table for the terminal, with the advice for each."""
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return one sentence: whether training would work here, and if not, what to do first."""
+    errors = [finding for finding in findings if finding.level == "error"]
+    warnings = [finding.subject for finding in findings if finding.level == "warning"]
+    device = next(finding.found for finding in findings if finding.subject == "device")
+    if errors:
+        first, number = errors[0], len(errors)
+        others = "" if number == 1 else f" (and {number - 1} more below)"
+        return f"Training would fail here: {first.subject}: {first.found}{others}. To do: {first.advice}"
+    if warnings:
+        return f"Ready to train: {device}. Look at: {', '.join(warnings)}."
+    return f"Ready to train: {device}."
+
+
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
+    """Print the verdict, then a table of the findings, for a terminal of any width."""
+    level = next((level for level in ("error", "warning") if any(one.level == level for one in findings)), "ok")
+    console.print(verdict(findings), style=f"bold {STYLES[level]}", markup=False, highlight=False, emoji=False)
+    console.print(findings_table(findings))
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """Return the findings as a table, what to do under what was found."""
+    from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title="hf-memopt doctor")
-    for heading in ("", "what", "found", "what to do"):
-        table.add_column(heading, overflow="fold")
-    marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    table.add_column("what", no_wrap=True)
+    table.add_column("found", overflow="fold")
     for finding in findings:
-        table.add_row(marks[finding.level], finding.subject, finding.found, finding.advice)
+        found = finding.found + (f"\nTo do: {finding.advice}" if finding.advice else "")
+        table.add_row(Text(finding.level, style=STYLES[finding.level]), finding.subject, Text(found))
     return table
 
 
@@ -65,12 +97,18 @@ def _versions() -> Iterator[Finding]:
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            if package == "peft":
-                yield Finding(package, "ok", "not installed; needed for LoRA only", "pip install 'hf-memopt[peft]'")
-            else:
-                yield Finding(package, "error", "not installed", f"pip install {package}")
+            yield Finding(package, "error", "not installed", f"pip install {package}")
             continue
         yield _transformers(version) if package == "transformers" else Finding(package, "ok", version)
+
+
+def _extras() -> Iterator[Finding]:
+    for package, (extra, purpose) in EXTRAS.items():
+        try:
+            yield Finding(package, "ok", importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            missing = f"not installed; needed for {purpose} only"
+            yield Finding(package, "ok", missing, f"pip install 'hf-memopt[{extra}]'")
 
 
 def _transformers(version: str) -> Finding:
@@ -110,6 +148,28 @@ def _device() -> Iterator[Finding]:
                 "install a torch build that supports this GPU and driver",
             )
     yield Finding("precision", "ok", f"{chosen.name}: {chosen.reason}")
+
+
+def _gpu_memory() -> Iterator[Finding]:
+    """Yield what is free on the GPU, and which other processes hold the rest."""
+    import torch
+
+    kind = accelerator_type()
+    if kind != "cuda" or (use := read_gpu_use(measured_device(torch.device(kind)))) is None:
+        return
+    found = f"{format_bytes(use.free_bytes)} of {format_bytes(use.total_bytes)} free"
+    if use.holders:
+        shown = "; ".join(map(str, use.holders[:MOST_HOLDERS]))
+        more = len(use.holders) - MOST_HOLDERS
+        found += f"; held by {shown}" + (f"; {more} more" if more > 0 else "")
+    held_bytes = use.total_bytes - use.free_bytes
+    if held_bytes <= HELD_SHARE * use.total_bytes:
+        yield Finding("GPU memory", "ok", found)
+        return
+    advice = (
+        f"end what is not needed, or plan with what is left: hf-memopt plan MODEL --budget {use.free_bytes >> 20}MiB"
+    )
+    yield Finding("GPU memory", "warning", found, advice)
 
 
 def _several_gpus() -> Iterator[Finding]:
@@ -170,12 +230,14 @@ def _nvml() -> Iterator[Finding]:
         yield Finding("NVML", "ok", f"driver {driver}")
 
 
-def _windows() -> Iterator[Finding]:
-    if platform.system() == "Windows" and accelerator_type() == "cuda":
+def _fallback() -> Iterator[Finding]:
+    is_wsl = "microsoft" in platform.release().lower()  # of the kernel of WSL 1 and 2
+    if (platform.system() == "Windows" or is_wsl) and accelerator_type() == "cuda":
         yield Finding(
             "shared GPU memory",
             "warning",
-            "the Windows driver moves to host memory instead of raising CUDA out of memory, many times slower",
+            "where the GPU is full, the Windows driver goes on in host memory, many times slower, instead of raising "
+            "CUDA out of memory",
             "NVIDIA Control Panel > Manage 3D settings > CUDA - Sysmem Fallback Policy > Prefer No Sysmem Fallback",
         )
 

@@ -286,8 +286,7 @@ def _run_ladder(
 ) -> int:
     overrides = {"attn_implementation": options.attn, "task": options.task}
     with spinner(f"simulating {options.model}", errors, shown=not options.json_output, turning=False) as announce:
-        from hf_memopt.cli.technique_ladder import ladder, print_ladder
-        from hf_memopt.memory.output.ladder_picture import draw_ladder
+        from hf_memopt.cli.technique_ladder import draw_rows, ladder, print_ladder
 
         rows = ladder(
             options.model,
@@ -299,7 +298,7 @@ def _run_ladder(
             **{name: value for name, value in overrides.items() if value is not None},
         )
         if options.plot is not None:
-            draw_ladder([row.bar() for row in rows], options.plot)
+            draw_rows(rows, options.plot)
     if options.json_output:
         _print_json([row.as_dict() for row in rows], console)
     else:

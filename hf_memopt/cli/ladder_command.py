@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.progress import spinner
 from hf_memopt.cli.published_ladders import read_ladder
+from hf_memopt.plotting import check_picture
 from hf_memopt.units import to_gib
 
 if TYPE_CHECKING:
@@ -38,17 +40,23 @@ class PredictedRow:
     total_bytes: int
     seconds: float
     published: LadderRow | None = None
+    estimate: Estimate | None = field(default=None, repr=False)
 
 
-def run_ladder(name: str, console: Console, errors: Console, *, json_output: bool) -> int:
-    """Print the ladder and return 0.
+def run_ladder(name: str, console: Console, errors: Console, *, json_output: bool, plot: Path | None = None) -> int:
+    """Print the ladder, draw it where there is a path for that, and return 0.
 
     Raises:
-        ValueError: no such ladder.
+        ValueError: no such ladder, or a path to which no picture can be written.
+        MissingExtraError: a picture without matplotlib.
     """
     ladder = read_ladder(name)
+    if plot is not None:
+        check_picture(plot, purpose="the picture of a ladder")
     with spinner(f"simulating {ladder.model}", errors, shown=not json_output) as announce:
         rows = predicted_rows(ladder, announce)
+        if plot is not None:
+            _draw(ladder, rows, plot)
     if json_output:
         console.out(json.dumps(_as_dict(ladder, rows), indent=2), highlight=False)
         return 0
@@ -58,6 +66,8 @@ def run_ladder(name: str, console: Console, errors: Console, *, json_output: boo
     for text in _notes(ladder, rows):
         console.print(text, highlight=False)
     console.out(f"Source: {ladder.source}", highlight=False)  # an address is not wrapped
+    if plot is not None:
+        console.out(f"Picture: {plot}", highlight=False)
     return 0
 
 
@@ -88,7 +98,21 @@ def predicted_rows(ladder: Ladder, announce: Callable[[str], object] = lambda te
 
 def _predicted(name: str, found: Estimate, published: LadderRow | None) -> PredictedRow:
     assert found.step_time is not None  # both GPUs have known rates
-    return PredictedRow(name, found.total_bytes, found.step_time.seconds, published)
+    return PredictedRow(name, found.total_bytes, found.step_time.seconds, published, found)
+
+
+def _draw(ladder: Ladder, rows: Sequence[PredictedRow], path: Path) -> None:
+    """Draw each prediction as a bar, and mark what was published; an assumed GPU has no line."""
+    from hf_memopt.memory.output.ladder_picture import Limit, bar_of, draw_ladder
+
+    bars = []
+    for row in rows:
+        measured = None if row.published is None else row.published.total_bytes
+        bar = bar_of("", row.name, row.estimate, measured_bytes=measured)
+        bars.append(replace(bar, verdict="") if ladder.of_task else bar)
+    gpu = None if ladder.of_task or rows[0].estimate is None else rows[0].estimate.gpu
+    limit = None if gpu is None else Limit(gpu.name, gpu.usable_bytes)
+    draw_ladder(bars, path, title=f"Ladder {ladder.name}: {ladder.title}", limit=limit)
 
 
 # ---- Text and JSON

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.script_runner import run_until_training
+from hf_memopt.cli.verdicts import print_coloured
 from hf_memopt.recipes.measuring.measurement import DEFAULT_STEPS, Measurement, check_new_file
 
 if TYPE_CHECKING:
@@ -53,7 +54,10 @@ def run_measure(options: MeasureOptions, console: Console) -> int:
     with redirect_stdout(sys.stderr) if options.json_output else nullcontext():
         run_until_training(options.script, options.arguments, lambda trainer: found.append(_measured(trainer, options)))
     text = found[0].to_json() if options.json_output else found[0].table(console.width)
-    console.out(text, highlight=False)
+    if options.json_output:
+        console.out(text, highlight=False)
+    else:
+        print_coloured(text, console)
     return FITS if found[0].fits else OUT_OF_MEMORY
 
 

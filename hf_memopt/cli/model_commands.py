@@ -13,18 +13,12 @@ import typer
 
 from hf_memopt.cli.command import flags_of, typed_command
 
-__all__ = ["EXAMPLES", "AsJson", "estimate", "measure", "plan", "report"]
+__all__ = ["AsJson", "estimate", "measure", "plan", "report"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 MODEL, GPU, STEP, OUTPUT = "Model", "GPU", "Step", "Output"
 """The groups of options in the help of ``estimate``."""
-EXAMPLES = """\b
-Examples:
-  hf-memopt estimate gpt2 -g "RTX 3060 12GB"
-  hf-memopt estimate Qwen/Qwen2.5-1.5B -b 4 -g T4 --lora 16 --load-in nf4
-  hf-memopt estimate bert-large-uncased --data train.jsonl --preset 8gb-gpu
-  hf-memopt estimate Llama-3.2-1B -g "RTX 4060" --compare --plot ladder.png"""
 
 
 def _option(group: str, metavar: str | None, text: str, *names: str, **settings: Any) -> Any:
@@ -144,7 +138,7 @@ def estimate(
     ] = None,
     compare: Annotated[bool, _option(OUTPUT, None, "Compare ladders of techniques.", "--compare")] = False,
     plot: Annotated[
-        Path | None, _option(OUTPUT, "FILE", "Also write a picture: a name that ends in .png, .svg or .pdf.")
+        Path | None, _option(OUTPUT, "FILE", "Also write a picture: .png, .svg or .pdf.", "-p", "--plot")
     ] = None,
     json_output: Annotated[bool, _option(OUTPUT, None, "Print JSON instead of a table.", "--json")] = False,
     list_models: Annotated[
@@ -201,6 +195,7 @@ def plan(
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write one HTML file with pictures: a name in .html.")
     ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a picture: .png, .svg or .pdf.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the files that are written.")] = False,
     json_output: AsJson = False,
 ) -> None:
@@ -213,37 +208,43 @@ def plan(
     from hf_memopt.cli.plan_command import PlanOptions, run_plan
 
     options = PlanOptions(**{item.name: context.params[item.name] for item in fields(PlanOptions)})
-    made_by = typed_command(context, without=("write", "report", "force", "json_output"))
+    made_by = typed_command(context, without=("write", "report", "plot", "force", "json_output"))
     raise typer.Exit(run_plan(options, Console(), Console(stderr=True), made_by))
 
 
 def report(
-    path: Annotated[Path, typer.Argument(help="The JSON that `hf-memopt plan --json` wrote.", metavar="PLAN.JSON")],
+    path: Annotated[
+        list[Path],
+        typer.Argument(help="The output folder of a run, or JSON of plan, estimate or measure; one or two."),
+    ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The HTML file; beside the JSON by default.", metavar="FILE")
+        Path | None, typer.Option("-o", "--output", help="The HTML file; of one beside its JSON.", metavar="FILE")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables, of two.")] = False,
 ) -> None:
-    """Make one HTML file with pictures of a plan's JSON.
+    """Make one HTML file of a run or a plan, or tell what grew between two.
 
-    It needs no network, and neither the model nor the data of the plan. With --report, plan adds to its JSON which
-    batches and lengths fit, the timeline, and what each choice costs.
+    One: a page with pictures, of the output folder of a run with a MemoryReportCallback, or of a plan's JSON. Two of a
+    kind: what grew, by component and phase, as tables; with --output also as a page. No network is needed, and neither
+    the model nor the data.
     """
-    from hf_memopt.reports.plan_file import read_plan_file
-    from hf_memopt.reports.plan_page import check_page, write_page
+    from rich.console import Console
 
-    told = read_plan_file(path)
-    page = path.with_suffix(".html") if output is None else output
-    check_page(page, force=force)
-    write_page(told, page)
-    typer.echo(f"Report: {page}")
+    from hf_memopt.cli.report_command import run_report
+
+    run_report(path, Console(), output=output, force=force, json_output=json_output)
 
 
 def measure(
     script: Annotated[Path, typer.Argument(help="A Python script that trains with the stock Trainer.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments, after --.")] = None,
-    steps: Annotated[int, typer.Option(min=1, max=10**4, help="Optimizer steps to time.")] = 10,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Also write JSON here, for plan.")] = None,
+    steps: Annotated[
+        int, typer.Option("-n", "--steps", metavar="N", min=1, max=10**4, help="Optimizer steps to time.")
+    ] = 10,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Also write JSON here, for plan.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file of --output.")] = False,
     json_output: AsJson = False,
 ) -> None:

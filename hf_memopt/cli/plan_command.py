@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_memopt.cli.progress import spinner
+from hf_memopt.cli.verdicts import print_coloured
 from hf_memopt.memory.models.config_files import check_task, find_config
+from hf_memopt.plotting import check_picture
 from hf_memopt.recipes.measuring.measurement import named_measurement
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, checked_word, read_gpu
 from hf_memopt.recipes.planning.script.folder import RowsFile, check_folder
-from hf_memopt.reports.plan_page import check_page
+from hf_memopt.reports.page import check_page
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,6 +50,7 @@ class PlanOptions:
     measured: Path | None = None
     write: Path | None = None
     report: Path | None = None
+    plot: Path | None = None
     force: bool = False
     json_output: bool = False
 
@@ -87,16 +90,27 @@ def run_plan(options: PlanOptions, console: Console, errors: Console, made_by: s
         )
         rows = None if options.data is None else RowsFile(options.data, options.column, options.tokenizer)
         found = replace(found, command=made_by, rows=rows)
-        text = found.to_json(figures=options.report is not None) if options.json_output else found.table(console.width)
+        text = (
+            found.to_json(figures=bool(options.report or options.plot))
+            if options.json_output
+            else found.table(console.width)
+        )
         if options.report is not None:
             found.report(options.report, force=options.force)
-    console.out(text, highlight=False)
+        if options.plot is not None:
+            found.plot(options.plot)
+    if options.json_output:
+        console.out(text, highlight=False)
+    else:
+        print_coloured(text, console)
     said = errors if options.json_output else console  # standard output is JSON alone
     if options.write is not None:
         written = f"Nothing was written to {options.write}: no set-up fits."
         said.out(str(found.write(options.write, options.force)) if found.fits else written, highlight=False)
     if options.report is not None:
         said.out(f"Report: {options.report}", highlight=False)
+    if options.plot is not None:
+        said.out(f"Picture: {options.plot}", highlight=False)
     return FITS if found.fits else DOES_NOT_FIT
 
 
@@ -119,6 +133,8 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
         check_folder(options.write, force=options.force)
     if options.report is not None:
         check_page(options.report, force=options.force)
+    if options.plot is not None:
+        check_picture(options.plot, purpose="the picture of a plan")
     if options.force and options.write is None and options.report is None:
         raise ValueError(
             "force=True has nothing to replace: no file is written; expected --write or --report. Pass --write DIR"

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices.gpus import current_gpu
 from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.output.estimate_text import as_dict
-from hf_memopt.memory.output.ladder_picture import Bar
+from hf_memopt.memory.output.ladder_picture import Bar, Limit, bar_of, draw_ladder
 from hf_memopt.memory.recording.kept_models import keeping_models
 from hf_memopt.memory.second_process import calls_ahead
 from hf_memopt.memory.timeline import COMPONENTS
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
     from hf_memopt.memory.result import Estimate
 
-__all__ = ["Row", "Rung", "ladder", "ladder_rungs", "print_ladder"]
+__all__ = ["Row", "Rung", "draw_rows", "ladder", "ladder_rungs", "print_ladder"]
 
 TABLE_COLUMNS, FIRST_COLUMNS = 80, 22
 SHOWN_ALONE = ("weights", "gradients", "optimizer state", "activations")
@@ -71,7 +72,7 @@ class Row:
 
     def bar(self) -> Bar:
         """Return the row for the picture."""
-        return Bar(self.rung.ladder, self.rung.added, self.estimate)
+        return bar_of(self.rung.ladder, self.rung.added, self.estimate)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row for JSON."""
@@ -212,11 +213,9 @@ def print_ladder(rows: Sequence[Row], console: Console, notes: Sequence[str] = (
 
     A narrow terminal gets fewer columns.
     """
-    found = [row.estimate for row in rows if row.estimate is not None]
-    baseline, known = rows[0].rung, found[0]
+    known = _first(rows)
     plain = partial(console.print, markup=False, highlight=False, emoji=False)
-    length = "" if baseline.seq_len is None else f" of {baseline.seq_len} tokens"
-    plain(f"{known.model}: {baseline.batch_size} examples{length} per optimizer step, in GiB")
+    plain(f"{_title(rows)}, in GiB")
     narrow = console.width < TABLE_COLUMNS
     console.print(_ladder_table(rows, narrow=narrow), crop=False)
     context = "which is unknown" if known.context_bytes is None else format_bytes(known.context_bytes)
@@ -236,6 +235,23 @@ def print_ladder(rows: Sequence[Row], console: Console, notes: Sequence[str] = (
     if known.gpu is not None:
         fits = any(row.estimate is not None and row.estimate.fits for row in rows)
         plain(_ladder_verdict(rows, known.gpu), style="bold green" if fits else "bold red")
+
+
+def draw_rows(rows: Sequence[Row], path: Path) -> None:
+    """Draw the rungs to a PNG, SVG or PDF file; see ``draw_ladder``."""
+    gpu = _first(rows).gpu
+    limit = None if gpu is None else Limit(gpu.name, gpu.usable_bytes)
+    draw_ladder([row.bar() for row in rows], path, title=_title(rows), limit=limit)
+
+
+def _first(rows: Sequence[Row]) -> Estimate:
+    return next(row.estimate for row in rows if row.estimate is not None)
+
+
+def _title(rows: Sequence[Row]) -> str:
+    baseline = rows[0].rung
+    length = "" if baseline.seq_len is None else f" of {baseline.seq_len} tokens"
+    return f"{_first(rows).model}: {baseline.batch_size} examples{length} per optimizer step"
 
 
 def _ladder_table(rows: Sequence[Row], *, narrow: bool) -> Table:

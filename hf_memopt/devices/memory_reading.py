@@ -1,8 +1,9 @@
-"""Read the memory of an accelerator, of this process and of the host. Only this file asks torch, NVML or psutil.
+"""Read the memory of an accelerator, of this process and of the host.
 
-``read_memory`` is for display and logs; ``PeakMeter`` is cheap enough for every step (``benchmarks/memory_report.py``
-prints its cost). On Linux the peak of the process is ``VmHWM`` and not ``ru_maxrss``, although that is faster:
-``ru_maxrss`` survives ``exec``, so a small child of a process that once held 10 GiB would report 10 GiB.
+Only this file and ``gpu_holders`` ask torch, NVML or psutil. ``read_memory`` is for display and logs; ``PeakMeter`` is
+cheap enough for every step (``benchmarks/memory_report.py`` prints its cost). On Linux the peak of the process is
+``VmHWM`` and not ``ru_maxrss``, although that is faster: ``ru_maxrss`` survives ``exec``, so a small child of a process
+that once held 10 GiB would report 10 GiB.
 
 Limitations: memory by component (that is an estimate, not a reading), accelerators other than CUDA, ROCm, XPU and MPS
 (there the host is read), and the limit of a container: the host's total is psutil's.
@@ -27,6 +28,7 @@ __all__ = [
     "MemoryReading",
     "PeakMeter",
     "measured_device",
+    "nvml_handle",
     "read_context",
     "read_device_used",
     "read_memory",
@@ -274,7 +276,7 @@ def read_context(device: torch.device) -> int | None:
     """
     if device.type != "cuda" or torch.version.hip is not None or not getattr(torch, device.type).is_initialized():
         return None
-    handle = _handle_of(device)
+    handle = nvml_handle(device)
     if handle is None:
         return None
     reserved_bytes = _allocator_stats(device)["reserved_bytes"]["current"]
@@ -290,7 +292,7 @@ def read_context(device: torch.device) -> int | None:
 
 
 def _read_nvml(device: torch.device) -> int | None:
-    handle = _handle_of(device)
+    handle = nvml_handle(device)
     if handle is None:
         return None
     try:
@@ -301,7 +303,8 @@ def _read_nvml(device: torch.device) -> int | None:
         return None
 
 
-def _handle_of(device: torch.device) -> Any:
+def nvml_handle(device: torch.device) -> Any:
+    """Return NVML's handle of a CUDA device, or None where NVML does not know it; no context is created."""
     properties: Any = torch.cuda.get_device_properties(device)
     bus_id = None
     if hasattr(properties, "pci_bus_id"):  # newer torch only

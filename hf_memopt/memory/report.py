@@ -1,4 +1,4 @@
-"""Report measured memory: the peaks of each phase in the Trainer's own log, or the current use in one line.
+"""Report measured memory: the peaks of each phase in the Trainer's own log, and what a run leaves of them.
 
 ``MemoryReportCallback`` reads the allocator's counters at the events that bound a phase; they are on the host, so
 nothing is synchronised. ``benchmarks/memory_report.py`` prints what that costs per step. Limitations: memory by module
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
@@ -16,21 +18,22 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.handles import UndoHandle, override_method
 from hf_memopt.devices.memory_reading import (
-    MemoryReading,
     PeakMeter,
     measured_device,
     read_device_used,
-    read_memory,
     read_process,
 )
+from hf_memopt.devices.out_of_memory import is_out_of_memory
+from hf_memopt.memory.output.model_card import training_memory, with_section
+from hf_memopt.memory.run_record import RunRecord
+from hf_memopt.memory.run_report import RunReport
+from hf_memopt.plotting import check_picture
 from hf_memopt.units import format_bytes, to_gib
 
 if TYPE_CHECKING:
-    import torch
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
-    from transformers.trainer_utils import TrainOutput
 
-__all__ = ["PHASES", "MemoryReportCallback", "PhasePeaks", "print_gpu_utilization", "print_summary"]
+__all__ = ["PHASES", "MemoryReportCallback", "PhasePeaks"]
 
 MEMORY_KEY = re.compile(r"(^|_)memory_\w+_gib$")
 PHASES = ("load", "forward_backward", "optimizer", "evaluation")
@@ -47,12 +50,14 @@ class PhasePeaks:
         self.summary: dict[str, dict[str, int]] = {}
         self._new: dict[str, dict[str, int]] = {}
 
-    def close(self, phase: str) -> None:
-        """End the current span, which belonged to ``phase``."""
-        for kind, peak_bytes in self.meter.read().items():
+    def close(self, phase: str) -> dict[str, int]:
+        """End the current span, which belonged to ``phase``, and return its peaks."""
+        found = self.meter.read()
+        for kind, peak_bytes in found.items():
             for phases in (self.summary, self._new):
                 known = phases.setdefault(phase, {})
                 known[kind] = max(peak_bytes, known.get(kind, 0))
+        return found
 
     def take(self, *phases: str) -> dict[str, dict[str, int]]:
         """Return the peaks of ``phases`` since they were last taken."""
@@ -90,7 +95,24 @@ class MemoryReportCallback(TrainerCallback):
     Without a sink (``report_to="none"``) it also works unbound.
 
     A phase is measured by **resetting torch's peak counters** when it begins: ``torch.cuda.max_memory_allocated()``
-    then covers the last phase only. Read ``summary`` instead. One device is read, ``args.device`` of this process.
+    then covers the last phase only. Read ``summary`` instead. One device is read, ``args.device`` of this process. A
+    model card that an attached Trainer writes gets the section "Training memory", the text of ``model_card()``.
+
+    Bound, it also leaves a report in the output folder, ``memopt_run.json``, at each checkpoint and at the end;
+    ``hf-memopt report OUTPUT_DIR`` makes a page of it. An out-of-memory that ends the run leaves the page itself,
+    ``memopt_run.html``, with what was alive, what the step was predicted to need, and what fits. The error goes on and
+    has the path of the page as a note. Every process writes a file of its own then (``memopt_run-rank1.html``).
+
+    Args:
+        plot: a PNG, SVG or PDF file to draw at the end of ``train()``: the peak of every step and phase, beside what is
+            predicted for the largest batch of an attached Trainer on an accelerator, which takes some seconds. A
+            picture that fails is reported, and training ends as without it.
+        report: whether to leave the report.
+        predict: whether to simulate the largest batch for the report when training ends.
+
+    Raises:
+        ValueError: ``plot`` is not such a file, or its folder is missing.
+        MissingExtraError: ``plot`` without matplotlib.
 
     Examples:
         >>> report = MemoryReportCallback()  # Trainer(..., callbacks=[report]); attach(trainer); trainer.train()
@@ -100,7 +122,12 @@ class MemoryReportCallback(TrainerCallback):
 
     technique = "memory report"
 
-    def __init__(self) -> None:
+    def __init__(self, plot: str | Path | None = None, *, report: bool = True, predict: bool = False) -> None:
+        if plot is not None:
+            check_picture(Path(plot), purpose="the picture of a memory report")
+        self.plot = plot
+        self.report = report
+        self.predict = predict
         self.binding = Binding()
         self._reset()
 
@@ -110,6 +137,8 @@ class MemoryReportCallback(TrainerCallback):
         self._training = False  # and did not end
         self._evaluating = False
         self._evaluation_keys: tuple[str, ...] = ()
+        self._record = RunRecord()  # of the last train()
+        self._report = RunReport()
 
     @property
     def summary(self) -> dict[str, dict[str, int]]:
@@ -134,13 +163,73 @@ class MemoryReportCallback(TrainerCallback):
             rows.append([phase.replace("_", "+"), *(format_bytes(peaks[kind]) for kind in kinds)])
         return "\n".join(f"{first:<18}" + "".join(f"{cell:>16}" for cell in cells) for first, *cells in rows)
 
+    def model_card(self) -> str:
+        """Return the section "Training memory" of a model card as Markdown; "" where nothing was measured."""
+        return (
+            "" if self._peaks is None else training_memory(self.summary, self._peaks.meter.device, self.binding.trainer)
+        )
+
+    @property
+    def handle(self) -> UndoHandle:
+        """Undoes what ``attach`` put over the trainer for it."""
+        return self.binding.handle
+
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Move to the front of the trainer's callbacks, before the sinks of ``report_to``; ``attach`` calls this."""
         handler = trainer.callback_handler
         handler.callbacks[:] = [self, *(callback for callback in handler.callbacks if callback is not self)]
         self._begin(trainer.args).meter.skip()  # what attach itself runs is not loading
         consoles = [one for one in handler.callbacks if isinstance(one, (ProgressCallback, PrinterCallback))]
-        return self.binding.to(trainer, *(override_method(one, "on_log", _with_one_figure) for one in consoles))
+        overrides = [override_method(one, "on_log", _with_one_figure) for one in consoles]
+        overrides += [
+            override_method(trainer, "create_model_card", partial(with_section, self.model_card, self.binding)),
+            override_method(trainer, "get_batch_samples", self._noting_batches),
+            override_method(trainer, "compute_loss", self._watched("run_forward")),
+            override_method(trainer.accelerator, "backward", self._watched("run_backward")),
+            override_method(trainer, "train", self._leaving_report),
+        ]
+        return self.binding.to(trainer, *overrides)
+
+    def _reported(self) -> Any:
+        """Return the trainer whose run is reported; None where none is: unbound, not asked for, or set aside."""
+        trainer = self.binding.trainer
+        is_asked = self.report and trainer is not None and not trainer.state.is_hyper_param_search
+        return trainer if is_asked and self in trainer.callback_handler.callbacks else None
+
+    def _watched(self, name: str) -> Callable[..., Any]:
+        """Return the override that runs a pass by a method of the report."""
+
+        def watching(before: Callable[..., Any]) -> Callable[..., Any]:
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                trainer = self._reported()
+                if trainer is None:
+                    return before(*args, **kwargs)
+                return getattr(self._report, name)(trainer, before, *args, **kwargs)
+
+            return watched
+
+        return watching
+
+    def _leaving_report(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def train(*args: Any, **kwargs: Any) -> Any:
+            self._record = RunRecord()
+            try:
+                return before(*args, **kwargs)
+            except Exception as error:
+                if is_out_of_memory(error) and (trainer := self._reported()) is not None:
+                    self._report.write_failure(trainer, error, self.summary, self._record)
+                raise
+
+        return train
+
+    def _noting_batches(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
+            batches, *rest = before(*args, **kwargs)
+            if self.plot is not None or self._reported() is not None:
+                self._record.look_at(batches)
+            return batches, *rest
+
+        return get_batch_samples
 
     def _begin(self, args: TrainingArguments) -> PhasePeaks:
         """Return the peaks; the first call ends the span before the Trainer was created."""
@@ -161,8 +250,11 @@ class MemoryReportCallback(TrainerCallback):
         peaks = self._begin(args)
         if self._trained:
             peaks.restart()
+        self._report = RunReport(state.global_step)
         if self._training:  # an interrupted run, or a restart with a smaller batch: its peak is not loading
             peaks.meter.skip()
+        else:
+            self._record = RunRecord()
         peaks.close("load")
         self._trained = self._training = True
 
@@ -170,24 +262,32 @@ class MemoryReportCallback(TrainerCallback):
         self._begin(args).meter.skip()
         self._evaluating = False  # if an evaluation broke off
 
-    def on_substep_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        peaks = self._begin(args)
-        if peaks.meter.only_samples:
-            peaks.close("forward_backward")
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        if self._begin(args).meter.only_samples:
+            self._close("forward_backward", args, state.global_step + 1)
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        self._begin(args).close("forward_backward")
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        self._close("forward_backward", args, state.global_step + 1)
 
-    def on_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        self._begin(args).close("optimizer")
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        self._close("optimizer", args, state.global_step + 1)
+
+    def _close(self, phase: str, args: TrainingArguments, step: int) -> None:
+        self._record.add(phase, step, self._begin(args).close(phase))
+        if (trainer := self._reported()) is not None:
+            self._report.end_phase(trainer, phase)
 
     def on_step_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         self._begin(args).meter.skip()  # an evaluation may begin here, and the gradients are gone now
+        self._report.phase = "between steps"
+
+    def on_save(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        if args.should_save and (trainer := self._reported()) is not None:
+            self._report.write(trainer, self.summary, self._record, "training")
 
     def on_prediction_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        peaks = self._begin(args)
-        if peaks.meter.only_samples:
-            peaks.close("evaluation")
+        if self._begin(args).meter.only_samples:
+            self._begin(args).close("evaluation")
         self._evaluating = True
 
     def on_log(
@@ -202,7 +302,7 @@ class MemoryReportCallback(TrainerCallback):
             return
         peaks = self._begin(args)
         if self._evaluating:
-            figures = self._close_evaluation(peaks, logs)
+            figures = self._close_evaluation(args, state, logs)
             self._evaluation_keys = tuple(figures)
         elif {"train_runtime", "train_loss"} <= logs.keys():  # the closing log of train()
             peaks.take(*PHASES)
@@ -235,17 +335,24 @@ class MemoryReportCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if self._evaluating:
-            metrics.update(self._close_evaluation(self._begin(args), metrics))
+            metrics.update(self._close_evaluation(args, state, metrics))
 
-    def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        self._begin(args).meter.skip()
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        peaks = self._begin(args)
+        peaks.meter.skip()
         self._training = False
+        if self.plot is not None and state.is_world_process_zero and self._record.peaks:
+            self._record.draw(Path(self.plot), self.summary, peaks.meter.device, self.binding.trainer)
+        if args.should_save and (trainer := self._reported()) is not None:
+            self._report.write(trainer, self.summary, self._record, "finished", predict=self.predict)
 
-    def _close_evaluation(self, peaks: PhasePeaks, metrics: dict[str, Any]) -> dict[str, float]:
+    def _close_evaluation(
+        self, args: TrainingArguments, state: TrainerState, metrics: dict[str, Any]
+    ) -> dict[str, float]:
         self._evaluating = False
-        peaks.close("evaluation")
+        self._close("evaluation", args, state.global_step)
         prefix = next((key.removesuffix("_runtime") for key in metrics if key.endswith("_runtime")), "eval")
-        return _named(f"{prefix}_memory", peaks.take("evaluation")["evaluation"])
+        return _named(f"{prefix}_memory", self._begin(args).take("evaluation")["evaluation"])
 
 
 def _with_one_figure(before: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,55 +396,3 @@ def _run_figures(peaks: PhasePeaks) -> dict[str, float]:
 def _device_used(peaks: PhasePeaks) -> dict[str, int]:
     used_bytes = read_device_used(peaks.meter.device)
     return {} if used_bytes is None else {"device_used_bytes": used_bytes}
-
-
-def print_gpu_utilization(device: torch.device | str | int | None = None) -> None:
-    """Print in one line how much memory is in use now, on the whole GPU and by this process.
-
-    Without an accelerator it prints the host's memory and says so. ``device`` is as in ``read_memory``.
-
-    Raises:
-        ValueError: ``device`` does not exist.
-    """
-    print(_utilization(read_memory(device)))
-
-
-def print_summary(result: TrainOutput, device: torch.device | str | int | None = None) -> None:
-    """Print time, samples per second and memory of a run; ``result`` is what ``trainer.train()`` returned.
-
-    With a ``MemoryReportCallback`` the peaks of each phase are printed too, then the memory in use now.
-
-    Raises:
-        ValueError: ``result`` is not the result of a training run, or ``device`` does not exist.
-    """
-    metrics = getattr(result, "metrics", None)
-    if not isinstance(metrics, dict) or "train_runtime" not in metrics:
-        raise ValueError(
-            f"result={result!r} has no train_runtime; expected what trainer.train() returned. "
-            "Call print_summary(trainer.train())."
-        )
-    utilization = _utilization(read_memory(device))
-    print(f"Time: {metrics['train_runtime']:.2f} s")
-    if "train_samples_per_second" in metrics:
-        print(f"Samples/second: {metrics['train_samples_per_second']:.2f}")
-    for key, value in metrics.items():
-        if key.startswith("train_memory_"):
-            print(f"{key.removeprefix('train_memory_').removesuffix('_gib').replace('_', ' ')}: {value:.3f} GiB")
-    print(utilization)
-
-
-def _utilization(reading: MemoryReading) -> str:
-    if not reading.has_accelerator:
-        peak = "" if reading.peak_rss_bytes is None else f" (peak {format_bytes(reading.peak_rss_bytes)})"
-        return (
-            f"Host memory, no accelerator: this process {format_bytes(reading.rss_bytes)}{peak}, "
-            f"{format_bytes(reading.host_available_bytes)} of {format_bytes(reading.host_total_bytes)} available"
-        )
-    if reading.device_used_bytes is None:
-        used = "use by all processes unavailable"
-    else:
-        used = f"{format_bytes(reading.device_used_bytes)} in use by all processes"
-    total = "" if reading.device_total_bytes is None else f" of {format_bytes(reading.device_total_bytes)}"
-    allocated, reserved = format_bytes(reading.allocated_bytes or 0), format_bytes(reading.reserved_bytes or 0)
-    device_name = f"{reading.device} ({reading.device_name})"
-    return f"{device_name}: {used}{total}; torch here: {allocated} allocated, {reserved} reserved"

@@ -7,22 +7,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from hf_memopt.components import COMPONENTS
+
 if TYPE_CHECKING:
     import numpy as np
 
 __all__ = ["COMPONENTS", "Timeline", "phase_peaks", "phase_spans", "without_repeated_steps"]
-
-COMPONENTS = (
-    "weights",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "logits and loss",
-    "temporaries",
-    "workspace",
-    "inputs",
-)
-"""What allocated bytes are for, in the order of tables and pictures."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,18 +7,17 @@ size at any width of a window, can be selected, and takes the colours of the rea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from hf_memopt.memory.timeline import COMPONENTS
+from hf_memopt.components import COMPONENTS
+from hf_memopt.reports.bars import CONTEXT, UNUSED, bar_of, css_class, percent
 from hf_memopt.reports.plan_file import CandidateData, FitMapData, PaddingData, PlanData
 from hf_memopt.units import format_bytes, format_duration, to_gib
 
 __all__ = ["fit_chart", "ladder", "padding_chart", "pareto_front", "parts_of", "peak_bar", "scatter", "ticks"]
 
-UNUSED, CONTEXT = "reserved, not in use", "CUDA context"
 MOST_OF_GPU = 2.2  # how far bars and points go beyond the GPU's size, at most
-LABELLED = 9.0  # percent of a bar that a part must have to bear its name
 WORDS = {"fits": "fits", "tight": "tight", "over": "no"}
 
 
@@ -29,30 +28,14 @@ def parts_of(one: CandidateData) -> list[tuple[str, int]]:
     return [(CONTEXT, one["context_bytes"]), *known, (UNUSED, unused)]
 
 
-def css_class(name: str) -> str:
-    """Return the class of a component's colour."""
-    return "c-" + "".join(letter if letter.isalpha() else "-" for letter in name.lower())
-
-
-def _bar(one: CandidateData, scale_bytes: int) -> list[dict[str, Any]]:
-    parts, left = [], 0.0
-    for name, size in parts_of(one):
-        width = min(_percent(size, scale_bytes), 100 - left)
-        if width > 0:
-            label = name if width >= LABELLED else ""
-            parts.append({"name": name, "css": css_class(name), "width": width, "size": _gib(size), "label": label})
-        left += width
-    return parts
-
-
 def peak_bar(one: CandidateData, usable_bytes: int, memory_bytes: int) -> dict[str, Any]:
     """Return the bar at the peak beside the size of the GPU, and the table of its parts."""
     scale = max(one["total_bytes"], memory_bytes, usable_bytes)
     parts = [(name, size) for name, size in parts_of(one) if size]
     return {
-        "parts": _bar(one, scale),
-        "usable": _percent(usable_bytes, scale),
-        "margin": _percent(max(usable_bytes - one["margin_bytes"], 0), scale),
+        "parts": bar_of(parts_of(one), scale),
+        "usable": percent(usable_bytes, scale),
+        "margin": percent(max(usable_bytes - one["margin_bytes"], 0), scale),
         "table": [
             {"name": name, "css": css_class(name), "size": format_bytes(size), "share": f"{size / usable_bytes:.1%}"}
             for name, size in sorted(parts, key=lambda part: -part[1])
@@ -75,7 +58,7 @@ def ladder(told: PlanData) -> dict[str, Any]:
                 "name": one["name"],
                 "batch": batch_of(one),
                 "length": "" if one["seq_len"] == told["texts"]["seq_len"] else f"{one['seq_len']} tokens",
-                "parts": _bar(one, scale),
+                "parts": bar_of(parts_of(one), scale),
                 "size": _gib(one["total_bytes"]),
                 "cut": one["total_bytes"] > scale,
                 "speed": _time_text(one),
@@ -88,7 +71,7 @@ def ladder(told: PlanData) -> dict[str, Any]:
     used = {name for one in shown for name, size in parts_of(one) if size}
     names = [name for name in (CONTEXT, *COMPONENTS, UNUSED) if name in used]
     legend = [{"name": name, "css": css_class(name)} for name in names]
-    return {"rows": rows, "line": _percent(usable, scale), "legend": legend}
+    return {"rows": rows, "line": percent(usable, scale), "legend": legend}
 
 
 def settings_of(one: CandidateData) -> str:
@@ -118,8 +101,8 @@ def scatter(told: PlanData) -> dict[str, Any] | None:
     for one, time in zip(shown, times, strict=True):
         points.append(
             {
-                "x": _percent(one["total_bytes"], right),
-                "y": _percent(time, top),
+                "x": percent(one["total_bytes"], right),
+                "y": percent(time, top),
                 "verdict": "asks" if one["consents"] and one["verdict"] != "over" else one["verdict"],
                 "chosen": is_same(one, told["chosen"]),
                 "number": None,
@@ -138,10 +121,10 @@ def scatter(told: PlanData) -> dict[str, Any] | None:
     return {
         "points": points,
         "line": " ".join(f"{10 * x:.1f},{1000 - 10 * y:.1f}" for x, y in corners),
-        "usable": _percent(usable, right),
+        "usable": percent(usable, right),
         "front": [points[place] for place in front],
-        "x_ticks": [{"at": _percent(at * 2**30, right), "text": f"{at:g}"} for at in ticks(to_gib(int(right)))],
-        "y_ticks": [{"at": _percent(at, top), "text": _per_example(at)} for at in ticks(top)],
+        "x_ticks": [{"at": percent(at * 2**30, right), "text": f"{at:g}"} for at in ticks(to_gib(int(right)))],
+        "y_ticks": [{"at": percent(at, top), "text": _per_example(at)} for at in ticks(top)],
         "omitted": _omitted(len(timed) - len(shown), alike),
     }
 
@@ -286,10 +269,6 @@ def ticks(most: float, count: int = 5) -> list[float]:
     return [round(number * step, 12) for number in range(int(most / step) + 1)]
 
 
-def _percent(part: float, whole: float) -> float:
-    return round(100 * part / whole, 3) if whole > 0 else 0.0
-
-
 def _gib(size: int) -> str:
     return f"{to_gib(size):.2f}"
 
@@ -302,8 +281,3 @@ def _time_text(one: CandidateData) -> str:
     if not one["seconds"] or one["verdict"] == "over":
         return ""
     return f"{one['seconds']:.3g} s a step" if one["seconds"] < 90 else f"{format_duration(one['seconds'])} a step"
-
-
-def legend_of(names: Iterable[str]) -> list[dict[str, str]]:
-    """Return names and classes of colours."""
-    return [{"name": name, "css": css_class(name)} for name in names]

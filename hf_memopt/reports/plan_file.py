@@ -7,18 +7,16 @@ no report shows are not looked at.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, NotRequired, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, Literal, NotRequired, TypedDict
 
-from hf_memopt.plain_data import Count, CountOrZero, check_value, parse_object, shown
+from hf_memopt.plain_data import Count, CountOrZero, parse_object
+from hf_memopt.reports.json_fields import Number, check_fields_of, check_format
 
-__all__ = ["FORMAT", "CandidateData", "PlanData", "read_plan_file", "read_plan_text"]
+__all__ = ["FORMAT", "CandidateData", "PlanData", "read_plan_text"]
 
 FORMAT = 1
 """Raised when a field changes its meaning or goes."""
 
-Number = float | int
 Verdict = Literal["fits", "tight", "over"]
 
 
@@ -199,20 +197,6 @@ class PlanData(TypedDict):
     versions: dict[str, str]
 
 
-def read_plan_file(path: Path) -> PlanData:
-    """Return the plan that a file holds.
-
-    Raises:
-        ValueError: there is no such file, it holds no plan, or one of another version.
-    """
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise ValueError(
-            f"path={str(path)!r} {what}; expected the JSON of a plan. Write it: hf-memopt plan MODEL --json > plan.json"
-        )
-    return read_plan_text(path.read_bytes(), str(path))
-
-
 def read_plan_text(text: str | bytes, name: str) -> PlanData:
     """Return the plan of a JSON text; ``name`` is what messages call it.
 
@@ -223,11 +207,8 @@ def read_plan_text(text: str | bytes, name: str) -> PlanData:
         told = parse_object(text)
         if "format" not in told or "candidates" not in told:
             raise ValueError("it has no format and candidates")
-        if told["format"] != FORMAT:
-            version = told.get("versions", {})
-            made_by = version.get("hf-memopt", "another version") if isinstance(version, dict) else "another version"
-            raise ValueError(f"it has format {shown(told['format'])}, written by hf-memopt {made_by}")
-        _check(told, PlanData, "")
+        check_format(told, FORMAT)
+        check_fields_of(told, PlanData, "")
         _check_places(told)
     except ValueError as error:
         raise ValueError(
@@ -235,54 +216,6 @@ def read_plan_text(text: str | bytes, name: str) -> PlanData:
             "Write it anew with this version: hf-memopt plan MODEL --json > plan.json"
         ) from None
     return told  # type: ignore[return-value]  # checked
-
-
-def _check(value: Any, kind: Any, name: str) -> None:
-    """Raise ValueError if JSON data does not fit a type; the message starts with the field's place."""
-    if is_typeddict(kind):
-        _expect(isinstance(value, dict), name, value, "an object")
-        for key, one in get_type_hints(kind, include_extras=True).items():
-            if get_origin(one) is NotRequired:
-                if key not in value:
-                    continue
-                (one,) = get_args(one)
-            elif key not in value:
-                raise ValueError(f"it has no {_place(name, key)}")
-            _check(value[key], one, _place(name, key))
-    elif get_origin(kind) is list:
-        _expect(isinstance(value, list), name, value, "a list")
-        for number, one in enumerate(value):
-            _check(one, get_args(kind)[0], f"{name}[{number}]")
-    elif get_origin(kind) is dict:
-        _expect(isinstance(value, dict), name, value, "an object")
-        if get_args(kind)[1] is not Any:
-            for key, one in value.items():
-                _check(one, get_args(kind)[1], _place(name, key))
-    elif (options := _of_optional(kind)) is not None:
-        if value is not None:
-            _check(value, options, name)
-    else:
-        try:
-            check_value(name, value, kind)
-        except ValueError as error:
-            raise ValueError(str(error).rpartition(". Pass another")[0] or str(error)) from None
-
-
-def _of_optional(kind: Any) -> Any:
-    """Return X of ``X | None``; None for another type."""
-    options = get_args(kind)
-    if NoneType not in options:
-        return None
-    return Union[tuple(one for one in options if one is not NoneType)]  # noqa: UP007  # of a tuple
-
-
-def _place(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
-
-
-def _expect(holds: bool, name: str, value: Any, rule: str) -> None:
-    if not holds:
-        raise ValueError(f"{name or 'it'}={shown(value)} is invalid; expected {rule}")
 
 
 def _check_places(told: Mapping[str, Any]) -> None:

@@ -6,8 +6,6 @@ The page is made of the JSON of a plan alone, so that the file that ``hf-memopt 
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 from hf_memopt.reports.charts import (
@@ -21,60 +19,19 @@ from hf_memopt.reports.charts import (
     scatter,
     settings_of,
 )
+from hf_memopt.reports.page import rendered
 from hf_memopt.reports.plan_file import CandidateData, PlanData
 from hf_memopt.reports.timeline_chart import timeline_chart
 from hf_memopt.units import format_bytes, format_duration, format_number, to_gib
-from hf_memopt.whole_files import write_whole
 
-__all__ = ["check_page", "plan_page", "write_page"]
+__all__ = ["plan_page"]
 
-ENDINGS = (".html", ".htm")
 HEADLINES = {"fits": "Fits", "tight": "Fits, with little to spare", "over": "Does not fit"}
-
-
-def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Refuse a path that no report can be written to.
-
-    Raises:
-        ValueError: ``path`` does not end in .html, is a folder or is in a missing one, or exists without ``force``.
-    """
-    found = Path(path)
-    name = f"report={os.fspath(path)!r}"
-    if found.suffix.lower() not in ENDINGS:
-        raise ValueError(f"{name} is no web page; expected a name that ends in .html. Pass {found.stem}.html")
-    if found.is_dir() or not found.parent.is_dir():
-        raise ValueError(
-            f"{name} is a folder or is in a missing one; expected a file in an existing folder. Pass {found.name} "
-            "to write it here"
-        )
-    if found.exists() and not force:
-        raise ValueError(f"{name} exists already; expected a new file. Pass another name, or force=True to replace it")
-
-
-def write_page(told: PlanData, path: str | os.PathLike[str]) -> None:
-    """Write the report of a plan; a former file at ``path`` is replaced in one step.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    try:
-        write_whole(Path(path), plan_page(told))
-    except OSError as error:
-        raise ValueError(
-            f"report={os.fspath(path)!r} cannot be written ({error.strerror}); expected a writable folder with free "
-            "space. Pass another file"
-        ) from error
 
 
 def plan_page(told: PlanData) -> str:
     """Return the page."""
-    import jinja2
-
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("plan.html.jinja").render(_view(told))
+    return rendered("plan.html.jinja", _view(told))
 
 
 def _view(told: PlanData) -> dict[str, Any]:
@@ -86,6 +43,7 @@ def _view(told: PlanData) -> dict[str, Any]:
     chart, line, padding = figures["fit_map"], figures["timeline"], figures["padding"]
     return {
         "told": told,
+        "versions": told["versions"],
         "one": one,
         "batch": batch_of(one),
         "verdict": one["verdict"],

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hf_memopt.reports.charts import CONTEXT, css_class, legend_of, ticks
+from hf_memopt.reports.bars import CONTEXT, css_class, legend_of
+from hf_memopt.reports.charts import ticks
 from hf_memopt.reports.plan_file import PlanData, TimelineData
 from hf_memopt.units import format_bytes, to_gib, to_mib
 

@@ -22,10 +22,12 @@ from hf_memopt.batching.padding_costs.figures import padding_report
 from hf_memopt.cli import doctor
 from hf_memopt.cli.app import app
 from hf_memopt.cli.progress import spinner
+from hf_memopt.devices.gpu_holders import GpuUse, Holder
 from hf_memopt.errors import MissingExtraError
 from tiny import tokenizer
 
 runner = CliRunner()
+GIB = 2**30
 
 
 def test_version_and_help() -> None:
@@ -94,8 +96,14 @@ ANSWERED_AT_ONCE = {
     "estimate gpt2 --weights bf61": (2, "--weights bf61 is invalid; "),
     "estimate gpt2 --tokenizer gpt2": (2, "--tokenizer gpt2 is for a data file, and there is none; "),
     "estimate gpt2 --preset 4gb-gpu --batch-size 5": (2, "--batch-size 5 does not divide the 32 examples "),
-    "report missing.json": (2, "'missing.json' does not exist; expected the JSON of a plan. "),
+    "report missing.json": (2, "'missing.json' does not exist; expected the output folder of a run, or the JSON of a "),
+    "report missing other.json": (
+        2,
+        "'missing' does not exist; expected the output folder of a run, or the JSON of a ",
+    ),
     "lengths data.csv --plot lengths.gif": (2, "--plot lengths.gif is not a kind of picture; "),
+    "ladder A --plot ladder.gif": (2, "--plot ladder.gif is not a kind of picture; "),
+    "plan gpt2 --gpu T4 --plot plan.gif": (2, "--plot plan.gif is not a kind of picture; "),
 }
 
 
@@ -386,11 +394,91 @@ def test_doctor_sees_a_cpu_build_beside_a_card(monkeypatch) -> None:
     )
 
 
-def test_doctor_warns_of_shared_memory_on_windows(monkeypatch) -> None:
-    monkeypatch.setattr(doctor.platform, "system", lambda: "Windows")
+@pytest.mark.parametrize(
+    ("system", "release"),
+    [("Windows", "11"), ("Linux", "5.15.167.4-microsoft-standard-WSL2"), ("Linux", "6.8.0-45-generic")],
+)
+def test_doctor_warns_of_shared_memory_under_windows(monkeypatch, system, release) -> None:
+    monkeypatch.setattr(doctor.platform, "system", lambda: system)
+    monkeypatch.setattr(doctor.platform, "release", lambda: release)
     monkeypatch.setattr(doctor, "accelerator_type", lambda: "cuda")
-    [finding] = list(doctor._windows())
-    assert (finding.level, finding.subject) == ("warning", "shared GPU memory")
+    found = [(finding.level, finding.subject) for finding in doctor._fallback()]
+    assert found == ([] if "generic" in release else [("warning", "shared GPU memory")])
+
+
+@pytest.mark.parametrize(
+    ("free", "level", "advice"),
+    [
+        (11 * GIB, "ok", ""),
+        (
+            5 * GIB,
+            "warning",
+            "end what is not needed, or plan with what is left: hf-memopt plan MODEL --budget 5120MiB",
+        ),
+    ],
+)
+def test_doctor_names_who_holds_the_gpu(monkeypatch, free, level, advice) -> None:
+    holders = tuple(Holder(pid, "python", GIB) for pid in range(41, 47))
+    monkeypatch.setattr(doctor, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(doctor, "measured_device", lambda device: device)
+    monkeypatch.setattr(doctor, "read_gpu_use", lambda device: GpuUse(free, 12 * GIB, holders))
+    [finding] = doctor._gpu_memory()
+    assert (finding.subject, finding.level, finding.advice) == ("GPU memory", level, advice)
+    assert finding.found.startswith(f"{free // GIB}.00 GiB of 12.00 GiB free; held by python (process 41) 1.00 GiB; ")
+    assert finding.found.endswith("python (process 44) 1.00 GiB; 2 more")
+
+
+def test_doctor_gives_the_command_for_a_missing_extra(monkeypatch) -> None:
+    real = doctor.importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in doctor.EXTRAS:
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    assert [(finding.level, finding.found, finding.advice) for finding in doctor._extras()] == [
+        ("ok", "not installed; needed for LoRA only", "pip install 'hf-memopt[peft]'"),
+        ("ok", "not installed; needed for pictures only", "pip install 'hf-memopt[plot]'"),
+    ]
+
+
+DEVICE = doctor.Finding("device", "ok", "RTX 3060, 12.00 GiB, torch 2.13.0")
+BROKEN = doctor.Finding("datasets", "error", "not installed", "pip install datasets")
+HELD = doctor.Finding("GPU memory", "warning", "5.00 GiB of 12.00 GiB free", "end what is not needed")
+
+
+@pytest.mark.parametrize(
+    ("findings", "sentence"),
+    [
+        ([DEVICE], "Ready to train: RTX 3060, 12.00 GiB, torch 2.13.0."),
+        ([DEVICE, HELD], "Ready to train: RTX 3060, 12.00 GiB, torch 2.13.0. Look at: GPU memory."),
+        ([DEVICE, HELD, BROKEN], "Training would fail here: datasets: not installed. To do: pip install datasets"),
+        (
+            [BROKEN, DEVICE, BROKEN],
+            "Training would fail here: datasets: not installed (and 1 more below). To do: pip install datasets",
+        ),
+    ],
+)
+def test_doctor_begins_with_one_sentence(findings, sentence) -> None:
+    assert doctor.verdict(findings) == sentence
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_doctor_fits_the_terminal_and_colours_only_a_terminal(width, monkeypatch) -> None:
+    def printed(**settings: Any) -> str:
+        doctor.print_findings([DEVICE, HELD, BROKEN], console := Console(file=io.StringIO(), width=width, **settings))
+        return console.file.getvalue()
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = printed()
+    assert text.startswith("Training would fail here: datasets: ")
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    assert "To do: end what is not needed" in text
+    assert "\x1b[" not in text
+    assert "\x1b[" in printed(force_terminal=True, color_system="truecolor")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[31" not in printed(force_terminal=True, color_system="truecolor")
 
 
 def test_python_dash_m_is_the_same_command_and_answers_without_torch() -> None:

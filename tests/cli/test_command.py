@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import tiny
 from hf_memopt.cli.app import app
 from hf_memopt.cli.command import Flag, in_flags
 from hf_memopt.cli.data_length import length_of_data
+from hf_memopt.cli.verdicts import print_coloured
 
 runner = CliRunner()
 FLAGS = {
@@ -66,6 +70,62 @@ def test_the_presets_and_what_fits_cut_no_word(columns: str, widest: int) -> Non
     assert re.search(r"^bert-large-uncased +512( +any){8}$", shown, re.MULTILINE)
     assert re.search(r"^Llama-3.1-8B +512( +-){8}$", shown, re.MULTILINE)
     assert re.search(r"^GPU of \.\.\. GB +tokens +4 +6 +8 +12 +16 +24 +40 +80$", shown, re.MULTILINE)
+
+
+COMMANDS = ("demo", "presets", "lengths", "estimate", "report", "measure", "ladder", "doctor")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_help_of_every_command_fits_the_terminal_and_ends_with_examples(columns: int) -> None:
+    for name in ("", *COMMANDS):
+        shown = runner.invoke(app, [*([name] if name else []), "--help"], terminal_width=columns).stdout
+        body, examples = shown.split("Examples:\n")
+        assert max(map(len, body.splitlines())) <= columns, name
+        assert "…" not in body
+        assert f"  hf-memopt {name}" in examples
+
+
+def test_commands_are_listed_in_groups() -> None:
+    shown = runner.invoke(app, ["--help"], env={"COLUMNS": "80"}).stdout
+    headings = re.findall(r"^(\w[\w ]+):$", shown, re.MULTILINE)
+    assert headings == ["Options", "Before the run", "On the machine that trains", "To try out and compare"]
+    assert set(re.findall(r"^  (\w+)  ", shown, re.MULTILINE)) >= {*COMMANDS, "plan"}
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("demo", ["-o", "-e", "-n"]),
+        ("presets", ["-m", "-s"]),
+        ("lengths", ["-c", "-t", "-b", "-p"]),
+        ("estimate", ["-g", "-b", "-s", "-p"]),
+        ("report", ["-o"]),
+        ("measure", ["-n", "-o"]),
+        ("ladder", ["-p"]),
+    ],
+)
+def test_frequent_options_have_a_letter(command: str, options: list[str]) -> None:
+    shown = runner.invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
+    assert re.findall(r"^  (-\w), --", shown, re.MULTILINE) == options
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_coloured"), [({}, False), ({"force_terminal": True, "color_system": "truecolor"}, True)]
+)
+def test_only_a_terminal_gets_colours(settings: dict[str, Any], is_coloured: bool, monkeypatch: Any) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = "plan\n > LoRA  4 x 8\n x full\n\nRecommended: LoRA, since it fits.\nNothing fits: no."
+
+    def printed() -> str:
+        console = Console(file=(stream := io.StringIO()), width=20, **settings)
+        print_coloured(text, console)
+        return stream.getvalue()
+
+    assert re.sub(r"\x1b\[[\d;]*m", "", printed()) == f"{text}\n"  # no line is wrapped
+    assert ("\x1b[1;32mRecommended\x1b[0m: LoRA" in printed()) is is_coloured
+    assert ("\x1b[1;31mNothing fits" in printed()) is is_coloured
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[1;32m" not in printed()
 
 
 # ---- The length of --data

@@ -101,7 +101,7 @@ def test_a_script_that_cannot_be_measured_is_exit_code_2(text: str, message: str
     ("arguments", "message"),
     [
         (("none.py",), "'none.py' is not a file; expected a Python script that trains with the stock Trainer."),
-        (("{script}", "--steps", "0"), "Invalid value for '--steps'"),
+        (("{script}", "--steps", "0"), "Invalid value for '-n' / '--steps'"),
         (
             ("{script}", "--output", "no/folder/run.json"),
             "--output no/folder/run.json is in a folder that does not exist",

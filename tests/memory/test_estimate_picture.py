@@ -11,6 +11,7 @@ import pytest
 
 from hand_made import EVENTS, MIB, SMALL, hand_made
 from hf_memopt.devices.gpus import Gpu
+from hf_memopt.memory.hints import Hint
 from hf_memopt.memory.output import estimate_picture
 from hf_memopt.memory.output.estimate_picture import draw, drawn_events
 from hf_memopt.memory.output.estimate_text import describe, verdict
@@ -84,13 +85,13 @@ def test_the_picture_is_a_file_with_every_component(tmp_path) -> None:
     rows = np.full_like(timeline.components, 50 * MIB)
     draw(hand_made(components=components, timeline=replace(timeline, components=rows)), str(picture))
     with image_reader.open(picture) as image:
-        assert (image.format, image.size) == ("PNG", (2100, 1050))
+        assert (image.format, image.width) == ("PNG", 1200)
         pixels = np.asarray(image.convert("RGB"))
     heights = []
     for colour in estimate_picture.COLOURS.values():
         wanted = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
-        found = np.nonzero((pixels[:, :1500] == wanted).all(axis=-1))[0]
-        assert len(found) > 5000, colour
+        found = np.nonzero((pixels[: len(pixels) * 3 // 4, :900] == wanted).all(axis=-1))[0]  # above the legend
+        assert len(found) > 2000, colour
         heights.append(found.mean())
     assert heights == sorted(heights, reverse=True)  # stacked in the order of COMPONENTS, weights at the bottom
     assert list(tmp_path.iterdir()) == [picture]
@@ -101,16 +102,16 @@ def test_the_picture_names_peak_phases_steps_and_limits(monkeypatch, tmp_path) -
     for text in (
         f"{describe(hand_made())}\n{verdict(hand_made())}",
         "peak 1.59 GiB, backward\nbert.encoder.layer.23",
-        "usable on GPU 4GB:\n3.80 GiB",
+        "usable on GPU 4GB: 3.80 GiB",
         "reserved and context, peak 1.99 GiB",
-        "allocated, 1.59 GiB at the peak\n(at the peak / largest):",
+        "1.59 GiB allocated at the peak; at the peak / largest:",
         "at the\npeak",
-        "CUDA context  400.0 MiB",
+        "CUDA context  0.39",
         "memory in GiB",
         " step 1",
         " step 2",
-        "weights  600.0 MiB / 600.0 MiB",
-        "gradients  75.0 MiB / 600.0 MiB",
+        "weights  0.59 / 0.59",
+        "gradients  0.07 / 0.59",
         *("load", "forward", "backward", "optimizer", "evaluation"),
     ):
         assert text in found
@@ -168,8 +169,8 @@ def test_what_never_holds_a_byte_is_not_explained(monkeypatch, tmp_path) -> None
 @pytest.mark.parametrize(
     ("gpu", "label", "inside"),
     [
-        (replace(SMALL, usable_bytes=2400 * MIB), "usable on GPU 4GB:\n2.34 GiB", True),
-        (LARGE, "usable on Card 80GB:\n78.12 GiB (above the picture)", False),
+        (replace(SMALL, usable_bytes=2400 * MIB), "usable on GPU 4GB: 2.34 GiB", True),
+        (LARGE, "usable on Card 80GB: 78.12 GiB (above the picture)", False),
     ],
 )
 def test_the_gpu_is_a_dashed_line_where_it_is_near(monkeypatch, tmp_path, gpu, label, inside) -> None:
@@ -195,3 +196,10 @@ def test_a_picture_without_a_gpu_and_of_a_tiny_model(monkeypatch, tmp_path) -> N
     found = texts(drawn(estimate, monkeypatch, tmp_path))
     assert {"memory in MiB", "peak 1.6 MiB, backward"} <= set(found)
     assert not [text for text in found if text.startswith("usable")]
+
+
+def test_the_title_is_the_verdict_without_the_list_that_only_text_has(monkeypatch, tmp_path) -> None:
+    hints = (Hint({"checkpointing": True}, 900 * MIB, 100 * MIB),)
+    gpu = replace(SMALL, usable_bytes=1000 * MIB)
+    title = texts(drawn(hand_made(gpu=gpu, hints=hints), monkeypatch, tmp_path))
+    assert f"{describe(hand_made())}\ndoes not fit GPU 4GB: 1.99 GiB of 1000.0 MiB, 1.01 GiB over" in title

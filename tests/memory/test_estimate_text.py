@@ -213,7 +213,7 @@ def test_json_says_everything_in_bytes() -> None:
     assert read["notes"] == ["a note"]
     assert set(read) == {
         *(*same, "settings", "gpu", "components", "notes", "hints", "phase_peaks", "versions", "fragmentation"),
-        *("step_time", "time_unknown"),
+        *("step_time", "time_unknown", "format"),
     }
 
 

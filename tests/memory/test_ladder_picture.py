@@ -1,4 +1,4 @@
-"""The picture of several estimates: one bar each, as long as its total, against the GPU's line."""
+"""The picture of several set-ups: one bar each, as long as its total, against the GPU's line."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ import pytest
 
 from hand_made import MIB, SMALL, hand_made
 from hf_memopt.memory.output.estimate_text import COLOURS
-from hf_memopt.memory.output.ladder_picture import MOST_OF_GPU, Bar, draw_ladder
+from hf_memopt.memory.output.ladder_picture import MOST_OF_GPU, Bar, Limit, bar_of, draw_ladder, height_of
+from hf_memopt.memory.result import Estimate
 
 pytest.importorskip("matplotlib")
 LARGE = hand_made(4)
 
 
-def bars() -> list[Bar]:
-    small = hand_made()
-    return [Bar("baseline", "fp32", LARGE), Bar("LoRA", "rank 16", small), Bar("LoRA", "+ frozen", None)]
+def bars(gpu_bytes: int | None = SMALL.usable_bytes) -> list[Bar]:
+    gpu = None if gpu_bytes is None else replace(SMALL, usable_bytes=gpu_bytes)
+    small, large = (replace(found, gpu=gpu) for found in (hand_made(), LARGE))
+    given: list[tuple[str, str, Estimate | None]] = [
+        ("baseline", "fp32", large),
+        ("LoRA", "rank 16", small),
+        ("LoRA", "+ frozen", None),
+    ]
+    return [bar_of(*one) for one in given]
 
 
 @pytest.fixture
@@ -25,8 +32,9 @@ def drawn(monkeypatch, tmp_path):
     figures = []
     monkeypatch.setattr("hf_memopt.plotting.save_picture", lambda figure, path: figures.append(figure))
 
-    def draw(given: list[Bar]):
-        draw_ladder(given, tmp_path / "p.png")
+    def draw(given: list[Bar], usable_bytes: int | None = SMALL.usable_bytes):
+        limit = None if usable_bytes is None else Limit("GPU 4GB", usable_bytes)
+        draw_ladder(given, tmp_path / "p.png", title="a model", limit=limit)
         return figures[-1].axes[0]
 
     return draw
@@ -42,13 +50,12 @@ def widths(axes) -> dict[float, float]:
 
 
 def test_a_bar_is_as_long_as_the_total_and_the_gpu_is_a_line(drawn) -> None:
-    gpu = replace(SMALL, usable_bytes=LARGE.total_bytes // 2)
-    given = [replace(bar, estimate=bar.estimate and replace(bar.estimate, gpu=gpu)) for bar in bars()]
-    axes = drawn(given)
-    totals = [bar.estimate.total_bytes / 2**30 for bar in given if bar.estimate is not None]
+    usable = LARGE.total_bytes // 2
+    axes = drawn(bars(usable), usable)
+    totals = [found.total_bytes / 2**30 for found in (LARGE, hand_made())]
     assert list(widths(axes).values()) == pytest.approx(totals)
     [line] = axes.lines
-    assert line.get_xdata()[0] == pytest.approx(gpu.usable_bytes / 2**30)
+    assert line.get_xdata()[0] == pytest.approx(usable / 2**30)
     texts = [text.get_text().strip() for text in axes.texts]
     assert {"fp32", "LoRA", "rank 16", "+ frozen", "not estimable"} <= set(texts)
     assert f"{totals[0]:.1f}" in texts
@@ -56,14 +63,13 @@ def test_a_bar_is_as_long_as_the_total_and_the_gpu_is_a_line(drawn) -> None:
 
 
 def test_a_bar_far_beyond_the_gpu_is_cut_and_says_so(drawn) -> None:
-    gpu = replace(SMALL, usable_bytes=100 * MIB)
-    axes = drawn([Bar("baseline", "fp32", replace(LARGE, gpu=gpu))])
+    axes = drawn(bars(100 * MIB)[:1], 100 * MIB)
     assert sum(widths(axes).values()) == pytest.approx(MOST_OF_GPU * 100 / 1024)
     assert f"» {LARGE.total_bytes / 2**30:.1f}" in [text.get_text() for text in axes.texts]
 
 
 def test_without_a_gpu_there_is_no_line(drawn) -> None:
-    axes = drawn([Bar("baseline", "fp32", hand_made(gpu=None, context_bytes=None))])
+    axes = drawn([bar_of("baseline", "fp32", hand_made(gpu=None, context_bytes=None))], None)
     assert not axes.lines
     assert not any("fits" in text.get_text() for text in axes.texts)
 
@@ -74,7 +80,21 @@ def test_the_legend_explains_what_is_drawn(drawn) -> None:
     assert labels == [*COLOURS, "reserved, not in use", "CUDA context", "GPU 4GB: 3.80 GiB usable"]
 
 
+def test_what_was_measured_is_marked(drawn) -> None:
+    axes = drawn([replace(bars()[0], measured_bytes=9 * 2**30)])
+    [mark] = [line for line in axes.lines if line.get_marker() == "D"]
+    assert mark.get_xdata()[0] == 9
+    [legend] = axes.figure.legends
+    assert "published, measured" in [text.get_text() for text in legend.get_texts()]
+
+
+def test_bars_without_a_group_have_no_heading_and_long_labels_make_rows_higher() -> None:
+    flat = [replace(bar, group="") for bar in bars()]
+    assert height_of(flat) < height_of(bars())
+    assert height_of([replace(bar, label=f"{bar.label}\nmore") for bar in flat]) > height_of(flat)
+
+
 @pytest.mark.parametrize(("name", "start"), [("l.png", b"\x89PNG"), ("l.svg", b"<?xml"), ("l.pdf", b"%PDF")])
 def test_the_ending_chooses_the_format(tmp_path, name, start) -> None:
-    draw_ladder(bars(), tmp_path / name)
+    draw_ladder(bars(), tmp_path / name, title="a model", limit=None)
     assert (tmp_path / name).read_bytes().startswith(start)

@@ -18,8 +18,9 @@ from transformers.trainer_utils import TrainOutput
 import tiny
 from hf_memopt.binding.attach import attach
 from hf_memopt.devices.memory_reading import MemoryReading, read_process
-from hf_memopt.memory import report
-from hf_memopt.memory.report import MemoryReportCallback, PhasePeaks, print_gpu_utilization, print_summary
+from hf_memopt.memory import printed_memory, report
+from hf_memopt.memory.printed_memory import print_gpu_utilization, print_summary
+from hf_memopt.memory.report import MemoryReportCallback, PhasePeaks
 
 GIB = 2**30
 MIB = 2**20
@@ -581,7 +582,7 @@ HOST_LINE = "Host memory, no accelerator: this process 1.00 GiB (peak 1.50 GiB),
     ],
 )
 def test_utilization_is_one_line_on_every_backend(monkeypatch, capsys, found, line):
-    monkeypatch.setattr(report, "read_memory", lambda device: found)
+    monkeypatch.setattr(printed_memory, "read_memory", lambda device: found)
     print_gpu_utilization()
     assert capsys.readouterr().out == line
 
@@ -592,7 +593,7 @@ def test_utilization_of_the_host_is_printed_for_real(capsys):
 
 
 def test_summary_prints_time_speed_and_the_peaks_of_the_run(monkeypatch, capsys):
-    monkeypatch.setattr(report, "read_memory", lambda device: HOST)
+    monkeypatch.setattr(printed_memory, "read_memory", lambda device: HOST)
     metrics = {
         "train_runtime": 12.3456,
         "train_samples_per_second": 99.876,
@@ -610,7 +611,7 @@ def test_summary_prints_time_speed_and_the_peaks_of_the_run(monkeypatch, capsys)
 
 
 def test_summary_of_a_run_without_the_callback_and_without_a_speed(monkeypatch, capsys):
-    monkeypatch.setattr(report, "read_memory", lambda device: HOST)
+    monkeypatch.setattr(printed_memory, "read_memory", lambda device: HOST)
     print_summary(TrainOutput(0, 1.0, {"train_runtime": 0.0}))
     assert capsys.readouterr().out == "Time: 0.00 s\n" + HOST_LINE
 

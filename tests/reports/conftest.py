@@ -1,8 +1,11 @@
-"""The plans of ``tiny_plans`` and the JSON of one."""
+"""The plans of ``tiny_plans``, the JSON of one, and a browser."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from chromium import CHROMIUM, Chromium
 from tiny_plans import fitting_plan, missing_plan
 
 from hf_memopt import Plan
@@ -21,3 +24,11 @@ def short() -> Plan:
 @pytest.fixture(scope="session")
 def text(found: Plan) -> str:
     return found.to_json(figures=True)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
+    with Chromium(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened

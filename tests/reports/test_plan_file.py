@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hand_made_runs import estimate_data
 
-from hf_memopt.reports.plan_file import FORMAT, read_plan_file, read_plan_text
+from hf_memopt.reports.difference import compare
+from hf_memopt.reports.plan_file import FORMAT, read_plan_text
+from hf_memopt.reports.sides import read_side
 
 
 def changed(text: str, place: str, value: Any) -> str:
@@ -65,22 +68,25 @@ def test_nonsense_is_refused_with_its_place(text: str, place: str, value: Any, s
         (b"{}", "(it has no format and candidates)"),
     ],
 )
-def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
-    path = tmp_path / "plan.json"
-    path.write_bytes(content)
+def test_a_file_of_something_else_is_refused(content: bytes, says: str) -> None:
     with pytest.raises(ValueError) as error:
-        read_plan_file(path)
+        read_plan_text(content, "plan.json")
     assert says in str(error.value)
-
-
-def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"does not exist; expected the JSON of a plan\."):
-        read_plan_file(tmp_path / "plan.json")
-    with pytest.raises(ValueError, match=r"is a folder; expected the JSON of a plan\."):
-        read_plan_file(tmp_path)
 
 
 def test_what_no_report_shows_may_be_anything(text: str) -> None:
     told = json.loads(text)
     told["more"] = told["candidates"][0]["more"] = [None]
     assert read_plan_text(json.dumps(told), "plan.json")["model"] == told["model"]
+
+
+def test_two_plans_are_compared_and_a_plan_with_an_estimate_is_not(text: str, tmp_path: Path) -> None:
+    told = json.loads(text)
+    one = told["candidates"][-1]
+    files = {"a": told, "b": {**told, "chosen": one, "shortfall": None}, "c": estimate_data()}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    before, after, other = (read_side(tmp_path / name) for name in files)
+    assert compare(before, after).total.change_bytes == one["total_bytes"] - told["chosen"]["total_bytes"]
+    with pytest.raises(ValueError, match="are a plan and an estimate; expected two of one kind, since they differ by"):
+        compare(before, other)

@@ -4,59 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from chromium import CHROMIUM, Chromium
+from chromium import Chromium
+from html_page import EVIL, Page
 from typer.testing import CliRunner
 
 from hf_memopt import Plan
 from hf_memopt.cli.app import app
+from hf_memopt.reports.page import check_page
 from hf_memopt.reports.plan_file import read_plan_text
-from hf_memopt.reports.plan_page import check_page, plan_page
+from hf_memopt.reports.plan_page import plan_page
 from hf_memopt.units import format_bytes, to_gib
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 SECTIONS = ("peak", "ladder", "scatter", "map", "timeline", "padding", "choices", "sure", "script")
-VOID = {"meta", "link", "br", "hr", "img", "input"}
-EVIL = "<script>alert(1)</script>"
-
-
-class Page(HTMLParser):
-    """Reads a page: tags that are not closed in turn, ids, what is loaded, and the text beside scripts and styles."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.loaded: list[str] = []
-        self.text = ""
-        self.tags: list[str] = []
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.text += " "
-        named = dict(attrs)
-        self.ids += [named["id"]] if named.get("id") else []
-        self.loaded += [value for name, value in attrs if name in ("src", "href", "data", "action") and value]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not {"script", "style"} & set(self.open):
-            self.text += data
 
 
 def page_of(text: str) -> str:
@@ -107,6 +72,14 @@ def test_what_does_not_fit_says_what_is_missing(short: Plan) -> None:
     assert f"a GPU such as {short.shortfall.gpu}" in said
     assert "✕ out of memory here: " in said
     assert "No data was given" in said
+
+
+def test_a_notebook_shows_the_table(found: Plan) -> None:
+    shown = found._repr_html_()
+    assert shown.startswith("<pre")
+    words = " ".join(Page(shown).text.split())
+    assert " ".join(found.table(100).split()) == words
+    assert EVIL not in replace(found, model=EVIL)._repr_html_()
 
 
 def test_json_without_figures_is_a_page_without_their_pictures(found: Plan, text: str) -> None:
@@ -195,14 +168,6 @@ SHOWN = """(() => {
         ink: getComputedStyle(document.body).backgroundColor,
     };
 })()"""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: Any) -> Any:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
-    with Chromium(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("width", [1280, 400])

@@ -115,10 +115,10 @@ class PaddingReport:
         return {**asdict(self), "strategies": strategies}
 
     def plot(self, path: str | Path) -> None:
-        """Draw histogram and strategies to a PNG file, whole or not at all.
+        """Draw the lengths, and what each way of batching pads, to a PNG, SVG or PDF file.
 
         Raises:
-            ValueError: ``path`` does not end in ``.png``, or cannot be written.
+            ValueError: ``path`` is not such a file that can be written.
             MissingExtraError: matplotlib is not installed.
         """
         from hf_memopt.batching.padding_costs.output import draw_report

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt import plotting as pictures
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["check_picture", "draw", "drawn_events", "event_positions"]
 
 STRETCHES = 2000
-CONTEXT, CONTEXT_COLOUR = "CUDA context", "#555555"
-LIMIT_COLOUR = "#B00020"
+CONTEXT = "CUDA context"
+TITLE_COLUMNS = 100
+HEADROOM = 1.25  # above the highest line, for the notes
+THEME = pictures.LIGHT
 
 PHASE_SHADES = {
     "load": "#F2F2F2",
@@ -55,7 +58,8 @@ def draw(estimate: Estimate, path: str | Path) -> None:
     """
     path = Path(path)
     check_picture(path)
-    pictures.save_picture(_figure(replace(estimate, timeline=without_repeated_steps(estimate.timeline))), path)
+    with pictures.drawing():
+        pictures.save_picture(_figure(replace(estimate, timeline=without_repeated_steps(estimate.timeline))), path)
 
 
 def drawn_events(timeline: Timeline, stretches: int = STRETCHES) -> np.ndarray:
@@ -97,8 +101,11 @@ def _figure(estimate: Estimate) -> Figure:
     positions = event_positions(estimate.timeline)
     in_gib = estimate.peak_reserved_bytes >= 2**28
     scale, unit = (to_gib(1), "GiB") if in_gib else (to_mib(1), "MiB")
-    figure = Figure(figsize=(14, 7), layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=[1, 20], width_ratios=[20, 1])
+    fits = verdict(estimate).partition(";")[0]  # without the advice
+    title = "\n".join(fill(text, TITLE_COLUMNS) for text in (describe(estimate), fits))
+    legend_inches = 0.19 * (2 + max((len(_used(estimate.timeline)) + 2) // 2, len(_names(estimate.timeline))))
+    figure = Figure(figsize=(pictures.WIDTH_INCHES, 4.4 + legend_inches), layout="constrained")
+    grid = figure.add_gridspec(3, 2, height_ratios=[0.22, 3.6, legend_inches], width_ratios=[20, 1.3])
     strip = figure.add_subplot(grid[0, 0])
     axes = figure.add_subplot(grid[1, 0], sharex=strip)
     panel = figure.add_subplot(grid[1, 1], sharey=axes)
@@ -114,14 +121,19 @@ def _figure(estimate: Estimate) -> Figure:
     _draw_limits(estimate, axes, panel, positions, scale)
     _draw_phases(estimate.timeline, strip, axes, positions)
     _draw_peak(estimate, axes, panel, positions, scale)
-    _draw_legends(estimate, axes, panel)
-    figure.suptitle(f"{describe(estimate)}\n{verdict(estimate)}", fontsize=10.5, x=0.01, ha="left", wrap=True)
+    _draw_legends(estimate, figure.add_subplot(grid[2, :]), axes, scale, unit)
+    figure.suptitle(title, fontsize=9.5, x=0.01, ha="left")
     return figure
 
 
 def _used(timeline: Timeline) -> list[int]:
     """Return the numbers of the components that ever hold a byte."""
     return [number for number in range(len(COMPONENTS)) if timeline.components[:, number].any()]
+
+
+def _names(timeline: Timeline) -> list[str]:
+    """Return the phases, each once."""
+    return list(dict.fromkeys(name for _, _, name in phase_spans(timeline)))
 
 
 def _draw_stack(estimate: Estimate, axes: Axes, positions: np.ndarray, scale: float) -> None:
@@ -132,17 +144,13 @@ def _draw_stack(estimate: Estimate, axes: Axes, positions: np.ndarray, scale: fl
     where = np.append(positions[shown], positions[-1])
     rows = np.append(shown, shown[-1])  # the last state is held to the end
     used = _used(timeline)
-    largest = timeline.components.max(axis=0).tolist()
-    labels, colours = [f"{CONTEXT}  {format_bytes(context_bytes)}"], [CONTEXT_COLOUR]
-    for name, most in ((COMPONENTS[number], largest[number]) for number in used):
-        labels.append(f"{name}  {format_bytes(estimate.components[name])} / {format_bytes(most)}")
-        colours.append(COLOURS[name])
+    colours = [THEME.strong, *(COLOURS[COMPONENTS[number]] for number in used)]
     layers = np.vstack([np.full(len(where), context_bytes), timeline.components[rows][:, used].T]) * scale
     first = 0 if context_bytes else 1
-    axes.stackplot(where, layers[first:], labels=labels[first:], colors=colours[first:], step="post", linewidth=0)
+    axes.stackplot(where, layers[first:], colors=colours[first:], step="post", linewidth=0)
     reserved = (timeline.reserved[rows] + context_bytes) * scale
     label = f"reserved{' and context' if context_bytes else ''}, peak {format_bytes(estimate.total_bytes)}"
-    axes.step(where, reserved, where="post", color="#222222", linewidth=1.3, label=label)
+    axes.step(where, reserved, where="post", color=THEME.ink, linewidth=1.1, label=label)
 
 
 def _draw_limits(estimate: Estimate, axes: Axes, panel: Axes, positions: np.ndarray, scale: float) -> None:
@@ -150,20 +158,20 @@ def _draw_limits(estimate: Estimate, axes: Axes, panel: Axes, positions: np.ndar
     top_bytes, gpu = estimate.total_bytes, estimate.gpu
     if gpu is not None:
         without = "" if estimate.context_bytes is not None else ", less a context of unknown size"
-        label = f"usable on {gpu.name}{without}:\n{format_bytes(gpu.usable_bytes)}"
+        label = f"usable on {gpu.name}{without}: {format_bytes(gpu.usable_bytes)}"
         is_drawn = gpu.usable_bytes <= 2 * top_bytes
         if is_drawn:
             top_bytes = max(top_bytes, gpu.usable_bytes)
         else:  # drawn to scale, it would leave the run a thin line at the bottom
             label += " (above the picture)"
         limit = gpu.usable_bytes * scale
-        axes.axhline(limit, color=LIMIT_COLOUR, linestyle="--", linewidth=1.6, label=label)
+        axes.axhline(limit, color=THEME.limit, linestyle="--", linewidth=1.6, label=label)
         if is_drawn:
-            panel.axhline(limit, color=LIMIT_COLOUR, linestyle="--", linewidth=1.6)
+            panel.axhline(limit, color=THEME.limit, linestyle="--", linewidth=1.6)
             for one in (axes, panel):
-                one.axhspan(limit, 1.2 * top_bytes * scale, color=LIMIT_COLOUR, alpha=0.08, linewidth=0, zorder=0)
+                one.axhspan(limit, HEADROOM * top_bytes * scale, color=THEME.limit, alpha=0.08, linewidth=0, zorder=0)
         _mark_out_of_memory(estimate, axes, positions, gpu.usable_bytes, scale)
-    axes.set_ylim(0, 1.2 * top_bytes * scale)
+    axes.set_ylim(0, HEADROOM * top_bytes * scale)
 
 
 def _mark_out_of_memory(estimate: Estimate, axes: Axes, positions: np.ndarray, usable_bytes: int, scale: float) -> None:
@@ -176,19 +184,10 @@ def _mark_out_of_memory(estimate: Estimate, axes: Axes, positions: np.ndarray, u
     phase = next(name for first, end, name in phase_spans(timeline) if first <= event < end)
     step = max((number for first, number in timeline.steps if first <= event), default=0)
     name = f"step {step}, {phase}" if step and phase not in ("generation", "evaluation") else phase
-    right_half, limit = positions[event] > positions[-1] / 2, usable_bytes * scale
-    axes.plot(positions[event], limit, marker="X", color=LIMIT_COLOUR, markersize=11, zorder=6)
-    axes.annotate(
-        f"out of memory here: {name}",
-        xy=(positions[event], limit),
-        xytext=(-12 if right_half else 12, -16),
-        textcoords="offset points",
-        ha="right" if right_half else "left",
-        fontsize=9.5,
-        color=LIMIT_COLOUR,
-        bbox={"boxstyle": "round,pad=0.3", "facecolor": "white", "edgecolor": LIMIT_COLOUR},
-        zorder=6,
-    )
+    limit = usable_bytes * scale
+    axes.plot(positions[event], limit, marker="X", color=THEME.limit, markersize=10, zorder=6)
+    text = f"out of memory here: {name}"
+    _note(axes, positions, event, text, height=limit, offset=-18, colour=THEME.limit)
 
 
 def _draw_phases(timeline: Timeline, strip: Axes, axes: Axes, positions: np.ndarray) -> None:
@@ -198,61 +197,78 @@ def _draw_phases(timeline: Timeline, strip: Axes, axes: Axes, positions: np.ndar
         left, right = positions[first], positions[end]
         strip.axvspan(left, right, color=PHASE_SHADES[name], linewidth=0)
         axes.axvspan(left, right, color=PHASE_SHADES[name], alpha=0.3, linewidth=0, zorder=0)
-        wide = right - left >= 0.007 * len(name) * positions[-1]
         ink = "white" if name == "optimizer" else "black"
-        strip.text(
-            (left + right) / 2, 0.5, name if wide else name[:1], ha="center", va="center", fontsize=8.5, color=ink
-        )
+        if right - left >= 0.0108 * len(name) * positions[-1]:  # the legend names the others
+            strip.text((left + right) / 2, 0.45, name, ha="center", va="center", fontsize=8, color=ink)
     for first, number in timeline.steps:
         if first < len(timeline.reserved):
-            axes.axvline(positions[first], color="#222222", linewidth=0.9, linestyle=":")
+            axes.axvline(positions[first], color=THEME.ink, linewidth=0.9, linestyle=":")
             axes.text(
-                positions[first], 0.99, f" step {number}", transform=axes.get_xaxis_transform(), va="top", fontsize=9
+                positions[first], 0.99, f" step {number}", transform=axes.get_xaxis_transform(), va="top", fontsize=8.5
             )
 
 
-def _draw_legends(estimate: Estimate, axes: Axes, panel: Axes) -> None:
-    """Add legends for the lines and the stack, in their order from the top, and for the phases."""
+def _draw_legends(estimate: Estimate, place: Axes, axes: Axes, scale: float, unit: str) -> None:
+    """Explain the lines, the stack from its top with its bytes, and the phases, below the picture."""
     from matplotlib.patches import Patch
 
-    look: dict[str, Any] = {"frameon": False, "borderaxespad": 0, "alignment": "left"}
-    handles, labels = axes.get_legend_handles_labels()
-    lines = sum(not label.startswith((*COMPONENTS, CONTEXT)) for label in labels)
-    handles, labels = handles[::-1], labels[::-1]
-    handles.insert(lines, Patch(alpha=0))
-    labels.insert(
-        lines, f"allocated, {format_bytes(estimate.peak_allocated_bytes)} at the peak\n(at the peak / largest):"
+    place.axis("off")
+    look: dict[str, Any] = {"frameon": False, "borderaxespad": 0, "alignment": "left", "labelspacing": 0.35}
+    timeline = estimate.timeline
+    digits = 2 if unit == "GiB" else 1
+    largest = timeline.components.max(axis=0).tolist()
+    stack = []
+    for number in reversed(_used(timeline)):
+        name = COMPONENTS[number]
+        sizes = f"{estimate.components[name] * scale:.{digits}f} / {largest[number] * scale:.{digits}f}"
+        stack.append(Patch(color=COLOURS[name], label=f"{name}  {sizes}"))
+    if estimate.context_bytes:
+        stack.append(Patch(color=THEME.strong, label=f"{CONTEXT}  {estimate.context_bytes * scale:.{digits}f}"))
+    allocated = (
+        f"{estimate.peak_allocated_bytes * scale:.{digits}f} {unit} allocated at the peak; at the peak / largest:"
     )
-    explained = panel.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.2, 1.0), **look)
-    panel.add_artist(explained)  # a second legend would replace it
-    explained.set_clip_on(False)  # else the layout leaves it no room
-    names = dict.fromkeys(name for _, _, name in phase_spans(estimate.timeline))
-    shades = [Patch(facecolor=PHASE_SHADES[name], edgecolor="#888888", linewidth=0.5, label=name) for name in names]
-    panel.legend(handles=shades, loc="lower left", bbox_to_anchor=(1.2, 0.0), title="phases", **look)
+    lines = place.legend(*axes.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0, 1.1), ncols=2, **look)
+    place.add_artist(lines)  # a second legend would replace it
+    rows = place.legend(handles=stack, loc="upper left", bbox_to_anchor=(0, 0.9), title=allocated, ncols=2, **look)
+    place.add_artist(rows)
+    shades = [
+        Patch(facecolor=PHASE_SHADES[name], edgecolor="#888888", linewidth=0.5, label=name) for name in _names(timeline)
+    ]
+    place.legend(handles=shades, loc="upper right", bbox_to_anchor=(1, 0.9), title="phases", **look)
 
 
 def _draw_peak(estimate: Estimate, axes: Axes, panel: Axes, positions: np.ndarray, scale: float) -> None:
     """Draw the peak as a bar of its own, since it may be too short to be seen among all events, and name it."""
     bottom = context_bytes = estimate.context_bytes or 0
-    panel.bar(0, context_bytes * scale, color=CONTEXT_COLOUR)
+    panel.bar(0, context_bytes * scale, color=THEME.strong)
     for name in COMPONENTS:
         panel.bar(0, estimate.components[name] * scale, bottom=bottom * scale, color=COLOURS[name])
         bottom += estimate.components[name]
     panel.bar(
-        0, (estimate.total_bytes - bottom) * scale, bottom=bottom * scale, color="#DDDDDD"
+        0, (estimate.total_bytes - bottom) * scale, bottom=bottom * scale, color=THEME.faint
     )  # reserved, not in use
     event = int(estimate.timeline.components.sum(axis=1).argmax())
-    where, height = positions[event], (context_bytes + estimate.peak_allocated_bytes) * scale
-    name = f"peak {format_bytes(estimate.peak_allocated_bytes)}, {estimate.phase}"
-    right_half = where > positions[-1] / 2
+    height = (context_bytes + estimate.peak_allocated_bytes) * scale
+    text = f"peak {format_bytes(estimate.peak_allocated_bytes)}, {estimate.phase}"
+    text += f"\n{estimate.module}" if estimate.module else ""
+    arrow = {"arrowstyle": "->", "color": THEME.ink, "linewidth": 1.2}
+    _note(axes, positions, event, text, height=height, offset=16, colour=THEME.ink, arrowprops=arrow)
+
+
+def _note(
+    axes: Axes, positions: np.ndarray, event: int, text: str, *, height: float, offset: float, colour: str, **look: Any
+) -> None:
+    """Write a note beside an event, towards the middle of the picture."""
+    right_half = positions[event] > positions[-1] / 2
     axes.annotate(
-        f"{name}\n{estimate.module}" if estimate.module else name,
-        xy=(where, height),
-        xytext=(-25 if right_half else 25, 30),
+        text,
+        xy=(positions[event], height),
+        xytext=(-20 if right_half else 20, offset),
         textcoords="offset points",
         ha="right" if right_half else "left",
-        fontsize=9.5,
-        bbox={"boxstyle": "round,pad=0.3", "facecolor": "white", "edgecolor": "#222222"},
-        arrowprops={"arrowstyle": "->", "color": "#222222", "linewidth": 1.2},
-        zorder=5,
+        fontsize=8.5,
+        color=colour,
+        bbox={"boxstyle": "round,pad=0.3", "facecolor": THEME.paper, "edgecolor": colour},
+        zorder=6,
+        **look,
     )

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory.timeline import COMPONENTS, phase_peaks
+from hf_memopt.reports.estimate_file import ESTIMATE_FORMAT
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str]
     console.print(_components(estimate, "█" if console.encoding.lower().startswith("utf") else "#"))
     plain("\n".join(lines))
     style = {True: "bold green", False: "bold red", None: "bold"}[estimate.fits]
-    plain(wording(verdict(estimate)), style=style)
+    said = f"{verdict(estimate)}. Changes that were simulated:" if estimate.hints else verdict(estimate)
+    plain(wording(said), style=style)
     for hint in estimate.hints or ():
         plain(wording(str(hint)), style="green" if hint.fits else "red")
 
@@ -210,7 +212,7 @@ def verdict(estimate: Estimate) -> str:
         return f"fits {figures}, {format_bytes(spare_bytes)} to spare"
     over = f"does not fit {figures}, {format_bytes(-spare_bytes)} over"
     if estimate.hints:
-        return f"{over}. Changes that were simulated:"
+        return over
     if estimate.hints is not None:
         return f"{over}, and no change that was simulated needs less"
     largest = max(COMPONENTS, key=lambda name: estimate.components[name])
@@ -233,6 +235,7 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
     figures = {item.name: getattr(estimate, item.name) for item in fields(estimate) if item.name not in nested}
     versions = {name: importlib.metadata.version(name) for name in ("hf-memopt", "torch", "transformers")}
     found = {
+        "format": ESTIMATE_FORMAT,
         **figures,
         "settings": {item.name: getattr(estimate.settings, item.name) for item in fields(estimate.settings)},
         "gpu": gpu,

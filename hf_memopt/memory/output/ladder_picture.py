@@ -1,4 +1,4 @@
-"""Draw several estimates as stacked bars against the memory of their GPU.
+"""Draw set-ups as stacked bars against the memory of their GPU.
 
 One horizontal bar for each set-up: its components at the peak of allocated bytes, what the allocator reserves beyond
 them, and CUDA's context. Bars that are much longer than the GPU's line are cut, and their figures tell the rest.
@@ -6,10 +6,11 @@ them, and CUDA's context. Bars that are much longer than the GPU's line are cut,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt import plotting as pictures
 from hf_memopt.memory.output.estimate_text import COLOURS
@@ -21,114 +22,196 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from hf_memopt.memory.result import Estimate
+    from hf_memopt.plotting import Theme
 
-__all__ = ["Bar", "draw_ladder"]
+__all__ = ["CONTEXT", "UNUSED", "Bar", "Limit", "bar_of", "colours_of", "draw_ladder", "height_of", "stacked_bars"]
 
-WIDTH_INCHES, INCHES_OF_A_ROW = 8.0, 0.27
+INCHES_OF_A_ROW = 0.27
 MOST_OF_GPU = 2.5  # how far the axis goes beyond the GPU's line, at most
+TITLE_COLUMNS = 100
+CHARACTER = 0.0142  # of the width of the axes
 UNUSED, CONTEXT = "reserved, not in use", "CUDA context"
-ALL_COLOURS = {**COLOURS, UNUSED: "#DDDDDD", CONTEXT: "#555555"}
-FITS, DOES_NOT_FIT, UNKNOWN = "#00694E", "#B00020", "#222222"
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A set-up in the picture: the heading it stands under, its label, and its estimate where there is one."""
+    """A set-up in the picture.
+
+    Attributes:
+        group: the heading it stands under; "" for none.
+        label: to the left of the bar.
+        parts: bytes by the names in ``COMPONENTS``, ``UNUSED`` and ``CONTEXT``; empty where it is not estimable.
+        verdict: "" where no GPU is known.
+        note: behind the total.
+        measured_bytes: a measured total to be marked; None for none.
+        is_chosen: whether it stands out.
+    """
 
     group: str
     label: str
-    estimate: Estimate | None
+    parts: Mapping[str, int] = field(hash=False)
+    verdict: Literal["fits", "tight", "over", ""] = ""
+    note: str = ""
+    measured_bytes: int | None = None
+    is_chosen: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """What all parts are together."""
+        return sum(self.parts.values())
 
 
-def draw_ladder(bars: Sequence[Bar], path: Path) -> None:
+@dataclass(frozen=True)
+class Limit:
+    """A GPU, and what of it is usable."""
+
+    name: str
+    usable_bytes: int
+
+
+def bar_of(group: str, label: str, found: Estimate | None, *, measured_bytes: int | None = None) -> Bar:
+    """Return the bar of an estimate; of None one that says so."""
+    if found is None:
+        return Bar(group, label, {})
+    unused_bytes = found.peak_reserved_bytes - found.peak_allocated_bytes
+    parts = {name: found.components[name] for name in COMPONENTS}
+    parts |= {UNUSED: unused_bytes, CONTEXT: found.context_bytes or 0}
+    verdict: Literal["fits", "over", ""] = "" if found.fits is None else "fits" if found.fits else "over"
+    return Bar(group, label, parts, verdict, measured_bytes=measured_bytes)
+
+
+def draw_ladder(bars: Sequence[Bar], path: Path, *, title: str, limit: Limit | None) -> None:
     """Draw the set-ups to a PNG, SVG or PDF file.
+
+    Args:
+        bars: in their order; those of a group one after the other.
+        path: the file.
+        title: what is compared.
+        limit: the GPU, whose usable memory is a line; None for no line.
 
     Raises:
         ValueError: ``path`` is not such a file, or cannot be written.
         MissingExtraError: matplotlib is not installed.
     """
     pictures.check_picture(path, purpose="the picture of a comparison")
-    pictures.save_picture(_figure(bars), path)
+    with pictures.drawing():
+        pictures.save_picture(_figure(bars, title, limit), path)
 
 
-def _figure(bars: Sequence[Bar]) -> Figure:
+def _figure(bars: Sequence[Bar], title: str, limit: Limit | None) -> Figure:
     from matplotlib.figure import Figure
 
-    known = [bar.estimate for bar in bars if bar.estimate is not None]
-    gpu, longest_bytes = known[0].gpu, max(found.total_bytes for found in known)
-    most_bytes = (
-        longest_bytes if gpu is None else max(gpu.usable_bytes, min(longest_bytes, int(MOST_OF_GPU * gpu.usable_bytes)))
-    )
-    groups = list(dict.fromkeys(bar.group for bar in bars))
-    rows = len(bars) + sum(group != bars[0].group for group in groups)
-    figure = Figure(figsize=(WIDTH_INCHES, 2.0 + INCHES_OF_A_ROW * rows), layout="constrained")
+    figure = Figure(figsize=(pictures.WIDTH_INCHES, 2.0 + height_of(bars)), layout="constrained")
     axes = figure.subplots()
-    axes.set_xlim(0, 1.17 * to_gib(most_bytes))
+    handles = stacked_bars(axes, bars, limit, pictures.LIGHT)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.suptitle(fill(title, TITLE_COLUMNS), fontsize=10, x=0.01, ha="left")
+    return figure
+
+
+def height_of(bars: Sequence[Bar]) -> float:
+    """Return the inches of the bars with their headings; a label of several lines makes all rows higher."""
+    return _row_inches(bars) * (len(bars) + len(_headings(bars)))
+
+
+def colours_of(theme: Theme) -> dict[str, str]:
+    """Return the colour of each part of a bar, in their order."""
+    return {**COLOURS, UNUSED: theme.faint, CONTEXT: theme.strong}
+
+
+def _row_inches(bars: Sequence[Bar]) -> float:
+    lines = max(bar.label.count("\n") + 1 for bar in bars)
+    return INCHES_OF_A_ROW + 0.15 * (lines - 1)
+
+
+def _headings(bars: Sequence[Bar]) -> list[str]:
+    """Return the groups that have a heading: all but the first, which is the baseline, and those without a name."""
+    return [group for group in dict.fromkeys(bar.group for bar in bars) if group not in (bars[0].group, "")]
+
+
+def stacked_bars(axes: Axes, bars: Sequence[Bar], limit: Limit | None, theme: Theme) -> list[Any]:
+    """Draw the bars, and the line of the GPU; return what a legend explains."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    longest = max(max(bar.total_bytes, bar.measured_bytes or 0) for bar in bars)
+    most_bytes = longest
+    if limit is not None:
+        most_bytes = max(limit.usable_bytes, min(longest, int(MOST_OF_GPU * limit.usable_bytes)))
+    headings, rows = _headings(bars), len(bars) + len(_headings(bars))
+    most_gib, line_gib = to_gib(most_bytes), 0.0 if limit is None else to_gib(limit.usable_bytes)
+    places = [_place_of_text(bar, most_gib, line_gib) for bar in bars]
+    rooms = [1 - CHARACTER * len(_text_of(bar)) - 0.03 for bar in bars]
+    axes.set_xlim(0, max(place / max(room, 0.2) for place, room in zip(places, rooms, strict=True)))
     axes.set_ylim(rows - 0.4, -0.7)
     axes.set_yticks([])
     axes.set_xlabel("GiB at the peak")
     axes.spines[["top", "right", "left"]].set_visible(False)
     row = 0
-    for group in groups:
-        if group != bars[0].group:
+    for group in dict.fromkeys(bar.group for bar in bars):
+        if group in headings:
             _label(axes, row, group, weight="bold")
             row += 1
         for bar in (bar for bar in bars if bar.group == group):
-            _draw_bar(axes, row, bar, to_gib(most_bytes))
+            _draw_bar(axes, row, bar, most_gib, line_gib, theme)
             row += 1
-    if gpu is not None:
-        label = f"{gpu.name}: {format_bytes(gpu.usable_bytes)} usable"
-        axes.axvline(to_gib(gpu.usable_bytes), color="#B00020", linestyle="--", linewidth=1.6, label=label)
-    _add_legend(figure, axes, known)
-    length = "" if known[0].seq_len is None else f" of {known[0].seq_len} tokens"
-    examples = known[0].batch_size * known[0].settings.gradient_accumulation_steps
-    title = f"{known[0].model}: {examples} examples{length} per optimizer step"
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left", wrap=True)
-    return figure
+    colours = colours_of(theme)
+    handles: list[Any] = [
+        Patch(color=colour, label=name) for name, colour in colours.items() if any(bar.parts.get(name) for bar in bars)
+    ]
+    if any(bar.measured_bytes is not None for bar in bars):
+        look: dict[str, Any] = {"marker": "D", "linestyle": "", "markersize": 5}
+        handles.append(Line2D([], [], color=theme.ink, label="published, measured", **look))
+    if limit is not None:
+        label = f"{limit.name}: {format_bytes(limit.usable_bytes)} usable"
+        line = axes.axvline(to_gib(limit.usable_bytes), color=theme.limit, linestyle="--", linewidth=1.6, label=label)
+        handles.append(line)
+    return handles
 
 
 def _label(axes: Axes, row: float, text: str, weight: str = "normal") -> None:
     """Write a label to the left of the axis; the layout makes room for it."""
     axes.text(
-        -0.01, row, text, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=9, weight=weight
+        -0.01, row, text, transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=8.5, weight=weight
     )
 
 
-def _draw_bar(axes: Axes, row: int, bar: Bar, most_gib: float) -> None:
-    _label(axes, row, bar.label)
-    found = bar.estimate
-    if found is None:
-        axes.text(0, row, " not estimable", va="center", fontsize=8.5, color=UNKNOWN)
+def _text_of(bar: Bar) -> str:
+    """Return what stands behind a bar."""
+    verdict = "" if bar.verdict == "over" else bar.verdict  # the line says it, and so does the colour
+    words = ", ".join(word for word in (verdict, bar.note) if word)
+    return f"{to_gib(bar.total_bytes):.1f} {words}".rstrip()
+
+
+def _place_of_text(bar: Bar, most_gib: float, line_gib: float) -> float:
+    """Return where the text behind a bar begins: not on the GPU's line."""
+    end = min(to_gib(max(bar.total_bytes, bar.measured_bytes or 0)), most_gib)
+    crosses = end <= line_gib < end + CHARACTER * len(_text_of(bar)) * 1.5 * most_gib
+    return line_gib if crosses else end
+
+
+def _draw_bar(axes: Axes, row: int, bar: Bar, most_gib: float, line_gib: float, theme: Theme) -> None:
+    _label(axes, row, bar.label, weight="bold" if bar.is_chosen else "normal")
+    if not bar.parts:
+        axes.text(0, row, " not estimable", va="center", fontsize=8.5)
         return
     left = 0.0
-    for name, size_bytes in _parts(found).items():
-        width = min(to_gib(size_bytes), most_gib - left)
-        axes.barh(row, width, left=left, height=0.78, color=ALL_COLOURS[name], linewidth=0)
+    for name, colour in colours_of(theme).items():
+        width = min(to_gib(bar.parts.get(name, 0)), most_gib - left)
+        axes.barh(row, width, left=left, height=0.78, color=colour, linewidth=0)
         left += width
-    total_gib = to_gib(found.total_bytes)
-    mark, colour = {True: ("fits", FITS), False: ("", DOES_NOT_FIT), None: ("", UNKNOWN)}[found.fits]
-    cut = "» " if total_gib > most_gib else ""
-    label = f"{cut}{total_gib:.1f} {mark}".rstrip()
-    paper = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}  # over the GPU's line
+    if bar.measured_bytes is not None:
+        where = min(to_gib(bar.measured_bytes), most_gib)
+        axes.plot(where, row, marker="D", color=theme.ink, markersize=5, markeredgecolor=theme.paper, zorder=4)
+    cut = "» " if to_gib(bar.total_bytes) > most_gib else ""
+    colour = {"fits": theme.fits, "tight": theme.tight, "over": theme.limit, "": theme.ink}[bar.verdict]
     axes.annotate(
-        label, (left, row), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9, color=colour, bbox=paper
+        cut + _text_of(bar),
+        (_place_of_text(bar, most_gib, line_gib), row),
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8.5,
+        color=colour,
+        weight="bold" if bar.is_chosen else "normal",
     )
-
-
-def _parts(found: Estimate) -> dict[str, int]:
-    """Return the bytes of a bar by name; together they are the total."""
-    unused_bytes = found.peak_reserved_bytes - found.peak_allocated_bytes
-    return {
-        **{name: found.components[name] for name in COMPONENTS},
-        UNUSED: unused_bytes,
-        CONTEXT: found.context_bytes or 0,
-    }
-
-
-def _add_legend(figure: Figure, axes: Axes, known: Sequence[Estimate]) -> None:
-    from matplotlib.patches import Patch
-
-    used = [name for name in ALL_COLOURS if any(_parts(found)[name] for found in known)]
-    handles: list[object] = [Patch(color=ALL_COLOURS[name], label=name) for name in used]
-    lines, _ = axes.get_legend_handles_labels()
-    figure.legend(handles=[*handles, *lines], loc="outside lower center", ncols=3, frameon=False, fontsize=9)

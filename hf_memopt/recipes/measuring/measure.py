@@ -20,12 +20,13 @@ from hf_memopt.binding.versions import checkpointing_of
 from hf_memopt.devices.gpus import current_gpu
 from hf_memopt.devices.memory_reading import read_context, read_memory, read_process
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.memory.batch_shape import BatchShape
 from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.memory.trainer_estimate import estimate_of
 from hf_memopt.plain_data import Count, check_value
-from hf_memopt.recipes.measuring.batches import BatchShape
 from hf_memopt.recipes.measuring.measurement import DEFAULT_STEPS, PACKAGES, Figures, Measurement, check_new_file
 from hf_memopt.recipes.measuring.meters import StepMeter, meter_of
-from hf_memopt.recipes.measuring.prediction import estimate_of, predicted_figures
+from hf_memopt.recipes.measuring.prediction import predicted_figures
 from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepRecorder
 from hf_memopt.recipes.measuring.restoring import restored
 
@@ -198,10 +199,10 @@ def _predicted(
     if largest is None:
         return None, None, ("memory ran out before the first batch",)
     try:
-        found = estimate_of(trainer, largest)
+        found = estimate_of(trainer, largest, eval_batch_size=None)
         in_time = None if device.type == "cpu" or not timed else found
         if in_time is not None and any(shape.padded_tokens != largest.padded_tokens for shape in timed):
-            in_time = estimate_of(trainer, _mean(timed))
+            in_time = estimate_of(trainer, _mean(timed), eval_batch_size=None)
     except (NotEstimableError, ValueError) as error:
         return None, None, (f"not predicted: {error}",)
     if device.type == "cpu":

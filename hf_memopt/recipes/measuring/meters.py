@@ -15,7 +15,7 @@ import torch
 from hf_memopt.devices.memory_reading import PeakMeter, measured_device, read_memory
 from hf_memopt.memory.storage_tracker import StorageTracker
 
-__all__ = ["StepMeter", "TrackedMeter", "bytes_on", "meter_of"]
+__all__ = ["StepMeter", "TrackedMeter", "meter_of"]
 
 
 class StepMeter(PeakMeter):
@@ -77,9 +77,3 @@ def meter_of(device: torch.device) -> StepMeter:
     """Return the meter for a run on a device."""
     measured = measured_device(device)
     return TrackedMeter(measured) if measured.type == "cpu" else StepMeter(measured)
-
-
-def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the storages of tensors on a type of device, each once."""
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,72 +1,19 @@
-"""Predict what a Trainer's steps need, from its model, arguments and techniques, beside what was measured of them."""
+"""Put an estimate into the figures that a measurement has."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hf_memopt.binding.conflicts import optimizers_of, techniques_in_use
 from hf_memopt.devices.gpus import GPUS
-from hf_memopt.memory.estimation import estimate_from_arguments
 from hf_memopt.memory.timeline import COMPONENTS, Timeline, phase_spans
 from hf_memopt.recipes.measuring.measurement import Figures
-from hf_memopt.techniques.checkpointing.policies import CheckpointingCallback
-from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 
 if TYPE_CHECKING:
-    from transformers import Trainer
-
     from hf_memopt.memory.result import Estimate
-    from hf_memopt.recipes.measuring.batches import BatchShape
 
-__all__ = ["estimate_of", "predicted_figures"]
+__all__ = ["predicted_figures"]
 
-_FLAGS = {
-    "gradient release": "gradient_release",
-    "fused cross-entropy": "fused_cross_entropy",
-    "sparse tied embedding": "sparse_tied_embedding",
-}
 _KEPT = [COMPONENTS.index(name) for name in ("activations", "logits and loss", "temporaries")]
-
-
-def estimate_of(trainer: Trainer, shape: BatchShape) -> Estimate:
-    """Return the estimate of the trainer's steps with batches of this shape.
-
-    Raises:
-        NotEstimableError, ValueError: it cannot be simulated; the message says why.
-    """
-    model: Any = trainer.model
-    args = copy.copy(trainer.args)
-    args.per_device_train_batch_size = shape.rows
-    is_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    settings = settings_of(trainer)
-    if is_decoder and shape.labels_length is not None:
-        settings["labels_length"] = shape.labels_length
-    return estimate_from_arguments(model, args, shape.seq_len, **settings)
-
-
-def settings_of(trainer: Trainer) -> dict[str, Any]:
-    """Return the fields of ``StepSettings`` that the trainer's callbacks and optimizer decide."""
-    used = techniques_in_use(trainer)
-    handler = trainer.accelerator.autocast_handler
-    found: dict[str, Any] = {field: True for name, field in _FLAGS.items() if name in used}
-    found["eval_batch_size"] = None
-    found["autocast_cache"] = handler is None or bool(handler.cache_enabled)
-    if "16-bit weights" in used:
-        found["rounding"] = next(one.rounding for one in optimizers_of(trainer) if hasattr(one, "rounding"))
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, CheckpointingCallback):
-            found["checkpointing"] = _checkpointing(callback)
-        if isinstance(callback, MicrobatchCallback) and callback.max_examples is not None:
-            found["micro_batch_size"] = min(callback.max_examples, trainer.args.train_batch_size)
-    return found
-
-
-def _checkpointing(callback: CheckpointingCallback) -> bool | Mapping[str, Any]:
-    kind, _, number = callback.policy.partition("_")
-    options: dict[str, Any] = {"every_n_layers": int(number)} if kind == "every" else {}
-    return {**options, **({"offload": True} if callback.offload else {})} or True
 
 
 def predicted_figures(found: Estimate, timed: Estimate | None) -> Figures:

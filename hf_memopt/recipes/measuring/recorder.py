@@ -16,10 +16,12 @@ from transformers import TrainerCallback
 
 from hf_memopt.binding.handles import UndoHandle, override_method, undo_all
 from hf_memopt.binding.model_traits import unwrap_optimizer
+from hf_memopt.binding.nested_tensors import tensors_in
+from hf_memopt.memory.batch_shape import BatchShape
+from hf_memopt.memory.live_tensors import bytes_on
 from hf_memopt.memory.report import PhasePeaks
-from hf_memopt.recipes.measuring.batches import BatchShape, LongestRows
-from hf_memopt.recipes.measuring.meters import StepMeter, bytes_on
-from hf_memopt.techniques.nested_tensors import tensors_in
+from hf_memopt.recipes.measuring.batches import LongestRows
+from hf_memopt.recipes.measuring.meters import StepMeter
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.notebook_output import printed_html
+
 if TYPE_CHECKING:
     import os
 
@@ -162,11 +164,31 @@ class Plan:
         Raises:
             ValueError: ``path`` cannot be written, or is there already.
         """
+        from hf_memopt.reports.page import check_page, write_page
         from hf_memopt.reports.plan_file import read_plan_text
-        from hf_memopt.reports.plan_page import check_page, write_page
+        from hf_memopt.reports.plan_page import plan_page
 
         check_page(path, force=force)
-        write_page(read_plan_text(self.to_json(figures=True), "Plan.to_json()"), path)
+        write_page(plan_page(read_plan_text(self.to_json(figures=True), "Plan.to_json()")), path)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the set-ups against the GPU, and which batches and lengths fit, to a PNG, SVG or PDF file.
+
+        Raises:
+            ValueError: ``path`` is not such a file that can be written.
+            MissingExtraError: matplotlib is not installed.
+        """
+        from pathlib import Path
+
+        from hf_memopt.plotting import check_picture
+        from hf_memopt.recipes.planning.plan_picture import draw_plan
+        from hf_memopt.reports.plan_file import read_plan_text
+
+        check_picture(Path(path), purpose="the picture of a plan")  # before what it shows is simulated
+        draw_plan(read_plan_text(self.to_json(figures=True), "Plan.to_json()"), Path(path))
 
     def __str__(self) -> str:
         return self.table()
+
+    def _repr_html_(self) -> str:
+        return printed_html(lambda console: console.out(self.table(console.width), highlight=False))

@@ -45,8 +45,8 @@ from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.handles import UndoHandle, override_method
 from hf_memopt.binding.model_traits import unwrap_optimizer
+from hf_memopt.binding.nested_tensors import tensors_in
 from hf_memopt.techniques.checkpoints.complete import checkpoint_to_resume, remove_training_state
-from hf_memopt.techniques.nested_tensors import tensors_in
 from hf_memopt.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_memopt.binding.nested_tensors import tensors_in
 from hf_memopt.devices.memory_reading import read_memory
-from hf_memopt.techniques.nested_tensors import tensors_in
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:

@@ -53,6 +53,7 @@ from hf_memopt.techniques.microbatching.limits import (
     write_limits,
 )
 from hf_memopt.techniques.microbatching.step import MicrobatchedStep
+from hf_memopt.techniques.microbatching.tally import Tally
 from hf_memopt.whole_files import warn_unwritten
 
 if TYPE_CHECKING:
@@ -66,7 +67,11 @@ SPLITS = "micro-batching"  # the purpose of the override of training_step
 
 
 def run_in_microbatches(
-    trainer: Trainer, limits: Mapping[str, Limit] | None = None, *, changes: list[Change] | None = None
+    trainer: Trainer,
+    limits: Mapping[str, Limit] | None = None,
+    *,
+    changes: list[Change] | None = None,
+    tally: Tally | None = None,
 ) -> UndoHandle:
     """Let a Trainer run each batch in micro-batches that fit, and repeat a step that ran out of memory in smaller ones.
 
@@ -79,6 +84,7 @@ def run_in_microbatches(
         limits: as ``microbatch_limits`` returns them; lowered and raised in place. By default there is no limit until
             memory runs out.
         changes: a list to which each change of a limit is appended.
+        tally: counts what is done, from 0 in each run.
 
     Returns:
         A handle whose ``remove()`` gives the Trainer its own methods back.
@@ -103,7 +109,7 @@ def run_in_microbatches(
             f"trainer=<{type(trainer).__name__}> runs in micro-batches already; expected a Trainer that does not. Keep "
             "one MicrobatchCallback in callbacks=, or call handle.remove() first"
         )
-    step = MicrobatchedStep(trainer, microbatch_limits() if limits is None else limits, changes)
+    step = MicrobatchedStep(trainer, microbatch_limits() if limits is None else limits, changes, tally)
     handles = [
         override_method(trainer, "compute_loss", step.wrap_compute_loss),
         override_method(trainer, "training_step", step.wrap_training_step, purpose=SPLITS),
@@ -130,6 +136,7 @@ class MicrobatchCallback(TrainerCallback):
         limits: the current limits, ``max_tokens`` and ``max_examples``, each a ``Limit``, whose docstring has the rule
             by which it rises again. Batches without a sequence of tokens use the second only.
         changes: each change of a limit, the last one last.
+        tally: what was done in the last run: steps, those that were cut, failures and the seconds that they cost.
         handle: takes everything off the trainer again; None before ``attach``.
 
     Raises:
@@ -149,6 +156,7 @@ class MicrobatchCallback(TrainerCallback):
         self.max_examples = max_examples
         self.limits = microbatch_limits(max_tokens, max_examples)
         self.changes: list[Change] = []
+        self.tally = Tally()
         self.handle: UndoHandle | None = None
         self.binding = Binding()
         if max_examples is None and max_tokens in (None, "auto"):
@@ -170,7 +178,7 @@ class MicrobatchCallback(TrainerCallback):
             return self.binding.handle
         self.handle = self.binding.to(
             trainer,
-            run_in_microbatches(trainer, self.limits, changes=self.changes),
+            run_in_microbatches(trainer, self.limits, changes=self.changes, tally=self.tally),
             override_method(trainer, "train", self._wrap_train),
         )
         return self.handle

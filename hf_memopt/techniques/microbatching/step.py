@@ -76,11 +76,18 @@ class MicrobatchedStep:
         trainer: the trainer, which is not kept alive.
         limits: ``max_tokens`` and ``max_examples``; lowered and raised in place.
         changes: a list to which each change of a limit is appended.
+        tally: counts each run anew.
     """
 
     technique = "micro-batching"
 
-    def __init__(self, trainer: Trainer, limits: Mapping[str, Limit], changes: list[Change] | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        limits: Mapping[str, Limit],
+        changes: list[Change] | None = None,
+        tally: Tally | None = None,
+    ) -> None:
         self._trainer: Callable[[], Any] = ref(trainer)
         self._limits = limits
         self._changes = [] if changes is None else changes
@@ -93,7 +100,7 @@ class MicrobatchedStep:
         self._has_computed_loss = False  # in the current micro-batch
         self._share_gradients: Callable[[], None] | None = None
         self._is_shared = False  # whether gradients of this attempt were sent to other processes
-        self._tally = Tally()
+        self._tally = Tally() if tally is None else tally
 
     # ---- Overrides --------------------------------------------------------------------------------------------------
 
@@ -104,7 +111,7 @@ class MicrobatchedStep:
             check_compatibility(self._trainer(), cast("TrainerCallback", self))
             self._is_checked, self._weights = False, LossWeights()
             self._begin_window()
-            self._tally = Tally()
+            self._tally.restart()
             output = before(*args, **kwargs)
             if self._tally.failures:
                 notify(logger, self._tally.summary(self._limits))

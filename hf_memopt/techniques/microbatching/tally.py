@@ -26,6 +26,11 @@ class Tally:
     failures: int = 0
     lost_seconds: float = 0.0
 
+    def restart(self) -> None:
+        """Count from 0."""
+        self.steps = self.cut_steps = self.failures = 0
+        self.lost_seconds = 0.0
+
     def summary(self, limits: Mapping[str, Limit]) -> str:
         """Return what it cost, and how to spare it next time."""
         learned = [f"{name}={limit.limit}" for name, limit in limits.items() if limit.limit != limit.maximum]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_memopt.binding.model_traits import unwrap_optimizer
-from hf_memopt.techniques.nested_tensors import tensors_in
+from hf_memopt.binding.nested_tensors import tensors_in
 
 __all__ = ["optimizer_state_bytes"]
 

@@ -11,7 +11,7 @@ import transformers
 from typer.testing import CliRunner
 
 import tiny
-from hf_memopt import Plan, Recipe, plan, recipe
+from hf_memopt import Plan, Recipe, __version__, plan, recipe
 from hf_memopt.cli.app import app
 from hf_memopt.memory.models.known import name_on_hub
 from hf_memopt.recipes.planning import plan as planning
@@ -151,7 +151,10 @@ def test_a_well_known_name_is_loaded_with_its_organisation(typed: str, loaded: s
 # ---- recipe.json
 
 BAD = [
-    ({"format": 2}, "format=2 is that of a newer hf-memopt than 0.1.0; expected 1 at most. Call: pip install "),
+    (
+        {"format": 2},
+        f"format=2 is that of a newer hf-memopt than {__version__}; expected 1 at most. Call: pip install ",
+    ),
     ({"format": "new"}, "format='new' is invalid; expected an integer of 1 or more. Pass format=1"),
     ({"lroa": 16}, "lroa=16 is not a field of Recipe; expected one of name, purpose, "),
     ({"lora": "16"}, "lora='16' is invalid; expected an integer of 1 or more, or None. Pass lora=None"),

@@ -1,0 +1,38 @@
+"""README's picture of a plan in light and dark, from the plan that ``benchmarks/plans.py`` keeps for it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from plans import EXAMPLE_PLAN
+
+from hf_memopt.plotting import DARK, LIGHT, Theme
+from hf_memopt.recipes.planning.plan_picture import draw_plan
+from hf_memopt.reports.plan_file import read_plan_file
+
+IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+PICTURES: dict[str, Theme] = {"plan.svg": LIGHT, "plan-dark.svg": DARK}
+
+
+def drawn() -> dict[Path, bytes]:
+    """Return the pictures by their paths, drawn anew."""
+    told = read_plan_file(EXAMPLE_PLAN)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, theme in PICTURES.items():
+            draw_plan(told, Path(folder, name), theme=theme)
+            found[IMAGES / name] = Path(folder, name).read_bytes()
+    return found
+
+
+def write_pictures() -> None:
+    """Write the pictures."""
+    IMAGES.mkdir(exist_ok=True)
+    for path, content in drawn().items():
+        path.write_bytes(content)
+
+
+def stale_pictures() -> list[str]:
+    """Return the names of pictures that another plan, or another version of the drawing, would change."""
+    return [path.name for path, content in drawn().items() if not path.exists() or path.read_bytes() != content]

@@ -1,0 +1,80 @@
+"""What ``hf-memopt report`` does: one page of a run or a plan, or what grew between two.
+
+It imports neither torch nor transformers: a report is made of JSON alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_memopt.reports.difference import compare, difference_page, print_difference
+from hf_memopt.reports.page import check_page, write_page
+from hf_memopt.reports.plan_file import read_plan_text
+from hf_memopt.reports.plan_page import plan_page
+from hf_memopt.reports.run_file import read_run
+from hf_memopt.reports.run_page import run_page
+from hf_memopt.reports.sides import kind_of, read_side, text_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["run_report"]
+
+
+def run_report(
+    paths: Sequence[Path], console: Console, *, output: Path | None, force: bool = False, json_output: bool = False
+) -> None:
+    """Write the page of one, or print what grew between two.
+
+    Raises:
+        ValueError: more than two; a file that is missing, of another version or of another kind; a page that cannot be
+            written.
+    """
+    if len(paths) > 2:
+        raise ValueError(f"path={len(paths)} files are too many; expected one or two. Pass the first and the last")
+    if force and output is None and len(paths) == 2:
+        raise ValueError("force=True has nothing to replace: no file is written; expected --output. Pass --output FILE")
+    if len(paths) == 2:
+        _difference(paths, console, output, force, json_output)
+        return
+    if json_output:
+        raise ValueError(
+            f"json_output=True, path={str(paths[0])!r}: one is JSON already; expected two. Pass the one before it too"
+        )
+    text, found = text_of(paths[0])
+    page = found.with_suffix(".html") if output is None else output
+    check_page(page, force=force)
+    write_page(_page(text, str(found)), page)
+    console.out(f"Report: {page}", highlight=False)
+
+
+def _page(text: bytes, name: str) -> str:
+    kind = kind_of(text, name)
+    if kind == "plan":
+        return plan_page(read_plan_text(text, name))
+    if kind == "run":
+        return run_page(read_run(text, name))
+    what, command = "an estimate", "hf-memopt estimate MODEL --plot FILE.png"
+    if kind == "measurement":
+        what, command = "a measurement", "hf-memopt plan MODEL --measured FILE"
+    raise ValueError(
+        f"path={name!r} is {what}, of which alone there is no page; expected a run, a plan, or two of a kind. "
+        f"Pass two, or call: {command}"
+    )
+
+
+def _difference(paths: Sequence[Path], console: Console, output: Path | None, force: bool, json_output: bool) -> None:
+    if output is not None:
+        check_page(output, force=force)
+    found = compare(*(read_side(path) for path in paths))
+    if output is not None:
+        write_page(difference_page(found), output)
+    if json_output:
+        console.out(json.dumps(found.as_dict(), indent=2), highlight=False)
+        return
+    print_difference(found, console)
+    if output is not None:
+        console.out(f"Report: {output}", highlight=False)

@@ -1,0 +1,69 @@
+"""Estimate the steps of a Trainer as it is: its model, its arguments, and the techniques that it uses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.binding.conflicts import optimizers_of, techniques_in_use
+from hf_memopt.memory.estimation import estimate_from_arguments
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from hf_memopt.memory.batch_shape import BatchShape
+    from hf_memopt.memory.result import Estimate
+
+__all__ = ["estimate_of", "settings_of"]
+
+_FLAGS = {
+    "gradient release": "gradient_release",
+    "fused cross-entropy": "fused_cross_entropy",
+    "sparse tied embedding": "sparse_tied_embedding",
+}
+
+
+def estimate_of(trainer: Trainer, shape: BatchShape, **overrides: Any) -> Estimate:
+    """Return the estimate of the trainer's steps with batches of this shape.
+
+    Args:
+        trainer: not changed.
+        shape: of a batch.
+        overrides: fields of ``StepSettings`` that differ from the trainer's.
+
+    Raises:
+        NotEstimableError, ValueError: it cannot be simulated; the message says why.
+    """
+    model: Any = trainer.model
+    args = copy.copy(trainer.args)
+    args.per_device_train_batch_size = shape.rows
+    is_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    settings = {**settings_of(trainer), **overrides}
+    if is_decoder and shape.labels_length is not None:
+        settings["labels_length"] = shape.labels_length
+    return estimate_from_arguments(model, args, shape.seq_len, **settings)
+
+
+def settings_of(trainer: Trainer) -> dict[str, Any]:
+    """Return the fields of ``StepSettings`` that the trainer's callbacks and optimizer decide."""
+    used = techniques_in_use(trainer)
+    handler = trainer.accelerator.autocast_handler
+    found: dict[str, Any] = {field: True for name, field in _FLAGS.items() if name in used}
+    found["autocast_cache"] = handler is None or bool(handler.cache_enabled)
+    if "16-bit weights" in used:
+        found["rounding"] = next(one.rounding for one in optimizers_of(trainer) if hasattr(one, "rounding"))
+    callback: Any
+    for callback in trainer.callback_handler.callbacks:
+        technique = getattr(callback, "technique", None)
+        if technique == "checkpointing policy":
+            found["checkpointing"] = _checkpointing(callback.policy, callback.offload)
+        if technique == "micro-batching" and callback.max_examples is not None:
+            found["micro_batch_size"] = min(callback.max_examples, trainer.args.train_batch_size)
+    return found
+
+
+def _checkpointing(policy: str, offload: bool) -> bool | Mapping[str, Any]:
+    kind, _, number = policy.partition("_")
+    options: dict[str, Any] = {"every_n_layers": int(number)} if kind == "every" else {}
+    return {**options, **({"offload": True} if offload else {})} or True

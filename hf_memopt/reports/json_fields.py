@@ -1,0 +1,72 @@
+"""Check the JSON that a report is made of against ``TypedDict`` classes, field by field.
+
+A file may come from another version or from an editor, so every field is checked before anything is drawn. Fields that
+no report shows are not looked at.
+"""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Any, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from hf_memopt.plain_data import check_value, shown
+
+__all__ = ["Number", "check_fields_of", "check_format"]
+
+Number = float | int
+
+
+def check_format(told: dict[str, Any], number: int) -> None:
+    """Raise ValueError where an object has another ``format``, naming the version that wrote it."""
+    if told.get("format") != number or isinstance(told["format"], bool):
+        version = told.get("versions", {})
+        made_by = version.get("hf-memopt", "another version") if isinstance(version, dict) else "another version"
+        raise ValueError(f"it has format {shown(told.get('format'))}, written by hf-memopt {made_by}")
+
+
+def check_fields_of(value: Any, kind: Any, name: str) -> None:
+    """Raise ValueError if JSON data does not fit a type; the message starts with the field's place."""
+    if is_typeddict(kind):
+        _expect(isinstance(value, dict), name, value, "an object")
+        for key, one in get_type_hints(kind, include_extras=True).items():
+            if get_origin(one) is NotRequired:
+                if key not in value:
+                    continue
+                (one,) = get_args(one)
+            elif key not in value:
+                raise ValueError(f"it has no {_place(name, key)}")
+            check_fields_of(value[key], one, _place(name, key))
+    elif get_origin(kind) is list:
+        _expect(isinstance(value, list), name, value, "a list")
+        for number, one in enumerate(value):
+            check_fields_of(one, get_args(kind)[0], f"{name}[{number}]")
+    elif get_origin(kind) is dict:
+        _expect(isinstance(value, dict), name, value, "an object")
+        if get_args(kind)[1] is not Any:
+            for key, one in value.items():
+                check_fields_of(one, get_args(kind)[1], _place(name, key))
+    elif (options := _of_optional(kind)) is not None:
+        if value is not None:
+            check_fields_of(value, options, name)
+    else:
+        try:
+            check_value(name, value, kind)
+        except ValueError as error:
+            raise ValueError(str(error).rpartition(". Pass another")[0] or str(error)) from None
+
+
+def _of_optional(kind: Any) -> Any:
+    """Return X of ``X | None``; None for another type."""
+    options = get_args(kind)
+    if NoneType not in options:
+        return None
+    return Union[tuple(one for one in options if one is not NoneType)]  # noqa: UP007  # of a tuple
+
+
+def _place(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _expect(holds: bool, name: str, value: Any, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"{name or 'it'}={shown(value)} is invalid; expected {rule}")

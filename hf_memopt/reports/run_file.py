@@ -1,0 +1,171 @@
+"""The JSON that ``MemoryReportCallback`` leaves in a run's output folder: its fields, and the reading of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from hf_memopt.plain_data import Count, CountOrZero, parse_object
+from hf_memopt.reports.json_fields import Number, check_fields_of, check_format
+
+__all__ = ["FORMAT", "RUN_FILE", "RunData", "read_run", "run_file_of", "run_name"]
+
+FORMAT = 1
+"""Raised when a field changes its meaning or goes."""
+
+RUN_FILE = "memopt_run.json"
+
+
+class StepsData(TypedDict):
+    """The peak of each stretch of optimizer steps: the first step of each, and the largest peak in it."""
+
+    first: list[CountOrZero]
+    bytes: list[CountOrZero]
+
+
+class BatchesData(TypedDict):
+    """The batches that the Trainer got: how many, their examples and tokens, and the largest of them."""
+
+    batches: CountOrZero
+    examples: CountOrZero
+    padded_tokens: CountOrZero
+    tokens: CountOrZero | None
+    largest_rows: CountOrZero
+    largest_length: CountOrZero | None
+
+
+class ChangeData(TypedDict):
+    """An automatic choice; see ``Change``. The values are text as Python writes them."""
+
+    name: str
+    old: str
+    new: str
+    reason: str
+
+
+class MicrobatchingData(TypedDict):
+    """What micro-batching did; see ``Tally``, and the limits that it ended with."""
+
+    steps: CountOrZero
+    cut_steps: CountOrZero
+    failures: CountOrZero
+    lost_seconds: Number
+    limits: dict[str, Count | None]
+
+
+class PredictedData(TypedDict):
+    """What the estimate of the largest batch says, or of the one that failed."""
+
+    batch_size: Count
+    seq_len: Count | None
+    reserved_bytes: CountOrZero
+    allocated_bytes: CountOrZero
+    context_bytes: CountOrZero | None
+    components: dict[str, CountOrZero]
+    phases: dict[str, CountOrZero]
+    gpu: str
+    usable_bytes: Count | None
+    hints: list[str]
+
+
+class TensorsData(TypedDict):
+    """Tensors of one component, shape and dtype that were alive, and their bytes together."""
+
+    component: str
+    shape: list[CountOrZero]
+    dtype: str
+    count: Count
+    bytes: CountOrZero
+
+
+class BlocksData(TypedDict):
+    """Blocks of the allocator of one size that no tensor of Python begins."""
+
+    bytes: Count
+    count: Count
+
+
+class OutOfMemoryData(TypedDict):
+    """An out-of-memory that ended the run."""
+
+    step: CountOrZero
+    phase: str
+    rows: CountOrZero | None
+    length: CountOrZero | None
+    error: str
+    allocated_bytes: CountOrZero | None
+    reserved_bytes: CountOrZero | None
+    components: dict[str, CountOrZero]
+    tensors: list[TensorsData]
+    blocks: list[BlocksData] | None
+
+
+class RunData(TypedDict):
+    """A training run."""
+
+    state: Literal["training", "finished", "out of memory"]
+    model: str
+    parameters: CountOrZero
+    trainable_parameters: CountOrZero
+    device: str
+    device_name: str
+    device_bytes: CountOrZero | None
+    context_bytes: CountOrZero | None
+    process: CountOrZero
+    processes: Count
+    first_step: CountOrZero
+    last_step: CountOrZero
+    peaks: dict[str, dict[str, CountOrZero]]
+    components: dict[str, CountOrZero]
+    steps: dict[str, StepsData]
+    batches: BatchesData
+    changes: list[ChangeData]
+    micro_batching: MicrobatchingData | None
+    predicted: PredictedData | None
+    out_of_memory: OutOfMemoryData | None
+    arguments: dict[str, str]
+    notes: list[str]
+    versions: dict[str, str]
+    environment: dict[str, str]
+
+
+def run_name(process: int) -> str:
+    """Return the file name of a process's report."""
+    return RUN_FILE if process == 0 else f"memopt_run-rank{process}.json"
+
+
+def run_file_of(folder: Path) -> Path:
+    """Return the newest report in a run's output folder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = sorted(folder.glob("memopt_run*.json"), key=lambda path: path.stat().st_mtime_ns)
+    if not found:
+        raise ValueError(
+            f"path={str(folder)!r} is a folder without {RUN_FILE}; expected the output folder of a run with a "
+            "MemoryReportCallback. Call: attach(trainer, MemoryReportCallback()) before trainer.train()"
+        )
+    return found[-1]
+
+
+def read_run(text: str | bytes, name: str) -> RunData:
+    """Return the run of a JSON text; ``name`` is what messages call it.
+
+    Raises:
+        ValueError: it is no run, or one of another version.
+    """
+    try:
+        told = parse_object(text)
+        check_format(told, FORMAT)
+        check_fields_of(told, RunData, "")
+        if (told["state"] == "out of memory") is not (told["out_of_memory"] is not None):
+            raise ValueError("it is out of memory and does not say how, or the other way round")
+        if any(len(one["first"]) != len(one["bytes"]) for one in told["steps"].values()):
+            raise ValueError("it has steps without one peak for each")
+    except ValueError as error:
+        raise ValueError(
+            f"path={name!r} is not a run of format {FORMAT} ({error}); expected what a MemoryReportCallback writes. "
+            "Train with this version: attach(trainer, MemoryReportCallback())"
+        ) from None
+    return told  # type: ignore[return-value]  # checked

@@ -1,0 +1,79 @@
+"""Free memory of a GPU and the processes that hold the rest, by a made-up NVML."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from hf_memopt.devices import gpu_holders
+from hf_memopt.devices.gpu_holders import GpuUse, Holder, read_gpu_use
+
+GIB = 2**30
+CUDA = torch.device("cuda", 0)
+
+
+class NvmlError(Exception):
+    pass
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """NVML of a GPU of 12 GiB: this process computes on it, another one computes and draws, a third draws."""
+
+    def entry(pid: int, used: int | None) -> SimpleNamespace:
+        return SimpleNamespace(pid=pid, usedGpuMemory=used)
+
+    computing = [entry(os.getpid(), 3 * GIB), entry(41, 2 * GIB)]
+    drawing = [entry(41, 2 * GIB), entry(42, None), entry(43, 5 * GIB)]
+    fake = SimpleNamespace(
+        NVMLError=NvmlError,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(free=2 * GIB, total=12 * GIB),
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: computing,
+        nvmlDeviceGetGraphicsRunningProcesses=lambda handle: drawing,
+    )
+    names = {41: "python", 42: "Xorg"}
+
+    def process(pid: int) -> SimpleNamespace:
+        if pid not in names:
+            raise psutil.NoSuchProcess(pid)
+        return SimpleNamespace(name=lambda: names[pid])
+
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(gpu_holders, "nvml_handle", lambda device: "a handle")
+    monkeypatch.setattr(psutil, "Process", process)
+    return fake
+
+
+def test_other_processes_are_named_once_and_the_largest_first(nvml: SimpleNamespace) -> None:
+    unknown = Holder(43, "a process outside this container or of another user", 5 * GIB)
+    holders = (unknown, Holder(41, "python", 2 * GIB), Holder(42, "Xorg", None))
+    assert read_gpu_use(CUDA) == GpuUse(2 * GIB, 12 * GIB, holders)
+    assert str(holders[1]) == "python (process 41) 2.00 GiB"
+    assert str(holders[2]) == "Xorg (process 42) an unknown amount"
+
+
+def test_a_gpu_that_does_not_draw_lists_what_computes(nvml: SimpleNamespace) -> None:
+    def not_supported(handle: str) -> list[SimpleNamespace]:
+        raise NvmlError("Not Supported")
+
+    nvml.nvmlDeviceGetGraphicsRunningProcesses = not_supported
+    use = read_gpu_use(CUDA)
+    assert use is not None
+    assert [holder.pid for holder in use.holders] == [41]
+
+
+@pytest.mark.parametrize("cause", ["cpu", "no handle", "lost"])
+def test_what_nvml_does_not_know_is_none(nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
+    def lost(handle: str) -> None:
+        raise NvmlError("GPU is lost")
+
+    if cause == "no handle":
+        monkeypatch.setattr(gpu_holders, "nvml_handle", lambda device: None)
+    if cause == "lost":
+        nvml.nvmlDeviceGetMemoryInfo = lost
+    assert read_gpu_use(torch.device("cpu") if cause == "cpu" else CUDA) is None

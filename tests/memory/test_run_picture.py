@@ -1,0 +1,151 @@
+"""The picture of a run and the section of its model card, on the fake GPU of ``test_report``."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_report import EVALUATION, GIB, STATE, TRAIN_FORWARD, WEIGHTS, gpu, make_trainer  # noqa: F401
+
+from hf_memopt.binding.attach import attach
+from hf_memopt.memory import run_record
+from hf_memopt.memory.output import run_picture
+from hf_memopt.memory.output.model_card import add_section
+from hf_memopt.memory.output.run_picture import predicted_peaks
+from hf_memopt.memory.report import MemoryReportCallback
+from hf_memopt.memory.run_record import StepPeaks
+from hf_memopt.memory.trainer_estimate import estimate_of
+
+PEAK = WEIGHTS + STATE + EVALUATION
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are saved; their files are written too."""
+    pytest.importorskip("matplotlib")
+    found: list[Any] = []
+    save = run_picture.pictures.save_picture
+    monkeypatch.setattr(
+        run_picture.pictures, "save_picture", lambda figure, path: (found.append(figure), save(figure, path))
+    )
+    monkeypatch.setattr(run_record, "name_of", lambda device: "a GPU")
+    return found
+
+
+def texts(figure: Any) -> list[str]:
+    from matplotlib.text import Text
+
+    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
+
+
+def test_a_run_is_drawn_beside_its_prediction(gpu, tmp_path, figures) -> None:  # noqa: F811
+    callback = MemoryReportCallback(plot=tmp_path / "memory.png")
+    trainer = attach(make_trainer(gpu, tmp_path, [callback], eval_strategy="epoch"))
+    trainer.train()
+    [figure] = figures
+    above, below = figure.axes
+    lines = {line.get_label(): line for line in above.lines}
+    peak = (WEIGHTS + STATE + TRAIN_FORWARD) / GIB
+    measured = lines["forward + backward, measured"]
+    assert measured.get_xdata().tolist() == [1, 2, 3, 4]
+    assert measured.get_ydata().tolist() == pytest.approx([peak - STATE / GIB, peak, peak, peak])
+    assert lines["evaluation, measured"].get_xdata().tolist() == [4]
+    shape = callback._record.largest
+    assert (shape.rows, shape.seq_len) == (4, max(len(row["input_ids"]) for row in trainer.train_dataset))
+    expected = predicted_peaks(estimate_of(trainer, shape))
+    for phase in ("forward_backward", "optimizer", "evaluation"):
+        line = lines[f"{phase.replace('_', ' + ')}, predicted"]
+        assert line.get_ydata()[0] == pytest.approx(expected[phase] / GIB)
+    sizes = [bar.get_width() * GIB for bar in below.patches]
+    assert sizes[0::2] == pytest.approx([sizes["peak_allocated_bytes"] for sizes in callback.summary.values()])
+    assert sizes[1::2] == pytest.approx(list(expected.values()))
+    [title] = [text for text in texts(figure) if "at the peak, measured" in text]
+    assert title.startswith("BertForSequenceClassification on a GPU: 1.86 GiB at the peak, measured; ")
+    assert f"for the largest batch, 4 x {shape.seq_len}" in title.replace("\n", " ")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_callback_that_is_not_attached_draws_what_was_measured(gpu, tmp_path, figures) -> None:  # noqa: F811
+    make_trainer(gpu, tmp_path, [MemoryReportCallback(plot=tmp_path / "memory.svg")]).train()
+    found = " ".join(texts(figures[0])).replace("\n", " ")
+    assert "Not predicted: the callback was not attached; call attach(trainer) before trainer.train()" in found
+    assert "predicted" not in "".join(line.get_label() for line in figures[0].axes[0].lines)
+
+
+@pytest.mark.slow
+def test_on_a_cpu_the_process_is_drawn(tmp_path, figures) -> None:
+    attach(make_trainer(None, tmp_path, [MemoryReportCallback(plot=tmp_path / "memory.png")])).train()
+    found = " ".join(texts(figures[0])).replace("\n", " ")
+    assert "without an accelerator the memory of the whole process is measured" in found
+    assert "Peak of each step, resident memory of the process" in found
+
+
+def test_a_picture_that_fails_leaves_the_training_whole(tmp_path, figures, monkeypatch, caplog) -> None:
+    def full(*_: Any) -> None:
+        raise ValueError("no room")
+
+    monkeypatch.setattr(run_picture, "draw_run", full)
+    trainer = attach(make_trainer(None, tmp_path, [MemoryReportCallback(plot=tmp_path / "memory.png")]))
+    with caplog.at_level(logging.WARNING):
+        assert trainer.train().global_step == 4
+    [record] = [record for record in caplog.records if "was not drawn" in record.message]
+    assert record.message.endswith("was not drawn (ValueError: no room); the training is whole")
+
+
+def test_a_path_for_no_picture_is_refused_at_once(tmp_path) -> None:
+    with pytest.raises(ValueError) as error:
+        MemoryReportCallback(plot=tmp_path / "memory.txt")
+    assert str(error.value) == (
+        f"plot={str(tmp_path / 'memory.txt')!r} is not a kind of picture; expected a name that ends in .png, .svg or "
+        ".pdf. Pass memory.png"
+    )
+
+
+def test_no_peak_of_a_long_run_is_lost() -> None:
+    peaks = StepPeaks(most_points=8)
+    sizes = [(step * 37) % 101 for step in range(1, 1001)]
+    for step, size in enumerate(sizes, 1):
+        peaks.add(step, size)
+        peaks.add(step, 0)
+    assert len(peaks.steps) <= 8
+    assert max(peaks.sizes) == max(sizes)
+    for first, end, size in zip(peaks.steps, [*peaks.steps[1:], 1001], peaks.sizes, strict=True):
+        assert size == max(sizes[first - 1 : end - 1])
+
+
+# ---- The model card
+
+
+def test_a_model_card_gets_the_section_once(gpu, tmp_path, monkeypatch) -> None:  # noqa: F811
+    from hf_memopt.memory.output import model_card
+
+    monkeypatch.setattr(model_card, "name_of", lambda device: "a GPU")
+    callback = MemoryReportCallback()
+    assert callback.model_card() == ""
+    trainer = attach(make_trainer(gpu, tmp_path, [callback]))
+    trainer.train()
+    trainer.create_model_card(model_name="tiny")
+    card = (tmp_path / "README.md").read_text()
+    assert card.endswith(callback.model_card())
+    assert callback.model_card() == (
+        "## Training memory\n\nMeasured on a GPU by `hf_memopt.MemoryReportCallback`:\n\n"
+        "| phase | peak allocated | peak reserved |\n|---|---|---|\n"
+        "| load | 1000.0 MiB | 1.66 GiB |\n"  # attach has run the model
+        "| forward + backward | 1.66 GiB | 1.66 GiB |\n"
+        "| optimizer | 1.46 GiB | 1.66 GiB |\n\n"
+        f"Batch: 4 x 1 examples per step and device; fp32, optimizer `{trainer.args.optim.value}`.\n"
+    )
+    trainer.memopt_handle.remove()
+    assert "create_model_card" not in vars(trainer)
+
+
+def test_an_older_section_is_replaced_and_a_missing_card_stays_missing(tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    add_section(card, "## Training memory\n\nnew\n")
+    assert not card.exists()
+    card.write_text("# Model\n\n## Training memory\n\nold\n\n## Results\n\n0.9\n")
+    add_section(card, "## Training memory\n\nnew\n")
+    assert card.read_text() == "# Model\n\n## Training memory\n\nnew\n## Results\n\n0.9\n"

@@ -1,0 +1,224 @@
+"""``memory.run_report``: what a run leaves in its output folder, and what an out-of-memory that ends it leaves."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from html_page import Page
+from transformers import Trainer
+
+import scarcity
+import tiny
+from hf_memopt import MemoryReportCallback, MicrobatchCallback, attach, custom_gpu, measure
+from hf_memopt.memory import estimation
+from hf_memopt.memory.live_tensors import live_tensors
+from hf_memopt.reports.run_file import RunData, read_run
+
+BATCH = 6
+
+
+def make_trainer(
+    folder: Path, *callbacks: Any, limit: int = 10**9, calls: Any = (), where: str = "forward", **settings: Any
+) -> Trainer:
+    """Return an attached Trainer on rows of mixed lengths that runs out of memory as told."""
+    model = tiny.bert()
+    scarcity.Scarcity(limit, calls, where).watch(model)
+    arguments = tiny.arguments(
+        folder,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=2,
+        train_sampling_strategy="sequential",
+        optim="adamw_torch",
+        **settings,
+    )
+    rows = scarcity.mixed_rows(24)
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:6], data_collator=scarcity.Pad()
+    )
+    return attach(trainer, *callbacks)
+
+
+def run_of(folder: Path, name: str = "memopt_run.json") -> RunData:
+    return read_run((folder / name).read_bytes(), name)
+
+
+def test_a_run_leaves_what_its_report_shows(tmp_path: Path) -> None:
+    callback = MicrobatchCallback()
+    trainer = make_trainer(tmp_path, callback, MemoryReportCallback(), limit=40, eval_strategy="epoch")
+    trainer.train()
+    told = run_of(tmp_path)
+    rows = scarcity.mixed_rows(24)
+    lengths = [len(row["input_ids"]) for row in rows]
+    batches = [lengths[at : at + BATCH] for at in range(0, 24, BATCH)]
+    weights = sum(one.numel() * 4 for one in [*trainer.model.parameters()])
+    held = weights + sum(one.numel() * one.element_size() for one in trainer.model.buffers())
+    state = trainer.optimizer.optimizer.state
+    assert told["state"] == "finished"
+    assert (told["first_step"], told["last_step"]) == (0, 2)
+    assert told["batches"] == {
+        "batches": 4,
+        "examples": 24,
+        "tokens": sum(lengths),
+        "padded_tokens": sum(max(batch) * len(batch) for batch in batches),
+        "largest_rows": BATCH,
+        "largest_length": max(lengths),
+    }
+    assert told["components"] == {
+        "weights": held,
+        "gradients": weights,
+        "optimizer state": 2 * weights + 4 * len(state),  # two moments, and the step count of each parameter
+    }
+    assert {name: one["first"] for name, one in told["steps"].items()} == {
+        "forward_backward": [1, 2],
+        "optimizer": [1, 2],
+        "evaluation": [2],
+    }
+    assert set(told["peaks"]) == {"load", "forward_backward", "optimizer", "evaluation"}
+    assert [change["reason"] for change in told["changes"]][-1] == "out of memory at step 1"
+    assert told["micro_batching"] is not None
+    assert (told["micro_batching"]["steps"], told["micro_batching"]["cut_steps"]) == (2, 2)
+    assert told["micro_batching"]["failures"] == callback.tally.failures >= 1
+    assert told["micro_batching"]["limits"] == {name: limit.limit for name, limit in callback.limits.items()}
+    assert (told["predicted"], told["out_of_memory"]) == (None, None)
+    assert told["arguments"]["optim"] == "adamw_torch"
+    assert not (tmp_path / "memopt_run.html").exists()
+
+
+def test_an_out_of_memory_that_ends_the_run_leaves_what_was_alive(tmp_path: Path, monkeypatch: Any) -> None:
+    """The single row that does not fit is named by micro-batching; the report has the rows of the failed pass."""
+    gpu = custom_gpu("1GiB", "8.6", name="a small GPU")
+    monkeypatch.setattr(estimation, "current_gpu", lambda: gpu)
+    trainer = make_trainer(tmp_path, MicrobatchCallback(), MemoryReportCallback(), calls=(1, 2, 3))
+    with pytest.raises(torch.OutOfMemoryError, match="does not fit into memory by itself") as failed:
+        trainer.train()
+    page = tmp_path / "memopt_run.html"
+    assert failed.value.__notes__[0].splitlines()[0] == f"[memopt] what was alive when memory ran out: {page}"
+    told = run_of(tmp_path)
+    lost = told["out_of_memory"]
+    assert told["state"] == "out of memory"
+    assert lost is not None
+    assert (lost["step"], lost["phase"], lost["rows"], lost["length"]) == (1, "forward", 1, 12)
+    assert lost["error"] == str(failed.value)
+    assert lost["components"]["weights"] == told_weights(trainer)
+    words = trainer.model.bert.embeddings.word_embeddings.weight
+    assert {
+        "component": "weights",
+        "shape": list(words.shape),
+        "dtype": "float32",
+        "count": 1,
+        "bytes": words.numel() * 4,
+    } in lost["tensors"]
+    assert told["predicted"] is not None
+    assert (told["predicted"]["batch_size"], told["predicted"]["seq_len"]) == (1, 12)
+    assert told["predicted"]["gpu"] == "a small GPU"
+    shown = Page(page.read_text(encoding="utf-8"))
+    assert shown.open == []
+    assert "Memory ran out at step 1, forward with 1 row of 12 tokens." in shown.words
+
+
+def told_weights(trainer: Trainer) -> int:
+    model: Any = trainer.model
+    return sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])
+
+
+def test_without_micro_batching_the_phase_is_that_of_the_pass(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, MemoryReportCallback(), limit=40, where="backward")
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as failed:
+        trainer.train()
+    assert len(failed.value.__notes__) == 1
+    lost = run_of(tmp_path)["out_of_memory"]
+    assert lost is not None
+    assert (lost["phase"], lost["rows"]) == ("backward", BATCH)
+    assert "other tensors" in lost["components"]
+
+
+def test_what_fits_is_found_for_a_gpu_that_is_too_small(tmp_path: Path, monkeypatch: Any) -> None:
+    context_bytes = custom_gpu("1GiB", "8.6").context_bytes
+    assert context_bytes is not None
+    gpu = custom_gpu(context_bytes + 24 * 2**20, "8.6", name="a tiny GPU")
+    monkeypatch.setattr(estimation, "current_gpu", lambda: gpu)
+    trainer = make_trainer(tmp_path, MemoryReportCallback(), calls=(1,))
+    with pytest.raises(torch.OutOfMemoryError) as failed:
+        trainer.train()
+    predicted = run_of(tmp_path)["predicted"]
+    assert predicted is not None
+    fits = predicted["reserved_bytes"] + context_bytes <= gpu.usable_bytes
+    assert bool(predicted["hints"]) is not fits
+    assert [line.removeprefix("[memopt] ") for line in failed.value.__notes__[0].splitlines()[1:]] == predicted["hints"]
+
+
+def test_a_report_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "out", MemoryReportCallback(), limit=40)
+    (tmp_path / "out").rmdir()
+    with (
+        pytest.warns(UserWarning, match=r"memopt_run\.json could not be written"),
+        pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as failed,
+    ):
+        trainer.train()
+    assert not hasattr(failed.value, "__notes__")
+
+
+@pytest.mark.slow
+def test_another_error_leaves_nothing(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, MemoryReportCallback())
+    trainer.model.register_forward_pre_hook(lambda *_: {}["missing"])
+    with pytest.raises(KeyError):
+        trainer.train()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "how", ["report=False", *(pytest.param(name, marks=pytest.mark.slow) for name in ("unbound", "measured"))]
+)
+def test_without_a_bound_callback_that_was_asked_nothing_is_left(tmp_path: Path, how: str) -> None:
+    callback = MemoryReportCallback(report=how != "report=False")
+    if how == "unbound":
+        trainer = make_trainer(tmp_path)
+        trainer.add_callback(callback)
+    else:
+        trainer = make_trainer(tmp_path, callback)
+    measure(trainer, steps=1) if how == "measured" else trainer.train()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_the_report_so_far(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, MemoryReportCallback(), save_strategy="steps", save_steps=1)
+    trainer.model.register_forward_pre_hook(_fail_in_step(trainer, 2))
+    with pytest.raises(KeyError):
+        trainer.train()
+    told = run_of(tmp_path)
+    assert (told["state"], told["last_step"]) == ("training", 1)
+
+
+def _fail_in_step(trainer: Trainer, step: int) -> Any:
+    def hook(*_: Any) -> None:
+        if trainer.state.global_step + 1 == step:
+            raise KeyError("stop")
+
+    return hook
+
+
+def test_a_prediction_is_made_when_it_is_asked_for(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, MemoryReportCallback(predict=True), max_steps=1)
+    trainer.train()
+    predicted = run_of(tmp_path)["predicted"]
+    assert predicted is not None
+    weights = sum(one.numel() * 4 for one in trainer.model.parameters())
+    assert weights <= predicted["components"]["weights"] <= weights + 512 * len(list(trainer.model.parameters()))
+    assert (predicted["batch_size"], predicted["seq_len"]) == (BATCH, 12)
+
+
+def test_looking_at_what_is_alive_keeps_nothing_alive(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, MemoryReportCallback())
+    mine = torch.ones(123, 457)
+    gone = weakref.ref(mine)
+    components, tensors = live_tensors(trainer, torch.device("cpu"))
+    assert [one["bytes"] for one in tensors if one["shape"] == [123, 457]] == [123 * 457 * 4]
+    assert components["other tensors"] >= 123 * 457 * 4
+    del mine
+    assert gone() is None

@@ -1,0 +1,142 @@
+"""The HTML report of a run: what its JSON says, escaped, in a browser of any width; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import Chromium
+from hand_made_runs import finished_run, lost_run
+from html_page import EVIL, SHOWN, Page
+from typer.testing import CliRunner
+
+from hf_memopt.cli.app import app
+from hf_memopt.reports.run_file import read_run
+from hf_memopt.reports.run_page import run_page
+
+SECTIONS = {"peak", "timeline", "padding", "micro", "changes", "sure", "environment"}
+
+
+def page_of(told: dict[str, Any]) -> str:
+    return run_page(read_run(json.dumps(told), "memopt_run.json"))
+
+
+def report(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_it_says_what_the_run_says() -> None:
+    page = page_of(finished_run())
+    read = Page(page)
+    assert read.open == []
+    assert len(set(read.ids)) == len(read.ids)
+    assert set(read.ids) == SECTIONS
+    assert [where for where in read.loaded if not where.startswith("#")] == ["data:,"]
+    said = read.words
+    assert "LlamaForCausalLM on NVIDIA GeForce RTX 4060 4 x 4 examples of up to 512 tokens Trained" in said
+    assert "Memory at the peak 6.92 of 8.00 GiB" in said  # 6670 MiB reserved and 412 MiB of context
+    assert "Predicted 6.98 of 7.71 GiB batch 4 x 512" in said
+    assert "Steps 40 1 to 40" in said
+    assert "Padding 26.7% of 245,760 tokens" in said
+    assert "In micro-batches 12 of 40 steps memory ran out once" in said
+    assert "weights 2.30 GiB 2.30 GiB 0.0 %" in said
+    assert "forward + backward 6.22 GiB 6.30 GiB +1.3 %" in said
+    assert "max_tokens None 1024 out of memory at step 3" in said
+    assert "MicrobatchCallback(max_tokens=1024)" in said
+
+
+def test_an_out_of_memory_says_what_was_alive_and_what_fits() -> None:
+    read = Page(page_of(lost_run()))
+    assert read.open == []
+    assert set(read.ids) == {*SECTIONS, "alive"}
+    said = read.words
+    assert "Memory ran out at step 3, backward with 4 rows of 512 tokens." in said
+    assert "batch_size=1, gradient_accumulation_steps=16 needs 6.90 GiB: fits, 0.81 GiB to spare" in said
+    assert "6.84 GiB in tensors, 7.23 GiB reserved by torch's allocator." in said
+    assert "other tensors 4 x 512 x 128256 bfloat16 1 501.0 MiB" in said
+    assert "32.0 MiB 30 960.0 MiB" in said
+    assert "GPU 0 has a total capacity of 8.00 GiB" in said
+
+
+def test_every_text_is_escaped() -> None:
+    told = lost_run()
+    told["model"] = told["device_name"] = told["device"] = EVIL
+    told["changes"][1]["reason"] = f'" onmouseover="alert(1) {EVIL}'
+    told["changes"][1] |= {"name": EVIL, "old": EVIL, "new": EVIL}
+    told["notes"] = [EVIL]
+    for name in ("arguments", "versions", "environment"):
+        told[name] = {EVIL: EVIL}
+    told["predicted"]["hints"] = [EVIL]
+    told["predicted"]["components"] = {EVIL: 1}
+    told["components"] = {EVIL: 1}
+    told["peaks"][EVIL] = {"peak_allocated_bytes": 1}
+    told["steps"][f'x" onload="alert(1)">{EVIL}'] = {"first": [1], "bytes": [1]}
+    lost = told["out_of_memory"]
+    lost["error"] = lost["phase"] = EVIL
+    lost["components"] = {EVIL: 2**30}
+    lost["tensors"][0] |= {"component": EVIL, "dtype": EVIL}
+    page = page_of(told)
+    read = Page(page)
+    assert read.open == []
+    assert "script" not in read.tags
+    assert EVIL not in page
+    assert EVIL in read.text
+    assert 'onmouseover="' not in page
+    assert 'onload="' not in page
+
+
+def test_a_folder_makes_the_page_and_the_newest_process_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "memopt_run.json").write_text(json.dumps(finished_run()))
+    done = report(tmp_path)
+    page = tmp_path / "memopt_run.html"
+    assert (done.exit_code, done.output) == (0, f"Report: {page}\n")
+    assert page.read_text(encoding="utf-8") == page_of(finished_run())
+    again = report(tmp_path)
+    assert again.exit_code == 2
+    assert f"{page} exists already; expected a new file. Pass another name, or --force to replace it" in again.output
+    (tmp_path / "memopt_run-rank1.json").write_text(json.dumps(lost_run(process=1, processes=2)))
+    assert report(tmp_path, "--output", tmp_path / "other.html").exit_code == 0
+    assert "process 1 of 2" in Page((tmp_path / "other.html").read_text(encoding="utf-8")).words
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "is a folder without memopt_run.json; expected the output folder of a run with a MemoryReportCallback."),
+        (
+            "{}",
+            "is nothing to report (it has none of the fields candidates, micro_batching, phase_peaks, step_seconds)",
+        ),
+        (finished_run(format=2), "(it has format 2, written by hf-memopt 0.2.0); expected what a MemoryReportCallback"),
+        (finished_run(last_step=-1), "(last_step=-1 is invalid; expected an integer of 0 or more)"),
+        (finished_run(out_of_memory=lost_run()["out_of_memory"]), "(it is out of memory and does not say how, or the"),
+        (finished_run(steps={"x": {"first": [1], "bytes": []}}), "(it has steps without one peak for each)"),
+        (lost_run(steps={"x": {"first": ["z"], "bytes": [1]}}), "(steps.x.first[0]='z' is invalid;"),
+    ],
+)
+def test_what_is_no_run_is_refused(tmp_path: Path, content: Any, says: str) -> None:
+    if content is not None:
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / "memopt_run.json").write_text(text)
+    found = report(tmp_path)
+    assert found.exit_code == 2
+    assert says in found.output
+    assert list(tmp_path.glob("*.html")) == []
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_shows_runs_without_complaint(browser: Chromium, tmp_path: Path, width: int) -> None:
+    pages = {"finished": finished_run(), "lost": lost_run(), "long": finished_run(model="x" * 200)}
+    for name, told in pages.items():
+        path = tmp_path / f"{name}.html"
+        path.write_text(page_of(told))
+        browser.open(path, width)
+        shown = browser.value(SHOWN)
+        assert browser.complaints() == []
+        assert shown["width"] <= width, name
+        assert len(shown["bars"]) == (3 if name == "lost" else 2)
+        assert all(wide > 200 and high > 15 for wide, high in shown["bars"])
+        assert shown["lines"] == (3 if name != "lost" else 2)
+        assert shown["wide"] == []
