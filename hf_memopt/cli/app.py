@@ -23,7 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from hf_memopt.cli.command import Command
-from hf_memopt.cli.model_commands import EXAMPLES, AsJson, estimate, measure, plan, report
+from hf_memopt.cli.model_commands import ESTIMATE_EXAMPLES, PLAN_EXAMPLES, AsJson, estimate, measure, plan, report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -188,8 +188,8 @@ def lengths(
         typer.echo(f"Picture: {plot}")
 
 
-app.command(cls=Command, epilog=EXAMPLES)(estimate)
-app.command(cls=Command)(plan)
+app.command(cls=Command, epilog=ESTIMATE_EXAMPLES)(estimate)
+app.command(cls=Command, epilog=PLAN_EXAMPLES)(plan)
 app.command(cls=Command)(report)
 app.command(cls=Command)(measure)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import re
 import time
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from rich.console import Console
 
 import tiny
 from hf_memopt import GPUS, Plan, custom_gpu, estimate, plan
@@ -20,6 +23,7 @@ from hf_memopt.memory.recording.trace_cache import forget_traces
 from hf_memopt.memory.step_time.prices import equally_fast
 from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.model_facts import facts_of
+from hf_memopt.recipes.planning.output import print_plan
 from hf_memopt.recipes.planning.search import best_of, row_counts
 from hf_memopt.recipes.planning.set_ups import set_ups
 from hf_memopt.recipes.planning.simulation import Simulation
@@ -343,6 +347,20 @@ def test_the_table_is_as_wide_as_the_terminal(found: Plan, width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     assert " > " in text
     assert ("epoch*" in text) is (width >= 76)
+
+
+def test_verdicts_have_colours_in_a_terminal_alone(found: Plan) -> None:
+    def printed(**options: Any) -> str:
+        file = io.StringIO()
+        print_plan(found, Console(file=file, width=80, color_system="standard", **options))
+        return file.getvalue()
+
+    assert printed() == f"{found.table(80)}\n"  # a file
+    coloured = printed(force_terminal=True).splitlines()
+    assert [line for line in coloured if line.startswith("\33[1;32m > full, ")]
+    assert [line for line in coloured if line.startswith("\33[1;32mRecommended: full, ")]
+    assert "\33[31m x full, " in printed(force_terminal=True)
+    assert re.sub(r"\33\[1?m|\33\[0m", "", printed(force_terminal=True, no_color=True)) == printed()
 
 
 def test_json_has_every_candidate_with_bytes_seconds_verdict_and_reason(found: Plan) -> None:

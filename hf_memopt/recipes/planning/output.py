@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Iterator, Sequence
-from textwrap import fill, wrap
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory.step_time.prices import equally_fast
@@ -17,15 +18,19 @@ from hf_memopt.units import format_duration as _duration
 from hf_memopt.units import format_number as _number
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.result import Plan
 
-__all__ = ["plan_json", "plan_text", "shown_candidates"]
+__all__ = ["plan_json", "plan_text", "print_plan", "shown_candidates"]
 
 SHOWN_FITTING, SHOWN_OVER = 4, 2  # rows of a table beside the chosen one
 MARKS = {">": "recommended", "~": "tight", "x": "does not fit", "?": "needs consent"}
+STYLES = {">": "bold green", "~": "yellow", "x": "red", "?": "yellow"}  # of rich, in a terminal alone
 BAR_FROM, WIDE_FROM = 76, 100  # columns of a terminal
 LEAST_COLUMNS = 40
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 # ---- Text
@@ -33,26 +38,39 @@ LEAST_COLUMNS = 40
 
 def plan_text(found: Plan, width: int = 80) -> str:
     """Return the plan as text of at most ``width`` columns (at least 40)."""
+    return "\n".join(line for line, _ in _lines(found, width, lambda text: text))
+
+
+def print_plan(found: Plan, console: Console, wording: Callable[[str], str] = lambda text: text) -> None:
+    """Print the plan, in a terminal with its verdicts in colour unless NO_COLOR is set; ``wording`` changes notes."""
+    for line, style in _lines(found, console.width, wording):
+        console.out(line, style=style or None, highlight=False)
+
+
+def _lines(found: Plan, width: int, wording: Callable[[str], str]) -> Iterator[tuple[str, str]]:
+    """Yield the lines of the text, each with its style."""
     width = max(width, LEAST_COLUMNS)
-    paragraphs = [
-        *_heading(found),
-        "",
-        *_table(found, width),
-        "",
-        *_recommended(found),
-        *_short(found),
-        *_with_consent(found),
-    ]
-    paragraphs += [f"Note: {note}." for note in found.notes]
+    yield from _filled(_heading(found), width)
+    yield "", ""
+    yield from _table(found, width)
+    yield "", ""
+    yield from _filled(_recommended(found), width, "bold green")
+    yield from _filled(map(wording, _short(found)), width, "bold red")
+    yield from _filled(map(wording, _with_consent(found)), width)
+    yield from _filled((wording(f"Note: {note}.") for note in found.notes), width)
     if found.measured:
-        paragraphs.append(f"* predicted; what has a + is corrected by real steps on this GPU: {found.measured}.")
+        said = f"* predicted; what has a + is corrected by real steps on this GPU: {found.measured}."
+        yield from _filled([said], width)
     elif any(one.seconds is not None for one in found.candidates):
-        paragraphs.append("* predicted, and so is the memory: nothing of it was measured on this GPU.")
-    lines = []
-    for text in paragraphs:
-        is_table = text.startswith((" ", ">"))
-        lines.append(text if is_table or not text else fill(text, width, break_on_hyphens=False))
-    return "\n".join(line.rstrip() for line in lines)
+        yield from _filled(["* predicted, and so is the memory: nothing of it was measured on this GPU."], width)
+
+
+def _filled(paragraphs: Iterable[str], width: int, style: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the lines of paragraphs, the first paragraph in a style; "32 x 1" and "1.5 GiB" stay in one line."""
+    for number, text in enumerate(paragraphs):
+        kept = re.sub(r"(?<=\d) (?=(x \d|[KMG]iB\b|%))|(?<=\d x) (?=\d)", NO_BREAK, text)
+        for line in wrap(kept, width, break_on_hyphens=False):
+            yield line.replace(NO_BREAK, " "), "" if number else style
 
 
 def _heading(found: Plan) -> Iterator[str]:
@@ -107,7 +125,7 @@ def _place(one: Candidate) -> tuple[Any, ...]:
     return ("fits", "tight").index(one.verdict), bool(one.consents), one.cost
 
 
-def _table(found: Plan, width: int) -> list[str]:
+def _table(found: Plan, width: int) -> Iterator[tuple[str, str]]:
     rows = shown_candidates(found)
     timed = any(one.seconds is not None for one in rows)
     text = any(one.tokens is not None for one in rows)
@@ -123,18 +141,19 @@ def _table(found: Plan, width: int) -> list[str]:
     def line(mark: str, name: str, cells: Sequence[str]) -> str:
         left = {0, 1} if bar_columns else {0}
         shown = [f"{c:<{n}}" if i in left else f"{c:>{n}}" for i, (c, n) in enumerate(zip(cells, columns, strict=True))]
-        return "  ".join([f" {mark} {name:<{name_columns}}", *shown])
+        return "  ".join([f" {mark} {name:<{name_columns}}", *shown]).rstrip()
 
-    lines = [line(" ", "plan", headings)]
+    yield line(" ", "plan", headings), "bold"
     for one, row in zip(rows, table, strict=True):
         mark = _mark(one, found)
-        first, *rest = wrap(
-            one.name + (f", {one.seq_len} tokens" if one.seq_len != found.texts.seq_len else ""), name_columns
-        ) or [""]
-        lines += [line(mark, first, row), *(f"     {more}" for more in rest)]
+        length = f", {one.seq_len} tokens" if one.seq_len != found.texts.seq_len else ""
+        first, *rest = wrap(one.name + length, name_columns)
+        yield line(mark, first, row), STYLES.get(mark, "")
+        yield from ((f"     {more}", STYLES.get(mark, "")) for more in rest)
     marks = {_mark(one, found) for one in rows}
     legend = "   ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark in marks)
-    return [*lines, *([f" {legend}"] if len(legend) < width else [])]
+    if legend and len(legend) < width:
+        yield f" {legend}", ""
 
 
 def _mark(one: Candidate, found: Plan) -> str:
@@ -180,7 +199,7 @@ def _with_consent(found: Plan) -> Iterator[str]:
     """Yield what fits and needs words of ``allow`` that were not given."""
     for one in shown_candidates(found):
         if one.consents:
-            words = ", ".join(one.consents)
+            words = ",".join(one.consents)
             times = "" if found.chosen is None else f", {one.cost / found.chosen.cost:.2f} x its time"
             freed = 0 if found.chosen is None else _freed_bytes(one, found)
             less = f", {format_bytes(freed)} less with as many rows" if freed > 0 else ""
@@ -206,7 +225,7 @@ def _short(found: Plan) -> Iterator[str]:
     )
     what = []
     if short.consents:
-        what.append(f"with your consent, allow={', '.join(short.consents)}")
+        what.append(f"with your consent, allow={','.join(short.consents)}")
     if short.longest is not None:
         what.append(f"rows of {short.longest} tokens")
     if short.batch is not None:
