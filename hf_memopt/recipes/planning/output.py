@@ -61,8 +61,9 @@ def _lines(found: Plan, width: int, wording: Callable[[str], str]) -> Iterator[t
     if found.measured:
         said = f"* predicted; what has a + is corrected by real steps on this GPU: {found.measured}."
         yield from _filled([said], width)
-    elif any(one.seconds is not None for one in found.candidates):
-        yield from _filled(["* predicted, and so is the memory: nothing of it was measured on this GPU."], width)
+    else:
+        what = "* predicted, and so is the memory" if _is_timed(shown_candidates(found)) else "Memory is predicted"
+        yield from _filled([f"{what}: nothing of it was measured on this GPU."], width)
 
 
 def _filled(paragraphs: Iterable[str], width: int, style: str = "") -> Iterator[tuple[str, str]]:
@@ -115,7 +116,9 @@ def _is_worth_asking(one: Candidate, found: Plan) -> bool:
     if one.verdict != "fits":
         return False
     chosen = found.chosen
-    return chosen is None or not chosen.fits or (one.cost < chosen.cost and not equally_fast(one.cost, chosen.cost))
+    if chosen is None or not chosen.fits:
+        return True
+    return one.seconds is not None and one.cost < chosen.cost and not equally_fast(one.cost, chosen.cost)
 
 
 def _place(one: Candidate) -> tuple[Any, ...]:
@@ -127,10 +130,10 @@ def _place(one: Candidate) -> tuple[Any, ...]:
 
 def _table(found: Plan, width: int) -> Iterator[tuple[str, str]]:
     rows = shown_candidates(found)
-    timed = any(one.seconds is not None for one in rows)
+    timed = _is_timed(rows)
     text = any(one.tokens is not None for one in rows)
     bar_columns = 0 if width < BAR_FROM else 10 if width < WIDE_FROM else 16
-    epoch = found.texts.rows is not None and width >= BAR_FROM
+    epoch = timed and found.texts.rows is not None and width >= BAR_FROM
     headings = ["batch", *(["at peak"] if bar_columns else [])]
     headings += ["GiB", "to spare", *(["tok/s*" if text else "ex/s*"] if timed else []), *(["epoch*"] if epoch else [])]
     table = [[one.batch, *_figures(one, bar_columns, timed, found.texts.rows if epoch else None)] for one in rows]
@@ -154,6 +157,11 @@ def _table(found: Plan, width: int) -> Iterator[tuple[str, str]]:
     legend = "   ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark in marks)
     if legend and len(legend) < width:
         yield f" {legend}", ""
+
+
+def _is_timed(rows: Iterable[Candidate]) -> bool:
+    """Return whether a row has a speed to show."""
+    return any(one.seconds is not None and one.verdict != "over" for one in rows)
 
 
 def _mark(one: Candidate, found: Plan) -> str:
@@ -200,7 +208,8 @@ def _with_consent(found: Plan) -> Iterator[str]:
     for one in shown_candidates(found):
         if one.consents:
             words = ",".join(one.consents)
-            times = "" if found.chosen is None else f", {one.cost / found.chosen.cost:.2f} x its time"
+            chosen = found.chosen
+            times = "" if chosen is None or one.seconds is None else f", {one.cost / chosen.cost:.2f} x its time"
             freed = 0 if found.chosen is None else _freed_bytes(one, found)
             less = f", {format_bytes(freed)} less with as many rows" if freed > 0 else ""
             yield f"? Bigger lever, with your consent: allow={words}: {one.name}, {one.batch}{times}{less}."
@@ -235,7 +244,7 @@ def _short(found: Plan) -> Iterator[str]:
         shown = f"{size / 1e9:.1f} B" if size >= 10**9 else f"{size / 1e6:.0f} M"
         what.append(f"a model of about {shown} parameters")
     if short.gpu:
-        what.append(f"on a {short.gpu}")
+        what.append(f"a larger GPU: {short.gpu}")
     if what:
         yield f"What would fit: {'; '.join(what)}."
 
