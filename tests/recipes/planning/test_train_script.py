@@ -170,6 +170,26 @@ def test_the_script_of_every_method_runs_as_it_is(name: str, model: Path, work: 
         check_memory(trainer, found.recipe, found.chosen.as_dict(), found.gpu)
 
 
+IDS: dict[str, dict[str, Any]] = {
+    "input_ids": {"input_ids": list(range(5, 37)), "other": 1},
+    "ids": {"ids": list(range(5, 37)), "labels": [-100] * 16 + list(range(21, 37))},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("column", IDS)
+def test_the_script_of_token_ids_runs_as_it_is(column: str, model: Path, work: Path) -> None:
+    datasets.Dataset.from_list([IDS[column]] * 24).to_parquet("rows.parquet")
+    found = plan(model, gpu=GPU, seq_len=24, effective_batch_size=8, method="lora")
+    written = found.write("run", data="rows.parquet", column=column)
+    assert written.notes == ()
+    trainer = run_script(work / "run/train.py")
+    assert trainer.state.global_step == 9
+    row = trainer.train_dataset[0]
+    assert row["input_ids"] == list(range(5, 29))
+    assert row.get("labels") == (None if column == "input_ids" else [-100] * 16 + list(range(21, 29)))
+
+
 ENCODERS = {
     "masked-lm": transformers.AutoModelForMaskedLM,
     "sequence-classification": transformers.AutoModelForSequenceClassification,
