@@ -272,7 +272,7 @@ def lengths(
 
 
 app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["estimate"])(estimate)
-app.command(cls=Command, rich_help_panel=BEFORE)(plan)
+app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["plan"])(plan)
 app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["report"])(report)
 app.command(cls=Command, rich_help_panel=MACHINE, epilog=EXAMPLES["measure"])(measure)
 

@@ -31,6 +31,12 @@ EXAMPLES = {
         "estimate bert-large-uncased --data train.jsonl --preset 8gb-gpu",
         'estimate Llama-3.2-1B -g "RTX 4060" --compare --plot ladder.png',
     ),
+    "plan": _examples(
+        'plan bert-large-uncased -g "RTX 3060 12GB" -s 128',
+        "plan Qwen/Qwen2.5-1.5B -g T4 -d train.jsonl --write run",
+        'plan Llama-3.2-1B -g "RTX 4060" --method full --allow bf16_weights',
+        "plan gpt2 -g 8GB --goal longest --report plan.html",
+    ),
     "report": _examples(
         'plan gpt2 -g "RTX 4060" --report plan.html --json > plan.json',
         "report plan.json",

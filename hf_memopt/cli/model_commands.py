@@ -17,8 +17,8 @@ __all__ = ["AsJson", "estimate", "measure", "plan", "report"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
-MODEL, GPU, STEP, OUTPUT = "Model", "GPU", "Step", "Output"
-"""The groups of options in the help of ``estimate``."""
+MODEL, DATA, GPU, STEP, CHANGE, OUTPUT = "Model", "Model and data", "GPU", "Step", "What may change", "Output"
+"""The groups of options in the help of ``estimate`` and ``plan``."""
 
 
 def _option(group: str, metavar: str | None, text: str, *names: str, **settings: Any) -> Any:
@@ -82,7 +82,8 @@ def estimate(
         ),
     ] = None,
     data: Annotated[
-        Path | None, _option(STEP, "FILE", "Take --seq-len from the rows of a file: 99 % of them are not longer.")
+        Path | None,
+        _option(STEP, "FILE", "Take --seq-len from the rows of a file: 99 % of them are not longer.", "-d", "--data"),
     ] = None,
     column: Annotated[str | None, _option(STEP, "NAME", "The column of --data; input_ids or text by default.")] = None,
     tokenizer: Annotated[
@@ -168,36 +169,61 @@ def estimate(
 
 def plan(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A well-known name, a folder with config.json, or an id on the hub.")],
-    gpu: Annotated[
-        str | None, typer.Option("-g", "--gpu", help="A name such as 'RTX 3060 12GB', or a size such as 8GB.")
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A well-known name, a folder with config.json, or a name on the Hub.",
+            metavar="MODEL",
+            rich_help_panel=DATA,
+        ),
+    ],
+    data: Annotated[
+        Path | None, _option(DATA, "FILE", "Plan for the rows of a file, and read them in --write.", "-d", "--data")
     ] = None,
-    budget: Annotated[str | None, typer.Option(help="Use no more of it than this, such as 6GB.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Plan for the rows of this file.")] = None,
-    column: Annotated[str | None, typer.Option(help="The column of token ids or texts of --data.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Counts the tokens of texts: a folder or a name.")] = None,
-    seq_len: Annotated[int | None, typer.Option("-s", "--seq-len", min=1, help="Tokens where rows are cut.")] = None,
-    effective_batch: Annotated[int, typer.Option(min=1, max=10**5, help="Examples of an optimizer step.")] = 32,
-    goal: Annotated[str, typer.Option(help="speed, memory or longest (rows).")] = "speed",
-    method: Annotated[str, typer.Option(help="auto (full, else LoRA, else QLoRA), full, lora or qlora.")] = "auto",
+    column: Annotated[str | None, _option(DATA, "NAME", "The column of --data; input_ids or text by default.")] = None,
+    tokenizer: Annotated[
+        str | None, _option(DATA, "NAME", "Counts the tokens of texts in --data; the model's by default.")
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        _option(
+            DATA,
+            "N",
+            "Tokens where rows are cut; the longest row by default, 512 without --data.",
+            "-s",
+            "--seq-len",
+            min=1,
+        ),
+    ] = None,
+    effective_batch: Annotated[
+        int,
+        _option(DATA, "N", "Examples of an optimizer step, which stays as it is; 32 by default.", min=1, max=10**5),
+    ] = 32,
+    task: Annotated[str | None, _option(DATA, "NAME", "The model's head, such as causal-lm.")] = None,
+    gpu: Annotated[
+        str | None,
+        _option(GPU, "NAME", 'Such as "RTX 3060 12GB", or a size: 8GB; the current one by default.', "-g", "--gpu"),
+    ] = None,
+    budget: Annotated[str | None, _option(GPU, "SIZE", "Use no more of it than this, such as 6GB.")] = None,
+    world_size: Annotated[int, _option(GPU, "N", "GPUs that train together, each with the whole model.", min=1)] = 1,
+    measured: Annotated[
+        Path | None, _option(GPU, "FILE", "Correct the plan by real steps, as hf-memopt measure wrote them.")
+    ] = None,
+    goal: Annotated[str, _option(CHANGE, "NAME", "speed, memory or longest (rows); speed by default.")] = "speed",
+    method: Annotated[
+        str, _option(CHANGE, "NAME", "full, lora, qlora, or auto: full if it fits, else LoRA, else QLoRA.")
+    ] = "auto",
     allow: Annotated[
         list[str] | None,
-        typer.Option(help="What may be changed: release_clipping, bf16_weights, freeze, shorter. Repeatable."),
-    ] = None,
-    world_size: Annotated[int, typer.Option(min=1, help="GPUs that train together, each with the whole model.")] = 1,
-    task: Annotated[str | None, typer.Option(help="The head to build; the usual one by default.")] = None,
-    measured: Annotated[
-        Path | None, typer.Option(help="Correct it by real steps on the GPU: a file of hf-memopt measure.")
+        _option(CHANGE, "WORD", "release_clipping, bf16_weights, freeze or shorter (rows); may be repeated."),
     ] = None,
     write: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the training script and the recipe to this folder.")
+        Path | None, _option(OUTPUT, "DIR", "Write train.py and recipe.json to this folder.", "-w", "--write")
     ] = None,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write one HTML file with pictures: a name in .html.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a picture: .png, .svg or .pdf.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the files that are written.")] = False,
-    json_output: AsJson = False,
+    report: Annotated[Path | None, _option(OUTPUT, "FILE", "Also write one HTML file with pictures.")] = None,
+    plot: Annotated[Path | None, _option(OUTPUT, "FILE", "Also write a picture: .png, .svg or .pdf.", "-p", "--plot")] = None,
+    force: Annotated[bool, _option(OUTPUT, None, "Replace files that are there.", "--force")] = False,
+    json_output: Annotated[bool, _option(OUTPUT, None, "Print JSON instead of a table.", "--json")] = False,
 ) -> None:
     """Find the fastest set-up that fits a GPU.
 
@@ -209,7 +235,8 @@ def plan(
 
     options = PlanOptions(**{item.name: context.params[item.name] for item in fields(PlanOptions)})
     made_by = typed_command(context, without=("write", "report", "plot", "force", "json_output"))
-    raise typer.Exit(run_plan(options, Console(), Console(stderr=True), made_by))
+    flags = flags_of(context.command.params)
+    raise typer.Exit(run_plan(options, Console(), Console(stderr=True), flags, made_by))
 
 
 def report(

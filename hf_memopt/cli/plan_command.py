@@ -5,13 +5,13 @@ The options are checked without importing torch or transformers, as those of ``e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_memopt.cli.command import Flag, in_flags
 from hf_memopt.cli.progress import spinner
-from hf_memopt.cli.verdicts import print_coloured
 from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.plotting import check_picture
 from hf_memopt.recipes.measuring.measurement import named_measurement
@@ -55,13 +55,20 @@ class PlanOptions:
     json_output: bool = False
 
 
-def run_plan(options: PlanOptions, console: Console, errors: Console, made_by: str = "hf-memopt plan") -> int:
+def run_plan(
+    options: PlanOptions,
+    console: Console,
+    errors: Console,
+    flags: Mapping[str, Flag],
+    made_by: str = "hf-memopt plan",
+) -> int:
     """Print the plan, write what is asked for, and return the exit code: 0 if a set-up fits, else 1.
 
     Args:
         options: of the command.
         console: of standard output.
         errors: of standard error, which shows the progress if it is a terminal.
+        flags: of the command, by which notes name its options.
         made_by: the command, for script and report.
 
     Raises:
@@ -70,6 +77,7 @@ def run_plan(options: PlanOptions, console: Console, errors: Console, made_by: s
     words = tuple(word for text in options.allow or () for word in text.split(","))
     _check(options, words)
     with spinner(f"planning {options.model}", errors, shown=not options.json_output, turning=False) as announce:
+        from hf_memopt.recipes.planning.output import print_plan
         from hf_memopt.recipes.planning.plan import plan
 
         lengths = None if options.data is None else _lengths(options, options.data)
@@ -90,19 +98,14 @@ def run_plan(options: PlanOptions, console: Console, errors: Console, made_by: s
         )
         rows = None if options.data is None else RowsFile(options.data, options.column, options.tokenizer)
         found = replace(found, command=made_by, rows=rows)
-        text = (
-            found.to_json(figures=bool(options.report or options.plot))
-            if options.json_output
-            else found.table(console.width)
-        )
         if options.report is not None:
             found.report(options.report, force=options.force)
         if options.plot is not None:
             found.plot(options.plot)
     if options.json_output:
-        console.out(text, highlight=False)
+        console.out(found.to_json(figures=bool(options.report or options.plot)), highlight=False)
     else:
-        print_coloured(text, console)
+        print_plan(found, console, lambda text: in_flags(text, flags))
     said = errors if options.json_output else console  # standard output is JSON alone
     if options.write is not None:
         written = f"Nothing was written to {options.write}: no set-up fits."

@@ -13,9 +13,6 @@ __all__ = ["print_coloured"]
 STYLES = {
     r"^It fits\b|^Recommended\b": "bold green",
     r"^Nothing fits\b|^Out of memory\b": "bold red",
-    r"^ > .*$": "bold",  # the rows of a plan's table
-    r"^ ~ .*$": "yellow",
-    r"^ x .*$": "red",
 }
 
 

@@ -174,6 +174,7 @@ def _model(words: frozenset[str]) -> frozenset[str]:
 
 
 _SIZE = re.compile(r"\s*[0-9]+(\.[0-9]+)?\s*[mg]i?b\s*", flags=re.IGNORECASE | re.ASCII)
+_OF_APPLE = re.compile(r"\s*(apple\b|mps\b|m[1-9]\b)", flags=re.IGNORECASE)
 
 
 def _whole(name: str) -> frozenset[str]:
@@ -231,6 +232,11 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
         names = [known.name for known in found]
         raise ValueError(
             f"gpu={gpu!r} matches several GPUs; expected one of: {', '.join(names)}. Pass gpu={names[0]!r}."
+        )
+    if isinstance(gpu, str) and _OF_APPLE.match(gpu):
+        raise ValueError(
+            f"gpu={gpu!r} is one of Apple's GPUs, for which neither memory nor time is predicted; expected an NVIDIA "
+            "GPU. Pass gpu='RTX 3060 12GB'"
         )
     raise ValueError(
         f"gpu={gpu!r} is not a GPU of the table; expected one of its {len(GPUS)} names, which list(hf_memopt.GPUS) "

@@ -408,7 +408,7 @@ DEFAULT_REASONS = {
     "per_device_eval_batch_size": "evaluation keeps no activations",
     "precision": PRECISION_REASON,
     "optim": "one fused kernel; nothing cheaper in time",
-    "embedding_bits": "gradients of rare and frequent tokens differ too much for 8 bits (arXiv 2110.02861)",
+    "embedding_bits": "8 bits are too few for rare tokens",
     "checkpointing": "recomputing costs one more forward pass per step",
     "bucketing": "batches of like lengths pad little",
     "pad_to_multiple_of": "tensor cores like multiples of 8",
@@ -428,7 +428,7 @@ DEFAULT_REASONS = {
     "eval_accumulation_steps": "logits stay on the GPU until evaluation ends",
     "dataloader_num_workers": "padding from Arrow is cheap beside a training step",
     "autocast_cache": "a weight is cast once per pass",
-    "micro_batching": "out of memory: the batch is cut, and the step repeated",
+    "micro_batching": "out of memory: the step is run in parts",
     "expandable_segments": "batches of few lengths hardly fragment",
     "memory_report": "the log has the peak of each phase",
 }

@@ -62,6 +62,14 @@ def test_a_script_runs_with_its_arguments_up_to_its_training(tmp_path: Path) -> 
     assert f"--output {output} exists already; expected a new file. Pass --force, or another path" in again.output
 
 
+def test_a_script_that_attaches_is_measured(tmp_path: Path) -> None:
+    own = TRAIN.replace("Trainer(", "attach(Trainer(").replace("=rows)", "=rows), MicrobatchCallback())")
+    script = script_of(tmp_path, f"{BEGIN}from hf_memopt import MicrobatchCallback, attach\n{own}")
+    found = run(script, "--steps", "1", "--json", "--", str(tmp_path / "out"))
+    assert found.exit_code == 0, found.output
+    assert len(json.loads(found.stdout)["step_seconds"]) == 1
+
+
 def test_json_is_alone_on_standard_output(tmp_path: Path) -> None:
     found = run(script_of(tmp_path, BEGIN + TRAIN), "--steps", "1", "--json", "--", str(tmp_path / "out"))
     assert found.exit_code == 0, found.output

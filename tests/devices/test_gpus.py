@@ -158,6 +158,16 @@ def unknown(name: object, hint: str = "") -> str:
     )
 
 
+@pytest.mark.parametrize("name", ["Apple M2", "mps", "M3 Max"])
+def test_apples_gpus_are_refused(name: str) -> None:
+    with pytest.raises(ValueError) as error:
+        find_gpu(name)
+    assert str(error.value) == (
+        f"gpu={name!r} is one of Apple's GPUs, for which neither memory nor time is predicted; expected an NVIDIA GPU. "
+        "Pass gpu='RTX 3060 12GB'"
+    )
+
+
 def is_amd(gpu: Gpu) -> bool:
     return gpu.name.startswith("MI")
 

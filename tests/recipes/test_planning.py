@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import re
 import time
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from rich.console import Console
 
 import tiny
 from hf_memopt import GPUS, Plan, custom_gpu, estimate, plan
@@ -20,6 +23,7 @@ from hf_memopt.memory.recording.trace_cache import forget_traces
 from hf_memopt.memory.step_time.prices import equally_fast
 from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.model_facts import facts_of
+from hf_memopt.recipes.planning.output import print_plan
 from hf_memopt.recipes.planning.search import best_of, row_counts
 from hf_memopt.recipes.planning.set_ups import set_ups
 from hf_memopt.recipes.planning.simulation import Simulation
@@ -258,8 +262,24 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     assert short.longest is None
     assert 0 < short.parameters < found.parameters
     assert "Nothing fits. The nearest: " in str(found)
+    assert "tok/s" not in str(found)
+    assert str(found).endswith("Memory is predicted: nothing of it was measured on this GPU.")
     with pytest.raises(ValueError, match="has no plan that fits a GPU with 14MiB; expected one that does"):
         _ = found.recipe
+
+
+def test_of_a_mixture_of_experts_no_time_is_told() -> None:
+    sizes = {**SIZES, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = transformers.MixtralConfig(**sizes, num_local_experts=2, num_experts_per_tok=1)
+    found = plan(model, gpu="RTX 3060 12GB", seq_len=16, effective_batch_size=1, method="full")
+    assert found.chosen is not None
+    assert found.chosen.seconds is None
+    note = (
+        "time is not predicted: how many tokens each expert gets depends on the data; set-ups are ranked by their FLOPs"
+    )
+    assert note in found.notes
+    assert found.chosen.reason.startswith("the least computation of the ")
+    assert not any(word in found.table(300) for word in ("tok/s", "its time", "Speed"))
 
 
 def test_the_longest_rows_that_would_fit_fit_and_the_next_do_not() -> None:
@@ -343,6 +363,22 @@ def test_the_table_is_as_wide_as_the_terminal(found: Plan, width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     assert " > " in text
     assert ("epoch*" in text) is (width >= 76)
+
+
+def test_verdicts_have_colours_in_a_terminal_alone(found: Plan) -> None:
+    def printed(**options: Any) -> str:
+        file = io.StringIO()
+        print_plan(found, Console(file=file, width=80, **options))
+        return file.getvalue()
+
+    plain = printed()  # to a file
+    assert plain == f"{found.table(80)}\n"
+    terminal = {"force_terminal": True, "color_system": "standard"}
+    coloured = printed(**terminal).splitlines()
+    assert [line for line in coloured if line.startswith("\33[1;32m > full, ")]
+    assert [line for line in coloured if line.startswith("\33[1;32mRecommended: full, ")]
+    assert [line for line in coloured if line.startswith("\33[31m x full, ")]
+    assert re.sub("\33\\[[01]m", "", printed(**terminal, no_color=True)) == plain  # bold is no colour
 
 
 def test_json_has_every_candidate_with_bytes_seconds_verdict_and_reason(found: Plan) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Iterator, Sequence
-from textwrap import fill, wrap
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory.step_time.prices import equally_fast
@@ -17,15 +18,19 @@ from hf_memopt.units import format_duration as _duration
 from hf_memopt.units import format_number as _number
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.result import Plan
 
-__all__ = ["plan_json", "plan_text", "shown_candidates"]
+__all__ = ["plan_json", "plan_text", "print_plan", "shown_candidates"]
 
 SHOWN_FITTING, SHOWN_OVER = 4, 2  # rows of a table beside the chosen one
 MARKS = {">": "recommended", "~": "tight", "x": "does not fit", "?": "needs consent"}
+STYLES = {">": "bold green", "~": "yellow", "x": "red", "?": "yellow"}  # of rich, in a terminal alone
 BAR_FROM, WIDE_FROM = 76, 100  # columns of a terminal
 LEAST_COLUMNS = 40
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 # ---- Text
@@ -33,26 +38,40 @@ LEAST_COLUMNS = 40
 
 def plan_text(found: Plan, width: int = 80) -> str:
     """Return the plan as text of at most ``width`` columns (at least 40)."""
+    return "\n".join(line for line, _ in _lines(found, width, lambda text: text))
+
+
+def print_plan(found: Plan, console: Console, wording: Callable[[str], str] = lambda text: text) -> None:
+    """Print the plan, in a terminal with its verdicts in colour unless NO_COLOR is set; ``wording`` changes notes."""
+    for line, style in _lines(found, console.width, wording):
+        console.out(line, style=style or None, highlight=False)
+
+
+def _lines(found: Plan, width: int, wording: Callable[[str], str]) -> Iterator[tuple[str, str]]:
+    """Yield the lines of the text, each with its style."""
     width = max(width, LEAST_COLUMNS)
-    paragraphs = [
-        *_heading(found),
-        "",
-        *_table(found, width),
-        "",
-        *_recommended(found),
-        *_short(found),
-        *_with_consent(found),
-    ]
-    paragraphs += [f"Note: {note}." for note in found.notes]
+    yield from _filled(_heading(found), width)
+    yield "", ""
+    yield from _table(found, width)
+    yield "", ""
+    yield from _filled(_recommended(found), width, "bold green")
+    yield from _filled(map(wording, _short(found)), width, "bold red")
+    yield from _filled(map(wording, _with_consent(found)), width)
+    yield from _filled((wording(f"Note: {note}.") for note in found.notes), width)
     if found.measured:
-        paragraphs.append(f"* predicted; what has a + is corrected by real steps on this GPU: {found.measured}.")
-    elif any(one.seconds is not None for one in found.candidates):
-        paragraphs.append("* predicted, and so is the memory: nothing of it was measured on this GPU.")
-    lines = []
-    for text in paragraphs:
-        is_table = text.startswith((" ", ">"))
-        lines.append(text if is_table or not text else fill(text, width, break_on_hyphens=False))
-    return "\n".join(line.rstrip() for line in lines)
+        said = f"* predicted; what has a + is corrected by real steps on this GPU: {found.measured}."
+        yield from _filled([said], width)
+    else:
+        what = "* predicted, and so is the memory" if _is_timed(shown_candidates(found)) else "Memory is predicted"
+        yield from _filled([f"{what}: nothing of it was measured on this GPU."], width)
+
+
+def _filled(paragraphs: Iterable[str], width: int, style: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the lines of paragraphs, the first paragraph in a style; "32 x 1" and "1.5 GiB" stay in one line."""
+    for number, text in enumerate(paragraphs):
+        kept = re.sub(r"(?<=\d) (?=(x \d|[KMG]iB\b|%))|(?<=\d x) (?=\d)", NO_BREAK, text)
+        for line in wrap(kept, width, break_on_hyphens=False):
+            yield line.replace(NO_BREAK, " "), "" if number else style
 
 
 def _heading(found: Plan) -> Iterator[str]:
@@ -97,7 +116,9 @@ def _is_worth_asking(one: Candidate, found: Plan) -> bool:
     if one.verdict != "fits":
         return False
     chosen = found.chosen
-    return chosen is None or not chosen.fits or (one.cost < chosen.cost and not equally_fast(one.cost, chosen.cost))
+    if chosen is None or not chosen.fits:
+        return True
+    return one.seconds is not None and one.cost < chosen.cost and not equally_fast(one.cost, chosen.cost)
 
 
 def _place(one: Candidate) -> tuple[Any, ...]:
@@ -107,12 +128,12 @@ def _place(one: Candidate) -> tuple[Any, ...]:
     return ("fits", "tight").index(one.verdict), bool(one.consents), one.cost
 
 
-def _table(found: Plan, width: int) -> list[str]:
+def _table(found: Plan, width: int) -> Iterator[tuple[str, str]]:
     rows = shown_candidates(found)
-    timed = any(one.seconds is not None for one in rows)
+    timed = _is_timed(rows)
     text = any(one.tokens is not None for one in rows)
     bar_columns = 0 if width < BAR_FROM else 10 if width < WIDE_FROM else 16
-    epoch = found.texts.rows is not None and width >= BAR_FROM
+    epoch = timed and found.texts.rows is not None and width >= BAR_FROM
     headings = ["batch", *(["at peak"] if bar_columns else [])]
     headings += ["GiB", "to spare", *(["tok/s*" if text else "ex/s*"] if timed else []), *(["epoch*"] if epoch else [])]
     table = [[one.batch, *_figures(one, bar_columns, timed, found.texts.rows if epoch else None)] for one in rows]
@@ -123,18 +144,24 @@ def _table(found: Plan, width: int) -> list[str]:
     def line(mark: str, name: str, cells: Sequence[str]) -> str:
         left = {0, 1} if bar_columns else {0}
         shown = [f"{c:<{n}}" if i in left else f"{c:>{n}}" for i, (c, n) in enumerate(zip(cells, columns, strict=True))]
-        return "  ".join([f" {mark} {name:<{name_columns}}", *shown])
+        return "  ".join([f" {mark} {name:<{name_columns}}", *shown]).rstrip()
 
-    lines = [line(" ", "plan", headings)]
+    yield line(" ", "plan", headings), "bold"
     for one, row in zip(rows, table, strict=True):
         mark = _mark(one, found)
-        first, *rest = wrap(
-            one.name + (f", {one.seq_len} tokens" if one.seq_len != found.texts.seq_len else ""), name_columns
-        ) or [""]
-        lines += [line(mark, first, row), *(f"     {more}" for more in rest)]
+        length = f", {one.seq_len} tokens" if one.seq_len != found.texts.seq_len else ""
+        first, *rest = wrap(one.name + length, name_columns)
+        yield line(mark, first, row), STYLES.get(mark, "")
+        yield from ((f"     {more}", STYLES.get(mark, "")) for more in rest)
     marks = {_mark(one, found) for one in rows}
     legend = "   ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark in marks)
-    return [*lines, *([f" {legend}"] if len(legend) < width else [])]
+    if legend and len(legend) < width:
+        yield f" {legend}", ""
+
+
+def _is_timed(rows: Iterable[Candidate]) -> bool:
+    """Return whether a row has a speed to show."""
+    return any(one.seconds is not None and one.verdict != "over" for one in rows)
 
 
 def _mark(one: Candidate, found: Plan) -> str:
@@ -180,8 +207,9 @@ def _with_consent(found: Plan) -> Iterator[str]:
     """Yield what fits and needs words of ``allow`` that were not given."""
     for one in shown_candidates(found):
         if one.consents:
-            words = ", ".join(one.consents)
-            times = "" if found.chosen is None else f", {one.cost / found.chosen.cost:.2f} x its time"
+            words = ",".join(one.consents)
+            chosen = found.chosen
+            times = "" if chosen is None or one.seconds is None else f", {one.cost / chosen.cost:.2f} x its time"
             freed = 0 if found.chosen is None else _freed_bytes(one, found)
             less = f", {format_bytes(freed)} less with as many rows" if freed > 0 else ""
             yield f"? Bigger lever, with your consent: allow={words}: {one.name}, {one.batch}{times}{less}."
@@ -206,7 +234,7 @@ def _short(found: Plan) -> Iterator[str]:
     )
     what = []
     if short.consents:
-        what.append(f"with your consent, allow={', '.join(short.consents)}")
+        what.append(f"with your consent, allow={','.join(short.consents)}")
     if short.longest is not None:
         what.append(f"rows of {short.longest} tokens")
     if short.batch is not None:
@@ -216,7 +244,7 @@ def _short(found: Plan) -> Iterator[str]:
         shown = f"{size / 1e9:.1f} B" if size >= 10**9 else f"{size / 1e6:.0f} M"
         what.append(f"a model of about {shown} parameters")
     if short.gpu:
-        what.append(f"on a {short.gpu}")
+        what.append(f"a larger GPU: {short.gpu}")
     if what:
         yield f"What would fit: {'; '.join(what)}."
 

@@ -188,7 +188,7 @@ def _notes(
 ) -> Iterable[str]:
     planned = simulation.texts
     if is_default and texts.seq_len is not None and planned.seq_len == texts.seq_len:
-        yield f"seq_len={texts.seq_len} by default; pass lengths, or the length of your longest rows"
+        yield f"seq_len={texts.seq_len} by default; better that of your rows: lengths, or --data FILE"
     if planned.cut and planned.rows:
         yield f"rows are cut to {planned.seq_len} tokens, which cuts {planned.cut / planned.rows:.1%} of them"
     elif shorter := planned.shorter():

@@ -43,7 +43,8 @@ def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candi
         return f"rows of {one.seq_len} tokens, and {chosen.seq_len} fit"
     if equally_fast(one.cost, chosen.cost):
         return f"within 5 % of the chosen, which is {'simpler' if chosen.simplicity < one.simplicity else 'faster'}"
-    return f"{one.cost / chosen.cost:.2f} x the time of the chosen"
+    what = "computation" if one.seconds is None else "time"
+    return f"{one.cost / chosen.cost:.2f} x the {what} of the chosen"
 
 
 def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> str:
@@ -54,6 +55,8 @@ def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> s
     if goal == "memory":
         return "the least memory that fits; of set-ups within 5 % of it the fastest"
     longest = f"the longest rows that fit, {one.seq_len} tokens; " if goal == "longest" else ""
+    if one.seconds is None:
+        return f"{longest}the least computation of the {len(fitting)} that fit"
     if fastest is one or (equally_fast(fastest.cost, one.cost) and fastest.simplicity == one.simplicity):
         return f"{longest}the fastest of the {len(fitting)} that fit"
     return f"{longest}within 5 % of the fastest of the {len(fitting)} that fit, and simpler"
@@ -73,7 +76,8 @@ def _buys_nothing(one: Candidate, candidates: Sequence[Candidate], goal: str) ->
             times = one.cost / other.cost
             freed = other.total_bytes - one.total_bytes
             seconds = "" if one.seconds is None else f", {one.seconds:.3g} s a step"
-            price = "no more time" if times < 1.005 else f"{times:.2f} x the time{seconds}"
+            what = "computation" if one.seconds is None else "time"
+            price = f"no more {what}" if times < 1.005 else f"{times:.2f} x the {what}{seconds}"
             frees = f"frees {format_bytes(freed)} that nothing needs" if freed > 0 else "frees nothing"
             return f"{without[0]} buys nothing: without it {other.batch} fits too; it {frees}, for {price}"
     return ""

@@ -107,7 +107,8 @@ def read_gpu(gpu: str | Gpu | None, budget: int | str | None) -> Gpu:
         known = current_gpu() if gpu is None else find_gpu(gpu)
         if known is None:
             raise ValueError(
-                "gpu=None names no GPU, and this machine has none; expected a name or a size. Pass gpu='RTX 3060 12GB'"
+                "gpu=None names no GPU, and this machine has none with CUDA; expected a name or a size. Pass "
+                "gpu='RTX 3060 12GB'"
             )
         found = known
     if budget is None:

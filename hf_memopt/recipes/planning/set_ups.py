@@ -52,13 +52,13 @@ AUTOCAST = "matrix products in 16 bits, weights and updates in float32"
 CHECKPOINTING = Technique(
     "checkpointing",
     {"checkpointing": True, "autocast_cache": False},
-    "activations are recomputed in the backward pass instead of kept",
+    "activations are recomputed in the backward pass",
 )
 PARTIAL = tuple(
     Technique(
         f"checkpointing every {name} layer",
         {**CHECKPOINTING.fields, "every_n_layers": every},
-        f"activations of every {name} layer are recomputed in the backward pass, those of the others are kept",
+        f"every {name} layer recomputes its activations, the others keep them",
         only_saves=True,
     )
     for every, name in ((4, "4th"), (2, "2nd"))
@@ -102,14 +102,14 @@ TF32 = Technique(
 RELEASE = Technique(
     "released",
     {"gradient_release": True},
-    "each gradient is freed as soon as its parameter has stepped; nothing is clipped or accumulated",
+    "a gradient is freed once its parameter has stepped; nothing is clipped or accumulated",
     "training",
     "release_clipping",
 )
 BF16_WEIGHTS = Technique(
     "bf16 weights",
     {"weights_dtype": "bfloat16", "rounding": "stochastic"},
-    "2 bytes per weight and gradient instead of 4; stochastic rounding keeps small updates on average",
+    "2 bytes per weight and gradient; stochastic rounding keeps small updates on average",
     "rounding",
     "bf16_weights",
 )
@@ -237,11 +237,11 @@ def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) 
 def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Recipe:
     rows = 1 if facts.is_language_model else min(EVAL_ROWS, effective_batch_size)
     reasons = {
-        "per_device_eval_batch_size": "evaluation has whole logits, of one example at a time"
+        "per_device_eval_batch_size": "evaluation needs logits"
         if facts.is_language_model
         else "evaluation keeps no activations, and more examples at a time are hardly faster",
-        "fused_cross_entropy": "the logits of all positions would be among the largest tensors",
-        "sparse_tied_embedding": "one matrix of the vocabulary's size less in the backward pass",
+        "fused_cross_entropy": "all logits at once would be large",
+        "sparse_tied_embedding": "one gradient of the vocabulary's size less",
         "eval_accumulation_steps": "logits would pile up on the GPU until evaluation ends",
     }
     if gpu.bf16 and facts.supports_flash and not facts.has_flash:

@@ -51,7 +51,7 @@ def test_the_command_stands_in_the_script_and_what_is_missing_is_said(work: Path
     ]
     assert sorted(path.name for path in (work / "a run").iterdir()) == ["recipe.json", "train.py"]
     lines = (work / "a run/train.py").read_text().splitlines()
-    assert lines[2].startswith("# Made by: hf-memopt plan model --gpu 'RTX 3060 12GB' --seq-len 8 ")
+    assert lines[2].startswith(f"# Made by hf-memopt {__version__}: hf-memopt plan model --")
     assert "# FILL IN: the data file and the names of its columns" in lines
 
 

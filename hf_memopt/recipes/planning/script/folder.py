@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_memopt import __version__
 from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import write_whole
 
@@ -140,10 +141,12 @@ def _heading(found: Plan) -> tuple[str, ...]:
     one, gpu = found.chosen, found.gpu
     assert one is not None
     several = f" on each of {found.world_size} GPUs" if found.world_size > 1 else ""
+    how = "computed, and corrected by a measurement" if one.corrected else "computed, not measured"
+    needs = f"{format_bytes(one.total_bytes)} of {format_bytes(gpu.usable_bytes)}{several} ({how})"
     return (
-        f"Train {found.model}: {one.name}, {one.batch} on {gpu.name}.",
-        f"Needs {format_bytes(one.total_bytes)} of {format_bytes(gpu.usable_bytes)}{several} (computed, not measured).",
-        f"Made by: {found.command or 'hf_memopt.plan()'}",
+        f"{found.model} on {gpu.name}: {one.name}, {one.batch}.",
+        f"Needs {needs}: {one.reason}.",
+        f"Made by hf-memopt {__version__}: {found.command or 'hf_memopt.plan()'}",
     )
 
 

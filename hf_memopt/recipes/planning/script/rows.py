@@ -1,16 +1,16 @@
 """The part of a training script that reads the data: tokenizer, rows, and what is known of them.
 
 What a causal or masked language model and a text classifier need is known from the data file. Of other tasks it is
-not: there the script has one function, ``examples``, which the user completes.
+not: there the script has a function, ``encode``, whose columns the user names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from textwrap import dedent
 from typing import TYPE_CHECKING
 
-from hf_memopt.recipes.planning.script.code import Argument, call, commented, quoted
+from hf_memopt.recipes.planning.script.code import COLUMNS, Argument, call, commented, quoted
 
 if TYPE_CHECKING:
     from hf_memopt.batching.padding_costs.data_files import DataFile
@@ -23,8 +23,11 @@ KNOWN = ("causal-lm", "masked-lm", "sequence-classification")
 """The tasks whose rows follow from the data file."""
 WITHOUT_VIEWS = ("image-classification", "speech-seq2seq")
 """The tasks whose inputs have one size, so that there is nothing to sort by length."""
-EVALUATED = 0.02  # of the rows
-CUT = (Argument("truncation=True"), Argument("max_length=LENGTH"))
+BY_ROW = ("token-classification", "speech-seq2seq")
+"""The tasks whose rows are encoded one by one."""
+SPLIT = ("train_test_split", ["0.02", "seed=0"])
+EVALUATION = "2% for evaluation"
+EACH_COLUMN = "{name: ids[:LENGTH] for name, ids in row.items()}"
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,12 @@ class Rows:
 
     Attributes:
         lines: of the script.
-        imports: names by the modules that they come from.
         processor: the variable that turns texts, images or sound into tensors.
         labels: an expression of the number of classes; "" where there are none.
         to_fill_in: what the user has to complete; "" for nothing.
     """
 
     lines: list[str]
-    imports: Mapping[str, tuple[str, ...]]
     processor: str = "tokenizer"
     labels: str = ""
     to_fill_in: str = ""
@@ -58,17 +59,37 @@ def rows_of(task: str, file: DataFile | None, tokenizer: str | None) -> Rows:
     auto = {"image-classification": "AutoImageProcessor", "speech-seq2seq": "AutoProcessor"}.get(task, "AutoTokenizer")
     variable = "tokenizer" if auto == "AutoTokenizer" else "processor"
     name = "NAME" if tokenizer is None else quoted(tokenizer)
-    lines = [f"{variable} = {auto}.from_pretrained({name})"]
+    lines = [f"{variable} = transformers.{auto}.from_pretrained({name})"]
     if task in ("causal-lm", "sequence-classification", "token-classification"):
         pad = "tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token"
         lines += commented(pad, "decoders have none")
-    make = _known_rows if task in KNOWN else _filled_in_rows
+    make = _known_rows if task in KNOWN else _encoded_rows
     found = make(task, file)
-    split = commented(f"data = data.train_test_split({EVALUATED}, seed=0)", f"{EVALUATED:.0%} for evaluation")
-    imports = {**found.imports, "transformers": (auto,)}
-    return Rows(
-        [*lines, *found.lines, *split], imports, variable, found.labels, found.to_fill_in, task not in WITHOUT_VIEWS
-    )
+    return Rows([*lines, *found.lines], variable, found.labels, found.to_fill_in, task not in WITHOUT_VIEWS)
+
+
+def _steps(*calls: tuple[str, list[str]], reason: str = "") -> list[str]:
+    """Return methods of ``data`` that are called one after the other: in one line where it fits, else in a line each.
+
+    Args:
+        calls: names of methods and their arguments.
+        reason: a comment on the last one.
+    """
+    line = "data = data" + "".join(f".{name}({', '.join(arguments)})" for name, arguments in calls)
+    if len(line) <= COLUMNS:
+        return commented(line, reason)
+    *before, (name, arguments) = calls
+    first = [line for one in before for line in _steps(one)] if before else []
+    return [*first, *call(f"data = data.{name}", map(Argument, arguments), reason)]
+
+
+def _load(file: DataFile | None) -> list[str]:
+    if file is not None and file.is_saved:
+        return call("data = datasets.load_from_disk", [Argument(quoted(file.path))])
+    kind, path = ("json", "train.jsonl") if file is None else (file.kind, file.path)
+    where = "data_dir" if file is not None and file.is_folder else "data_files"
+    arguments = [quoted(kind), f"{where}={quoted(path)}", 'split="train"']
+    return call("data = datasets.load_dataset", map(Argument, arguments))
 
 
 # ---- Known rows
@@ -78,50 +99,30 @@ def _known_rows(task: str, file: DataFile | None) -> Rows:
     classified = task == "sequence-classification"
     columns = () if file is None else file.columns
     label = next((name for name in ("label", "labels") if name in columns), "label")
-    missing = []
+    missing = ""
     if file is None:
-        missing.append("the data file and the names of its columns")
+        missing = "the data file and the names of its columns"
     elif classified and label not in columns:
-        missing.append("the name of the column of classes")
-    marked = [f"# {FILL_IN}: {missing[0]}"] if missing else []
-    column = "text" if file is None else file.column
-    lines = ["", *marked, *_load(file)]
-    lines += commented(f"data = data.filter(lambda row: row[{quoted(column)}])", "an empty row teaches nothing")
+        missing = "the name of the column of classes"
+    column = quoted("text" if file is None else file.column)
+    is_text = file is None or file.is_text
+    per_token = not is_text and not classified and "labels" in columns  # a label for each token
+    kept = [column, *([quoted(label)] if classified else ['"labels"'] if per_token else [])]
+    chosen = column if len(kept) == 1 else f"[{', '.join(kept)}]"
+    lines = [*([f"# {FILL_IN}: {missing}"] if missing else []), *_load(file)]
+    full = ("filter", ["bool", f"input_columns={column}"])
+    lines += _steps(("select_columns", [chosen]), full, reason="no empty rows")
     if classified:
-        lines += call("data = data.select_columns", [Argument(f"[{quoted(column)}, {quoted(label)}]")])
-        lines += call("data = data.class_encode_column", [Argument(quoted(label))])
-    lines += _tokenised(column, file is None or file.is_text, columns, classified)
-    labels = f'data["train"].features[{quoted(label)}].num_classes' if classified else ""
-    return Rows(lines, _datasets(file), labels=labels, to_fill_in="".join(missing))
-
-
-def _tokenised(column: str, is_text: bool, columns: tuple[str, ...], classified: bool) -> list[str]:
-    """Return the lines that make rows of token ids of at most LENGTH tokens."""
+        lines += _steps(("class_encode_column", [quoted(label)]))
     if is_text:
-        encode = call("return tokenizer", [Argument(f"rows[{quoted(column)}]"), *CUT], indent="    ")
-        encode = ["def encode(rows):", *encode]
+        lines += _steps(("map", ["tokenizer", "batched=True", f"input_columns={column}", "fn_kwargs=CUT"]))
+        lines += _steps(("remove_columns", [column]), SPLIT, reason=EVALUATION)
     else:
-        ids = [Argument(f'"input_ids": row[{quoted(column)}][:LENGTH]')]
-        if "labels" in columns and not classified:  # one label for each token
-            ids.append(Argument('"labels": row["labels"][:LENGTH]'))
-        encode = ["def encode(row):", f"    return {{{', '.join(one.code for one in ids)}}}"]
-    removed = f"[{quoted(column)}]" if classified else "data.column_names"
-    arguments = [Argument("encode"), *([Argument("batched=True")] if is_text else [])]
-    lines = call("data = data.map", [*arguments, Argument(f"remove_columns={removed}")])
-    return ["", "", *encode, "", "", *lines]
-
-
-def _load(file: DataFile | None, indent: str = "") -> list[str]:
-    if file is not None and file.is_saved:
-        return call("data = load_from_disk", [Argument(quoted(file.path))], indent=indent)
-    kind, path = ("json", "train.jsonl") if file is None else (file.kind, file.path)
-    where = "data_dir" if file is not None and file.is_folder else "data_files"
-    arguments = [quoted(kind), f"{where}={quoted(path)}", 'split="train"']
-    return call("data = load_dataset", map(Argument, arguments), indent=indent)
-
-
-def _datasets(file: DataFile | None) -> dict[str, tuple[str, ...]]:
-    return {"datasets": ("load_from_disk" if file is not None and file.is_saved else "load_dataset",)}
+        renamed = [] if column == '"input_ids"' else [("rename_column", [column, '"input_ids"'])]
+        of_row = '{"input_ids": row["input_ids"][:LENGTH]}' if classified else EACH_COLUMN
+        lines += [*_steps(*renamed, ("map", [f"lambda row: {of_row}"])), *_steps(SPLIT, reason=EVALUATION)]
+    labels = f'data["train"].features[{quoted(label)}].num_classes' if classified else ""
+    return Rows(lines, labels=labels, to_fill_in=missing)
 
 
 # ---- Rows that the user describes
@@ -130,37 +131,26 @@ ENCODERS = {
     "seq2seq": (
         "the columns of the texts to read and to write",
         """
-        cut = {{"truncation": True, "max_length": LENGTH}}
-        found = tokenizer(rows[{column}], **cut)
-        wanted = tokenizer(text_target=rows["target"], **cut)
-        return {{**found, "labels": wanted["input_ids"]}}
+        return tokenizer(rows[{column}], text_target=rows["target"], **CUT)
         """,
     ),
     "token-classification": (
         "the columns of the words and of their classes, and LABELS",
         """
-        cut = {{"truncation": True, "max_length": LENGTH}}
-        found = tokenizer(rows["tokens"], is_split_into_words=True, **cut)
-        found["labels"] = []
-        for i, tags in enumerate(rows["tags"]):
-            words = found.word_ids(i)  # None for special tokens
-            labels = [-100 if word is None else tags[word] for word in words]
-            found["labels"].append(labels)
-        return found
+        found = tokenizer(row["tokens"], is_split_into_words=True, **CUT)
+        words, tags = found.word_ids(), row["tags"]  # None for special tokens
+        return {{**found, "labels": [-100 if word is None else tags[word] for word in words]}}
         """,
     ),
     "question-answering": (
         "the columns, and the tokens where an answer starts and ends",
         """
-        texts = rows["question"], rows["context"]
-        found = tokenizer(*texts, truncation=True, max_length=LENGTH)
-        found["start_positions"] = rows["start"]
-        found["end_positions"] = rows["end"]
-        return found
+        found = tokenizer(rows["question"], rows["context"], **CUT)
+        return {{**found, "start_positions": rows["start"], "end_positions": rows["end"]}}
         """,
     ),
     "image-classification": (
-        "the folder of images, one subfolder for each class, and LABELS",
+        "the folder of images, with a subfolder for each class",
         """
         images = [image.convert("RGB") for image in rows["image"]]
         found = processor(images, return_tensors="pt")
@@ -170,37 +160,34 @@ ENCODERS = {
     "speech-seq2seq": (
         "the folder of sounds, and the column of what is said in them",
         """
-        sounds = [sound["array"] for sound in rows["audio"]]
-        found = processor.feature_extractor(sounds, sampling_rate=RATE)
-        wanted = processor.tokenizer(rows["text"], truncation=True, max_length=LENGTH)
-        return {{**found, "labels": wanted["input_ids"]}}
+        found = processor.feature_extractor(row["audio"]["array"], sampling_rate=RATE)
+        labels = processor.tokenizer(row["text"], **CUT)["input_ids"]
+        return {{"input_features": found["input_features"][0], "labels": labels}}
         """,
     ),
 }
 """What the user has to complete, and the body of ``encode`` to begin with, by task."""
 
 
-def _filled_in_rows(task: str, file: DataFile | None) -> Rows:
+def _encoded_rows(task: str, file: DataFile | None) -> Rows:
     what, body = ENCODERS[task]
     column = quoted("text" if file is None or not file.is_text else file.column)
-    inner = body.format(column=column).strip("\n").rstrip().splitlines()
-    lines = ["", "", "def examples():", f'    """{FILL_IN}: {what}."""', "", "    def encode(rows):", *inner, ""]
-    labels = "LABELS" if task in ("token-classification", "image-classification") else ""
-    imports = _datasets(file)
-    if task == "image-classification":
-        imports = {"datasets": ("load_dataset",)}
-        lines += ['    data = load_dataset("imagefolder", data_dir="images", split="train")']
-        lines += ["    return data.with_transform(encode)"]
+    inner = dedent(body.format(column=column)).strip().splitlines()
+    before, labels, load = [], "", _load(file)
+    mapped = ["data = data.map(encode, batched=True, remove_columns=data.column_names)"]
+    if task == "token-classification":
+        before, labels = [f"LABELS = 2  # {FILL_IN}: the number of classes"], "LABELS"
+    elif task == "image-classification":
+        labels = 'data["train"].features["label"].num_classes'
+        load = ['data = datasets.load_dataset("imagefolder", data_dir="images", split="train")']
+        mapped = ["data = data.with_transform(encode)"]
     elif task == "speech-seq2seq":
-        imports = {"datasets": ("Audio", "load_dataset")}
-        lines += ['    data = load_dataset("audiofolder", data_dir="sounds", split="train")']
-        lines += ['    data = data.cast_column("audio", Audio(RATE))']
-        lines += ["    return data.map(encode, batched=True, remove_columns=data.column_names)"]
-    else:
-        lines += _load(file, "    ")
-        lines += ["    return data.map(encode, batched=True, remove_columns=data.column_names)"]
-    if task == "speech-seq2seq":
-        lines = ["RATE = processor.feature_extractor.sampling_rate", *lines]
-    if labels:
-        lines = [f"LABELS = 2  # {FILL_IN}: the number of classes", *lines]
-    return Rows([*lines, "", "", "data = examples()"], imports, labels=labels, to_fill_in=f"examples(): {what}")
+        before = ["RATE = processor.feature_extractor.sampling_rate"]
+        load = ['data = datasets.load_dataset("audiofolder", data_dir="sounds", split="train")']
+        load += ['data = data.cast_column("audio", datasets.Audio(RATE))']
+    row = "row" if task in BY_ROW else "rows"
+    if task in BY_ROW:
+        mapped = ["data = data.map(encode, remove_columns=data.column_names)"]
+    encode = ["", "", f"# {FILL_IN}: {what}", f"def encode({row}):", *(f"    {line}" for line in inner), "", ""]
+    lines = [*before, *encode, *load, *mapped, *_steps(SPLIT, reason=EVALUATION)]
+    return Rows(lines, labels=labels, to_fill_in=f"encode(): {what}")

@@ -2,7 +2,9 @@
 
 The arguments are those that ``Recipe.training_arguments`` sets on every machine (``stock_arguments``), the callbacks
 those of ``callbacks_of``, adapters and quantisation the options that ``Recipe.prepare_model`` and ``model_kwargs`` use.
-What a recipe does not say (learning rate, epochs, when to evaluate and save) has a usual value.
+What a recipe does not say (learning rate, epochs, when to evaluate and save) has a usual value. What equals stock's
+default is left out, and so is a callback with nothing to do: a script has 45 lines or fewer, about 50 with quantised
+weights or expandable segments.
 """
 
 from __future__ import annotations
@@ -10,18 +12,17 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-import transformers
+from transformers import TrainingArguments
 
-from hf_memopt import __version__
 from hf_memopt.binding.adapters import adapter_options
 from hf_memopt.binding.conflicts import refusal_of
-from hf_memopt.binding.model_tasks import HEADS
+from hf_memopt.binding.model_tasks import HEADS, NEW_HEADS
 from hf_memopt.binding.quantized_weights import quantization_options
-from hf_memopt.recipes.planning.script.code import COLUMNS, Argument, call, commented, quoted
-from hf_memopt.recipes.planning.script.rows import Rows, rows_of
+from hf_memopt.recipes.planning.script.code import COLUMNS, Argument, call, commented, quoted, together
+from hf_memopt.recipes.planning.script.rows import KNOWN, Rows, rows_of
 from hf_memopt.recipes.resolved_arguments import sixteen_bits_here, stock_arguments
 from hf_memopt.recipes.wired_trainer import callbacks_of
 
@@ -36,14 +37,14 @@ __all__ = ["ScriptFacts", "training_script"]
 LEARNING_RATES = {"lora": "2e-4", "causal-lm": "1e-5", "seq2seq": "1e-4", "speech-seq2seq": "1e-5"}
 LEARNING_RATE = "2e-5"  # of encoders
 EXPANDABLE = """\
-import sys
-
 import hf_memopt
 
-if sys.platform == "linux":  # no gaps between batches of many lengths
-    hf_memopt.use_expandable_segments()  # before the imports below start CUDA
+if __name__ == "__main__":  # before the imports below start CUDA
+    hf_memopt.use_expandable_segments()  # no gaps between batches of many lengths
 """
 """peft imports bitsandbytes, which asks for the GPU and so starts CUDA; an ``if`` may stand between imports (E402)."""
+NOT_REENTRANT = {"use_reentrant": False}
+"""What transformers 5.8.1 to 5.23.0 use where no options of checkpointing are given."""
 FIELDS = {  # the field of a Recipe that asks for a callback, whose reason is printed beside it
     "FreezeCallback": "freeze",
     "EmbeddingBitsCallback": "embedding_bits",
@@ -92,12 +93,14 @@ def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, str]:
     trainer = _trainer(recipe, facts, rows, precision)
     constants = [f"NAME = {quoted(facts.name)}"]
     if facts.seq_len is not None:
-        tokens = f"tokens of the longest row{facts.cut}"
-        constants = commented(f"NAME, LENGTH = {quoted(facts.name)}, {facts.seq_len}", tokens)
-    body = [*constants, "", *rows.lines, "", *model, "", *arguments, "", *trainer]
+        cut = f'CUT = {{"truncation": True, "max_length": {facts.seq_len}}}'
+        is_tokenised = facts.task in KNOWN and facts.file is not None and not facts.file.is_text
+        constants += commented(
+            f"LENGTH = {facts.seq_len}" if is_tokenised else cut, f"tokens of the longest row{facts.cut}"
+        )
     heading = [line for text in facts.heading for line in _comment(text)]
-    made_with = f"Made with hf-memopt {__version__} and transformers {transformers.__version__}."
-    lines = [*heading, *_comment(made_with), *_imports(recipe, facts, rows, precision), "", *body]
+    imports = _imports(recipe, facts, precision)
+    lines = [*heading, *imports, "", *constants, *rows.lines, "", *model, "", *arguments, *trainer]
     return "\n".join(lines) + "\n", rows.to_fill_in
 
 
@@ -112,25 +115,15 @@ def _comment(text: str) -> list[str]:
     )
 
 
-def _imports(recipe: Recipe, facts: ScriptFacts, rows: Rows, precision: str) -> list[str]:
-    names = {"transformers": {"Trainer", "TrainingArguments", HEADS[facts.task][0]}}
-    for module, more in rows.imports.items():
-        names.setdefault(module, set()).update(more)
-    if recipe.load_in is not None:
-        names["transformers"].add("BitsAndBytesConfig")
-        names |= {"accelerate": {"PartialState"}} if facts.world_size > 1 else {}
-    if recipe.lora is not None:
-        names["peft"] = {"LoraConfig", "get_peft_model"}
-    if facts.task == "speech-seq2seq":
-        names["hf_memopt.batching.collation.speech"] = {"SpeechCollator"}
-    lines = [*EXPANDABLE.splitlines(), ""] if recipe.expandable_segments else ["import hf_memopt"]
-    lines += ["import torch"] if precision in ("bf16", "tf32") else []
-    for module in sorted(names):
-        parts = sorted(names[module], key=lambda name: (name[0].islower(), name))
-        line = f"from {module} import {', '.join(parts)}"
-        exploded = [f"from {module} import (", *(f"    {part}," for part in parts), ")"]
-        lines += [line] if len(line) <= COLUMNS else exploded
-    return lines
+def _imports(recipe: Recipe, facts: ScriptFacts, precision: str) -> list[str]:
+    modules = {"datasets", "transformers"}
+    modules |= {"torch"} if precision in ("bf16", "tf32") else set()
+    modules |= {"peft"} if recipe.lora is not None else set()
+    modules |= {"accelerate"} if recipe.load_in is not None and facts.world_size > 1 else set()
+    modules |= set() if recipe.expandable_segments else {"hf_memopt"}
+    before = [*EXPANDABLE.splitlines(), ""] if recipe.expandable_segments else []
+    speech = ["from hf_memopt.batching.collation.speech import SpeechCollator"] * (facts.task == "speech-seq2seq")
+    return [*before, *(f"import {name}" for name in sorted(modules)), *speech]
 
 
 # ---- The model ------------------------------------------------------------------------------------------------------
@@ -139,38 +132,39 @@ def _imports(recipe: Recipe, facts: ScriptFacts, rows: Rows, precision: str) -> 
 def _model(recipe: Recipe, facts: ScriptFacts, rows: Rows) -> list[str]:
     quantised = recipe.load_in is not None and recipe.weights_dtype == "float32"
     dtype = sixteen_bits_here(recipe) if quantised else recipe.weights_dtype
-    arguments = [Argument("NAME"), Argument(f"dtype={quoted(dtype)}")]
+    arguments = ["NAME", f"dtype={quoted(dtype)}"]
     reason, lines = recipe.reason_of("weights_dtype"), []
     if recipe.weights_dtype == "float32":
         reason = f"float32: {reason}"
     if recipe.load_in is not None:
-        options = quantization_options(recipe.load_in, dtype, facts.task)
-        lines += call("quantization = BitsAndBytesConfig", _options(options), recipe.reason_of("load_in"))
-        arguments.append(Argument("quantization_config=quantization"))
+        options = _options(quantization_options(recipe.load_in, dtype, facts.task))
+        lines += call(
+            "quantization = transformers.BitsAndBytesConfig", [together(options)], recipe.reason_of("load_in")
+        )
+        arguments.append("quantization_config=quantization")
         reason = ""
     if recipe.load_in is not None and facts.world_size > 1:  # each process puts its quantised weights on its own GPU
-        arguments.append(Argument('device_map={"": PartialState().local_process_index}'))
+        arguments.append('device_map={"": accelerate.PartialState().local_process_index}')
     if recipe.attn_implementation != "sdpa":  # what stock chooses itself
-        arguments.append(Argument(f"attn_implementation={quoted(recipe.attn_implementation)}"))
+        arguments.append(f"attn_implementation={quoted(recipe.attn_implementation)}")
     if rows.labels:
-        arguments.append(Argument(f"num_labels={rows.labels}"))
+        arguments.append(f"num_labels={rows.labels}")
     if facts.task == "image-classification":
-        arguments.append(Argument("ignore_mismatched_sizes=True"))  # its head is a new one
-    lines += call(f"model = {HEADS[facts.task][0]}.from_pretrained", arguments, reason)
+        arguments.append("ignore_mismatched_sizes=True")  # its head is a new one
+    lines += call(f"model = transformers.{HEADS[facts.task][0]}.from_pretrained", [together(arguments)], reason)
     if recipe.lora is not None:
-        options = adapter_options(facts.task, recipe.lora, alpha=recipe.lora_alpha, targets=recipe.lora_targets)
-        lines += call("lora = LoraConfig", _options(options))
-        lines += call("model = get_peft_model", [Argument("model"), Argument("lora")])
+        options = _options(
+            adapter_options(facts.task, recipe.lora, alpha=recipe.lora_alpha, targets=recipe.lora_targets)
+        )
+        lines += call("model = peft.get_peft_model(model, peft.LoraConfig", [together(options)], end="))")
     if recipe.load_in is not None:
         reason = "what is trained in float32, the rest in 16 bits"
         lines += call("hf_memopt.prepare_quantized", [Argument("model")], reason)
     return lines
 
 
-def _options(options: Mapping[str, Any]) -> Iterator[Argument]:
-    for name, value in options.items():
-        if value is not None:
-            yield Argument(f"{name}={_literal(value)}")
+def _options(options: Mapping[str, Any]) -> Iterator[str]:
+    return (f"{name}={_literal(value)}" for name, value in options.items() if value is not None)
 
 
 def _literal(value: Any) -> str:
@@ -189,46 +183,47 @@ def _literal(value: Any) -> str:
 
 def _arguments(recipe: Recipe, facts: ScriptFacts, rows: Rows, precision: str) -> list[str]:
     rate = LEARNING_RATES.get("lora" if recipe.lora is not None else facts.task, LEARNING_RATE)
-    stock = stock_arguments(recipe)
+    stock = {name: value for name, value in stock_arguments(recipe).items() if value != _default(name)}
     steps, per_device = facts.accumulation_steps, recipe.per_device_train_batch_size
-    examples = steps * per_device * facts.world_size
-    found = [Argument(f"output_dir={quoted(facts.output_dir)}")]
-    if precision in ("bf16", "fp16"):
-        found.append(Argument(f"{precision}=True", "matrix products in 16 bits"))
+    batch = [f"per_device_train_batch_size={per_device}", f"gradient_accumulation_steps={steps}"]
+    kept = [quoted(facts.output_dir), 'eval_strategy="epoch"', 'save_strategy="epoch"', "save_total_limit=2"]
+    found = [
+        together(kept),
+        together([f"learning_rate={rate}", "num_train_epochs=3", "logging_steps=10"], "usual values"),
+        together(batch, f"{steps * per_device * facts.world_size} examples a step"),
+    ]
     if precision == "bf16":
-        found.append(Argument("use_cpu=not torch.accelerator.is_available()", "to try it without a GPU"))
-    if precision == "tf32":
+        found.append(together(["bf16=True", "use_cpu=not torch.accelerator.is_available()"], "products in 16 bits"))
+    elif precision == "fp16":
+        found.append(Argument("fp16=True", "products in 16 bits"))
+    elif precision == "tf32":
         found.append(Argument("tf32=torch.cuda.is_available()", recipe.reason_of("precision")))
-    found += [
-        Argument(f"learning_rate={rate}", "a usual value to begin with"),
-        Argument("num_train_epochs=3"),
-        Argument(f"per_device_train_batch_size={per_device}", recipe.reason_of("per_device_train_batch_size")),
-        Argument(f"gradient_accumulation_steps={steps}", f"{examples} examples a step"),
-    ]
-    of_evaluation = {"per_device_eval_batch_size", "eval_accumulation_steps"}
-    for name, value in stock.items():
-        if name not in of_evaluation and not (name == "dataloader_num_workers" and value == 0):
-            found.append(Argument(f"{name}={_literal(value)}", _reason_of(recipe, name)))
-    if rows.sorted and recipe.bucketing:
-        found.append(Argument('train_sampling_strategy="sequential"', "the bucketed view shuffles"))
-    found += [
-        Argument(f"{name}={stock[name]}", recipe.reason_of(name))
-        for name in sorted(of_evaluation, reverse=True)
-        if stock[name] is not None
-    ]
-    usual = ('eval_strategy="epoch"', 'save_strategy="epoch"', "save_total_limit=2", "logging_steps=10")
-    found += map(Argument, usual)
+    of_evaluation = [name for name in ("per_device_eval_batch_size", "eval_accumulation_steps") if name in stock]
+    found += _of_stock({name: value for name, value in stock.items() if name not in of_evaluation}, recipe)
+    if of_evaluation:
+        reason = recipe.reason_of(of_evaluation[0])
+        found.append(together([f"{name}={stock[name]}" for name in of_evaluation], reason))
     if facts.task == "image-classification":
-        found.append(Argument("remove_unused_columns=False", "the images are read by examples()"))
-    return call("args = TrainingArguments", found)
+        found.append(Argument("remove_unused_columns=False", "encode() reads the images"))
+    return call("args = transformers.TrainingArguments", found)
 
 
-def _reason_of(recipe: Recipe, name: str) -> str:
-    if name == "max_grad_norm":
-        return "released gradients have no norm of all of them to clip"
-    if name.endswith("_checkpointing"):
-        return recipe.reason_of("offload" if recipe.offload else "checkpointing")
-    return "" if name.endswith("_kwargs") else recipe.reason_of(name)
+def _default(name: str) -> Any:
+    """Return stock's default of an argument; of checkpointing's options what they are where none are given."""
+    if name.endswith("_checkpointing_kwargs"):
+        return NOT_REENTRANT
+    return next(item.default for item in fields(TrainingArguments) if item.name == name)
+
+
+def _of_stock(stock: Mapping[str, Any], recipe: Recipe) -> Iterator[Argument]:
+    checkpointing = [f"{name}={_literal(value)}" for name, value in stock.items() if "_checkpointing" in name]
+    for name, value in stock.items():
+        if name == "max_grad_norm":
+            yield Argument(f"{name}={value}", "released gradients have no norm of all of them to clip")
+        elif "_checkpointing" not in name:
+            yield Argument(f"{name}={_literal(value)}", recipe.reason_of(name))
+    if checkpointing:
+        yield together(checkpointing, recipe.reason_of("offload" if recipe.offload else "checkpointing"))
 
 
 # ---- The Trainer ----------------------------------------------------------------------------------------------------
@@ -239,12 +234,12 @@ def _trainer(recipe: Recipe, facts: ScriptFacts, rows: Rows, precision: str) -> 
     if rows.sorted and recipe.bucketing:
         options = [train, f"batch_size={recipe.per_device_train_batch_size}", *_padding(recipe)]
         train, test = f"hf_memopt.bucketed({', '.join(options)})", f"hf_memopt.sorted_by_length({test})"
-    found = [Argument("model=model"), Argument("args=args"), Argument(f"processing_class={rows.processor}")]
+    found = [together(["model=model", "args=args", f"processing_class={rows.processor}"])]
     collator = _collator(recipe, facts, rows)
     if collator:
-        found.append(Argument(f"data_collator={collator}", "pads a batch to its longest row" if rows.sorted else ""))
+        found.append(Argument(f"data_collator={collator}"))
     found += [
-        Argument(f"train_dataset={train}", "rows of like lengths together" if rows.sorted else ""),
+        Argument(f"train_dataset={train}", "little padding" if rows.sorted else ""),
         Argument(f"eval_dataset={test}"),
     ]
     optimizer = _optimizer(recipe)
@@ -253,11 +248,11 @@ def _trainer(recipe: Recipe, facts: ScriptFacts, rows: Rows, precision: str) -> 
     callbacks = [
         Argument(f"hf_memopt.{_source_of(one)}", _reason_of_callback(recipe, one))
         for one in callbacks_of(recipe, recipe.optim)
-        if not _is_refused(recipe, facts, precision, one)
+        if _has_work(recipe, facts, precision, one) and not _is_refused(recipe, facts, precision, one)
     ]
     found.append(Argument("callbacks=[", items=callbacks))
     save = call("trainer.save_model", [Argument(quoted(f"{facts.output_dir}/final"))])
-    return [*optimizer, *call("trainer = Trainer", found), "hf_memopt.attach(trainer).train()", *save]
+    return [*optimizer, *call("trainer = transformers.Trainer", found), "hf_memopt.attach(trainer).train()", *save]
 
 
 def _padding(recipe: Recipe) -> list[str]:
@@ -279,9 +274,7 @@ def _optimizer(recipe: Recipe) -> list[str]:
     given = [Argument("args"), Argument("model"), *rounding]
     if recipe.gradient_release:
         return call("optimizer = hf_memopt.released_optimizer", given, recipe.reason_of("gradient_release"))
-    if rounding:
-        return call("optimizer = hf_memopt.rounded_optimizer", given, recipe.reason_of("rounding"))
-    return []
+    return call("optimizer = hf_memopt.rounded_optimizer", given) if rounding else []
 
 
 def _source_of(callback: TrainerCallback) -> str:
@@ -299,9 +292,20 @@ def _source_of(callback: TrainerCallback) -> str:
 def _reason_of_callback(recipe: Recipe, callback: TrainerCallback) -> str:
     name = type(callback).__name__
     if name == "PrecisionCallback":
-        copies = "" if recipe.autocast_cache else ", without a 16-bit copy of each weight from forward to backward"
-        return f"updates in {'16 bits' if recipe.trains_16_bits else 'float32'}{copies}"
+        return "updates in float32" if recipe.autocast_cache else "no 16-bit copies are kept"
     return recipe.reason_of(FIELDS[name])
+
+
+def _has_work(recipe: Recipe, facts: ScriptFacts, precision: str, callback: TrainerCallback) -> bool:
+    """Return whether a callback changes anything.
+
+    ``PrecisionCallback`` has work under autocast alone: without its cache, or where PEFT leaves the copy of a new head,
+    which it trains whole, in the 16 bits of the model. Weights that are all trained are loaded in float32.
+    """
+    if type(callback).__name__ != "PrecisionCallback":
+        return True
+    has_new_head = recipe.lora is not None and facts.task in NEW_HEADS
+    return precision not in ("fp32", "tf32") and (not recipe.autocast_cache or has_new_head)
 
 
 def _is_refused(recipe: Recipe, facts: ScriptFacts, precision: str, callback: Any) -> bool:
