@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
     from hf_memopt.cli.doctor import Finding
 
@@ -90,6 +90,7 @@ def examine_launch(*, json_output: bool, timeout_seconds: float = TIMEOUT_SECOND
     """
     check_is_launched()
     from torch import distributed
+    from torch.distributed.distributed_c10d import PrefixStore
 
     from hf_memopt.cli.launch_problems import find_problems
 
@@ -99,7 +100,7 @@ def examine_launch(*, json_output: bool, timeout_seconds: float = TIMEOUT_SECOND
         _call_the_roll(store, rank, world_size, timeout_seconds)
         distributed.init_process_group(
             "gloo",
-            store=distributed.PrefixStore("memopt-gloo", store),
+            store=PrefixStore("memopt-gloo", store),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_seconds),
@@ -125,7 +126,7 @@ def examine_launch(*, json_output: bool, timeout_seconds: float = TIMEOUT_SECOND
 
 def _connect(rank: int, timeout_seconds: float) -> Store:
     """Return the store of the job, which torchrun's agent serves, else the first process."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not named in __all__
 
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return TCPStore(
@@ -139,7 +140,8 @@ def _connect(rank: int, timeout_seconds: float) -> Store:
 
 def _call_the_roll(store: Store, rank: int, world_size: int, timeout_seconds: float) -> None:
     """Wait until every process has answered, or raise an error that names those which have not."""
-    from torch.distributed import DistStoreError, PrefixStore
+    from torch.distributed import DistStoreError
+    from torch.distributed.distributed_c10d import PrefixStore
 
     roll = PrefixStore("memopt-roll", store)
     keys = {other: f"rank{other}" for other in range(world_size)}

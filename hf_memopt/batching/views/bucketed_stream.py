@@ -60,8 +60,11 @@ if TYPE_CHECKING:
 __all__ = ["BUFFER_EXAMPLES", "BucketedStream"]
 
 EPOCH, DROPPED, ITERATIONS = 0, 1, 2  # places in the shared memory
-ORDER = ("batch_size", "max_tokens", "boundaries", "buffer_examples", "seed", "world_size", "rank", "column")
-ORDER += ("pad_to_multiple_of", "too_long", "rows_per_turn")
+ORDER = (
+    *("batch_size", "max_tokens", "boundaries", "buffer_examples", "seed", "world_size", "rank", "column"),
+    *("pad_to_multiple_of", "too_long", "rows_per_turn"),
+)
+"""Everything that the order depends on, but the dataset and the epoch."""
 BUFFER_EXAMPLES = 8192
 
 

@@ -39,7 +39,7 @@ def keep_in_checkpoints(trainer: Trainer, stream: BucketedStream) -> UndoHandle:
         def train(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
             folder = resume_from_checkpoint if trainer.args.ignore_data_skip else None
             if folder is True:
-                folder = get_last_checkpoint(trainer.args.output_dir or "")
+                folder = get_last_checkpoint(trainer.args.output_dir or "")  # type: ignore[no-untyped-call]
             stream.load_state_dict(_saved_state(trainer, folder or None))
             try:
                 return before(resume_from_checkpoint, *args, **kwargs)
@@ -48,7 +48,10 @@ def keep_in_checkpoints(trainer: Trainer, stream: BucketedStream) -> UndoHandle:
 
         return train
 
-    return undo_all(UndoHandle(lambda: trainer.pop_callback(callback)), override_method(trainer, "train", going_on))
+    def remove() -> None:
+        trainer.pop_callback(callback)
+
+    return undo_all(UndoHandle(remove), override_method(trainer, "train", going_on))
 
 
 def _saved_state(trainer: Trainer, folder: str | os.PathLike[str] | None) -> Any:
@@ -61,8 +64,8 @@ def _saved_state(trainer: Trainer, folder: str | os.PathLike[str] | None) -> Any
     except (OSError, ValueError) as error:
         warnings.warn(
             f"{file} could not be read ({type(error).__name__}: {error}), so with ignore_data_skip=True the stream "
-            "starts over. To go on where the checkpoint stands, train with TrainingArguments(..., ignore_data_skip=False), "
-            "which reads again what was trained on",
+            "starts over. To go on where the checkpoint stands and read again what was trained on, train with "
+            "TrainingArguments(..., ignore_data_skip=False)",
             stacklevel=3,
         )
         return None

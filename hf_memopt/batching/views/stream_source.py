@@ -42,7 +42,7 @@ class StreamSource:
         if rank is not None and is_of_datasets:
             from datasets.distributed import split_dataset_by_node
 
-            dataset = split_dataset_by_node(dataset, rank=rank, world_size=world_size)  # type: ignore[type-var]
+            dataset = split_dataset_by_node(dataset, rank=rank, world_size=world_size)
         elif rank is not None:
             self._step, self._offset = world_size, rank
         self.dataset: Any = dataset
