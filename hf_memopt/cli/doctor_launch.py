@@ -73,8 +73,9 @@ def check_is_launched() -> None:
     missing = [name for name in NAMES if name not in os.environ]
     if missing:
         raise ValueError(
-            f"--launch compares the processes of a launched job, and {', '.join(missing)} is not set in the "
-            "environment; expected several processes. Run: torchrun --nproc_per_node=2 -m hf_memopt doctor --launch"
+            "--launch compares the processes of a launched job, and the environment has no "
+            f"{', '.join(missing)}; expected several processes. "
+            "Run: torchrun --nproc_per_node=2 -m hf_memopt doctor --launch"
         )
 
 

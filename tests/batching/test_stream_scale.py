@@ -15,6 +15,7 @@ from datasets import Dataset, load_dataset
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import slow_except
 from test_bucketed_stream import COUNT, Passes, Rows, arrow_stream, identity, make_stream, make_trainer, one_core
 
 import tiny
@@ -71,16 +72,21 @@ class Resumable(torch.utils.data.IterableDataset):
 SIZES = [{"batch_size": 4}, {"max_tokens": 96}]
 
 
-@pytest.mark.parametrize("rank", [None, 1])
-@pytest.mark.parametrize("sizes", SIZES, ids=["examples", "batches"])
+SOURCES = {
+    "plain": Rows,
+    "arrow": arrow_stream,
+    "resumable": lambda: Resumable(COUNT),
+    "numpy": lambda: arrow_stream().with_format("numpy"),
+}
+
+
 @pytest.mark.parametrize(
-    "source",
-    [Rows, lambda: arrow_stream(), lambda: Resumable(COUNT), lambda: arrow_stream().with_format("numpy")],
-    ids=["plain", "arrow", "resumable", "numpy"],
+    ("source", "sizes", "rank"),
+    slow_except([("resumable", SIZES[0], None), ("arrow", SIZES[1], 1)], itertools.product(SOURCES, SIZES, (None, 1))),
 )
 def test_a_stream_goes_on_from_any_state(source, sizes, rank) -> None:
     def stream() -> BucketedStream:
-        return BucketedStream(source(), buffer_examples=16, world_size=2, rank=rank, **sizes)
+        return BucketedStream(SOURCES[source](), buffer_examples=16, world_size=2, rank=rank, **sizes)
 
     def named(item: Any) -> Any:
         return [identity(row) for row in item] if "max_tokens" in sizes else identity(item)
@@ -279,8 +285,10 @@ def test_two_processes_train_on_their_shares_and_resume_exactly(tmp_path) -> Non
     for rank in (one, other):
         assert (rank["rest"], rank["difference"]) == (rank["seen"][7:], 0.0)
         assert [len(batch) for batch in rank["seen"]] == [2] * 14
-    both = [{i for batch in rank["seen"][:9] for i in batch} for rank in (one, other)]  # 18 of 19 in the first pass
-    assert [len(found) for found in both] == [18, 18]
+    both = [
+        {i for batch in rank["seen"][:8] for i in batch} for rank in (one, other)
+    ]  # 16 of 19: the others fill no batch
+    assert [len(found) for found in both] == [16, 16]
     assert not both[0] & both[1]
 
 
