@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from hf_memopt.cli.doctor import Finding
 
-__all__ = ["SLOW_NCCL", "LaunchedProcess", "examine_launch", "processes_table"]
+__all__ = ["LaunchedProcess", "examine_launch", "processes_table"]
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, accelerate and other launchers set in each process."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from hf_memopt.cli.doctor import Finding
-from hf_memopt.cli.doctor_launch import SLOW_NCCL, LaunchedProcess
+
+if TYPE_CHECKING:
+    from hf_memopt.cli.doctor_launch import LaunchedProcess
 
 __all__ = ["find_problems"]
 
@@ -73,7 +76,7 @@ def _communication(processes: Sequence[LaunchedProcess]) -> Iterator[Finding]:
         advice = "unset ACCELERATE_USE_CPU, or use_cpu in the configuration of accelerate"
         found = f"{_ranks(on_gloo)} would train on the CPU with gloo beside visible GPUs"
         yield Finding("backend", "error", found, advice)
-    for name in SLOW_NCCL:
+    for name in sorted({name for process in processes for name in process.slow_nccl}):
         ranks = [process.rank for process in processes if process.backend == "nccl" and name in process.slow_nccl]
         if ranks:
             yield Finding("NCCL", "warning", f"{name} is set on {_ranks(ranks)}: slower", f"unset {name}")
