@@ -76,8 +76,9 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
     the same number of rows; ``BucketedCollator`` flattens them. Every example of a pass is handed out exactly once;
     what fills no group at the end of a pass opens the next one. The stream ends after a pass that brought no example.
 
-    A Trainer needs ``max_steps`` and ``attach(trainer)``; a resumed run reads again what it skips. In its log a sample
-    of a ``max_tokens=`` stream is a batch.
+    A Trainer needs ``max_steps`` and ``attach(trainer)``. A resumed run reads again what it skips; with
+    ``ignore_data_skip=True`` it goes on where the checkpoint stands. In its log a sample of a ``max_tokens=`` stream is
+    a batch.
 
     Args:
         dataset: a ``datasets.IterableDataset``, a torch ``IterableDataset`` or any iterable of dicts that starts over
