@@ -136,8 +136,8 @@ def stream_scale() -> str:
     note = (
         f"Padded tokens of the fullest process over the mean, {figures['steps']} steps. A process holds "
         f'{held["list"]:.0f} MiB of lists, or {held["numpy"]:.0f} MiB of numpy arrays (`.with_format("numpy")`). A '
-        f"state has {max(one['state_bytes'] for one in figures['resume'])} bytes; to the next batch {resumed}. "
-        f"On {MACHINE}."
+        f"state has {max(one['state_bytes'] for one in figures['resume'])} bytes; to the next batch {resumed}, "
+        f"part of which the generated source takes to skip to its place in a shard. On {MACHINE}."
     )
     return "\n".join([*lines, "", note])
 

@@ -166,6 +166,29 @@ def test_a_shuffle_buffer_of_datasets_is_read_again_and_not_lost() -> None:
         assert (stream.state_dict()["place"]["dataset"] is not None) is exact
 
 
+@one_core
+def test_each_worker_has_a_state_of_its_own_as_torchdata_asks_for() -> None:
+    """``StatefulDataLoader`` (torchdata 0.11) takes and loads the states of the datasets of its workers."""
+
+    def loader(states: list[Any] | None) -> torch.utils.data.DataLoader[Any]:
+        def load(worker: int) -> None:
+            if states is not None:
+                torch.utils.data.get_worker_info().dataset.load_state_dict(states[worker])
+
+        stream = BucketedStream(arrow_stream(), batch_size=4, buffer_examples=16, rank=0, world_size=2)
+
+        def with_state(items: list[Any]) -> tuple[list[int], Any]:
+            return [identity(row) for row in items], torch.utils.data.get_worker_info().dataset.state_dict()
+
+        return torch.utils.data.DataLoader(
+            stream, batch_size=4, num_workers=2, collate_fn=with_state, worker_init_fn=load
+        )
+
+    read = list(itertools.islice(loader(None), 20))
+    rest = list(itertools.islice(loader([read[8][1], read[9][1]]), 10))
+    assert [batch for batch, _ in rest] == [batch for batch, _ in read[10:]]
+
+
 FEW = [
     {"settings": {"batch_size": 4}, "workers": 2, "workers_then": 1, "count": 40, "stop": 21},
     {"settings": {"max_tokens": 128}, "workers": 0, "count": 60, "stop": 31},

@@ -5,8 +5,8 @@ are handed out in random order while the stream fills the gaps with the next one
 length, lengths do not come in waves, and memory is that of ``buffer_examples`` examples whatever the stream. No
 boundaries need to be learnt beforehand, and a stream whose lengths drift is followed.
 
-Trade: of 1e5 lognormal lengths (median 60, at most 512) with ``max_tokens=8192``, the share of real tokens is .85, .92,
-.94 and .96 with 1024, 4096, 8192 and 32768 examples held, which are read before the first step
+Trade: of 1e5 lognormal lengths (median 60, at most 512) with ``max_tokens=8192``, the share of real tokens is .85, .93,
+.94 and .95 with 1024, 4096, 8192 and 32768 examples held, which are read before the first step
 (benchmarks/streaming.py).
 
 The order is a pure function of the stream, the seed, the sizes and the number of processes, whatever the number of
@@ -317,6 +317,9 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Let each iteration from now on go on where the stream of a state stood; None: from the beginning.
+
+        An attached Trainer does so itself: a run begins at the beginning, or with ``ignore_data_skip=True`` where the
+        checkpoint stands that it resumes from.
 
         Raises:
             ValueError: missing or unknown keys, or a state of other settings; the stream stays as it was.
