@@ -39,6 +39,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "batching-table": trainings.batching_table,
     "batching-collation": trainings.batching_collation,
     "batching-end-to-end": trainings.batching_end_to_end,
+    "stream-scale": trainings.stream_scale,
     "microbatch": trainings.microbatch,
     "checkpointing": trainings.checkpointing,
     "resume": trainings.resume,

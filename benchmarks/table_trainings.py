@@ -119,6 +119,29 @@ def batching_collation() -> str:
     return "\n".join(lines)
 
 
+def stream_scale() -> str:
+    """Return what a stream shared by many processes costs each, from the last run of ``benchmarks/stream_scale.py``."""
+    figures = last_row("stream_scale")["figures"]
+    lines = [
+        f"| {figures['examples'] / 1e9:g} billion examples, {figures['ranks']} processes | fullest over mean | of the "
+        "worst step | if each drew for itself | CPU seconds to the first batch | CPU ms of a batch |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, of_mode in figures["modes"].items():
+        ratios = ("straggler_ratio", "straggler_ratio_worst", "straggler_ratio_of_independent_draws")
+        cells = [*(f"{of_mode[key]:.3f}" for key in ratios), f"{of_mode['first_batch_seconds']:.2f}"]
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {of_mode['milliseconds_per_batch']:.2f} |")
+    held = {kind: size / 2**20 for kind, size in figures["held_bytes"].items()}
+    resumed = ", ".join(f"{one['seconds']:.2f} s after {one['steps']:,} batches" for one in figures["resume"])
+    note = (
+        f"Padded tokens of the fullest process over the mean, {figures['steps']} steps. A process holds "
+        f'{held["list"]:.0f} MiB of lists, or {held["numpy"]:.0f} MiB of numpy arrays (`.with_format("numpy")`). A '
+        f"state has {max(one['state_bytes'] for one in figures['resume'])} bytes; to the next batch {resumed}, "
+        f"part of which the generated source takes to skip to its place in a shard. On {MACHINE}."
+    )
+    return "\n".join([*lines, "", note])
+
+
 def batching_end_to_end() -> str:
     """Return the demo's task with four ways of batching, from the last run of ``benchmarks/batching.py``."""
     from batching_end_to_end import TITLES

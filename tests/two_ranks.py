@@ -1,4 +1,4 @@
-"""Run a program as the two processes of one gloo run, as torchrun would, and read what each of them found."""
+"""Run a program as the processes of one gloo run, as torchrun would, and read what each of them found."""
 
 from __future__ import annotations
 
@@ -16,26 +16,30 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch", "transformers.trainer", "datasets", "bitsandbytes", "peft"])
 
 
-def run_pair(folder: Path, *command: str, timeout_seconds: int = 300) -> list[Any]:
-    """Run ``python command`` twice side by side; return the JSON that each rank wrote to ``folder/rank<rank>.json``."""
+def run_pair(folder: Path, *command: str, timeout_seconds: int = 300, ranks: int = 2) -> list[Any]:
+    """Run ``python command`` once for each rank, side by side.
+
+    Returns:
+        The JSON that each rank wrote to ``folder/rank<rank>.json``.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     shared |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    logs = [folder / f"rank{rank}.log" for rank in range(2)]
-    ranks = []
+    logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
+    processes = []
     for rank, log in enumerate(logs):
         environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(_SERVER.Process(target=_run, args=(environment, command, log)))
-        ranks[-1].start()
-    for process in ranks:
+        processes.append(_SERVER.Process(target=_run, args=(environment, command, log)))
+        processes[-1].start()
+    for process in processes:
         process.join(timeout_seconds)
         if process.is_alive():
             process.kill()
-    assert [process.exitcode for process in ranks] == [0, 0], [log.read_text() for log in logs]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert [process.exitcode for process in processes] == [0] * ranks, [log.read_text() for log in logs]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def _run(environment: dict[str, str], command: tuple[str, ...], log: Path) -> None:

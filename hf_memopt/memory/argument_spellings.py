@@ -22,7 +22,6 @@ REFUSED = {
     "torch_compile": "what the compiler fuses and saves is decided on the GPU",
     "use_liger_kernel": "its Triton kernels do not run without a GPU",
     "deepspeed": "sharding over processes is not simulated",
-    "fsdp": "sharding over processes is not simulated",
     "neftune_noise_alpha": "its noise on the embeddings is not simulated",
     "use_cache": "a key-value cache in training is not simulated",
 }
@@ -38,6 +37,8 @@ _INSTEAD = {
     "max_seq_length": "Pass seq_len=512 to estimate()",
     "batch_size": "Pass batch_size=8 to estimate()",
     "preset": "Pass recipe=hf_memopt.recipe('4gb-gpu') to estimate()",
+    "fsdp": "Pass world_size=2, strategy='fsdp2'",
+    "fsdp_config": "Pass world_size=2, strategy='fsdp2'",
 }
 """Names from elsewhere that people know, with what to pass instead."""
 

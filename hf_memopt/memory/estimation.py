@@ -186,11 +186,12 @@ def estimate_from_arguments(
             the default of ``estimate``. Every batch counts as long as the longest example; ``estimate(lengths=)`` takes
             those of the batches in order.
         gpu: as for ``estimate``.
-        overrides: fields of ``StepSettings`` that the arguments do not have; ``task`` and ``labels_length``.
+        overrides: fields of ``StepSettings`` that the arguments do not have, such as ``world_size``, which ``fsdp``
+            needs; ``task`` and ``labels_length``.
 
     Raises:
-        NotEstimableError: the arguments ask for something that is not simulated: compilation, Liger kernels, sharding,
-            NEFTune, a key-value cache in training, metrics that get the inputs.
+        NotEstimableError: the arguments ask for something that is not simulated: compilation, Liger kernels, DeepSpeed,
+            FSDP but FSDP2 that shards all, NEFTune, a key-value cache in training, metrics that get the inputs.
         ValueError, TypeError: as ``estimate`` does; ``lengths`` is empty.
     """
     refuse_arguments(args)
@@ -205,7 +206,7 @@ def estimate_from_arguments(
         longest = int(values.max())
     of_model = {name: overrides.pop(name) for name in ("task", "labels_length") if name in overrides}
     found_gpu = current_gpu() if gpu is None else find_gpu(gpu)
-    settings = settings_of_arguments(args).replace(**overrides)
+    settings = settings_of_arguments(args, overrides.get("world_size")).replace(**overrides)
     if settings.eval_batch_size is not None and "inputs" in args.include_for_metrics:
         raise NotEstimableError(
             f"not estimable: include_for_metrics={args.include_for_metrics!r}: inputs that are gathered on the GPU "

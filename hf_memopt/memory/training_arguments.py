@@ -23,8 +23,8 @@ def refuse_arguments(args: TrainingArguments) -> None:
             raise NotEstimableError(f"not estimable: {name}={value!r}: {reason}")
 
 
-def settings_of_arguments(args: TrainingArguments) -> StepSettings:
-    """Return the settings that affect the memory of a step."""
+def settings_of_arguments(args: TrainingArguments, world_size: int | None = None) -> StepSettings:
+    """Return the settings that affect the memory of a step; ``world_size`` is the caller's, which no argument has."""
     checkpointing, options = compat.checkpointing_of(args)
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "tf32" if args.tf32 else "fp32"
@@ -45,6 +45,7 @@ def settings_of_arguments(args: TrainingArguments) -> StepSettings:
         batch_eval_metrics=args.batch_eval_metrics,
         torch_empty_cache_steps=args.torch_empty_cache_steps,
         **_generation(args),
+        **_sharding(args, world_size),
     )
 
 
@@ -65,11 +66,47 @@ def _generation(args: TrainingArguments) -> dict[str, Any]:
     }
 
 
+def _sharding(args: TrainingArguments, world_size: int | None) -> dict[str, Any]:
+    """Return what ``fsdp`` and ``fsdp_config`` say; nothing without them."""
+    if not args.fsdp:
+        return {} if world_size is None else {"world_size": world_size}
+    plugin: dict[str, Any] = getattr(args, "fsdp_plugin_args", None) or {}
+    expected = {
+        "fsdp_version": ("version", 2),
+        "auto_wrap_policy": ("auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+        "reshard_after_forward": ("reshard_after_forward", True),
+        "activation_checkpointing": ("activation_checkpointing", False),
+    }
+    for name, (key, simulated) in expected.items():
+        value = plugin.get(name, None if name == "fsdp_version" else simulated)
+        if value != simulated:
+            instead = "checkpointing as TrainingArguments have it" if "checkpointing" in key else "FSDP2, full shard"
+            raise NotEstimableError(
+                f"not estimable: fsdp={args.fsdp!r} with fsdp_config[{key!r}]={value!r}; expected {instead}. "
+                f"Pass TrainingArguments(..., fsdp=True, fsdp_config={{{key!r}: {simulated!r}}})"
+            )
+    processes = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    if processes == 1:
+        raise NotEstimableError(
+            f"not estimable: fsdp={args.fsdp!r} shards over a number of processes that TrainingArguments do not have; "
+            "expected 2 or more. Pass estimate_from_arguments(..., world_size=2)"
+        )
+    return {"world_size": processes, "strategy": "fsdp2", "offload": bool(plugin.get("cpu_offload"))}
+
+
 def notes_of_arguments(args: TrainingArguments) -> tuple[str, ...]:
     """Return notes about arguments that have no effect here, though a reader may expect one."""
+    notes = []
     name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval" if args.fp16_full_eval else None
-    if name is None:
-        return ()
-    return (
-        f"{name} changes nothing while training: the Trainer casts the weights only in an evaluate() outside train()",
-    )
+    if name is not None:
+        notes.append(
+            f"{name} changes nothing while training: the Trainer casts the weights only in an evaluate() outside "
+            "train()"
+        )
+    layers = (getattr(args, "fsdp_plugin_args", None) or {}).get("transformer_cls_names_to_wrap")
+    if args.fsdp and layers:
+        notes.append(
+            f"fsdp_config['transformer_layer_cls_to_wrap']={layers!r} is not read: the layers that the model's class "
+            "names are wrapped (_no_split_modules)"
+        )
+    return tuple(notes)

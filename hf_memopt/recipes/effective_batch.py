@@ -79,9 +79,11 @@ def largest_divisor(number: int, most: int) -> int:
 
 def _share(effective: int, divisor: int, name: str, value: int, processes: int) -> int:
     if effective % divisor != 0:
+        fitting = f"effective_batch_size={divisor * max(1, round(effective / divisor))}"
+        action = f"Call recipe.replace({fitting}).distributed(...)" if name == "world_size" else f"Pass {fitting}"
         raise ValueError(
             f"{name}={value} on {_named(processes)} does not divide the effective batch of {effective}; expected a "
-            f"divisor. Pass effective_batch_size={divisor * max(1, round(effective / divisor))}"
+            f"divisor. {action}"
         )
     return effective // divisor
 

@@ -222,6 +222,7 @@ class Recipe:
             TypeError: an override that TrainingArguments does not have (a name of 4.x: the message says the new one).
             ValueError: a batch that does not divide the effective batch, or a precision the machine cannot train in.
             NotADirectoryError: ``output_dir`` is a file.
+            ModuleNotFoundError: ``deepspeed=`` without the package.
             RuntimeError: several GPUs in one process, where stock would enter ``torch.nn.DataParallel`` and multiply
                 the effective batch by their number; the message has the command to launch.
         """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
@@ -28,6 +30,7 @@ def resolve_arguments(
     from hf_memopt.recipes.trainer_inputs import check_argument_names
 
     check_argument_names(overrides)
+    _check_deepspeed(overrides)
     use_cpu = bool(overrides.get("use_cpu", False))
     on_cpu = use_cpu or accelerator_type() == "cpu"
     arguments = stock_arguments(recipe)
@@ -74,6 +77,16 @@ def stock_arguments(recipe: Recipe) -> dict[str, Any]:
     if recipe.checkpointing:
         arguments |= versions.checkpointing_arguments(**recipe.checkpointing_options())
     return arguments
+
+
+def _check_deepspeed(overrides: Mapping[str, Any]) -> None:
+    """Raise before the processes meet; stock's own error names a distribution of transformers."""
+    if overrides.get("deepspeed") is not None and find_spec("deepspeed") is None:
+        shown = reprlib.repr(overrides["deepspeed"])
+        raise ModuleNotFoundError(
+            f"deepspeed={shown} needs the package deepspeed, which is not installed; expected it on every host. "
+            "Call: pip install deepspeed, or recipe.distributed(world_size, strategy='fsdp2')"
+        )
 
 
 def _check_checkpointing(recipe: Recipe, on_cpu: bool) -> None:

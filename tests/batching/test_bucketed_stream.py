@@ -238,7 +238,7 @@ def test_no_length_waits_longer_than_others(sizes):
 
 
 def test_boundaries_set_the_rows_and_the_width_of_a_batch():
-    stream = BucketedStream(Rows(), max_tokens=96, boundaries=[9, 24], buffer_examples=20)
+    stream = BucketedStream(Rows(), max_tokens=96, boundaries=[9, 24], buffer_examples=COUNT)
     seen = list(itertools.islice(stream, 30))
     for batch in seen:
         longest = max(len(row["input_ids"]) for row in batch)
@@ -580,7 +580,7 @@ def test_two_processes_read_the_stream_between_them_and_resume_exactly(names, tm
         together = [i for pair in seen for batch in pair for i in batch]
         stream = make_stream(**of_stream, world_size=2)
         if stream.batch_size is not None:
-            stream._rows_per_turn = settings.get("per_device_train_batch_size", 4)
+            stream.rows_per_turn = settings.get("per_device_train_batch_size", 4)
         alone = itertools.islice(stream, len(together) if stream.batch_size else 28)
         assert together == [i for item in alone for i in np.ravel(identities([item])).tolist()], name
         counts = Counter(together)

@@ -998,7 +998,6 @@ def test_overrides_beat_the_arguments(tmp_path: Any) -> None:
         ("torch_compile", True, "torch_compile=True: what the compiler fuses and saves is decided on the GPU"),
         ("use_liger_kernel", True, "use_liger_kernel=True: its Triton kernels do not run without a GPU"),
         ("deepspeed", "zero2.json", "deepspeed='zero2.json': sharding over processes is not simulated"),
-        ("fsdp", "full_shard", "fsdp='full_shard': sharding over processes is not simulated"),
         ("use_cache", True, "use_cache=True: a key-value cache in training is not simulated"),
         ("neftune_noise_alpha", 5.0, "neftune_noise_alpha=5.0: its noise on the embeddings is not simulated"),
     ],
@@ -1009,6 +1008,70 @@ def test_arguments_that_are_not_simulated(tmp_path: Any, name: str, value: Any, 
     with pytest.raises(NotEstimableError) as error:
         estimate_from_arguments(tiny.bert_config(), args, 8)
     assert str(error.value) == f"not estimable: {message}"
+
+
+def sharded_arguments(folder: Any, **config: Any) -> Any:
+    made = compat.fsdp_arguments(offload=False)
+    return tiny.arguments(folder, bf16=True, **{**made, "fsdp_config": {**made["fsdp_config"], **config}})
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_fsdp_arguments_are_the_sharded_estimate(tmp_path: Any, offload: bool) -> None:
+    config, sharded = tiny.bert_config(), {"world_size": 2, "strategy": "fsdp2", "offload": offload}
+    args = tiny.arguments(tmp_path, bf16=True, optim="adamw_torch", **compat.fsdp_arguments(offload=offload))
+    found = estimate_from_arguments(config, args, 8, task="sequence-classification", world_size=2)
+    sizes = {"batch_size": args.per_device_train_batch_size, "seq_len": 8, "task": "sequence-classification"}
+    expected = estimate(config, bf16=True, optim="adamw_torch", **sizes, **sharded)
+    assert {name: getattr(found.settings, name) for name in sharded} == sharded
+    assert (found.peak_reserved_bytes, found.components) == (expected.peak_reserved_bytes, expected.components)
+    of_rank = estimate_from_arguments(config, args, 8, task="sequence-classification", world_size=4)
+    assert of_rank.peak_allocated_bytes < found.peak_allocated_bytes or offload
+
+
+def test_layers_that_fsdp_arguments_name_are_a_note(tmp_path: Any) -> None:
+    args = sharded_arguments(tmp_path, transformer_layer_cls_to_wrap=["BertLayer"])
+    found = estimate_from_arguments(tiny.bert_config(), args, 8, task="sequence-classification", world_size=2)
+    assert found.notes[-1] == (
+        "fsdp_config['transformer_layer_cls_to_wrap']='BertLayer' is not read: the layers that the model's class names "
+        "are wrapped (_no_split_modules)"
+    )
+
+
+FSDP_REFUSED = {
+    "no number of processes": (
+        {},
+        None,
+        "shards over a number of processes that TrainingArguments do not have; expected 2 or more. Pass "
+        "estimate_from_arguments(..., world_size=2)",
+    ),
+    "not resharded": (
+        {"reshard_after_forward": False},
+        2,
+        "with fsdp_config['reshard_after_forward']=False; expected FSDP2, full shard. Pass TrainingArguments(..., "
+        "fsdp=True, fsdp_config={'reshard_after_forward': True})",
+    ),
+    "by size": (
+        {"auto_wrap_policy": "SIZE_BASED_WRAP"},
+        2,
+        "with fsdp_config['auto_wrap_policy']='SIZE_BASED_WRAP'; expected FSDP2, full shard. Pass "
+        "TrainingArguments(..., fsdp=True, fsdp_config={'auto_wrap_policy': 'TRANSFORMER_BASED_WRAP'})",
+    ),
+    "its own checkpointing": (
+        {"activation_checkpointing": True},
+        2,
+        "with fsdp_config['activation_checkpointing']=True; expected checkpointing as TrainingArguments have it. Pass "
+        "TrainingArguments(..., fsdp=True, fsdp_config={'activation_checkpointing': False})",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "world_size", "message"), FSDP_REFUSED.values(), ids=FSDP_REFUSED)
+def test_fsdp_arguments_that_are_not_simulated(tmp_path: Any, config: Any, world_size: Any, message: str) -> None:
+    args = sharded_arguments(tmp_path, **config)
+    overrides = {} if world_size is None else {"world_size": world_size}
+    with pytest.raises(NotEstimableError) as error:
+        estimate_from_arguments(tiny.bert_config(), args, 8, **overrides)
+    assert str(error.value) == f"not estimable: fsdp={args.fsdp!r} {message}"
 
 
 def test_inputs_for_metrics_are_not_simulated(tmp_path: Any) -> None:

@@ -13,6 +13,7 @@ from hf_memopt.plain_data import Count, CountOrZero, check_value
 __all__ = [
     "check_batch_limits",
     "check_counts",
+    "check_rank",
     "check_seed",
     "check_too_long",
     "checked_boundaries",
@@ -124,6 +125,15 @@ def checked_position(position: Any, size: int, item: str = "an example") -> int:
 def check_seed(seed: Any, name: str = "seed") -> None:
     """Raise ValueError unless ``seed`` is an integer that keys a Philox generator."""
     check_value(name, _plain(seed), CountOrZero, example=0)
+
+
+def check_rank(rank: Any, world_size: int) -> None:
+    """Raise ValueError unless ``rank`` is None or one of ``world_size`` processes."""
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size):
+        raise ValueError(
+            f"rank={rank!r} is out of range; expected None or 0 to world_size - 1 = {world_size - 1}. "
+            f"Pass rank=0, world_size={world_size}"
+        )
 
 
 def check_too_long(too_long: Any) -> None:

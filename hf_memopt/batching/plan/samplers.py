@@ -16,7 +16,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from hf_memopt.batching.plan.buckets import LengthBuckets, PlanDiagnostics
-from hf_memopt.batching.plan.checks import check_seed
+from hf_memopt.batching.plan.checks import check_rank, check_seed
 
 __all__ = ["LengthBucketedBatchSampler", "LengthBucketedSampler"]
 
@@ -59,11 +59,7 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
         )
         self.batch_size = batch_size  # Accelerate reads it; None says that batches differ
         self.drop_last = False
-        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size):
-            raise ValueError(
-                f"rank={rank!r} is out of range; expected None or 0 to world_size - 1 = {world_size - 1}. "
-                f"Pass rank=0, world_size={world_size}"
-            )
+        check_rank(rank, world_size)
         self.rank = rank
         self.epoch = 0
         self._position = 0  # items handed out in this epoch

@@ -1,26 +1,27 @@
 """Bucketing a stream: an ``IterableDataset`` of unknown length, through one bounded buffer.
 
-The buffer is kept sorted by padded length. Once it is full it is cut, from the longest example downwards, into groups
-(a batch for each process); one of them is drawn at random and handed out, and the stream fills the gap. So a batch
-holds neighbours in length, every group has the same chance at every draw (no length waits for ever, and lengths do not
-come in waves), and memory is that of ``buffer_examples`` examples whatever the stream. No boundaries need to be learnt
-beforehand, and a stream whose lengths drift is followed.
+As many examples as the buffer holds are sorted by padded length and cut into groups (a batch for each process), which
+are handed out in random order while the stream fills the gaps with the next ones. So a batch holds neighbours in
+length, lengths do not come in waves, and memory is that of ``buffer_examples`` examples whatever the stream. No
+boundaries need to be learnt beforehand, and a stream whose lengths drift is followed.
 
-Trade: of 1e5 lognormal lengths (median 60, at most 512) with ``max_tokens=8192``, the share of real tokens is .85, .92,
-.94 and .96 with 1024, 4096, 8192 and 32768 examples held, which are read before the first step
+Trade: of 1e5 lognormal lengths (median 60, at most 512) with ``max_tokens=8192``, the share of real tokens is .85, .93,
+.94 and .95 with 1024, 4096, 8192 and 32768 examples held, which are read before the first step
 (benchmarks/streaming.py).
 
 The order is a pure function of the stream, the seed, the sizes and the number of processes, whatever the number of
-workers: every process and every DataLoader worker reads the whole stream and hands out its own share of the batches.
-One worker is enough to read ahead of the training; more of them share the collation, not the reading.
+workers. Without ``rank`` every process reads the whole stream and hands out its own share of the batches, so that the
+batches of one step are neighbours in length; with it a process reads and holds its own share alone, and the processes
+draw by the same random numbers, so that the batches of one step are of about the same length. Every DataLoader worker
+reads what its process reads: one is enough to read ahead of the training, more share the collation, not the reading.
+
+The state is the place in the stream where the examples held now began to be read, and how many batches were handed out
+since: a few hundred bytes, and to resume reads twice the buffer at most, however long the run was.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
-import reprlib
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -29,30 +30,41 @@ import torch
 from numpy.typing import ArrayLike
 from torch.utils.data import get_worker_info
 
-from hf_memopt.batching.collation.columns import round_up
 from hf_memopt.batching.collation.rows import RowBatch
 from hf_memopt.batching.plan.checks import (
     check_batch_limits,
     check_counts,
+    check_rank,
     check_seed,
     check_too_long,
     checked_boundaries,
 )
-from hf_memopt.batching.plan.lengths import are_token_ids
-from hf_memopt.batching.plan.stream_buffer import Entry, StreamBuffer
+from hf_memopt.batching.plan.stream_buffer import Entry, cut_groups
 from hf_memopt.batching.views.descriptions import DescribedByDataset
-from hf_memopt.batching.views.trainer_checks import check_per_device, check_world_size_of_run, take_seed
+from hf_memopt.batching.views.stream_pass import StreamPass, random_numbers
+from hf_memopt.batching.views.stream_places import Place, SharedPlaces, check_state
+from hf_memopt.batching.views.stream_source import StreamSource, check_source
+from hf_memopt.batching.views.trainer_checks import (
+    check_per_device,
+    check_rank_of_run,
+    check_world_size_of_run,
+    take_seed,
+)
 from hf_memopt.binding.handles import UndoHandle, set_attribute, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
-from hf_memopt.errors import did_you_mean
-from hf_memopt.plain_data import check_value
+from hf_memopt.plain_data import CountOrZero, check_value
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 __all__ = ["BUFFER_EXAMPLES", "BucketedStream"]
 
-EPOCH, DROPPED = 0, 1  # places in the shared memory
+EPOCH, DROPPED, ITERATIONS = 0, 1, 2  # places in the shared memory
+ORDER = (
+    *("batch_size", "max_tokens", "boundaries", "buffer_examples", "seed", "world_size", "rank", "column"),
+    *("pad_to_multiple_of", "too_long", "rows_per_turn"),
+)
+"""Everything that the order depends on, but the dataset and the epoch."""
 BUFFER_EXAMPLES = 8192
 
 
@@ -64,8 +76,9 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
     the same number of rows; ``BucketedCollator`` flattens them. Every example of a pass is handed out exactly once;
     what fills no group at the end of a pass opens the next one. The stream ends after a pass that brought no example.
 
-    A Trainer needs ``max_steps`` and ``attach(trainer)``; a resumed run reads again what it skips. In its log a sample
-    of a ``max_tokens=`` stream is a batch.
+    A Trainer needs ``max_steps`` and ``attach(trainer)``. A resumed run reads again what it skips; with
+    ``ignore_data_skip=True`` it goes on where the checkpoint stands. In its log a sample of a ``max_tokens=`` stream is
+    a batch.
 
     Args:
         dataset: a ``datasets.IterableDataset``, a torch ``IterableDataset`` or any iterable of dicts that starts over
@@ -79,6 +92,8 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
             out. More of them pad less: 100 batches for each process are a good measure.
         seed: together with the number of the pass it fixes the order.
         world_size: processes that read side by side.
+        rank: the process that this is, to read its share alone; ``buffer_examples`` are then of that share. Its passes
+            may be longer than another's, if its shards are.
         column: the column whose length counts.
         pad_to_multiple_of: as in the collator.
         too_long: what to do with an example that fits into no batch: raise, or drop it and count it in ``dropped``.
@@ -109,24 +124,30 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         buffer_examples: int = BUFFER_EXAMPLES,
         seed: int = 0,
         world_size: int = 1,
+        rank: int | None = None,
         column: str = "input_ids",
         pad_to_multiple_of: int = 8,
         too_long: Literal["error", "drop"] = "error",
     ) -> None:
         check_batch_limits(batch_size, max_tokens)
-        _check_source(dataset)
+        check_source(dataset)
         self.dataset, self.batch_size, self.max_tokens = dataset, batch_size, max_tokens
-        self.buffer_examples, self.seed, self.world_size = buffer_examples, seed, world_size
+        self.buffer_examples, self.seed, self.world_size, self.rank = buffer_examples, seed, world_size, rank
         self.column, self.pad_to_multiple_of, self.too_long = column, pad_to_multiple_of, too_long
         self._check_settings()
         self.boundaries: list[int] | None = None
         if boundaries is not None:
             self.boundaries = checked_boundaries(np.asarray(boundaries), max_tokens).tolist()
-        self._rows_per_turn = batch_size  # what a process takes at a time; bind_trainer learns it from the Trainer
-        self._kept_columns: frozenset[str] | None = None
-        # The workers of a persistent DataLoader see a new epoch, and the process sees what they dropped.
-        self._shared: torch.Tensor = torch.zeros(2, dtype=torch.int64)
+        self.rows_per_turn = batch_size  # what a process takes at a time; bind_trainer learns it from the Trainer
+        self._leaves_room = False  # for the batches of the other processes, which accelerate cuts out
+        self.kept_columns: frozenset[str] | None = None
+        # The workers of a persistent DataLoader see a new epoch, and the process sees what they dropped and read.
+        self._shared: torch.Tensor = torch.zeros(3, dtype=torch.int64)
         self._shared.untyped_storage().share_memory_()
+        self._places = SharedPlaces()
+        self._begin: dict[str, Any] | None = None  # a state that was loaded
+        self._handed_out = (0, 0)  # the number of the latest iteration in this process, and its turns
+        self._origin = 0  # the turn that worker 0 began with
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -149,137 +170,169 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
     @property
     def group_examples(self) -> int:
         """The fewest examples that are handed out together: one batch for each process, one row each in token mode."""
-        return self.world_size * (self.batch_size or 1)
+        return self._readers * (self.batch_size or 1)
+
+    @property
+    def _readers(self) -> int:
+        """The processes whose batches are cut from what this one holds."""
+        return self.world_size if self.rank is None else 1
 
     def __iter__(self) -> Iterator[Any]:
         """Hand out the examples or batches; in a DataLoader worker, its turns of them."""
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        turns = (turn for group, generator in self._groups(number) for turn in self._deal(group, generator))
-        for position, turn in enumerate(turns):
-            if position % workers == number:
-                yield from turn
+        state = self._begin
+        first, origin = (0, 0) if state is None else (state["turn"], state["origin"])
+        if number == 0:
+            self._shared[ITERATIONS] += 1
+        iteration = int(self._shared[ITERATIONS])
+        for turn, rows in self._turns(state, notes=number == 0):
+            if turn >= first and (turn - origin) % workers == number:
+                self._origin, self._handed_out = origin, (iteration, turn + 1)
+                yield from self._between_others(rows)
 
     # ---- Order ----
 
-    def _groups(self, worker: int) -> Iterator[tuple[list[Entry], np.random.Generator]]:
-        """Yield what the processes read side by side, longest example first, and the random numbers of its pass."""
-        rest: list[Entry] = []  # of the pass before, fewer than a group
-        source = self._source()
-        if worker == 0:
-            self._shared[DROPPED] = 0
+    def _turns(self, state: dict[str, Any] | None, *, notes: bool) -> Iterator[tuple[int, list[Any]]]:
+        """Yield what all processes take at a time, with its number; from the place of a state on."""
+        place = self._first_place() if state is None else state["place"]
+        turn = place["turn"]
+        if notes:
+            self._places.begin(place)
+            self._shared[DROPPED] = place["dropped"]
+        for group, generator, begins in self._groups(place, notes):
+            if begins is not None and notes:
+                self._places.add({**begins, "turn": turn})
+            for rows in self._deal(group, generator):
+                yield turn, rows
+                turn += 1
+
+    def _first_place(self) -> Place:
+        return {"epoch": self.epoch, "row": 0, "dataset": None, "group": 0, "turn": 0, "dropped": 0}
+
+    def _groups(self, place: Place, notes: bool) -> Iterator[tuple[list[Entry], np.random.Generator, Place | None]]:
+        """Yield what the processes read side by side, longest example first, and the random numbers that deal it.
+
+        With the first group of what is held comes the place where the reading of that began.
+        """
+        source = StreamSource(self.dataset, self.rank, self.world_size, is_resumed=place["dataset"] is not None)
         capacity = self.buffer_examples // self.group_examples * self.group_examples
-        for number in itertools.count(self.epoch):
-            generator = np.random.Generator(np.random.Philox(key=[self.seed, number]))
-            buffer = StreamBuffer(self._rows_at, self.world_size, generator, full_only=self.max_tokens is None)
-            is_empty = True
-            for entry in self._entries(source, number, generator, counts=worker == 0):
-                is_empty = False
-                insort(rest if rest else buffer.held, entry)
-                if len(rest) == self.group_examples:
-                    yield rest[::-1], generator
-                    rest = []
-                elif len(buffer.held) == capacity:
-                    yield buffer.take(), generator
-            if is_empty:
-                if rest:
-                    yield rest[::-1], generator
+        rest: list[Entry] = []  # of the pass before, fewer than a group
+        drawn = place["group"]
+        for epoch in itertools.count(place["epoch"]):
+            reading = StreamPass(self, source, place, on_dropped=self._count_dropped if notes else None)
+            if rest:
+                rest += reading.take(self.group_examples - len(rest))
+                if len(rest) == self.group_examples or reading.is_empty:
+                    yield sorted(rest, reverse=True), self._random(epoch, drawn), None
+                    rest, drawn = [], drawn + 1
+            ahead_from = reading.place(drawn)
+            ahead = [] if rest else reading.take(capacity)
+            while ahead:
+                groups, rest = cut_groups(
+                    sorted(ahead), self._rows_at, self._readers, full_only=self.max_tokens is None
+                )
+                begins: Place | None = ahead_from
+                ahead, ahead_from = [], reading.place(drawn + len(groups))
+                while groups:
+                    generator = self._random(epoch, drawn)
+                    group = groups.pop(int(generator.random() * len(groups)))
+                    yield group, generator, begins
+                    drawn, begins = drawn + 1, None
+                    ahead += reading.take(len(group))  # so that never more is held than the buffer has room for
+            if reading.is_empty:
+                self._check_share(drawn)
                 return
-            yield from ((group, generator) for group in buffer.drain())
-            rest = rest or buffer.held
+            place = {**self._first_place(), "epoch": epoch + 1, "dropped": reading.dropped}
+            drawn = 0 if self.rank is None else drawn  # one process may be in an earlier pass than another
+
+    def _random(self, epoch: int, drawn: int) -> np.random.Generator:
+        """Return the random numbers of a group; those of all ranks agree, so that they draw about the same length."""
+        return random_numbers(self.seed, epoch if self.rank is None else 0, drawn)
 
     def _deal(self, group: list[Entry], generator: np.random.Generator) -> Iterator[list[Any]]:
         """Cut a group into turns, what all processes take at a time, and give each process every ``world_size``-th row.
 
         The rows are sorted, so each process has one of the longest, and all pad to nearly the same length.
         """
-        rows, world = [entry[-1] for entry in group], self.world_size
+        rows, readers = [entry[-1] for entry in group], self._readers
         if self.max_tokens is not None:
-            batches = [RowBatch(rows[rank::world]) for rank in range(min(world, len(rows)))]
+            batches = [RowBatch(rows[rank::readers]) for rank in range(min(readers, len(rows)))]
             for batch in batches:
                 batch.width = None if self.boundaries is None else group[0][0]
             yield batches
             return
-        size = (self._rows_per_turn or 1) * world
+        size = (self.rows_per_turn or 1) * readers
         turns = [rows[start : start + size] for start in range(0, len(rows), size)]
         for i in generator.permutation(len(turns)) if len(rows) == self.group_examples else range(len(turns)):
-            yield [row for rank in range(world) for row in turns[i][rank::world]]
+            yield [row for rank in range(readers) for row in turns[i][rank::readers]]
+
+    def _between_others(self, rows: list[Any]) -> list[Any]:
+        """Return the rows of a turn where accelerate cuts this process's out: it skips those before and after them."""
+        if not self._leaves_room or self.rank is None:
+            return rows
+        return [*rows * self.rank, *rows, *rows * (self.world_size - self.rank - 1)]
+
+    def _check_share(self, drawn: int) -> None:
+        if self.rank is not None and drawn == 0:
+            raise ValueError(
+                f"rank={self.rank} of world_size={self.world_size} has no example in its share of the stream, and the "
+                "other processes would wait for it; expected one example or more for each. Leave rank out"
+            )
 
     def _rows_at(self, width: int) -> int:
         """Return how many rows of a padded length one batch holds."""
         return self.batch_size if self.batch_size is not None else (self.max_tokens or 0) // width
 
-    # ---- Reading ----
+    def _count_dropped(self, count: int) -> None:
+        self._shared[DROPPED] = count
 
-    def _source(self) -> Iterable[Any]:
-        """Return the dataset; in a worker a copy of a datasets stream, whose epoch all workers would share."""
-        if get_worker_info() is None or not _is_datasets_stream(self.dataset):
-            return self.dataset
-        import fsspec.asyn
+    # ---- State ----
 
-        fsspec.asyn.reset_lock()  # a forked worker cannot use its parent's thread; datasets does so in its own workers
-        return copy.deepcopy(self.dataset)
+    def state_dict(self, *, position: int | None = None) -> dict[str, Any]:
+        """Return where the stream stands, for ``load_state_dict``: JSON of a few hundred bytes.
 
-    def _entries(
-        self, source: Iterable[Any], number: int, generator: np.random.Generator, *, counts: bool
-    ) -> Iterator[Entry]:
-        """Yield the examples of one pass that fit into a batch."""
-        if hasattr(source, "set_epoch"):
-            source.set_epoch(number)
-        most = self.max_tokens if self.boundaries is None else self.boundaries[-1]
-        for position, row in enumerate(_read_whole(source)):
-            length = self._length(row, position, number)
-            width = self._width(length)
-            if most is not None and width > most:
-                if self.too_long == "error":
-                    raise self._too_long(length, width, position, number)
-                self._shared[DROPPED] += counts
-                continue
-            if self._kept_columns is not None:
-                row = {name: value for name, value in row.items() if name in self._kept_columns}
-            yield width, generator.random(), position, row
+        The workers of a DataLoader run ahead of the training, so with workers name the batches that were trained on.
 
-    def _width(self, length: int) -> int:
-        if self.boundaries is not None and length <= self.boundaries[-1]:
-            return self.boundaries[bisect_left(self.boundaries, length)]
-        return round_up(length, self.pad_to_multiple_of)
+        Args:
+            position: batches that each process took since the stream began, those before a resume included; None: all
+                that this process has read without workers.
 
-    def _length(self, row: Any, position: int, number: int) -> int:
-        where = f"row {position} of the stream (pass {number})"
-        if not isinstance(row, Mapping):
-            raise TypeError(
-                f"dataset=<{type(self.dataset).__name__}> gave a {type(row).__name__} as {where}; expected a dict with "
-                f"{self.column!r}. Yield dicts: {{{self.column!r}: [...], 'labels': ...}}"
-            )
-        if self.column not in row:
+        Raises:
+            ValueError: ``position`` is not an integer of 0 or more, or None while workers read.
+        """
+        iteration, turn = self._handed_out
+        in_worker = get_worker_info() is not None  # a StatefulDataLoader asks there
+        if position is not None:
+            check_value("position", position, CountOrZero, 0)
+            turn = position
+        elif not in_worker and iteration != int(self._shared[ITERATIONS]):
             raise ValueError(
-                f"column={self.column!r} is not in {where}; expected one of {sorted(row)}."
-                f"{did_you_mean(self.column, map(str, row))} "
-                'Tokenise first: dataset.map(lambda row: tokenizer(row["text"]))'
+                "position=None is unknown where DataLoader workers read the stream; expected the batches that were "
+                "trained on. Call stream.state_dict(position=steps)"
             )
-        tokens = row[self.column]
-        if tokens is not None and not are_token_ids(tokens):
-            raise ValueError(
-                f"column={self.column!r} holds {reprlib.repr(tokens)} in {where}; expected one flat list of integers "
-                'per row. Tokenise without return_tensors: dataset.map(lambda row: tokenizer(row["text"]))'
-            )
-        if tokens is None or len(tokens) == 0:
-            raise ValueError(
-                f"column={self.column!r} is empty or null in {where}; expected 1 token or more. Drop such rows: "
-                f"dataset.filter(lambda row: row[{self.column!r}])"
-            )
-        return len(tokens)
+        place = self._places.latest(turn) or self._first_place()
+        origin = self._origin if in_worker else turn
+        return {**self._order(), "turn": turn, "origin": origin, "place": place}
 
-    def _too_long(self, length: int, width: int, position: int, number: int) -> ValueError:
-        if self.boundaries is None:
-            limit, raising = f"max_tokens={self.max_tokens}", "raise max_tokens"
-        else:
-            limit, raising = f"boundaries[-1]={self.boundaries[-1]}", "append a boundary"
-        return ValueError(
-            f"{limit} has no room for row {position} of the stream (pass {number}), {length} tokens padded to {width}; "
-            "expected every example to fit. Truncate it (tokenizer(..., truncation=True, max_length=...)), "
-            f'{raising}, or pass bucketed(..., too_long="drop"), which counts them in stream.dropped'
-        )
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Let each iteration from now on go on where the stream of a state stood; None: from the beginning.
+
+        An attached Trainer does so itself: a run begins at the beginning, or with ``ignore_data_skip=True`` where the
+        checkpoint stands that it resumes from.
+
+        Raises:
+            ValueError: missing or unknown keys, or a state of other settings; the stream stays as it was.
+        """
+        if state is not None:
+            check_state(state, self._order(), ("turn", "origin", "place"))
+            self._places.begin(state["place"])
+            self._handed_out = int(self._shared[ITERATIONS]), state["turn"]
+        self._begin = None if state is None else dict(state)
+
+    def _order(self) -> dict[str, Any]:
+        """Return everything that the order depends on, but the dataset and the epoch."""
+        return {name: getattr(self, name) for name in ORDER}
 
     # ---- Settings and the Trainer ----
 
@@ -289,6 +342,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         check_counts(**{name: getattr(self, name) for name in counts})
         check_seed(self.seed)
         check_too_long(self.too_long)
+        check_rank(self.rank, self.world_size)
         if self.buffer_examples < self.group_examples:
             raise ValueError(
                 f"buffer_examples={self.buffer_examples} is less than one batch for each of {self.world_size} "
@@ -305,7 +359,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
 
     def keep_columns(self, names: Iterable[str] | None) -> None:
         """Hand out only these columns, None: all; an attached Trainer calls it when it makes its DataLoader."""
-        self._kept_columns = None if names is None else frozenset(names)
+        self.kept_columns = None if names is None else frozenset(names)
 
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
         """Let every process read the stream for itself, and check the Trainer's arguments; ``attach`` calls it.
@@ -325,9 +379,12 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
                 )
         check_per_device(trainer, self.batch_size, of="bucketed stream")
         handles = [take_seed(trainer, self, may_change=self.takes_seed, of="bucketed stream")]
+        if self.rank is not None:
+            check_rank_of_run(trainer, self.rank)
+            handles.append(share_attribute(self, "_leaves_room", True))
         changes = []
         if self.batch_size is not None:
-            handles.append(share_attribute(self, "_rows_per_turn", trainer.args.per_device_train_batch_size))
+            handles.append(share_attribute(self, "rows_per_turn", trainer.args.per_device_train_batch_size))
         else:
             reason = "an item of a max_tokens= stream is a whole batch, and its number of examples is unknown before"
             changes.append(Change("samples in the Trainer's log", "examples", "batches", reason))
@@ -337,48 +394,8 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
             name = "accelerator_config.dispatch_batches"
             changes.append(Change(name, config.dispatch_batches, False, reason))
             handles.append(set_attribute(config, "dispatch_batches", False))
+        from hf_memopt.batching.views.stream_checkpoint import keep_in_checkpoints  # imports transformers
+
+        handles.append(keep_in_checkpoints(trainer, self))
         record_changes(trainer, changes)
         return undo_all(*handles)
-
-
-def _read_whole(source: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over a source as if there was no DataLoader worker: it would give each of them a share of its own, and
-    streams that are cut differently would be read at different speeds, so that no pass was a pass.
-    """
-    # `_worker_info` is what get_worker_info() returns (torch 2.6 to 2.13; pinned by a test). It is put back before
-    # every row is handed out: between two rows the worker runs the collator, and may begin another iteration.
-    module = torch.utils.data._utils.worker
-    here = module._worker_info
-    rows: Iterator[Any] | None = None
-    while True:
-        module._worker_info = None
-        try:
-            rows = iter(source) if rows is None else rows
-            row = next(rows)
-        except StopIteration:
-            return
-        finally:
-            module._worker_info = here
-        yield row
-
-
-def _is_datasets_stream(dataset: Any) -> bool:
-    import datasets
-
-    return isinstance(dataset, datasets.IterableDataset)
-
-
-def _check_source(dataset: Any) -> None:
-    name = type(dataset).__name__
-    if isinstance(dataset, Iterator) or not isinstance(dataset, Iterable):
-        what = "can be read only once" if isinstance(dataset, Iterator) else "cannot be iterated"
-        raise TypeError(
-            f"dataset=<{name}> {what}; expected a stream that starts over when it is iterated again. "
-            "Pass the function that makes the rows: datasets.IterableDataset.from_generator(make_rows)"
-        )
-    # `_distributed` is what split_dataset_by_node sets (datasets 3.0 to 5.2; pinned by a test).
-    if getattr(dataset, "_distributed", None) is not None:
-        raise ValueError(
-            f"dataset=<{name}> is split by node already, so a part of its examples would never be seen; expected the "
-            "whole stream in every process. Leave out split_dataset_by_node"
-        )

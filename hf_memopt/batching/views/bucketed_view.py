@@ -55,6 +55,7 @@ def bucketed(
     lengths: ArrayLike | None = None,
     column: str = "input_ids",
     world_size: int | None = None,
+    rank: int | None = None,
     pad_to_multiple_of: int = 8,
     too_long: Literal["error", "drop"] = "error",
     buffer_examples: int | None = None,
@@ -81,9 +82,12 @@ def bucketed(
         lengths: tokens per example, shape (examples,); read by ``token_lengths(dataset, column)`` unless given.
         column: the column whose length counts.
         world_size: processes that share the view; from the environment of torchrun unless given.
+        rank: of a stream: the process that this is, to read its share alone, which large streams and many processes
+            need: ``rank=int(os.environ["RANK"])``; None: each process reads all of it. See ``BucketedStream``.
         pad_to_multiple_of: as in the collator.
         too_long: see ``LengthBuckets``; ``view.buckets.dropped`` counts those left out.
-        buffer_examples: of a stream: examples held at most, 8192 per process unless given; see ``BucketedStream``.
+        buffer_examples: of a stream: examples held at most, unless given 8192 for each process whose batches they
+            become; see ``BucketedStream``.
 
     Raises:
         ValueError: a size below 1, both or neither of ``batch_size`` and ``max_tokens``, an empty dataset, one without
@@ -97,25 +101,28 @@ def bucketed(
     check_counts(world_size=world_size)
     if not is_map_style(dataset):
         _check_settings_of_stream(lengths, n_buckets, boundaries)
+        held = BUFFER_EXAMPLES * (world_size if rank is None else 1)
         stream = BucketedStream(
             dataset,
             batch_size=batch_size,
             max_tokens=max_tokens,
             boundaries=boundaries,
-            buffer_examples=BUFFER_EXAMPLES * world_size if buffer_examples is None else buffer_examples,
+            buffer_examples=held if buffer_examples is None else buffer_examples,
             seed=0 if seed is None else seed,
             world_size=world_size,
+            rank=rank,
             column=column,
             pad_to_multiple_of=pad_to_multiple_of,
             too_long=too_long,
         )
         stream.takes_seed = seed is None
         return stream
-    if buffer_examples is not None:
-        raise ValueError(
-            f"buffer_examples={buffer_examples!r} is for streams, and <{type(dataset).__name__}> can be indexed; "
-            "expected it left out, since all lengths are known. Leave buffer_examples out"
-        )
+    for name, value in {"buffer_examples": buffer_examples, "rank": rank}.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r} is for streams, and <{type(dataset).__name__}> can be indexed; "
+                f"expected it left out, since all lengths are known. Leave {name} out"
+            )
     buckets = LengthBuckets(
         lengths_of(dataset, lengths, column),
         batch_size=batch_size,

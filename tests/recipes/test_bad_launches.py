@@ -1,0 +1,59 @@
+"""Jobs that cannot work end with the same error in every rank, and none waits for another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hf_memopt import Recipe
+from two_ranks import run_pair
+
+PROGRAM = str(Path(__file__).parent / "bad_launches.py")
+MESSAGES = {
+    "effective batch": (
+        "ValueError: WORLD_SIZE=2 on 2 process(es) does not divide the effective batch of 33; expected a divisor. Pass "
+        "effective_batch_size=32"
+    ),
+    "batch of a device": (
+        "ValueError: per_device_train_batch_size=5 on 2 process(es) does not divide the effective batch of 32; "
+        "expected a divisor. Pass effective_batch_size=30"
+    ),
+    "missing deepspeed": (
+        "ModuleNotFoundError: deepspeed={'bf16': {'enabled': 'auto'}, 'fp16': {'enabled': 'auto'}, "
+        "'gradient_accumulation_steps': 'auto', 'gradient_clipping': 'auto', ...} needs the package deepspeed, which "
+        "is not installed; expected it on every host. Call: pip install deepspeed, or recipe.distributed(world_size, "
+        "strategy='fsdp2')"
+    ),
+    "visible GPUs": (
+        "RuntimeError: n_gpu=2 GPUs are visible to this one process, so the Trainer would use torch.nn.DataParallel; "
+        "expected one process per GPU. Launch: torchrun --nproc_per_node=2 your_script.py (or show it one GPU only: "
+        "CUDA_VISIBLE_DEVICES=0 python your_script.py)"
+    ),
+    "view of another number of processes": (
+        "ValueError: world_size=3 of the bucketed view differs from the run's 2; expected the same. Build it in the "
+        "launched script, or pass bucketed(..., world_size=2)"
+    ),
+    "technique": (
+        "ValueError: gradient release and DDP, default flags are incompatible: weights would step before the processes "
+        "have shared gradients; expected only one of them. Train with the plain optimizer class"
+    ),
+}
+
+
+def test_every_rank_says_what_is_wrong_and_none_hangs(tmp_path) -> None:
+    one, other = run_pair(tmp_path, PROGRAM, str(tmp_path), timeout_seconds=120)
+    assert one == other
+    assert one == MESSAGES
+
+
+@pytest.mark.parametrize(("world_size", "fitting"), [(3, 33), (5, 30), (64, 64)])
+def test_a_number_of_processes_that_does_not_divide_the_effective_batch(world_size, fitting) -> None:
+    recipe = Recipe("mine", "tests", optim="adamw_torch", micro_batching=False)
+    with pytest.raises(ValueError) as error:
+        recipe.distributed(world_size)
+    assert str(error.value) == (
+        f"world_size={world_size} on {world_size} process(es) does not divide the effective batch of 32; expected a "
+        f"divisor. Call recipe.replace(effective_batch_size={fitting}).distributed(...)"
+    )
+    assert recipe.replace(effective_batch_size=fitting).distributed(world_size).world_size == world_size
