@@ -115,7 +115,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _QUESTIONS and args[0].is_meta:
+        if (func is _READS_ONE or func is _COMPARES) and args[0].is_meta:
             return self._answer(func, args[0].dtype)
         if self._backward and (self._recomputing >= 0) != torch.is_grad_enabled() and func is not _aten.detach.default:
             self._toggle_recomputation()  # gradients are off in a backward pass, except in what is recomputed there
@@ -150,7 +150,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         module, line, function = _asker()
         if self._answers is not None and module.startswith("transformers.") and ".generation" in module:
             return self._answers(function, dtype)
-        number = func is not _aten.equal.default and dtype != torch.bool
+        number = func is not _COMPARES and dtype != torch.bool
         if module in _MASK_CODE and not number:
             return not self._padding
         if number:
@@ -335,7 +335,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return place
 
 
-_QUESTIONS = {_aten._local_scalar_dense.default, _aten.equal.default}
+_READS_ONE, _COMPARES = _aten._local_scalar_dense.default, _aten.equal.default
 _MASK_CODE = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
 
 

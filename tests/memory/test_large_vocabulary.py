@@ -194,7 +194,9 @@ def test_repeated_layers_are_the_full_recording(settings: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"precision": "bf16", "gradient_accumulation_steps": 2, "checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param(
+            {"precision": "bf16", "gradient_accumulation_steps": 2, "checkpointing": True}, marks=pytest.mark.slow
+        ),
         pytest.param({"precision": "fp16", "micro_batch_size": 9, "autocast_cache": False}, marks=pytest.mark.slow),
         {"precision": "bf16", "weights_dtype": "bfloat16", **RELEASED},
         pytest.param({"precision": "fp16", "lora": 4, "sparse_tied_embedding": False}, marks=pytest.mark.slow),

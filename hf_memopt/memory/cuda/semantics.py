@@ -130,8 +130,7 @@ class CudaSemantics(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if types and any(issubclass(kind, DeferredLogits) for kind in types):
-            # what they do then is seen like a model's code
+        if DeferredLogits in types:  # what they do then is seen like a model's code
             if self.deferred_at is None and self._tracker is not None:
                 self.deferred_at = len(self._tracker.events), self._tracker.sequence()
             with self._on_again():
