@@ -125,11 +125,13 @@ def _can_fork() -> bool:
     it once it was started here. Threads of torch's and numpy's own are no problem: operations on the meta device have
     no threads.
     """
+    # tqdm's monitor, which stays after the first bar, sleeps, and a fork draws no bars
+    threads = [thread for thread in threading.enumerate() if type(thread).__name__ != "TMonitor"]
     return (
         sys.platform == "linux"
         and len(os.sched_getaffinity(0)) > 1
+        and threads == [threading.main_thread()]
         and threading.current_thread() is threading.main_thread()
-        and threading.active_count() == 1
         and not multiprocessing.current_process().daemon  # which may have no processes of its own
         and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     )

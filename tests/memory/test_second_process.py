@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import tqdm
 
 import tiny
 from hf_memopt import custom_gpu, plan
@@ -33,6 +34,10 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+class TMonitor(threading.Thread):
+    """As tqdm's, by its name."""
 
 
 def process_of(number: int) -> tuple[int, int]:
@@ -99,12 +104,13 @@ def test_an_interrupt_ends_both() -> None:
 def test_it_forks_only_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    assert tqdm.TMonitor.__name__ == TMonitor.__name__
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread(), TMonitor()])
     safe = second_process._can_fork
     assert safe()
     for owner, name, value in (
         (os, "sched_getaffinity", lambda process: {0}),
-        (threading, "active_count", lambda: 2),
+        (threading, "enumerate", lambda: [threading.main_thread(), threading.Thread()]),
         (torch.cuda, "is_initialized", lambda: True),
         (second_process.sys, "platform", "darwin"),
     ):

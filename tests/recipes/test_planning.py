@@ -25,7 +25,7 @@ from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.model_facts import facts_of
 from hf_memopt.recipes.planning.output import print_plan
 from hf_memopt.recipes.planning.search import best_of, row_counts
-from hf_memopt.recipes.planning.set_ups import set_ups
+from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
 from hf_memopt.recipes.planning.simulation import Simulation
 from hf_memopt.recipes.planning.texts import Texts
 from hf_memopt.units import format_bytes, parse_bytes
@@ -143,6 +143,16 @@ def test_the_longest_rows_are_those_of_an_exhaustive_search() -> None:
     assert best is not None
     assert (found.name, found.batch) == (best.name, best.batch)
     assert exhaustive(gpu_of("90MiB"), 2, seq_len=found.seq_len + 8) is None
+
+
+@pytest.mark.parametrize("task", ["masked-lm", "sequence-classification"])
+def test_a_set_up_has_no_reason_for_what_it_leaves_off(task: str) -> None:
+    gpu = gpu_of("1GiB")
+    for stage in ("full", "lora"):
+        for one in set_ups(stage, ModelFacts(task, is_tied=True, layers=2), gpu, 8):
+            used = {"sparse_tied_embedding": stage == "full", "fused_cross_entropy": True, "eval_accumulation_steps": 1}
+            for name, value in used.items():
+                assert (name in one.recipe.reasons) is bool(value and task == "masked-lm"), (stage, name)
 
 
 @pytest.mark.parametrize(
