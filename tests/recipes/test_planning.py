@@ -246,7 +246,7 @@ def test_released_gradients_need_consent_and_the_batch_as_one() -> None:
         pytest.param("500MiB", "full", "", marks=pytest.mark.slow),
         ("66MiB", "lora", "full training does not fit with 5 % to spare, so LoRA was chosen"),
         pytest.param(
-            "64MiB",
+            "62MiB",
             "qlora",
             "neither full training nor LoRA fits with 5 % to spare, so QLoRA was chosen",
             marks=pytest.mark.slow,
