@@ -62,9 +62,9 @@ def pair(layer: str | None = None) -> dict[str, Any]:
 
 
 def allowed(setting: str) -> tuple[str, ...]:
-    """Return the techniques that work with an engine and with each other."""
-    names = technique_table.GROUPS["with micro-batches"]
-    return tuple(name for name in TECHNIQUES if name in names and refusal_of(name, setting) is None)
+    """Return the techniques that work with an engine and with each other, on the model of most of them."""
+    names = [name for name in TECHNIQUES if name in technique_table.GROUPS["with micro-batches"]]
+    return tuple(n for n in names if refusal_of(n, setting) is None and technique_table.TABLE[n].model is None)
 
 
 # ---- Models and trainers, also of the one process they are compared with ---------------------------------------------
@@ -165,20 +165,19 @@ def of_causal_lm(folder: Path, case: str) -> dict[str, Any]:
     return {**found, "fused": record.fused, "real": dict(record.real)}
 
 
-def of_lora(folder: Path, case: str) -> dict[str, Any]:
+def of_lora(folder: Path, case: str, **train: Any) -> dict[str, Any]:
     """Adapters, with micro-batches and the fused loss; saved."""
     callbacks: list[Any] = [FusedCrossEntropyCallback(), ShardedCheckpointCallback()]
     if refusal_of("micro-batching", engine()) is None:
         callbacks.append(MicrobatchCallback(max_tokens=24))
-    return trained(causal_lm(folder / "lora", *callbacks, lora=True, **pair(), **SAVING), folder, case)
+    return trained(causal_lm(folder / "lora", *callbacks, lora=True, **pair(), **SAVING), folder, case, **train)
 
 
 def of_resumed_lora(folder: Path, case: str) -> dict[str, Any]:
     """The same, and resumed."""
     found = of_lora(folder, "lora")
-    trainer = causal_lm(folder / "lora", ShardedCheckpointCallback(), lora=True, **pair(), **SAVING)
-    again = trained(trainer, folder, "lora, resumed", resume_from_checkpoint=str(folder / "lora" / "checkpoint-2"))
-    return {**found, "resumed": again["losses"]}
+    last = str(folder / "lora" / "checkpoint-2")
+    return {**found, "resumed": of_lora(folder, "lora, resumed", resume_from_checkpoint=last)["losses"]}
 
 
 def of_bf16(folder: Path, case: str) -> dict[str, Any]:

@@ -75,6 +75,9 @@ def refusals_of(trainer: Trainer, *callbacks: TrainerCallback) -> list[Refusal]:
     world_size = trainer.args.world_size if engine is None else 1  # else the model is not wrapped by DDP
     used = [*names, *settings_in_use(trainer.args, world_size=world_size)]
     used += [] if engine is None else [engine]
+    used += ["ZeRO-3"] * (
+        getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", None) == 3
+    )
     used += ["TRL"] * any(kind.__module__.partition(".")[0] == "trl" for kind in type(trainer).__mro__)
     pairs = ((one, other) for one in names for other in used)
     found = dict.fromkeys(refusal_of(one, other) for one, other in pairs)

@@ -59,6 +59,7 @@ SETTINGS: Mapping[str, str] = {
     "FSDP2": "weights in shards, by torch's fully_shard as accelerate calls it",
     "other sharding": "FSDP1, tensor parallelism, or weights that are sharded when the model is loaded",
     "DeepSpeed": "its engine in place of backward and step",
+    "ZeRO-3": "DeepSpeed with weights in shards; what is refused with DeepSpeed is refused too",
 }
 """The settings of stock that some technique cannot work with, and what is meant by each."""
 
@@ -246,6 +247,12 @@ REFUSALS = (
         "reentrant checkpointing",
         "policies need the non-reentrant variant",
         'Leave activation_checkpointing_kwargs={"use_reentrant": True} out',
+    ),
+    Refusal(
+        "checkpointing policy",
+        "ZeRO-3",
+        "a layer that is recomputed does not gather its weights by the operations that a policy has kept",
+        "Set activation_checkpointing=True (gradient_checkpointing=True before transformers 5.23) in its place",
     ),
     *(
         Refusal(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,7 +269,10 @@ def test_attach_refuses_what_cannot_work_together(refusal, tmp_path, monkeypatch
         trainer.__class__ = type("SFTTrainer", (Trainer,), {"__module__": "trl.trainer.sft_trainer"})
     trainer.is_fsdp_enabled = setting in ("FSDP2", "other sharding")
     monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", setting == "FSDP2")
-    trainer.is_deepspeed_enabled = setting == "DeepSpeed"
+    trainer.is_deepspeed_enabled = setting in ("DeepSpeed", "ZeRO-3")
+    if setting == "ZeRO-3":
+        plugin = SimpleNamespace(zero_stage=3)
+        monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", plugin, raising=False)
     before = state_of(trainer)
     with pytest.raises(ValueError) as error:
         attach(trainer)
