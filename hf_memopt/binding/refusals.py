@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "ENGINES",
+    "LATE_LOSS",
     "NO_LIMIT",
     "PARTS",
     "REFUSALS",
@@ -100,6 +101,7 @@ class Refusal:
 
 
 NO_LIMIT = "micro-batching without a limit"  # MicrobatchCallback() with neither max_tokens nor max_examples
+LATE_LOSS = "fused cross-entropy with compute_loss_func"  # the loss is computed after the forward pass of the wrapper
 SHARDED = ("FSDP2", "other sharding", "DeepSpeed")
 
 DROP_RELEASE = "Train with the plain optimizer class"
@@ -296,6 +298,12 @@ REFUSALS = (
             "Take EvaluationGuardCallback out of callbacks=",
         )
         for name in ("other sharding", "DeepSpeed")
+    ),
+    Refusal(
+        LATE_LOSS,
+        "DDP, default flags",
+        "DDP looks for unused parameters from the logits back, and those of a fused loss lead to none",
+        "Set ddp_broadcast_buffers=False, ddp_find_unused_parameters=False",
     ),
     Refusal(
         "fused cross-entropy",
