@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed_on_cpu
 import torch
 from fsdp_on_cpu import check_engine, sharding, whole_weights
 from transformers import Trainer
@@ -40,6 +41,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "DDP": {"ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False},
     "DDP, default flags": {},
     "FSDP2": fsdp_arguments(offload=False),
+    "DeepSpeed": deepspeed_on_cpu.arguments(2),
+    "ZeRO-3": deepspeed_on_cpu.arguments(3),
 }
 SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
 
@@ -62,9 +65,13 @@ def pair(layer: str | None = None) -> dict[str, Any]:
 
 
 def allowed(setting: str) -> tuple[str, ...]:
-    """Return the techniques that work with an engine and with each other."""
-    names = technique_table.GROUPS["with micro-batches"]
-    return tuple(name for name in TECHNIQUES if name in names and refusal_of(name, setting) is None)
+    """Return the techniques that work with an engine and with each other, on the model of most of them."""
+    names = [name for name in TECHNIQUES if name in technique_table.GROUPS["with micro-batches"]]
+    engines = ("DeepSpeed", setting) if setting == "ZeRO-3" else (setting,)
+    names = [name for name in names if all(refusal_of(name, engine) is None for engine in engines)]
+    if setting == "DDP, default flags":  # beside exact_loss
+        names.remove("fused cross-entropy")
+    return tuple(name for name in names if technique_table.TABLE[name].model is None)
 
 
 # ---- Models and trainers, also of the one process they are compared with ---------------------------------------------
@@ -165,20 +172,21 @@ def of_causal_lm(folder: Path, case: str) -> dict[str, Any]:
     return {**found, "fused": record.fused, "real": dict(record.real)}
 
 
-def of_lora(folder: Path, case: str) -> dict[str, Any]:
+def of_lora(folder: Path, case: str, **train: Any) -> dict[str, Any]:
     """Adapters, with micro-batches and the fused loss; saved."""
-    callbacks: list[Any] = [FusedCrossEntropyCallback(), ShardedCheckpointCallback()]
-    if refusal_of("micro-batching", engine()) is None:
+    callbacks: list[Any] = [ShardedCheckpointCallback()]
+    if "fused cross-entropy" in (names := allowed(engine())):
+        callbacks.append(FusedCrossEntropyCallback())
+    if "micro-batching" in names:
         callbacks.append(MicrobatchCallback(max_tokens=24))
-    return trained(causal_lm(folder / "lora", *callbacks, lora=True, **pair(), **SAVING), folder, case)
+    return trained(causal_lm(folder / "lora", *callbacks, lora=True, **pair(), **SAVING), folder, case, **train)
 
 
 def of_resumed_lora(folder: Path, case: str) -> dict[str, Any]:
     """The same, and resumed."""
     found = of_lora(folder, "lora")
-    trainer = causal_lm(folder / "lora", ShardedCheckpointCallback(), lora=True, **pair(), **SAVING)
-    again = trained(trainer, folder, "lora, resumed", resume_from_checkpoint=str(folder / "lora" / "checkpoint-2"))
-    return {**found, "resumed": again["losses"]}
+    last = str(folder / "lora" / "checkpoint-2")
+    return {**found, "resumed": of_lora(folder, "lora, resumed", resume_from_checkpoint=last)["losses"]}
 
 
 def of_bf16(folder: Path, case: str) -> dict[str, Any]:
@@ -259,6 +267,8 @@ CASES: dict[str, Callable[[Path, str], dict[str, Any]]] = {
 def main(folder: str, engine: str, *cases: str) -> None:
     """Write what each case found in this process."""
     gc.freeze()  # the Trainer collects garbage at the start of each run
+    if "deepspeed" in ENGINES[engine]:
+        deepspeed_on_cpu.build_nothing()
     with sharding() if engine == "FSDP2" else nullcontext():
         found = {case: CASES[case](Path(folder), case) for case in cases}
     Path(folder, f"rank{RANK}.json").write_text(json.dumps(found))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import deepspeed_on_cpu
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
@@ -38,6 +39,10 @@ def sharding() -> Iterator[None]:
 
 def check_engine(trainer: Any, engine: str) -> None:
     """Raise if it was not this engine that trained the model; under FSDP2 if a weight is in one piece."""
+    if engine in ("DeepSpeed", "ZeRO-3"):
+        assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
+        assert trainer.model_wrapped.zero_optimization_stage() == (3 if engine == "ZeRO-3" else 2)
+        return
     if engine != "FSDP2":
         assert isinstance(trainer.model_wrapped, DistributedDataParallel)
         return
@@ -51,4 +56,6 @@ def check_engine(trainer: Any, engine: str) -> None:
 def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
     """Return the weights of the trained model in one piece; all processes have to call it."""
     named = trainer.model.named_parameters()
+    if trainer.is_deepspeed_enabled:
+        return {name: deepspeed_on_cpu.whole(value) for name, value in named}
     return {name: (value.full_tensor() if isinstance(value, DTensor) else value).detach() for name, value in named}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.binding import versions
 from hf_memopt.binding.refusals import (
     ENGINES,
+    LATE_LOSS,
     NO_LIMIT,
     PARTS,
     REFUSALS,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENGINES",
+    "LATE_LOSS",
     "NO_LIMIT",
     "PARTS",
     "REFUSALS",
@@ -75,6 +77,9 @@ def refusals_of(trainer: Trainer, *callbacks: TrainerCallback) -> list[Refusal]:
     world_size = trainer.args.world_size if engine is None else 1  # else the model is not wrapped by DDP
     used = [*names, *settings_in_use(trainer.args, world_size=world_size)]
     used += [] if engine is None else [engine]
+    used += ["ZeRO-3"] * (
+        getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", None) == 3
+    )
     used += ["TRL"] * any(kind.__module__.partition(".")[0] == "trl" for kind in type(trainer).__mro__)
     pairs = ((one, other) for one in names for other in used)
     found = dict.fromkeys(refusal_of(one, other) for one, other in pairs)
@@ -105,7 +110,8 @@ def _parts_in_use(trainer: Trainer, *callbacks: TrainerCallback) -> list[str]:
     is_chosen = trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None
     found = ["bitsandbytes optimizer"] * (has_class or (is_chosen and is_of_bitsandbytes(asked)))
     names = _names_in_use(trainer, *callbacks)
-    return found + [NO_LIMIT] * (NO_LIMIT in names)
+    is_late = "fused cross-entropy" in names and trainer.compute_loss_func is not None
+    return found + [NO_LIMIT] * (NO_LIMIT in names) + [LATE_LOSS] * is_late
 
 
 def is_of_bitsandbytes(optim: str) -> bool:

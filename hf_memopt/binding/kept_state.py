@@ -22,7 +22,18 @@ __all__ = ["FOREIGN", "LARGEST_COPY_BYTES", "KeptState"]
 LARGEST_COPY_BYTES = 2**20
 DEEPEST = 5  # trainer -> metrics -> "train" -> name of a metric -> its list
 MOST_VISITED = 1000  # entries of one container; of a longer one (a dataset as a list) only the container is kept
-FOREIGN = ("accelerate", "bitsandbytes", "datasets", "hf_memopt", "logging", "numpy", "peft", "torch", "transformers")
+FOREIGN = (
+    "accelerate",
+    "bitsandbytes",
+    "datasets",
+    "deepspeed",
+    "hf_memopt",
+    "logging",
+    "numpy",
+    "peft",
+    "torch",
+    "transformers",
+)
 """Packages whose objects keep no readings of a loss, or are looked at in another way."""
 _NO_READINGS = (type, FunctionType, MethodType, BuiltinFunctionType, torch.optim.Optimizer, Dataset, nn.Parameter)
 

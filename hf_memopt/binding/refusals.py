@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "ENGINES",
+    "LATE_LOSS",
     "NO_LIMIT",
     "PARTS",
     "REFUSALS",
@@ -59,6 +60,7 @@ SETTINGS: Mapping[str, str] = {
     "FSDP2": "weights in shards, by torch's fully_shard as accelerate calls it",
     "other sharding": "FSDP1, tensor parallelism, or weights that are sharded when the model is loaded",
     "DeepSpeed": "its engine in place of backward and step",
+    "ZeRO-3": "DeepSpeed with weights in shards; what is refused with DeepSpeed is refused too",
 }
 """The settings of stock that some technique cannot work with, and what is meant by each."""
 
@@ -99,6 +101,7 @@ class Refusal:
 
 
 NO_LIMIT = "micro-batching without a limit"  # MicrobatchCallback() with neither max_tokens nor max_examples
+LATE_LOSS = "fused cross-entropy with compute_loss_func"  # the loss is computed after the forward pass of the wrapper
 SHARDED = ("FSDP2", "other sharding", "DeepSpeed")
 
 DROP_RELEASE = "Train with the plain optimizer class"
@@ -247,6 +250,12 @@ REFUSALS = (
         "policies need the non-reentrant variant",
         'Leave activation_checkpointing_kwargs={"use_reentrant": True} out',
     ),
+    Refusal(
+        "checkpointing policy",
+        "ZeRO-3",
+        "a layer that is recomputed does not gather its weights by the operations that a policy has kept",
+        "Set activation_checkpointing=True (gradient_checkpointing=True before transformers 5.23) in its place",
+    ),
     *(
         Refusal(
             "gradual unfreezing",
@@ -289,6 +298,12 @@ REFUSALS = (
             "Take EvaluationGuardCallback out of callbacks=",
         )
         for name in ("other sharding", "DeepSpeed")
+    ),
+    Refusal(
+        LATE_LOSS,
+        "DDP, default flags",
+        "DDP looks for unused parameters from the logits back, and those of a fused loss lead to none",
+        "Set ddp_broadcast_buffers=False, ddp_find_unused_parameters=False",
     ),
     Refusal(
         "fused cross-entropy",

@@ -145,7 +145,7 @@ def test_optimizers_of_bitsandbytes_are_seen(
 
 
 def test_every_setting_is_tried() -> None:
-    assert {*ASKED, "TRL", *ENGINES} == set(SETTINGS)
+    assert {*ASKED, "TRL", "ZeRO-3", *ENGINES} == set(SETTINGS)
 
 
 # ---- Techniques -----------------------------------------------------------------------------------------------------

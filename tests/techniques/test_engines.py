@@ -133,8 +133,10 @@ def test_bfloat16_is_as_close_to_stock_as_its_rounding(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["DDP", "DDP, default flags"])
-def test_exact_loss_gradient_scale_and_adapters_under_ddp(engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["DDP", "DDP, default flags", "DeepSpeed", "ZeRO-3"])
+def test_techniques_and_parts_under_other_engines(engine: str, tmp_path: Path) -> None:
+    if engine in ("DeepSpeed", "ZeRO-3"):
+        pytest.importorskip("deepspeed")
     found = run_cases(tmp_path, engine, "techniques", "scale", "lora")
     check_techniques(found["techniques"], tmp_path, "techniques")
     test_the_gradient_scale_is_repaired(found, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from transformers import Trainer, TrainerCallback
 
 import technique_ranks
 import tiny
+from hf_memopt import FusedCrossEntropyCallback, exact_loss
 from hf_memopt.binding.attach import attach
 from hf_memopt.binding.callback_binding import unbound_error
 from hf_memopt.binding.conflicts import (
+    LATE_LOSS,
     NO_LIMIT,
     PARTS,
     REFUSALS,
@@ -260,6 +263,9 @@ def test_attach_refuses_what_cannot_work_together(refusal, tmp_path, monkeypatch
     trainer = unattached(names, tmp_path, monkeypatch, arguments.get(refusal.one if names == [] else setting, {}))
     if refusal.one == "micro-batching without a limit":
         trainer.add_callback(MicrobatchCallback())
+    if refusal.one == LATE_LOSS:
+        trainer.add_callback(FusedCrossEntropyCallback())
+        trainer.compute_loss_func = exact_loss(trainer.model)
     if setting is not None and setting.startswith("DDP"):
         monkeypatch.setattr(type(trainer.args), "world_size", 2)
     if setting == "Liger kernel":  # which would have to be installed
@@ -268,7 +274,10 @@ def test_attach_refuses_what_cannot_work_together(refusal, tmp_path, monkeypatch
         trainer.__class__ = type("SFTTrainer", (Trainer,), {"__module__": "trl.trainer.sft_trainer"})
     trainer.is_fsdp_enabled = setting in ("FSDP2", "other sharding")
     monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", setting == "FSDP2")
-    trainer.is_deepspeed_enabled = setting == "DeepSpeed"
+    trainer.is_deepspeed_enabled = setting in ("DeepSpeed", "ZeRO-3")
+    if setting == "ZeRO-3":
+        plugin = SimpleNamespace(zero_stage=3)
+        monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", plugin, raising=False)
     before = state_of(trainer)
     with pytest.raises(ValueError) as error:
         attach(trainer)
@@ -287,5 +296,5 @@ def unattached(names: list[str], folder: Any, monkeypatch: pytest.MonkeyPatch, s
 
 def test_every_name_in_a_refusal_is_known() -> None:
     for refusal in REFUSALS:
-        assert refusal.one in (*TECHNIQUES, *PARTS, NO_LIMIT)
+        assert refusal.one in (*TECHNIQUES, *PARTS, NO_LIMIT, LATE_LOSS)
         assert refusal.other in TECHNIQUES or refusal.other in SETTINGS
