@@ -64,7 +64,6 @@ ORDER = (
     *("batch_size", "max_tokens", "boundaries", "buffer_examples", "seed", "world_size", "rank", "column"),
     *("pad_to_multiple_of", "too_long", "rows_per_turn"),
 )
-"""Everything that the order depends on, but the dataset and the epoch."""
 BUFFER_EXAMPLES = 8192
 
 
@@ -107,7 +106,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         >>> rows = [{"input_ids": [1] * length} for length in (3, 50, 4, 52, 5, 51)]
         >>> stream = BucketedStream(rows, batch_size=3, buffer_examples=6)
         >>> [len(row["input_ids"]) // 10 for row in itertools.islice(stream, 12)]
-        [0, 0, 0, 5, 5, 5, 0, 0, 0, 5, 5, 5]
+        [5, 5, 5, 0, 0, 0, 5, 5, 5, 0, 0, 0]
     """
 
     takes_seed = False  # attach may set the seed
