@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from hand_made import hand_made
 from hf_memopt.cli import ladder_command
 from hf_memopt.cli.app import app
 from hf_memopt.cli.ladder_command import PredictedRow, ordered_pairs, run_ladder
@@ -79,6 +80,24 @@ def test_the_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, name: str,
     assert f"Order as published: {pairs} of {pairs} pairs by time, {pairs} of {pairs} by memory." in text
     row = {"A": "+ checkpointing 7.30 3.65 10.45 10.45", "B": "batch 4, fp16 13.61 6.81 18.64 37.28"}[name]
     assert row in text
+
+
+@pytest.mark.parametrize(("name", "lines"), [("A", 0), ("B", 1)])
+def test_the_picture_marks_what_was_published(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, lines: int
+) -> None:
+    """Ladder A was measured on an unknown GPU, so none is drawn there."""
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    rows = [replace(row, estimate=hand_made()) for row in halves(name)]
+    monkeypatch.setattr(ladder_command, "predicted_rows", lambda *_: rows)
+    monkeypatch.setattr("hf_memopt.plotting.save_picture", lambda figure, path: figures.append(figure))
+    found = run(name, "--plot", str(tmp_path / "ladder.png"))
+    assert (found.exit_code, found.stdout.splitlines()[-1]) == (0, f"Picture: {tmp_path / 'ladder.png'}")
+    [axes] = figures[0].axes
+    marks = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "D"]
+    assert marks == [pytest.approx(row.total_bytes / 2**30) for row in read_ladder(name).rows]
+    assert len([line for line in axes.lines if line.get_linestyle() == "--"]) == lines
 
 
 def test_pairs_in_another_order_are_counted() -> None:

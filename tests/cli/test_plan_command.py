@@ -51,11 +51,12 @@ def test_json_and_the_exit_code_of_what_does_not_fit(model: str) -> None:
 
 
 def test_json_and_report_are_of_one_plan(model: str, tmp_path: Path) -> None:
-    page = tmp_path / "plan.html"
+    page, picture = tmp_path / "plan.html", tmp_path / "plan.svg"
     options = ("--gpu", "RTX 3060 12GB", "--effective-batch", "2", "--seq-len", "16", "--method", "full")
-    found = run(model, *options, "--json", "--report", str(page))
+    found = run(model, *options, "--json", "--report", str(page), "--plot", str(picture))
     assert found.exit_code == 0, found.output
-    assert found.stderr.splitlines()[-1] == f"Report: {page}"
+    assert found.stderr.splitlines()[-2:] == [f"Report: {page}", f"Picture: {picture}"]
+    assert picture.read_text(encoding="utf-8").startswith("<?xml")
     told = json.loads(found.stdout)
     assert sorted(shlex.split(told["command"])) == sorted(["hf-memopt", "plan", model, *options])
     (tmp_path / "again.json").write_text(found.stdout)

@@ -98,3 +98,8 @@ def test_bars_without_a_group_have_no_heading_and_long_labels_make_rows_higher()
 def test_the_ending_chooses_the_format(tmp_path, name, start) -> None:
     draw_ladder(bars(), tmp_path / name, title="a model", limit=None)
     assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_the_line_of_a_gpu_far_beyond_the_bars_is_in_the_picture(drawn) -> None:
+    axes = drawn(bars(80 * 2**30), 80 * 2**30)
+    assert axes.get_xlim()[1] > 80

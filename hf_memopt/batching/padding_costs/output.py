@@ -185,7 +185,7 @@ def _draw_strategies(report: PaddingReport, axes: Axes) -> None:
     names = [f"{one.name}\nlargest batch {one.largest_batch_tokens:,} {report.unit}" for one in found]
     axes.set_yticks(range(len(found)), names, fontsize=8.5)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.32 * most)
+    axes.set_xlim(0, 1.38 * most)
     axes.set_title(
         f"What one epoch computes: real {report.unit}, and padding (hatched), in batches of {report.batch_size}",
         fontsize=10,

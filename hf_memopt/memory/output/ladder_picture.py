@@ -134,15 +134,16 @@ def stacked_bars(axes: Axes, bars: Sequence[Bar], limit: Limit | None, theme: Th
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    longest = max(max(bar.total_bytes, bar.measured_bytes or 0) for bar in bars)
-    most_bytes = longest
+    most_bytes = max(bar.total_bytes for bar in bars)
     if limit is not None:
-        most_bytes = max(limit.usable_bytes, min(longest, int(MOST_OF_GPU * limit.usable_bytes)))
+        most_bytes = max(limit.usable_bytes, min(most_bytes, int(MOST_OF_GPU * limit.usable_bytes)))
+    most_bytes = max(most_bytes, *(bar.measured_bytes or 0 for bar in bars))  # whose marks are not cut
     headings, rows = _headings(bars), len(bars) + len(_headings(bars))
     most_gib, line_gib = to_gib(most_bytes), 0.0 if limit is None else to_gib(limit.usable_bytes)
     places = [_place_of_text(bar, most_gib, line_gib) for bar in bars]
     rooms = [1 - CHARACTER * len(_text_of(bar)) - 0.03 for bar in bars]
-    axes.set_xlim(0, max(place / max(room, 0.2) for place, room in zip(places, rooms, strict=True)))
+    ends = (place / max(room, 0.2) for place, room in zip(places, rooms, strict=True))
+    axes.set_xlim(0, max(1.03 * most_gib, *ends))
     axes.set_ylim(rows - 0.4, -0.7)
     axes.set_yticks([])
     axes.set_xlabel("GiB at the peak")
@@ -201,7 +202,7 @@ def _draw_bar(axes: Axes, row: int, bar: Bar, most_gib: float, line_gib: float, 
         axes.barh(row, width, left=left, height=0.78, color=colour, linewidth=0)
         left += width
     if bar.measured_bytes is not None:
-        where = min(to_gib(bar.measured_bytes), most_gib)
+        where = to_gib(bar.measured_bytes)
         axes.plot(where, row, marker="D", color=theme.ink, markersize=5, markeredgecolor=theme.paper, zorder=4)
     cut = "» " if to_gib(bar.total_bytes) > most_gib else ""
     colour = {"fits": theme.fits, "tight": theme.tight, "over": theme.limit, "": theme.ink}[bar.verdict]

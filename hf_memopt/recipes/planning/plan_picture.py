@@ -107,7 +107,8 @@ def _draw_map(axes: Axes, chart: dict[str, Any], one: CandidateData, theme: Them
     for mark in chart["marks"]:
         where, height = mark["at"] / 100 * columns, -NOTE_ROWS * (mark["row"] + 0.5)
         text = f"{mark['text']}, beyond" if mark["out"] else mark["text"]
-        axes.plot([where, where], [height, len(rows)], color=theme.ink, linewidth=0.9, linestyle=":")
+        axes.plot([where, where], [height, 0], color=theme.ink, linewidth=0.9, linestyle=":")
+        axes.plot(where, -0.1, marker="v", color=theme.ink, markersize=4)
         side = "right" if where > 0.8 * columns else "left"
         gap = -0.04 if side == "right" else 0.04
         axes.text(where + gap, height, text, ha=side, va="center", fontsize=8.5)
@@ -118,7 +119,7 @@ def _draw_map(axes: Axes, chart: dict[str, Any], one: CandidateData, theme: Them
     axes.set_yticks([place + 0.5 for place in range(len(rows))], [f"{row['rows']}" for row in rows])
     lengths = ["one size" if length is None else f"{length:,}" for length in chart["lengths"]]
     axes.set_xticks([column + 0.5 for column in range(columns)], lengths)
-    data = "; dotted: lengths of the data" if chart["marks"] else ""
+    data = "; above: lengths of the data" if chart["marks"] else ""
     axes.set_xlabel(f"tokens of the longest row{data}" if columns > 1 else "")
     axes.set_ylabel("rows of a micro-batch")
     axes.set_title(fill(f"What fits with {one['name']}, in GiB where simulated", TITLE_COLUMNS), loc="left")
