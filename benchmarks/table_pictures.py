@@ -9,7 +9,7 @@ from plans import EXAMPLE_PLAN
 
 from hf_memopt.plotting import DARK, LIGHT, Theme
 from hf_memopt.recipes.planning.plan_picture import draw_plan
-from hf_memopt.reports.plan_file import read_plan_file
+from hf_memopt.reports.plan_file import read_plan_text
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 PICTURES: dict[str, Theme] = {"plan.svg": LIGHT, "plan-dark.svg": DARK}
@@ -17,7 +17,7 @@ PICTURES: dict[str, Theme] = {"plan.svg": LIGHT, "plan-dark.svg": DARK}
 
 def drawn() -> dict[Path, bytes]:
     """Return the pictures by their paths, drawn anew."""
-    told = read_plan_file(EXAMPLE_PLAN)
+    told = read_plan_text(EXAMPLE_PLAN.read_bytes(), str(EXAMPLE_PLAN))
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, theme in PICTURES.items():

@@ -85,7 +85,7 @@ class Difference:
             share = share_text(self.after.total_bytes, before)
             more = f"{format_bytes(abs(change))} {'more' if change > 0 else 'less'}"
             sentences = [
-                f"B {'needs' if is_computed else 'held'} {more} than A: {format_bytes(before)} -> "
+                f"B {'needs' if is_computed else 'held'} {more} than A: {format_bytes(before)} to "
                 f"{format_bytes(self.after.total_bytes)}{f' ({share})' if share else ''}."
             ]
         moved = sorted((row for row in self.components if row.change_bytes), key=lambda row: -abs(row.change_bytes))

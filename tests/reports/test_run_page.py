@@ -41,7 +41,7 @@ def test_it_says_what_the_run_says() -> None:
     assert "Steps 40 1 to 40" in said
     assert "Padding 26.7% of 245,760 tokens" in said
     assert "In micro-batches 12 of 40 steps memory ran out once" in said
-    assert "weights 2.30 GiB 2.30 GiB 0.0 %" in said
+    assert "weights 2.30 GiB 2.30 GiB gradients 2.30 GiB 1.07 GiB" in said
     assert "forward + backward 6.22 GiB 6.30 GiB +1.3 %" in said
     assert "max_tokens None 1024 out of memory at step 3" in said
     assert "MicrobatchCallback(max_tokens=1024)" in said
