@@ -134,7 +134,8 @@ def estimate(
         int | None, _option(STEP, "N", "GPUs that train together; the estimate is of one of them.", min=1)
     ] = None,
     strategy: Annotated[
-        str | None, _option(STEP, "NAME", "With --world-size: ddp (whole models), fsdp2 (sharded weights) or auto.")
+        str | None,
+        _option(STEP, "NAME", "With --world-size: ddp (whole models), fsdp2, zero2, zero3 (sharded) or auto."),
     ] = None,
     offload: Annotated[
         bool | None, _option(STEP, None, "Keep shards and optimizer states in host memory between uses.")
@@ -190,7 +191,12 @@ def plan(
         list[str] | None,
         typer.Option(help="What may be changed: release_clipping, bf16_weights, freeze, shorter. Repeatable."),
     ] = None,
-    world_size: Annotated[int, typer.Option(min=1, help="GPUs that train together, each with the whole model.")] = 1,
+    world_size: Annotated[
+        int, typer.Option("--gpus", "--world-size", min=1, help="GPUs of one computer that train together.")
+    ] = 1,
+    strategy: Annotated[
+        str, typer.Option(help="How they share a step: auto (ddp, else fsdp2), ddp, fsdp2, zero2 or zero3.")
+    ] = "auto",
     task: Annotated[str | None, typer.Option(help="The head to build; the usual one by default.")] = None,
     measured: Annotated[
         Path | None, typer.Option(help="Correct it by real steps on the GPU: a file of hf-memopt measure.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.memory.step_time.prices import equally_fast
 from hf_memopt.recipes.planning.report_figures import known_figures
 from hf_memopt.recipes.planning.request import GOALS
+from hf_memopt.recipes.planning.sharing import sharing_text
 from hf_memopt.reports.plan_file import FORMAT
 from hf_memopt.units import format_bytes, to_gib
 from hf_memopt.units import format_duration as _duration
@@ -174,6 +175,8 @@ def _recommended(found: Plan) -> Iterator[str]:
         unit, amount = ("tokens/s", one.tokens) if one.tokens else ("examples/s", float(one.examples))
         slow, fast = _number(amount / one.high), _number(amount / one.low)
         yield f"Speed: {_number(amount / one.seconds)} {unit} ({slow} to {fast}), {one.seconds:.3g} s a step."
+    if one.sharing is not None:
+        yield f"{sharing_text(one, found.candidates, found.gpu, found.world_size)}."
 
 
 def _with_consent(found: Plan) -> Iterator[str]:

@@ -8,7 +8,7 @@ part does not depend on lengths, so all optimizers of one recording share the di
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices.gpus import GPUS
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory.step_time.prices import StepTime
     from hf_memopt.recipes.planning.measured import Corrections
     from hf_memopt.recipes.planning.set_ups import SetUp
+    from hf_memopt.recipes.planning.sharing import Sharing
     from hf_memopt.recipes.planning.texts import Texts
     from hf_memopt.recipes.recipe import Recipe
 
@@ -58,6 +59,7 @@ class Simulation:
         refused: why set-ups could not be simulated, by their names.
         time_unknown: why no time is predicted; "" where one is.
         most_tokens: of a row that the model takes; None for no limit.
+        sharing: how the GPUs share the steps that are simulated next; None for one GPU.
     """
 
     model: Any
@@ -74,8 +76,9 @@ class Simulation:
     parameters: int = 0
     model_name: str = ""
     most_tokens: int | None = None
-    _found: dict[tuple[Recipe, int | None], Candidate | None] = field(default_factory=dict)
-    _shorter: dict[tuple[Recipe, int, int | None], float] = field(default_factory=dict)
+    sharing: Sharing | None = None
+    _found: dict[tuple[Recipe, int | None, Sharing | None], Candidate | None] = field(default_factory=dict)
+    _shorter: dict[tuple[Recipe, int, int | None, Sharing | None], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.priced_on = priced_on(self.gpu)
@@ -83,7 +86,7 @@ class Simulation:
     def of(self, set_up: SetUp, rows: int) -> Candidate | None:
         """Return the set-up with micro-batches of ``rows``; None where it cannot be simulated (see ``refused``)."""
         recipe = set_up.recipe.replace(per_device_train_batch_size=rows, reasons=set_up.recipe.reasons)
-        key = recipe, self.texts.seq_len
+        key = recipe, self.texts.seq_len, self.sharing
         if key not in self._found:
             self.announce(f"{self.count + 1}: {set_up.name}, {rows} at a time")
             self._found[key] = self._simulated(set_up, recipe)
@@ -93,6 +96,7 @@ class Simulation:
         """Return the estimate of a recipe."""
         self.count += 1
         steps = recipe.effective_batch_size // (recipe.per_device_train_batch_size * self.world_size)
+        shared = {} if self.sharing is None else {"world_size": self.world_size, **asdict(self.sharing)}
         found = estimate(
             self.model,
             batch_size=recipe.per_device_train_batch_size,
@@ -101,6 +105,7 @@ class Simulation:
             gpu=gpu or self.gpu,
             task=self.task,
             gradient_accumulation_steps=steps,
+            **shared,
         )
         return found if self.measured is None or gpu is not None else self.measured.applied(found, recipe)
 
@@ -127,6 +132,7 @@ class Simulation:
         ratio = 1.0
         if texts.width is not None and texts.width != texts.seq_len:
             ratio = 1 - self._saved(set_up, recipe, time) / time.seconds
+        candidate = replace(candidate, communication_fraction=time.shares.get("communication"))
         return replace(candidate, seconds=ratio * time.seconds, low=ratio * time.low, high=ratio * time.high)
 
     def step_time(self, found: Estimate) -> StepTime | None:
@@ -141,7 +147,7 @@ class Simulation:
     def _saved(self, set_up: SetUp, recipe: Recipe, longest: StepTime) -> float:
         """Return the seconds of a step that rows of the mean padded length save."""
         rows = recipe.per_device_train_batch_size
-        key = set_up.structure, rows, self.texts.seq_len
+        key = set_up.structure, rows, self.texts.seq_len, self.sharing
         if key not in self._shorter:
             time = self.step_time(self.estimate(recipe, self.texts.width))
             self._shorter[key] = 0.0 if time is None else longest.seconds - time.seconds
