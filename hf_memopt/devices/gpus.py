@@ -80,7 +80,7 @@ class Gpu:
     @property
     def pcie_bytes_per_second(self) -> int:
         """Of 16 lanes in one direction; a computer may have fewer."""
-        return 2 ** (self.pcie_generation - 3) * 16 * 10**9
+        return (16 << (self.pcie_generation - 3)) * 10**9
 
     @property
     def link(self) -> str:

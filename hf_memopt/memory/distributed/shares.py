@@ -94,13 +94,13 @@ def as_the_engine_steps(
 ) -> OptimizerMemory:
     """Return the memory of an optimizer that steps on ``shards`` of the trainable parameters ``facts``.
 
-    With offload its parameters, gradients and states are on the host, as are DeepSpeed's float32 copies of both.
+    With offload its parameters, gradients and states are on the host.
     """
-    uses_deepspeed = settings.engine in ZERO_STAGES
     if settings.offload:
-        copies_bytes = 2 * sum(shard.size_bytes for shard in shards) if uses_deepspeed else 0
-        host_bytes = optimizer.host_state_bytes + optimizer.state_bytes + copies_bytes
+        held_bytes = 2 * sum(shard.size_bytes for shard in shards)
+        host_bytes = optimizer.host_state_bytes + optimizer.state_bytes + held_bytes
         return replace(optimizer, state=(), step=(), first_step=(), host_state_bytes=host_bytes)
+    uses_deepspeed = settings.engine in ZERO_STAGES
     return with_flat_gradients(optimizer, shards, facts, settings) if uses_deepspeed else optimizer
 
 

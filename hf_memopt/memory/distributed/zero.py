@@ -27,6 +27,7 @@ from hf_memopt.memory.distributed.swapped_parameters import swap_parameters
 from hf_memopt.memory.distributed.zero_config import ZERO_STAGES, ZeroSizes
 from hf_memopt.memory.optimizers.optimizer_memory import parameter_facts
 from hf_memopt.memory.optimizers.parameter_facts import FLOAT_BYTES, OptimizerMemory, ParameterFacts, trainer_groups
+from hf_memopt.memory.settings import NotEstimableError
 
 if TYPE_CHECKING:
     from hf_memopt.memory.settings import StepSettings
@@ -54,7 +55,7 @@ class ZeroStep:
     def __init__(self, model: nn.Module, settings: StepSettings, compute_dtype: torch.dtype | None) -> None:
         self._model, self._settings, self._dtype = model, settings, compute_dtype or torch.float32
         self._stage = ZERO_STAGES[settings.strategy]
-        self._sizes = ZeroSizes.of(self._stage, _hidden_size(model))
+        self._sizes = ZeroSizes.of(self._stage, 0 if self._stage == 2 else _hidden_size(model))
         self._facts = parameter_facts(model)
         self.gradients: list[torch.Tensor] = []
         limits = f"{self._sizes.buckets} bucket(s) of {self._sizes.bucket:,} elements"
@@ -228,6 +229,11 @@ def _kept_gradients(facts: Sequence[ParameterFacts], settings: StepSettings) -> 
 def _hidden_size(model: Any) -> int:
     """Return the hidden size by which transformers fills in what is "auto" of stage 3."""
     config = model.config
-    inner = getattr(config, "text_config", None)
-    sizes = getattr(config, "hidden_size", None) or getattr(config, "hidden_sizes", None) or inner.hidden_size
-    return int(sizes if isinstance(sizes, int) else max(sizes))
+    for known in (config, getattr(config, "text_config", None)):
+        size = getattr(known, "hidden_size", None) or getattr(known, "hidden_sizes", None)
+        if size:
+            return int(size if isinstance(size, int) else max(size))
+    raise NotEstimableError(
+        f"not estimable: strategy='zero3' with a configuration of {type(model).__name__} that has no hidden_size, by "
+        "which transformers sets DeepSpeed's buckets; expected one. Pass strategy='fsdp2'"
+    )

@@ -48,6 +48,7 @@ class Candidate:
         consents: the words of ``allow`` that it needs and was not given.
         simplicity: smaller is simpler.
         sharing: how several GPUs share a step; None for one GPU.
+        host_bytes: of one process: what is moved to the host, and what its optimizer has there.
         communication_fraction: of the seconds, what waits for other GPUs and the host; None where it is unknown.
         corrected: what of it a measurement corrected: "context", "reserved", "seconds".
         reason: why it was taken or refused.
@@ -73,6 +74,7 @@ class Candidate:
     consents: tuple[str, ...] = ()
     simplicity: tuple[int, int, int] = (0, 0, 0)
     sharing: Sharing | None = None
+    host_bytes: int = 0
     communication_fraction: float | None = None
     corrected: tuple[str, ...] = ()
     reason: str = ""
@@ -168,4 +170,5 @@ def candidate_of(set_up: SetUp, recipe: Recipe, found: Estimate, gpu: Gpu, conse
         consents=consents,
         simplicity=set_up.simplicity,
         sharing=set_up.sharing,
+        host_bytes=found.host_bytes,
     )

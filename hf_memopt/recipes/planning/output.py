@@ -243,6 +243,7 @@ def plan_json(found: Plan, *, figures: bool = False) -> str:
         "allow": list(found.allow),
         "effective_batch_size": found.effective_batch_size,
         "world_size": found.world_size,
+        "strategy": found.strategy,
         "texts": {name: getattr(texts, name) for name in ("seq_len", "width", "rows", "tokens", "cut")},
         "fits": found.fits,
         "chosen": None if found.chosen is None else found.chosen.as_dict(),
@@ -270,6 +271,7 @@ def _call(found: Plan) -> str:
     texts, source = found.texts, None if found.simulation is None else found.simulation.model
     given: dict[str, Any] = {"gpu": found.gpu.name, "seq_len": texts.seq_len}
     usual = {"effective_batch_size": 32, "goal": "speed", "method": "auto", "allow": (), "world_size": 1}
+    usual["strategy"] = "auto"
     given |= {name: getattr(found, name) for name, value in usual.items() if getattr(found, name) != value}
     model = repr(source) if isinstance(source, str) else "model"
     lengths = "" if texts.lengths is None else "lengths=lengths, "

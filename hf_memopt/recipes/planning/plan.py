@@ -98,8 +98,8 @@ def plan(
             ``gpu`` it is the one that they ran on.
         world_size: GPUs of one computer that train together; the effective batch is shared by them.
         strategy: how they share a step: ``"ddp"``, ``"fsdp2"``, ``"zero2"`` or ``"zero3"`` as for
-            ``Recipe.distributed``, with offload where nothing fits without; ``"auto"`` for the faster of DDP and FSDP2,
-            where DDP recomputes activations or nothing fits.
+            ``Recipe.distributed``, with offload where nothing fits without; ``"auto"`` for DDP, or FSDP2 where that is
+            faster or DDP does not fit.
         task: of the head to build, as for ``estimate``.
         announce: called before each simulation with a text that names it.
 
@@ -163,6 +163,7 @@ def plan(
         task=facts.task,
         simulation=simulation,
         measured="" if corrections is None else corrections.name,
+        strategy=strategy,
     )
 
 

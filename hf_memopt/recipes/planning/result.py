@@ -46,6 +46,7 @@ class Plan:
         command: what made it, for reports and scripts; "" for a call of ``plan``.
         rows: the file of its rows, for the script; None for a call of ``plan``.
         measured: the file, or "a measurement", that corrected them; "" for none.
+        strategy: that was asked for; how the chosen set-up shares a step is in ``chosen.sharing``.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Plan:
     command: str = ""
     rows: RowsFile | None = None
     measured: str = ""
+    strategy: str = "auto"
 
     @property
     def fits(self) -> bool:

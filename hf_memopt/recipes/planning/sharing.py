@@ -1,8 +1,8 @@
 """How the GPUs of a plan share a step: which strategies are considered, which set-ups work under each, and why one won.
 
 With ``"auto"`` each GPU holds the whole model (DDP) where that fits and is as fast. FSDP2 is considered where nothing
-fits under DDP, or only with activations that are recomputed, and offload to the host where nothing fits without it.
-ZeRO is considered only where it is asked for.
+fits under DDP, or only with activations that are recomputed or less optimizer state; offload to the host where no
+method fits without it, since the host's memory is unknown. ZeRO is considered only where it is asked for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.binding.conflicts import refusal_of
 from hf_memopt.errors import did_you_mean
 from hf_memopt.recipes.launch import NAMES, STRATEGIES
+from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
@@ -85,7 +86,7 @@ class Sharing:
         """Return whether it is worth simulating beside the best of the strategies before it."""
         if best is None or goal == "memory":
             return True
-        return not self.offload and best.recipe.checkpointing
+        return best.recipe.checkpointing or best.recipe.optim != PLAIN_OPTIMIZER
 
 
 def check_strategy(strategy: str, world_size: int, goal: str = "speed") -> None:
@@ -126,10 +127,13 @@ def sharing_text(chosen: Candidate, candidates: Sequence[Candidate], gpu: Gpu, w
     waits = ""
     if chosen.communication_fraction is not None:
         waits = f"; {chosen.communication_fraction:.0%} of a step waits for it"
+    host = ""
+    if own.offload:
+        host = f"; the host holds {format_bytes(world_size * chosen.host_bytes)} for all of them"
+    speed = f"{gpu.link_bytes_per_second / 1e9:.0f} GB/s assumed"
     return (
         f"{world_size} GPUs share a step by {own.title}: {_why(chosen, candidates)}. Between them: {gpu.link}, "
-        f"{gpu.link_bytes_per_second / 1e9:.0f} GB/s assumed{waits}. GiB are those of each GPU, and the speed is that "
-        "of all of them"
+        f"{speed}{waits}{host}. GiB are those of each GPU, the speed is that of all"
     )
 
 

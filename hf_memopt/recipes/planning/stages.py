@@ -84,22 +84,24 @@ class StageSearch:
         counts = [rows for rows in row_counts(lever, self.share) if rows >= chosen.rows]
         return explore(lever, self.simulation, counts)
 
-    def _of_stage(self, stage: str) -> list[Candidate]:
+    def _of_stage(self, stage: str, *, offload: bool) -> list[Candidate]:
         """Return the candidates of a method, under each way to share a step that may be of use."""
         found: list[Candidate] = []
         for sharing in self.sharings:
-            if sharing is None or sharing.may_improve(best_of(found, self.goal), self.goal):
+            is_wanted = (sharing is not None and sharing.offload) is offload
+            if is_wanted and (sharing is None or sharing.may_improve(best_of(found, self.goal), self.goal)):
                 self.simulation.sharing = sharing
                 found += search(self.all_set_ups([stage]), self.simulation, self.share, self.goal)
         return found
 
     def _by_stage(self, stages: Sequence[str]) -> tuple[list[Candidate], Candidate | None]:
         candidates: list[Candidate] = []
-        for stage in stages:
-            found = self._of_stage(stage)
-            candidates += found
-            if (chosen := best_of(found, self.goal)) is not None:
-                return candidates, chosen
+        for offload in (False, True):  # the host's memory is unknown, and its optimizer slow
+            for stage in stages:
+                found = self._of_stage(stage, offload=offload)
+                candidates += found
+                if (chosen := best_of(found, self.goal)) is not None:
+                    return candidates, chosen
         tight = [one for one in candidates if one.verdict == "tight" and not one.consents]
         if not tight:
             return candidates, None
