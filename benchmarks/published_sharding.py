@@ -15,8 +15,9 @@ strategy 1 with backward prefetch, options of version 1, of a release that has n
 with ``bnb_4bit_quant_storage`` set to bfloat16, so that they are cut too.
 
 Source: github:foundation-model-stack/fms-acceleration 24bdadb scripts/benchmarks/accelerate.yaml,
-plugins/accelerated-peft/src/fms_acceleration_peft/framework_plugin_bnb.py; github:pytorch/pytorch v2.4.1 torch/distributed/fsdp/_runtime_utils.py
-(_register_post_backward_reshard_only_hook), _flat_param.py, torch/autograd/graph.py (register_multi_grad_hook);
+plugins/accelerated-peft/src/fms_acceleration_peft/framework_plugin_bnb.py; github:pytorch/pytorch v2.4.1
+torch/distributed/fsdp/_runtime_utils.py (_register_post_backward_reshard_only_hook), _flat_param.py,
+torch/autograd/graph.py (register_multi_grad_hook);
 github:huggingface/accelerate v1.0.1 accelerator.py, prepare_model.
 """
 

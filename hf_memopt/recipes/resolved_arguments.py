@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ def resolve_arguments(
     from hf_memopt.recipes.trainer_inputs import check_argument_names
 
     check_argument_names(overrides)
+    _check_deepspeed(overrides)
     use_cpu = bool(overrides.get("use_cpu", False))
     on_cpu = use_cpu or accelerator_type() == "cpu"
     arguments = stock_arguments(recipe)
@@ -59,6 +61,15 @@ def resolve_arguments(
     if recipe.gradient_release:
         _check_release(arguments)
     return arguments, tuple(changes)
+
+
+def _check_deepspeed(overrides: Mapping[str, Any]) -> None:
+    """Raise in every process alike, before any of them waits for the others."""
+    if overrides.get("deepspeed") is not None and importlib.util.find_spec("deepspeed") is None:
+        raise ImportError(
+            "deepspeed=<a configuration> needs the package deepspeed, which is not installed; expected it in every "
+            "process. Call: pip install deepspeed"
+        )
 
 
 def stock_arguments(recipe: Recipe) -> dict[str, Any]:

@@ -129,3 +129,18 @@ def test_the_command_writes_the_launchers_file_and_prints_the_launch_line(
     written = yaml.safe_load(Path("run/accelerate.yaml").read_text())
     assert (written["distributed_type"], written["num_processes"]) == ("MULTI_GPU", 2)
     assert Path("run/train.py").exists()
+
+
+@pytest.mark.slow
+def test_four_bits_under_fsdp2_are_stored_so_that_they_are_cut(tmp_path: Path) -> None:
+    found = planned("2GiB", method="qlora", strategy="fsdp2")
+    assert found.chosen is not None
+    assert found.chosen.sharing == Sharing("fsdp2")
+    written = found.write(tmp_path / "run")
+    assert written.script is not None
+    script = written.script.read_text()
+    assert 'bnb_4bit_quant_storage="float16"' in script or 'bnb_4bit_quant_storage="bfloat16"' in script
+    for refused in ("MicrobatchCallback", "OverflowCallback", "FusedCrossEntropyCallback", "EvaluationGuardCallback"):
+        assert refused not in script
+    launch = yaml.safe_load((tmp_path / "run" / "accelerate.yaml").read_text())
+    assert (launch["distributed_type"], launch["fsdp_config"]["fsdp_version"]) == ("FSDP", 2)
