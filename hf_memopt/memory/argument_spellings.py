@@ -21,8 +21,8 @@ OPTIONS = tuple(f"{name}_kwargs" for name in CHECKPOINTING)
 REFUSED = {
     "torch_compile": "what the compiler fuses and saves is decided on the GPU",
     "use_liger_kernel": "its Triton kernels do not run without a GPU",
-    "deepspeed": "its configuration is not read; pass world_size=2, strategy='zero2' or 'zero3' to estimate()",
-    "fsdp": "its options are not read; pass world_size=2, strategy='fsdp2' to estimate()",
+    "deepspeed": "its configuration is not read. Pass world_size=2, strategy='zero2'",
+    "fsdp": "its options are not read. Pass world_size=2, strategy='fsdp2'",
     "neftune_noise_alpha": "its noise on the embeddings is not simulated",
     "use_cache": "a key-value cache in training is not simulated",
 }

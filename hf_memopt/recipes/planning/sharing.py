@@ -138,6 +138,8 @@ def sharing_text(chosen: Candidate, candidates: Sequence[Candidate], gpu: Gpu, w
 
 
 def _why(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
+    from hf_memopt.memory.step_time.prices import equally_fast  # imports torch, and options are checked without it
+
     own = chosen.sharing
     others = [one for one in candidates if one.stage == chosen.stage and one.sharing != own]
     simpler = [one for one in others if one.sharing is not None and own is not None and one.sharing.order < own.order]
@@ -148,6 +150,10 @@ def _why(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
     if fitting:
         rival = min(fitting, key=lambda one: one.cost)
         assert rival.sharing is not None
+        if equally_fast(rival.cost, chosen.cost):
+            more = [name for name in rival.name.split(", ")[:-1] if name not in chosen.name.split(", ")]
+            without = f", and without {' and '.join(more)}" if more else ", and simpler"
+            return f"as fast as the best under {rival.sharing.title}{without}"
         return f"the best under {rival.sharing.title} takes {rival.cost / chosen.cost:.2f} x its time"
     if own is not None and own.strategy == "ddp":
         return "each GPU holds the whole model, and only gradients are exchanged"
