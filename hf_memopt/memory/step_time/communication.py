@@ -5,8 +5,8 @@ Formula:
     reduced for all. DDP and ZeRO-2 send gradients beside the backward pass, which takes two thirds of a pass (DDP's
     only once a step), and what is longer than that is waited for. What FSDP2 and ZeRO-3 send counts whole: they send
     ahead of the computing, but published runs on two A100 (Mistral-7B, with the FSDP of 2024) took as long or longer:
-    full training 0 and 4 %, LoRA 5 and 10 %, QLoRA, whose adapters were units of their own, 5 and 18 %. With offload the copies to and
-    from the host and its optimizer come on top.
+    full training 0 and 4 %, LoRA 5 and 10 %, QLoRA, whose adapters were units of their own, 5 and 18 %. With offload
+    the copies to and from the host and its optimizer come on top.
 
 Limitations: all of it is on one machine, with all GPUs of one kind and 16 lanes each; the order of transfers and their
 latency, so many small ones cost more. The host's memory is assumed to reach 20e9 bytes per second for all processes.

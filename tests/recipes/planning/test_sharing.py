@@ -34,6 +34,7 @@ def planned(memory: str, **options: Any) -> Plan:
     return plan(config(), gpu=gpu, **options)
 
 
+@pytest.mark.slow
 def test_ddp_where_the_model_fits_on_each_gpu() -> None:
     found = planned("800MiB")
     assert found.chosen is not None
