@@ -144,7 +144,10 @@ def estimate_settings(case: Case) -> dict[str, Any]:
         settings["optim"] = OPTIMIZERS[case.optim_class]
     settings["prepare"] = ()
     if case.quantization is not None:
-        settings["prepare"] = (partial(quantize, config=QUANTIZATIONS[case.quantization]),)
+        options = dict(QUANTIZATIONS[case.quantization])
+        if case.gpus > 1 and case.quantization == "nf4":  # so the harness loads them for FSDP
+            options["bnb_4bit_quant_storage"] = "bfloat16"
+        settings["prepare"] = (partial(quantize, config=options),)
         if settings["weights_dtype"] == "float32":
             settings["weights_dtype"] = "bfloat16"
     if case.lora is not None:

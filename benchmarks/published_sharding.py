@@ -10,8 +10,14 @@ A unit whose own parameters are frozen learns from a hook on its inputs when its
 that hook lives until the end of the whole backward pass, and with it the inputs that reentrant checkpointing made anew
 and their gradients: two tensors (batch, seq, hidden) of each layer, where a single GPU frees both.
 
-Source: github:pytorch/pytorch v2.4.1 torch/distributed/fsdp/_runtime_utils.py
-(_register_post_backward_reshard_only_hook), _flat_param.py, torch/autograd/graph.py (register_multi_grad_hook);
+That the measured runs had this one, and not ``fully_shard``, is in the harness's own file for accelerate: sharding
+strategy 1 with backward prefetch, options of version 1, of a release that has no other; and it loads 4-bit weights
+with ``bnb_4bit_quant_storage`` set to bfloat16, so that they are cut too.
+
+Source: github:foundation-model-stack/fms-acceleration 24bdadb scripts/benchmarks/accelerate.yaml,
+plugins/accelerated-peft/src/fms_acceleration_peft/framework_plugin_bnb.py; github:pytorch/pytorch v2.4.1
+torch/distributed/fsdp/_runtime_utils.py (_register_post_backward_reshard_only_hook), _flat_param.py,
+torch/autograd/graph.py (register_multi_grad_hook);
 github:huggingface/accelerate v1.0.1 accelerator.py, prepare_model.
 """
 

@@ -44,7 +44,9 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _CHECKED_ROWS = 4096
 
 
-def quantization_options(load_in: str, compute_dtype: str, task: str | None = None) -> dict[str, Any]:
+def quantization_options(
+    load_in: str, compute_dtype: str, task: str | None = None, *, is_sharded: bool = False
+) -> dict[str, Any]:
     """Return the options of ``BitsAndBytesConfig``.
 
     Args:
@@ -52,13 +54,16 @@ def quantization_options(load_in: str, compute_dtype: str, task: str | None = No
         compute_dtype: of the products with 4-bit weights.
         task: of the model's head. A new head is not quantised, since it could not be trained and PEFT stops at it;
             of any other model transformers itself leaves the head out.
+        is_sharded: whether FSDP is to cut 4-bit weights, which it does where they are stored as numbers of the dtype
+            that is computed in; the bytes are the same. accelerate leaves whole what is stored as uint8.
 
     Examples:
         >>> quantization_options("int8", "bfloat16", "question-answering")["llm_int8_skip_modules"]
         ['qa_outputs']
     """
     heads = {"llm_int8_skip_modules": list(NEW_HEADS[task])} if task is not None and task in NEW_HEADS else {}
-    return {**_LOAD_IN[load_in], "bnb_4bit_compute_dtype": compute_dtype, **heads}
+    storage = {"bnb_4bit_quant_storage": compute_dtype} if is_sharded and load_in == "nf4" else {}
+    return {**_LOAD_IN[load_in], "bnb_4bit_compute_dtype": compute_dtype, **storage, **heads}
 
 
 def is_quantized(model: nn.Module) -> bool:

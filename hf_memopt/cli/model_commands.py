@@ -129,7 +129,8 @@ def estimate(
         int | None, _option(STEP, "N", "GPUs that train together; the estimate is of one of them.", min=1)
     ] = None,
     strategy: Annotated[
-        str | None, _option(STEP, "NAME", "With --world-size: ddp (whole models), fsdp2 (sharded weights) or auto.")
+        str | None,
+        _option(STEP, "NAME", "With --world-size: ddp (whole models), fsdp2, zero2, zero3 (sharded) or auto."),
     ] = None,
     offload: Annotated[
         bool | None, _option(STEP, None, "Keep shards and optimizer states in host memory between uses.")
@@ -205,7 +206,12 @@ def plan(
         _option(GPU, "NAME", 'Such as "RTX 3060 12GB", or a size: 8GB; the current one by default.', "-g", "--gpu"),
     ] = None,
     budget: Annotated[str | None, _option(GPU, "SIZE", "Use no more of it than this, such as 6GB.")] = None,
-    world_size: Annotated[int, _option(GPU, "N", "GPUs that train together, each with the whole model.", min=1)] = 1,
+    world_size: Annotated[
+        int, _option(GPU, "N", "GPUs of one computer that train together.", "--gpus", "--world-size", min=1)
+    ] = 1,
+    strategy: Annotated[
+        str, _option(GPU, "NAME", "How they share a step: auto (ddp, else fsdp2), ddp, fsdp2, zero2 or zero3.")
+    ] = "auto",
     measured: Annotated[
         Path | None, _option(GPU, "FILE", "Correct the plan by real steps, as hf-memopt measure wrote them.")
     ] = None,
@@ -221,7 +227,9 @@ def plan(
         Path | None, _option(OUTPUT, "DIR", "Write train.py and recipe.json to this folder.", "-w", "--write")
     ] = None,
     report: Annotated[Path | None, _option(OUTPUT, "FILE", "Also write one HTML file with pictures.")] = None,
-    plot: Annotated[Path | None, _option(OUTPUT, "FILE", "Also write a picture: .png, .svg or .pdf.", "-p", "--plot")] = None,
+    plot: Annotated[
+        Path | None, _option(OUTPUT, "FILE", "Also write a picture: .png, .svg or .pdf.", "-p", "--plot")
+    ] = None,
     force: Annotated[bool, _option(OUTPUT, None, "Replace files that are there.", "--force")] = False,
     json_output: Annotated[bool, _option(OUTPUT, None, "Print JSON instead of a table.", "--json")] = False,
 ) -> None:

@@ -17,6 +17,7 @@ from hf_memopt.plotting import check_picture
 from hf_memopt.recipes.measuring.measurement import named_measurement
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, checked_word, read_gpu
 from hf_memopt.recipes.planning.script.folder import RowsFile, check_folder
+from hf_memopt.recipes.planning.sharing import check_strategy
 from hf_memopt.reports.page import check_page
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class PlanOptions:
     method: str = "auto"
     allow: Sequence[str] | None = None
     world_size: int = 1
+    strategy: str = "auto"
     task: str | None = None
     measured: Path | None = None
     write: Path | None = None
@@ -92,6 +94,7 @@ def run_plan(
             method=options.method,
             allow=words,
             world_size=options.world_size,
+            strategy=options.strategy,
             task=options.task,
             measured=options.measured,
             announce=announce,
@@ -121,6 +124,7 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
     checked_word("goal", options.goal, GOALS)
     checked_word("method", options.method, METHODS)
     checked_batch(options.effective_batch, options.world_size)
+    check_strategy(options.strategy, options.world_size, options.goal)
     check_task(options.task)
     if options.measured is not None:
         named_measurement(options.measured)

@@ -15,6 +15,9 @@ more for themselves (a T4 went from 14.75 to 14.56 GiB), so the newest of severa
 - Rates follow from the architecture: operations of one multiprocessor in one clock (a multiplication and its addition
   are two), times multiprocessors, times boost clock. They are those of dense matrix products that accumulate in
   float32, as training does: GeForce runs these at half its advertised rate, Quadro, RTX A and data center GPUs do not.
+- ``nvlink_gb`` is half of what the source of the architecture calls NVLink's total bandwidth, which counts both
+  directions: of GPUs that sit on a board with NVLink in every server. All others reach each other by PCIe; bridges
+  between two of them (RTX 3090, RTX A6000, A40, H100 NVL) are not counted, since few computers have one.
 
 Limitations: of AMD only the Instinct series. Rates that no published table confirms are None.
 """
@@ -60,6 +63,7 @@ class Row(NamedTuple):
     context: tuple[str, str] | None = None
     alias: str = ""
     matrix_mhz: int | None = None
+    nvlink_gb: int | None = None  # 1e9 bytes per second in one direction, by the architecture's source
 
 
 _NVIDIA, _AMD = "https://images.nvidia.com/", "https://www.amd.com/content/dam/amd/en/documents/instinct-"
@@ -130,12 +134,12 @@ ROWS = (
     Row("Quadro P6000", 24, GP10X, 30, 1645, 432.8, "quadro-p6000.c2865"),
     Row("P4", 8, GP10X, 20, 1114, 192.3, "tesla-p4.c2879"),
     Row("P40", 24, GP10X, 30, 1531, 347.1, "tesla-p40.c2878"),
-    Row("P100", 16, GP100, 56, 1480, 732.2, "tesla-p100-sxm2.c3183",
+    Row("P100", 16, GP100, 56, 1480, 732.2, "tesla-p100-sxm2.c3183", nvlink_gb=80,
         usable=("16280MiB", _GITHUB + "karpathy/minGPT/issues/1")),
     # Volta
-    Row("V100 16GB", 16, GV100, 80, 1530, 900, "tesla-v100-sxm2-16-gb.c3018",
+    Row("V100 16GB", 16, GV100, 80, 1530, 900, "tesla-v100-sxm2-16-gb.c3018", nvlink_gb=150,
         usable=("15.78GiB", _GITHUB + "kchengiva/Shift-GCN/issues/34")),
-    Row("V100 32GB", 32, GV100, 80, 1530, 900, "tesla-v100-sxm2-32-gb.c3185",
+    Row("V100 32GB", 32, GV100, 80, 1530, 900, "tesla-v100-sxm2-32-gb.c3185", nvlink_gb=150,
         usable=("31.74GiB", _GITHUB + "QwenAudio/SenseVoice/issues/28"),
         context=("980MiB", _GITHUB + "QwenAudio/SenseVoice/issues/28")),
     Row("TITAN V", 12, GV100, 80, 1455, 652.8, "titan-v.c3051"),
@@ -229,10 +233,10 @@ ROWS = (
     Row("A16", 16, GA10X_PRO, 10, 1755, 200.1, "a16-pcie.c3794"),  # one of the four on the board
     Row("A30", 24, GA100, 56, 1440, 933.1, "a30-pcie.c3792"),
     Row("A40", 48, GA10X_PRO, 84, 1740, 695.8, "a40-pcie.c3700"),
-    Row("A100 40GB", 40, GA100, 108, 1410, 1555, "a100-sxm4-40-gb.c3506",
+    Row("A100 40GB", 40, GA100, 108, 1410, 1555, "a100-sxm4-40-gb.c3506", nvlink_gb=300,
         usable=("40339MiB", _GITHUB + "bottlerocket-os/bottlerocket/pull/3873"),
         context=("501MiB", _GITHUB + "TianheWu/CoSeR/issues/10")),
-    Row("A100 80GB", 80, GA100, 108, 1410, 2039, "a100-sxm4-80-gb.c3746",
+    Row("A100 80GB", 80, GA100, 108, 1410, 2039, "a100-sxm4-80-gb.c3746", nvlink_gb=300,
         usable=("79.25GiB", _GITHUB + "HiDream-ai/VAREdit/issues/6"),
         context=("409MiB", _GITHUB + "HiDream-ai/VAREdit/issues/6")),
     # Ada Lovelace
@@ -278,15 +282,15 @@ ROWS = (
         usable=("44.52GiB", _GITHUB + "huggingface/sentence-transformers/issues/3214"),
         context=("514MiB", _GITHUB + "huggingface/sentence-transformers/issues/3214")),
     # Hopper
-    Row("H100", 80, GH100, 132, 1980, 3350, "h100-sxm5-80-gb.c3900", matrix_mhz=1830,
+    Row("H100", 80, GH100, 132, 1980, 3350, "h100-sxm5-80-gb.c3900", matrix_mhz=1830, nvlink_gb=450,
         usable=("79.11GiB", _GITHUB + "vllm-project/vllm/issues/27508"),
         context=("676MiB", _GITHUB + "ali-vilab/VACE/issues/56 (H100 NVL)")),
     Row("H100 PCIe", 80, GH100, 114, 1755, 2039, "h100-pcie-80-gb.c3899", matrix_mhz=1620),
     Row("H100 NVL", 94, GH100, 132, 1785, 3938, "h100-nvl-94-gb.c4327", matrix_mhz=1545),
-    Row("H200", 141, GH100, 132, 1980, 4800, "h200-sxm-141-gb.c4255", matrix_mhz=1830),
+    Row("H200", 141, GH100, 132, 1980, 4800, "h200-sxm-141-gb.c4255", matrix_mhz=1830, nvlink_gb=450),
     Row("H200 NVL", 141, GH100, 132, 1785, 4800, "h200-nvl.c4254", matrix_mhz=1545),
     # Blackwell
-    Row("B200", 180, GB100, 148, 1965, 7700, "b200.c4210", matrix_mhz=1856),
+    Row("B200", 180, GB100, 148, 1965, 7700, "b200.c4210", matrix_mhz=1856, nvlink_gb=900),
     Row("RTX 5050", 8, GB20X, 20, 2572, 320, "geforce-rtx-5050.c4220"),
     Row("RTX 5060", 8, GB20X, 30, 2497, 448, "geforce-rtx-5060.c4219"),
     Row("RTX 5060 Ti 8GB", 8, GB20X, 36, 2572, 448, "geforce-rtx-5060-ti-8-gb.c4246"),

@@ -51,6 +51,8 @@ class Gpu:
             None where it is unknown.
         peak_flops_per_second: of matrix products, by the format of their operands.
         notes: what was assumed of it; an estimate for this GPU says so too.
+        nvlink_bytes_per_second: to the other GPUs of its server in one direction, all links together; None where they
+            are joined by PCIe, or by a bridge that not every computer has.
     """
 
     name: str
@@ -63,11 +65,32 @@ class Gpu:
     multiprocessors: int | None = None
     peak_flops_per_second: PeakRates = PeakRates()
     notes: tuple[str, ...] = ()
+    nvlink_bytes_per_second: int | None = None
 
     @property
     def bf16(self) -> bool:
         """Whether it computes bfloat16 natively."""
         return self.compute_capability >= (8, 0)
+
+    @property
+    def pcie_generation(self) -> int:
+        """Its generation of PCIe: 3 up to Turing, 4 of Ampere and Ada, 5 from Hopper on."""
+        return 3 if self.compute_capability < (8, 0) else 4 if self.compute_capability < (9, 0) else 5
+
+    @property
+    def pcie_bytes_per_second(self) -> int:
+        """Of 16 lanes in one direction; a computer may have fewer."""
+        return (16 << (self.pcie_generation - 3)) * 10**9
+
+    @property
+    def link(self) -> str:
+        """What joins it to other GPUs, in words."""
+        return "NVLink" if self.nvlink_bytes_per_second else f"PCIe {self.pcie_generation}.0 x16"
+
+    @property
+    def link_bytes_per_second(self) -> int:
+        """Of that, in one direction."""
+        return self.nvlink_bytes_per_second or self.pcie_bytes_per_second
 
 
 def _typical_context(capability: tuple[int, int]) -> tuple[int | None, str]:
@@ -129,6 +152,7 @@ def _gpu_of_row(row: Row) -> Gpu:
         multiprocessors=row.multiprocessors,
         peak_flops_per_second=_peak_rates(row),
         notes=(f"{row.name} is an AMD GPU: {STANDS_IN}",) if architecture.is_amd else (),
+        nvlink_bytes_per_second=None if row.nvlink_gb is None else row.nvlink_gb * 10**9,
     )
 
 

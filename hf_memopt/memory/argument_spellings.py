@@ -21,7 +21,7 @@ OPTIONS = tuple(f"{name}_kwargs" for name in CHECKPOINTING)
 REFUSED = {
     "torch_compile": "what the compiler fuses and saves is decided on the GPU",
     "use_liger_kernel": "its Triton kernels do not run without a GPU",
-    "deepspeed": "sharding over processes is not simulated",
+    "deepspeed": "its configuration is not read. Pass world_size=2, strategy='zero2'",
     "neftune_noise_alpha": "its noise on the embeddings is not simulated",
     "use_cache": "a key-value cache in training is not simulated",
 }

@@ -27,7 +27,7 @@ from hf_memopt.memory.argument_spellings import in_own_names
 from hf_memopt.memory.batch_lengths import LengthPlan, checked_lengths, plan_lengths
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
-from hf_memopt.memory.distributed.shares import bucket_bytes, notes_of_sharing, on_host, shard_facts
+from hf_memopt.memory.distributed.shares import as_the_engine_steps, bucket_bytes, notes_of_sharing, shard_facts
 from hf_memopt.memory.hints import find_hints
 from hf_memopt.memory.models.example_batch import DEFAULT_LENGTH, default_length
 from hf_memopt.memory.optimizers.optimizer_memory import (
@@ -108,7 +108,8 @@ def estimate(
 
     Limitations: compiled models, Triton kernels (Liger), FlashAttention-3 and other kernels that are not installed,
     recurrent layers, models whose code reads values from the GPU (the outcome of a router, an early exit), weights
-    quantised by anything but bitsandbytes, DeepSpeed, and optimizers whose state is unknown.
+    quantised by anything but bitsandbytes, and optimizers whose state is unknown. DeepSpeed's engines are computed
+    from their documentation.
 
     Raises:
         ValueError: an unknown model, GPU or setting; a batch or length below 1 or beyond the model's positions;
@@ -241,7 +242,7 @@ def _estimate(
     lengths_recorded = () if lengths is None else lengths.recorded[1:]
     others = [recorded(replace(shape, seq_len=length), without_evaluation)[0].trace for length in lengths_recorded]
     trained = shard_facts(step.trainable, settings)
-    optimizer = _optimizer(trained, settings)
+    optimizer = as_the_engine_steps(_optimizer(trained, settings), trained, step.trainable, settings)
     plan = _replay_plan(trained, settings, optimizer, shape.batch_size, chip)
     fragmentation = None
     if lengths is not None:
@@ -258,6 +259,7 @@ def _estimate(
         gpu,
         batch_size=shape.batch_size,
         lengths=(shape.seq_len,) if lengths is None else lengths.recorded,
+        trainable=step.trainable,
     )
     notes = () if fragmentation is None else (fragmentation.note(shape.seq_len or 0, settings.expandable_segments),)
     return Estimate(
@@ -310,6 +312,7 @@ def _recorded(
             task=task,
             load_in=settings.load_in,
             compute_dtype=sixteen_bits(gpu),
+            is_sharded=settings.engine == "fsdp2" and settings.load_in is not None,
             keep_cache=settings.loop == "manual",
         )
         if loaded.key is None:
@@ -361,7 +364,7 @@ def _optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) -> Opt
     else:
         options = _optimizer_options(settings)
         found = optimizer_memory(facts, settings.optim, gradient_release=settings.gradient_release, **options)
-    return on_host(found) if settings.offload else found
+    return found
 
 
 def _optimizer_options(settings: StepSettings) -> dict[str, Any]:
@@ -387,7 +390,8 @@ def _replay_plan(
         alone = [settings.optimizer_memory((fact,)) for fact in facts]
     elif releases:
         alone = memory_by_parameter(facts, settings.optim, **_optimizer_options(settings))
-    clips = settings.max_grad_norm > 0 and not releases
+    clips = settings.max_grad_norm > 0 and not releases and not settings.offload
+    clips = clips and not settings.engine.startswith("zero")  # DeepSpeed's norm is counted with its step
     gathered = settings.eval_batches if settings.eval_batch_size is not None else 0
     if settings.batch_eval_metrics:
         gathered = min(gathered, 1)
@@ -395,7 +399,7 @@ def _replay_plan(
         gathered = min(gathered, settings.eval_accumulation_steps)
     return ReplayPlan(
         optimizer=optimizer if alone is None else alone,
-        clipping=clipping_temporaries(facts) if clips and not settings.offload else (),
+        clipping=clipping_temporaries(facts) if clips else (),
         batches=settings.gradient_accumulation_steps,
         micro_batches=math.ceil(batch_size / (settings.micro_batch_size or batch_size)),
         workspaces=workspace_bytes(chip.capability, settings.cublas_workspace_bytes),

@@ -29,7 +29,7 @@ _KINDS: Mapping[str, Any] = {
     "rounding": Literal["nearest", "stochastic", "kahan"],
     "embedding_bits": Literal[8, 32],
     "world_size": Count,
-    "strategy": Literal["auto", "ddp", "fsdp2"],
+    "strategy": Literal["auto", "ddp", "fsdp2", "zero2", "zero3"],
     "offload": bool,
     "gradient_accumulation_steps": Count,
     "eval_batches": Count,
@@ -100,8 +100,10 @@ class StepSettings:
         world_size: processes that train together, one for each GPU; the bytes are those of one of them.
         strategy: ``"ddp"``: each has a whole model, and DDP's buckets. ``"fsdp2"``: weights, gradients and optimizer
             states are sharded, as accelerate sets FSDP2 up, in mixed precision with shards of what is trained in
-            float32. ``"auto"``: DDP, or FSDP2 with ``offload``. Nothing for one process.
-        offload: whether shards, their gradients and optimizer states are in host memory between uses.
+            float32. ``"zero2"``, ``"zero3"``: DeepSpeed with the buckets of ``Recipe.distributed``, computed from its
+            documentation and sources. ``"auto"``: DDP, or FSDP2 with ``offload``. Nothing for one process.
+        offload: whether shards, their gradients and optimizer states are in host memory between uses; with ``"zero2"``
+            the optimizer states and the float32 weights.
         loop: ``"trainer"`` for the stock ``Trainer``; ``"manual"`` for a hand-written loop, with Accelerate or without,
             that does ``outputs = model(**batch); outputs.loss.backward(); optimizer.step(); optimizer.zero_grad()``.
             Its variable keeps logits and key-value cache until the next forward pass is over, the model keeps its own
@@ -221,9 +223,18 @@ class StepSettings:
             )
 
     @property
+    def engine(self) -> str:
+        """The strategy, with ``"auto"`` resolved; "" in one process."""
+        if self.world_size == 1:
+            return ""
+        if self.strategy != "auto":
+            return self.strategy
+        return "fsdp2" if self.offload else "ddp"
+
+    @property
     def is_sharded(self) -> bool:
-        """Whether each of several processes has a part of the weights."""
-        return self.world_size > 1 and (self.strategy == "fsdp2" or self.offload)
+        """Whether each of several processes has a part of the weights, of the gradients or of the optimizer states."""
+        return self.engine not in ("", "ddp")
 
     def _check_sharing(self) -> None:
         if self.offload and (self.world_size == 1 or self.strategy == "ddp"):
@@ -255,8 +266,9 @@ class StepSettings:
             "accumulation": ("gradient_accumulation_steps", self.gradient_accumulation_steps > 1, 1),
             "micro-batching": ("micro_batch_size", self.micro_batch_size is not None, None),
             "fp16": ("precision", self.precision == "fp16", "bf16"),
-            "DDP": ("world_size", self.world_size > 1 and not self.is_sharded, 1),
-            "FSDP": ("strategy", self.is_sharded, "ddp"),
+            "DDP": ("world_size", self.engine == "ddp", 1),
+            "FSDP2": ("strategy", self.engine == "fsdp2", "ddp"),
+            "DeepSpeed": ("strategy", self.engine in ("zero2", "zero3"), "ddp"),
             "layer-wise optimizer": ("optim", steps_in_backward(self.optim), "adamw_torch_fused"),
         }
         for one, other in combinations((what for what, (_, is_used, _) in settings.items() if is_used), 2):

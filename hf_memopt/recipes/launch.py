@@ -19,6 +19,7 @@ from hf_memopt.binding import versions
 from hf_memopt.binding.conflicts import NO_LIMIT, Refusal, is_of_bitsandbytes, refusal_of
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
+from hf_memopt.memory.distributed.zero_config import ZERO_STAGES, zero_options
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.effective_batch import cut_effective_batch
 from hf_memopt.whole_files import write_whole
@@ -37,9 +38,9 @@ STRATEGIES: Mapping[str, str] = {
 }
 """The strategies, and what each does."""
 
-ZERO_STAGES = {"zero2": 2, "zero3": 3}
 NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "DeepSpeed", "zero3": "DeepSpeed"}  # in the table of conflicts
-SHARDED_WEIGHTS = ("fsdp2", "zero3")
+CUTS = {"fsdp2": ("nf4",), "zero3": ()}
+"""Of the engines that cut weights, the quantised ones that they can cut."""
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -215,10 +216,11 @@ def _check_techniques(recipe: Recipe, strategy: str, offload: bool) -> None:
             f"strategy={strategy!r} and what recipe {recipe.name!r} uses are incompatible ({reasons}); expected a "
             f"recipe without it. Call recipe.replace({fields}).distributed(...)"
         )
-    if recipe.load_in is not None and strategy in SHARDED_WEIGHTS:
+    if recipe.load_in is not None and strategy in CUTS and recipe.load_in not in CUTS[strategy]:
         raise ValueError(
             f"strategy={strategy!r}, load_in={recipe.load_in!r} are incompatible: quantised weights are bytes with "
-            "tables of their own, which are not sharded; expected a strategy with whole weights. Pass strategy='ddp'"
+            "tables of their own, which are not sharded; expected a strategy with whole weights, or 4 bits under "
+            "FSDP2. Pass strategy='ddp'"
         )
     if offload and strategy in ZERO_STAGES and recipe.optim not in ADAMW:
         raise ValueError(
@@ -249,14 +251,7 @@ def _fsdp_config(offload: bool) -> dict[str, Any]:
 
 def _deepspeed_config(stage: int, offload: bool) -> dict[str, Any]:
     """Return DeepSpeed's configuration; the ``Trainer`` fills in what is "auto" from its arguments."""
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
-    if stage == 3:
-        zero |= {
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_gather_16bit_weights_on_model_save": True,
-        }
+    zero = zero_options(stage)
     if offload:
         on_host = {"device": "cpu", "pin_memory": True}
         zero |= {"offload_optimizer": on_host} | ({"offload_param": on_host} if stage == 3 else {})

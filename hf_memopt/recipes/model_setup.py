@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.changes import Change
@@ -31,7 +32,8 @@ def model_keywords(recipe: Recipe, task: str | None) -> dict[str, Any]:
 
         from hf_memopt.binding.quantized_weights import quantization_options
 
-        options = quantization_options(recipe.load_in, sixteen_bits_here(recipe), task)
+        is_sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # as accelerate launch sets it
+        options = quantization_options(recipe.load_in, sixteen_bits_here(recipe), task, is_sharded=is_sharded)
         found["quantization_config"] = BitsAndBytesConfig(**options)  # type: ignore[no-untyped-call]
     return found
 

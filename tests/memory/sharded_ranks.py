@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hf_memopt.binding import versions as compat
+from hf_memopt.binding.adapters import add_adapters
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
@@ -39,6 +40,9 @@ def build(case: dict[str, Any], device: str) -> Any:
     for name, parameter in model.named_parameters():
         if case.get("frozen", "nothing") in name:
             parameter.requires_grad_(False)
+    if "lora" in case:  # float32 adapters on weights as they are loaded for them
+        with torch.device(device):
+            model = add_adapters(model.to(torch.bfloat16), case["lora"]).train()
     return model
 
 

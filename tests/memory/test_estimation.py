@@ -997,7 +997,11 @@ def test_overrides_beat_the_arguments(tmp_path: Any) -> None:
     [
         ("torch_compile", True, "torch_compile=True: what the compiler fuses and saves is decided on the GPU"),
         ("use_liger_kernel", True, "use_liger_kernel=True: its Triton kernels do not run without a GPU"),
-        ("deepspeed", "zero2.json", "deepspeed='zero2.json': sharding over processes is not simulated"),
+        (
+            "deepspeed",
+            "zero2.json",
+            "deepspeed='zero2.json': its configuration is not read. Pass world_size=2, strategy='zero2'",
+        ),
         ("use_cache", True, "use_cache=True: a key-value cache in training is not simulated"),
         ("neftune_noise_alpha", 5.0, "neftune_noise_alpha=5.0: its noise on the embeddings is not simulated"),
     ],

@@ -99,6 +99,12 @@ def test_arguments_of_a_launch_do_not_fit_one_process() -> None:
         PLAIN.training_arguments(**launch.training_arguments, use_cpu=True)
 
 
+def test_missing_deepspeed_is_an_error_of_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"which is not installed; .* Call: pip install deepspeed"):
+        launched(monkeypatch, PLAIN.distributed(2, "zero2"))
+
+
 def test_auto_is_ddp_or_with_offload_fsdp2() -> None:
     launch = recipe("8gb-gpu").distributed(2)
     reason = "a recipe is made for one GPU, so it fits on each"
@@ -134,6 +140,7 @@ REFUSED = [
     ({"strategy": "ddp", "offload": True}, "strategy='ddp', offload=True contradict each other"),
     ({"strategy": "zero2", "offload": True, "optim": "adafactor"}, "DeepSpeed steps on the host with an AdamW"),
     ({"strategy": "zero3", "load_in": "nf4", "lora": 8}, "quantised weights are bytes with tables of their own"),
+    ({"strategy": "fsdp2", "load_in": "int8", "lora": 8}, "quantised weights are bytes with tables of their own"),
     (
         {"strategy": "zero3", "micro_batching": True, "fused_cross_entropy": True},
         "Call recipe.replace(micro_batching=False, fused_cross_entropy=False).distributed(...)",

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from hf_memopt.memory.distributed.swapped_parameters import swap_parameters
 from hf_memopt.memory.distributed.units import Unit, layer_classes, shard_shape, units_of
 
 __all__ = ["FullyShardedStep"]
@@ -36,6 +37,7 @@ class FullyShardedStep:
 
     Attributes:
         gradients: of the shards, one tensor for each unit.
+        gathered_bytes: of weights that a forward and backward pass gathers, as often as it does.
         notes: what a run needs besides.
     """
 
@@ -54,6 +56,7 @@ class FullyShardedStep:
                 f"fsdp_config={{'transformer_layer_cls_to_wrap': {classes!r}}}, as is assumed here",
             )
         self._units = [_ShardedUnit(unit, world_size, compute_dtype, offload) for unit in units_of(model)]
+        self.gathered_bytes = sum(sum(one.gathered_bytes) * (1 + one.unit.reshards) for one in self._units)
         self._root = self._units[0]
         self._is_in_backward = False
         self._is_synchronised = True
@@ -66,11 +69,7 @@ class FullyShardedStep:
         """Put shards in the parameters' place, and hooks where FSDP2 has them; all of it is undone at the end."""
         with ExitStack() as around:
             shards = {one: shard for unit in self._units for one, shard in unit.shards.items()}
-            for module in self._model.modules():
-                for name, parameter in module._parameters.items():
-                    if parameter is not None:
-                        around.callback(module._parameters.__setitem__, name, parameter)
-                        module._parameters[name] = shards[parameter]
+            swap_parameters(self._model, shards, around)
             for unit in self._units:
                 for module in unit.modules:
                     before = module.register_forward_pre_hook(self._before(unit), prepend=True, with_kwargs=True)

@@ -10,6 +10,8 @@ import torch
 
 from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep
 from hf_memopt.memory.distributed.units import shard_shape
+from hf_memopt.memory.distributed.zero import ZeroStep, partition_facts, with_flat_gradients
+from hf_memopt.memory.distributed.zero_config import ZERO_STAGES
 from hf_memopt.memory.settings import NotEstimableError
 
 if TYPE_CHECKING:
@@ -18,29 +20,61 @@ if TYPE_CHECKING:
     from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
     from hf_memopt.memory.settings import StepSettings
 
-__all__ = ["bucket_bytes", "notes_of_sharing", "on_host", "shard_facts", "sharded_step"]
+__all__ = [
+    "as_the_engine_steps",
+    "bucket_bytes",
+    "notes_of_sharing",
+    "shard_facts",
+    "sharded_step",
+    "without_autocast",
+]
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # torch's defaults, which accelerate leaves
 
 
-def sharded_step(model: nn.Module, settings: StepSettings) -> FullyShardedStep | None:
+def sharded_step(model: nn.Module, settings: StepSettings) -> FullyShardedStep | ZeroStep | None:
     """Return what shards a model while its step is recorded; None where every process has a whole one."""
     if not settings.is_sharded:
         return None
-    if any(not parameter.is_floating_point() for parameter in model.parameters()):
-        raise NotEstimableError(
-            f"not estimable: strategy={settings.strategy!r} with quantised weights, which FSDP2 leaves whole or packs "
-            "into another dtype; expected weights as they are. Pass strategy='ddp'"
-        )
     dtype = _COMPUTE.get(settings.precision)
+    if settings.engine in ZERO_STAGES:
+        if settings.engine == "zero3":
+            _refuse_packed(model, settings)
+        return ZeroStep(model, settings, dtype)
+    _refuse_packed(model, settings)
     return FullyShardedStep(model, settings.world_size, compute_dtype=dtype, offload=settings.offload)
+
+
+def _refuse_packed(model: nn.Module, settings: StepSettings) -> None:
+    """Refuse quantised weights that are not stored as numbers of the dtype that is computed in."""
+    packed = [one for one in model.parameters() if not one.is_floating_point()]
+    is_4_bit = any(type(one).__name__ == "Params4bit" for one in model.parameters())
+    if settings.engine == "zero3" and (packed or is_4_bit):
+        raise NotEstimableError(
+            "not estimable: strategy='zero3' with quantised weights, which DeepSpeed cannot cut; expected weights as "
+            "they are, or 4 bits under FSDP2. Pass strategy='fsdp2', load_in='nf4'"
+        )
+    if packed:
+        raise NotEstimableError(
+            f"not estimable: strategy={settings.strategy!r} with quantised weights stored as {packed[0].dtype}, which "
+            "FSDP2 leaves whole or breaks; expected 4 bits in a 16-bit storage. Load with "
+            "bnb_4bit_quant_storage='bfloat16', or pass strategy='ddp'"
+        )
+
+
+def without_autocast(settings: StepSettings) -> StepSettings:
+    """Return the settings to record with: DeepSpeed casts the model and switches autocast off."""
+    is_cast = settings.engine in ZERO_STAGES and settings.precision in _COMPUTE
+    return settings.replace(precision="fp32") if is_cast else settings
 
 
 def shard_facts(facts: Sequence[ParameterFacts], settings: StepSettings) -> tuple[ParameterFacts, ...]:
     """Return the trainable parameters as the optimizer of the first process sees them."""
     if not settings.is_sharded:
         return tuple(facts)
+    if settings.engine in ZERO_STAGES:
+        return partition_facts(facts, settings)
     is_cast = settings.precision in _COMPUTE
     return tuple(
         replace(
@@ -52,10 +86,22 @@ def shard_facts(facts: Sequence[ParameterFacts], settings: StepSettings) -> tupl
     )
 
 
-def on_host(optimizer: OptimizerMemory) -> OptimizerMemory:
-    """Return the memory of an optimizer whose parameters, gradients and states are on the host."""
-    host_bytes = optimizer.host_state_bytes + optimizer.state_bytes
-    return replace(optimizer, state=(), step=(), first_step=(), host_state_bytes=host_bytes)
+def as_the_engine_steps(
+    optimizer: OptimizerMemory,
+    shards: Sequence[ParameterFacts],
+    facts: Sequence[ParameterFacts],
+    settings: StepSettings,
+) -> OptimizerMemory:
+    """Return the memory of an optimizer that steps on ``shards`` of the trainable parameters ``facts``.
+
+    With offload its parameters, gradients and states are on the host.
+    """
+    if settings.offload:
+        held_bytes = 2 * sum(shard.size_bytes for shard in shards)
+        host_bytes = optimizer.host_state_bytes + optimizer.state_bytes + held_bytes
+        return replace(optimizer, state=(), step=(), first_step=(), host_state_bytes=host_bytes)
+    uses_deepspeed = settings.engine in ZERO_STAGES
+    return with_flat_gradients(optimizer, shards, facts, settings) if uses_deepspeed else optimizer
 
 
 def bucket_bytes(facts: Sequence[ParameterFacts], settings: StepSettings) -> tuple[int, ...]:
@@ -78,12 +124,14 @@ def bucket_bytes(facts: Sequence[ParameterFacts], settings: StepSettings) -> tup
     return (*found, *filled.values())
 
 
+ENGINES = {"ddp": "DDP", "fsdp2": "FSDP2 as accelerate wraps it", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+
+
 def notes_of_sharing(settings: StepSettings) -> tuple[str, ...]:
     """Return what an estimate for several processes leaves out."""
     if settings.world_size == 1:
         return ()
-    engine = "FSDP2 as accelerate wraps it" if settings.is_sharded else "DDP"
     return (
-        f"bytes of one of {settings.world_size} GPUs, {engine}; not in the total are NCCL's own buffers, which are "
-        "outside of torch's allocator, and the time has no communication",
+        f"bytes of one of {settings.world_size} GPUs, {ENGINES[settings.engine]}; not in the total are NCCL's own "
+        "buffers, which are outside of torch's allocator",
     )

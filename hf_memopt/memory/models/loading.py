@@ -60,6 +60,7 @@ def load_model(
     task: str | None = None,
     load_in: str | None = None,
     compute_dtype: str = "bfloat16",
+    is_sharded: bool = False,
     keep_cache: bool = False,
 ) -> LoadedModel:
     """Return a copy of ``model`` on the meta device; the given model is not changed, and no weight is read.
@@ -74,6 +75,7 @@ def load_model(
         load_in: ``"nf4"`` or ``"int8"`` for linears of bitsandbytes, those that ``from_pretrained`` would quantise, a
             classifier's new head excepted.
         compute_dtype: of the products with 4-bit weights.
+        is_sharded: whether 4-bit weights are stored so that FSDP can cut them.
         keep_cache: whether the model keeps its own ``use_cache``; ``Trainer`` switches it off.
 
     A module's hooks are copied, its gradients are not.
@@ -128,11 +130,21 @@ def load_model(
         text = config.to_json_string()
         quantization = _take_quantization(config)
         if load_in is not None:
-            quantization = quantization_options(load_in, compute_dtype, task)
+            quantization = quantization_options(load_in, compute_dtype, task, is_sharded=is_sharded)
         built = _build(config, task, attn_implementation, weights_dtype, quantization)
         if name is not None:
             _untie_head(built)
-    key = (type(built), text, name is None, weights_dtype, attn_implementation, load_in, compute_dtype, keep_cache)
+    key = (
+        type(built),
+        text,
+        name is None,
+        weights_dtype,
+        attn_implementation,
+        load_in,
+        compute_dtype,
+        is_sharded,
+        keep_cache,
+    )
     return LoadedModel(name or type(built).__name__, _as_in_training(built, keep_cache), key)
 
 

@@ -55,6 +55,7 @@ class Linear4bitStandIn(Linear4bit):
         quant_state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
         self.weight_dtype: torch.dtype = weight.dtype if quant_state is None else quant_state.dtype
         self.blocksize: int = weight.blocksize
+        self.compress_statistics: bool = weight.compress_statistics
         elements = self.in_features * self.out_features
         packed = (elements + 1) // (weight.quant_storage.itemsize * 2)
         packed_weight = torch.empty((packed, 1), dtype=weight.quant_storage, device=device)
@@ -65,7 +66,7 @@ class Linear4bitStandIn(Linear4bit):
     def _add_statistics(self, blocks: int, device: str | torch.device) -> None:
         """Register what ``QuantState`` holds; every module has its own tables."""
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"code": ((16,), torch.float32)}
-        if self.weight.compress_statistics:
+        if self.compress_statistics:
             sizes["absmax"] = ((blocks,), torch.uint8)
             sizes["offset"] = ((), torch.float32)
             sizes["nested_absmax"] = ((-(-blocks // _NESTED_BLOCK),), torch.float32)
@@ -107,14 +108,14 @@ class Linear4bitStandIn(Linear4bit):
         if x.numel() <= fused_rows * self.in_features and self.in_features % self.blocksize == 0:
             x = x.contiguous()
             return x.new_empty((*x.shape[:-1], self.out_features))
-        if self.weight.compress_statistics:  # both are held until the product is computed
+        if self.compress_statistics:  # both are held until the product is computed
             _dequantized = torch.empty_like(self.absmax, dtype=torch.float32)
             _absmax = _dequantized + self.offset
         return F.linear(x, self._dequantized(x.dtype), bias)
 
     def dequantize(self) -> torch.Tensor:
         """Mirror ``bitsandbytes.functional.dequantize_4bit``: the weight in the dtype in which it was loaded."""
-        if self.weight.compress_statistics:
+        if self.compress_statistics:
             _absmax = torch.empty_like(self.absmax, dtype=torch.float32)
             _absmax += self.offset
         return self._dequantized(self.weight_dtype)

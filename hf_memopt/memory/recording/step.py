@@ -27,6 +27,7 @@ from hf_memopt.memory.storage_tracker import StorageTracker, recording
 
 if TYPE_CHECKING:
     from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep
+    from hf_memopt.memory.distributed.zero import ZeroStep
     from hf_memopt.memory.recording.generation import DecodingSteps
 
 __all__ = ["RecordedPass", "StepTrace", "autocast_dtype", "record_step"]
@@ -72,8 +73,9 @@ class StepTrace:
 
     ``micro_batches`` has the first pass of a step, whose gradients are new, and, where a step has several, the second,
     which adds to them. ``gradient_of`` has the gradients that are held after them, by the index of the trainable
-    parameter. ``operations`` has (cost, times) of the operations of each of ``micro_batches``, in order. ``notes`` say
-    what was changed in the model for the recording. ``replayed`` keeps what replays derive from the recording.
+    parameter. ``operations`` has (cost, times) of the operations of each of ``micro_batches``, in order.
+    ``gathered_bytes`` are those of sharded weights that a pass gathers, as often as it does. ``notes`` say what was
+    changed in the model for the recording. ``replayed`` keeps what replays derive from the recording.
     """
 
     tracker: StorageTracker
@@ -87,6 +89,7 @@ class StepTrace:
     flops: list[int] = field(default_factory=list)
     operations: list[list[tuple[Operation, int]]] = field(default_factory=list)
     host_bytes: int = 0
+    gathered_bytes: int = 0
     notes: tuple[str, ...] = ()
     replayed: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -102,7 +105,7 @@ def record_step(
     tracker: StorageTracker | None = None,
     semantics: CudaSemantics | None = None,
     layers: RepeatedLayers | None = None,
-    sharded: FullyShardedStep | None = None,
+    sharded: FullyShardedStep | ZeroStep | None = None,
 ) -> StepTrace:
     """Record a step of ``model`` on ``batch``; both stay on their device, meta or a real CPU.
 
@@ -156,7 +159,10 @@ def record_step(
             for context in (recording(tracker, semantics), watching, recorder.releasing(releasing), repeating):
                 around.enter_context(context)
             around.enter_context(torch.inference_mode(False))  # whatever the caller is in; gradients are on with it
-            trace.notes = around.enter_context(_every_layer(modules)) + (() if sharded is None else sharded.notes)
+            trace.notes = around.enter_context(_every_layer(modules))
+            if sharded is not None:
+                trace.notes += sharded.notes
+                trace.gathered_bytes = sharded.gathered_bytes
             if layers is not None:
                 around.enter_context(layers.cut(model, tracker))
             for index in range(count):
@@ -252,7 +258,7 @@ class _Recorder:
         settings: StepSettings,
         tracker: StorageTracker,
         semantics: CudaSemantics,
-        sharded: FullyShardedStep | None,
+        sharded: FullyShardedStep | ZeroStep | None,
     ) -> None:
         self._model = model
         self._sharded = sharded

@@ -28,7 +28,7 @@ from hf_memopt.binding.tied_embedding import sparse_tied_embedding
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 from hf_memopt.memory.cuda.semantics import CudaSemantics
-from hf_memopt.memory.distributed.shares import sharded_step
+from hf_memopt.memory.distributed.shares import sharded_step, without_autocast
 from hf_memopt.memory.models.example_batch import cut_batch, example_batch
 from hf_memopt.memory.models.loading import LoadedModel
 from hf_memopt.memory.models.meta_copy import rest_to_meta
@@ -151,13 +151,14 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
         check_generation(prepared.base)
     rows = settings.micro_batch_size
     model = prepared.model
-    _check_scaled_gradients(model, settings)
+    recorded = without_autocast(settings)
+    _check_scaled_gradients(model, recorded)
     micro_batch = cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None
 
     def record(layers: RepeatedLayers | None) -> StepTrace:
         tracker = StorageTracker(padding=settings.padding, hidden=_hidden_of(chip))
         semantics = CudaSemantics(
-            autocast=autocast_dtype(settings.precision),
+            autocast=autocast_dtype(recorded.precision),
             capability=chip.capability,
             cache=settings.autocast_cache,
             tracker=tracker,
@@ -171,7 +172,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
             return record_step(
                 model,
                 batch,
-                settings,
+                recorded,
                 micro_batch=micro_batch,
                 releases_gradients=_releases(settings),
                 evaluation_batch=evaluation_batch,

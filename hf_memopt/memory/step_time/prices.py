@@ -7,7 +7,7 @@ Formula:
 Rates and bandwidth are those of a GPU's specification (``devices/gpu_table.py``). ``Constants`` are the same for all
 GPUs. A recorded step is priced in about 0.1 ms for 100 different operations.
 
-Limitations: kernels that overlap, compiled models, communication, the routing of experts (which depends on the data),
+Limitations: kernels that overlap, compiled models, the routing of experts (which depends on the data),
 the first steps, saving, logging, and data loading that is slower than the step. Apple GPUs (MPS) are not in the table,
 and nothing is predicted for them. Under WSL the launch of a kernel costs more; what it costs there is not known.
 """
@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from hf_memopt.devices.gpus import Gpu, PeakRates
+from hf_memopt.memory.step_time.communication import Communication
 from hf_memopt.memory.step_time.operations import Operation
 
 __all__ = [
@@ -34,7 +35,7 @@ __all__ = [
     "step_time",
 ]
 
-PARTS = ("products", "attention", "memory", "optimizer", "launches", "PCIe")
+PARTS = ("products", "attention", "memory", "optimizer", "launches", "PCIe", "communication")
 """What the time of a step is divided into; see ``StepTime.shares``."""
 
 SAME_FRACTION = 0.05
@@ -79,6 +80,7 @@ class Prices:
         rates: floating-point operations per second that are reached, by kind and dtype of an ``Operation``.
         bandwidth: bytes per second of its memory, by its specification.
         pcie: bytes per second between host and GPU.
+        link: bytes per second between GPUs, in one direction.
         constants: what is reached of them.
         is_measured: whether published throughput of this GPU is among that of the fit.
         runs_ahead: False for a CPU, where the launch is added to the operation's own time.
@@ -87,6 +89,7 @@ class Prices:
     rates: Mapping[tuple[str, str], float]
     bandwidth: float
     pcie: float = 32e9
+    link: float = 32e9
     constants: Constants = CONSTANTS
     is_measured: bool = False
     runs_ahead: bool = True
@@ -107,7 +110,8 @@ class Prices:
         return cls(
             rates=_reached(peak, tf32, constants),
             bandwidth=gpu.bandwidth_bytes_per_second,
-            pcie=_pcie(gpu.compute_capability),
+            pcie=gpu.pcie_bytes_per_second,
+            link=gpu.link_bytes_per_second,
             constants=constants,
             is_measured=gpu.name.startswith(_PUBLISHED),
         )
@@ -152,11 +156,6 @@ def _reached(peak: PeakRates, tf32: bool, c: Constants) -> dict[tuple[str, str],
     return found
 
 
-def _pcie(capability: tuple[int, int]) -> float:
-    """Return the bytes per second of 16 lanes of the generation that GPUs of this capability have."""
-    return 16e9 if capability < (8, 0) else 32e9 if capability < (9, 0) else 64e9
-
-
 def missing_figures(gpu: Gpu) -> str:
     """Return which figures of a GPU are unknown that a prediction needs, in words; "" for none."""
     missing = [] if gpu.bandwidth_bytes_per_second else ["bandwidth"]
@@ -177,6 +176,7 @@ class StepCosts:
         examples: of a step.
         tokens: of a step, padding included; None for a model without text.
         tf32: whether float32 products are computed in TF32.
+        communication: with other processes and the host; None for one process.
     """
 
     passes: tuple[tuple[float, Counter[Operation]], ...]
@@ -185,6 +185,7 @@ class StepCosts:
     examples: int
     tokens: float | None = None
     tf32: bool = False
+    communication: Communication | None = None
 
     def on(self, gpu: Gpu) -> StepTime:
         """Return the predicted time on a GPU.
@@ -205,8 +206,8 @@ class StepTime:
             of others, and reaches to the time with a host of half the launch cost where more than a third is launches.
         high: the most.
         shares: of the time, by ``PARTS``: products, fused attention and other kernels (memory) that the GPU's own
-            speed bounds, the optimizer with clipping, what waits for launches on the host, copies over PCIe. They
-            add up to 1.
+            speed bounds, the optimizer with clipping, what waits for launches on the host, copies over PCIe, and what
+            waits for other processes. They add up to 1.
         examples: of a step.
         tokens: of a step, padding included; None for a model without text.
     """
@@ -238,15 +239,16 @@ class StepTime:
 
 
 def step_time(costs: StepCosts, prices: Prices) -> StepTime:
-    """Return the predicted time of a step."""
-    seconds, shares = _priced(costs, prices)
+    """Return the predicted time of a step; its range reaches from all communication hidden to none of it."""
+    parts, least, most = _priced(costs, prices)
+    seconds = sum(parts.values())
     error = expected_error(prices)
-    low, high = seconds * (1 - error), seconds * (1 + error)
-    found = StepTime(seconds, low, high, shares, costs.examples, costs.tokens)
+    shares = {name: part / seconds for name, part in parts.items()}
+    found = StepTime(seconds, least * (1 - error), most * (1 + error), shares, costs.examples, costs.tokens)
     fast = prices.constants.launch_seconds > _FASTEST_LAUNCH
     if found.is_launch_bound and fast:
         constants = replace(prices.constants, launch_seconds=_FASTEST_LAUNCH)
-        return replace(found, low=(1 - error) * _priced(costs, replace(prices, constants=constants))[0])
+        return replace(found, low=(1 - error) * _priced(costs, replace(prices, constants=constants))[1])
     return found
 
 
@@ -255,8 +257,8 @@ def expected_error(prices: Prices) -> float:
     return _MEASURED if prices.is_measured else _NOT_MEASURED
 
 
-def _priced(costs: StepCosts, prices: Prices) -> tuple[float, dict[str, float]]:
-    """Return the seconds of a step, and the share of each of ``PARTS``."""
+def _priced(costs: StepCosts, prices: Prices) -> tuple[dict[str, float], float, float]:
+    """Return the seconds of a step by ``PARTS``, and those with all communication hidden and with none of it."""
     parts = dict.fromkeys(PARTS, 0.0)
     parts["launches"] = costs.micro_batches * prices.constants.micro_batch_seconds
     for times, operations in costs.passes:
@@ -266,8 +268,13 @@ def _priced(costs: StepCosts, prices: Prices) -> tuple[float, dict[str, float]]:
     for cost, number in costs.optimizer.items():
         seconds, part = prices.seconds(cost)
         parts[part if part == "PCIe" else "optimizer"] += number * seconds
-    whole = sum(parts.values())
-    return whole, {name: part / whole for name, part in parts.items()}
+    computing = sum(parts.values())
+    if costs.communication is None:
+        return parts, computing, computing
+    reached = prices.constants.memory_fraction
+    waited, most, least = costs.communication.seconds(computing, prices.link * reached, prices.pcie * reached)
+    parts["communication"] = waited
+    return parts, computing + least, computing + most
 
 
 def equally_fast(seconds: float, other_seconds: float) -> bool:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from hf_memopt.memory.step_time.communication import communication_of_step
 from hf_memopt.memory.step_time.operations import Operation, merged
 from hf_memopt.memory.step_time.optimizer_step import UNPRICED_OPTIMIZERS, optimizer_operations
 from hf_memopt.memory.step_time.prices import StepCosts, StepTime, missing_figures
@@ -45,18 +46,20 @@ def timing_of_step(
     *,
     batch_size: int,
     lengths: Sequence[int | None],
+    trainable: Sequence[ParameterFacts],
 ) -> Timing:
     """Return the predicted time of a step, or why there is none.
 
     Args:
         traces: the recorded steps.
         plan: how often their passes run; ``plan.order`` where batches differ in length.
-        parameters: the trainable ones.
+        parameters: the trainable ones, as the optimizer of one process sees them.
         optimizer: its memory.
         settings: of the step.
         gpu: the GPU; None for none, whose time there is nothing to say about.
         batch_size: examples of a batch.
         lengths: tokens of a row of each of ``traces``; None for a model without text.
+        trainable: the parameters as they are without sharding.
     """
     unknown = _why_unknown(traces[0], settings)
     if unknown:
@@ -65,18 +68,21 @@ def timing_of_step(
     batches_of_step = sum(map(len, steps)) / len(steps)
     rows = [lengths[trace] for batches in steps for trace in batches]
     known = [length for length in rows if length is not None]
+    micro_batches = batches_of_step * plan.micro_batches
+    operations = optimizer_operations(
+        parameters,
+        optimizer,
+        settings.optim if settings.optimizer_memory is None else None,
+        weight_decay=settings.weight_decay,
+        clips=settings.max_grad_norm > 0 and not optimizer.releases_gradients,
+        unscales=settings.precision == "fp16",
+        zeroes=plan.keeps_gradients,
+    )
     costs = StepCosts(
         passes=_passes(traces, steps, plan.micro_batches, plan.keeps_gradients),
-        optimizer=optimizer_operations(
-            parameters,
-            optimizer,
-            settings.optim if settings.optimizer_memory is None else None,
-            weight_decay=settings.weight_decay,
-            clips=settings.max_grad_norm > 0 and not optimizer.releases_gradients,
-            unscales=settings.precision == "fp16",
-            zeroes=plan.keeps_gradients,
-        ),
-        micro_batches=batches_of_step * plan.micro_batches,
+        optimizer=Counter() if settings.offload else operations,  # which the host does, see ``communication``
+        micro_batches=micro_batches,
+        communication=communication_of_step(trainable, settings, traces[0].gathered_bytes, micro_batches),
         examples=round(batch_size * batches_of_step),
         tokens=batch_size * sum(known) / len(steps) if len(known) == len(rows) else None,
         tf32=settings.precision == "tf32",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
     from hf_memopt.memory.result import Estimate
     from hf_memopt.recipes.planning.set_ups import SetUp
+    from hf_memopt.recipes.planning.sharing import Sharing
     from hf_memopt.recipes.recipe import Recipe
 
 __all__ = ["MARGIN_SHARE", "Candidate", "Verdict", "candidate_of", "verdict_of"]
@@ -46,6 +47,9 @@ class Candidate:
         tokens: of a step, without padding where lengths were given; None for a model without text.
         consents: the words of ``allow`` that it needs and was not given.
         simplicity: smaller is simpler.
+        sharing: how several GPUs share a step; None for one GPU.
+        host_bytes: of one process: what is moved to the host, and what its optimizer has there.
+        communication_fraction: of the seconds, what waits for other GPUs and the host; None where it is unknown.
         corrected: what of it a measurement corrected: "context", "reserved", "seconds".
         reason: why it was taken or refused.
     """
@@ -69,6 +73,9 @@ class Candidate:
     tokens: float | None = None
     consents: tuple[str, ...] = ()
     simplicity: tuple[int, int, int] = (0, 0, 0)
+    sharing: Sharing | None = None
+    host_bytes: int = 0
+    communication_fraction: float | None = None
     corrected: tuple[str, ...] = ()
     reason: str = ""
 
@@ -162,4 +169,6 @@ def candidate_of(set_up: SetUp, recipe: Recipe, found: Estimate, gpu: Gpu, conse
         examples=recipe.effective_batch_size,
         consents=consents,
         simplicity=set_up.simplicity,
+        sharing=set_up.sharing,
+        host_bytes=found.host_bytes,
     )

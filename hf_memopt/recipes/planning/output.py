@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.memory.step_time.prices import equally_fast
 from hf_memopt.recipes.planning.report_figures import known_figures
 from hf_memopt.recipes.planning.request import GOALS
+from hf_memopt.recipes.planning.sharing import sharing_text
 from hf_memopt.reports.plan_file import FORMAT
 from hf_memopt.units import format_bytes, to_gib
 from hf_memopt.units import format_duration as _duration
@@ -201,6 +202,8 @@ def _recommended(found: Plan) -> Iterator[str]:
         unit, amount = ("tokens/s", one.tokens) if one.tokens else ("examples/s", float(one.examples))
         slow, fast = _number(amount / one.high), _number(amount / one.low)
         yield f"Speed: {_number(amount / one.seconds)} {unit} ({slow} to {fast}), {one.seconds:.3g} s a step."
+    if one.sharing is not None:
+        yield f"{sharing_text(one, found.candidates, found.gpu, found.world_size)}."
 
 
 def _with_consent(found: Plan) -> Iterator[str]:
@@ -268,6 +271,7 @@ def plan_json(found: Plan, *, figures: bool = False) -> str:
         "allow": list(found.allow),
         "effective_batch_size": found.effective_batch_size,
         "world_size": found.world_size,
+        "strategy": found.strategy,
         "texts": {name: getattr(texts, name) for name in ("seq_len", "width", "rows", "tokens", "cut")},
         "fits": found.fits,
         "chosen": None if found.chosen is None else found.chosen.as_dict(),
@@ -295,6 +299,7 @@ def _call(found: Plan) -> str:
     texts, source = found.texts, None if found.simulation is None else found.simulation.model
     given: dict[str, Any] = {"gpu": found.gpu.name, "seq_len": texts.seq_len}
     usual = {"effective_batch_size": 32, "goal": "speed", "method": "auto", "allow": (), "world_size": 1}
+    usual["strategy"] = "auto"
     given |= {name: getattr(found, name) for name, value in usual.items() if getattr(found, name) != value}
     model = repr(source) if isinstance(source, str) else "model"
     lengths = "" if texts.lengths is None else "lengths=lengths, "

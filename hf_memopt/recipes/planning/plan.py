@@ -6,17 +6,20 @@ Formula:
 Full training is searched first. With ``method="auto"`` LoRA follows where nothing of it fits, and QLoRA where LoRA does
 not. What changes the training in another way is used where ``allow`` has its word.
 
-Limitations: what ``estimate`` cannot simulate. Evaluation is that of one batch. On several GPUs the buffers of DDP are
-not counted, and neither sharding nor the time of communication.
+On several GPUs ``sharing`` says how they share a step; bytes are those of each of them, the speed that of all.
+
+Limitations: what ``estimate`` cannot simulate. Evaluation is that of one batch.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hf_memopt.devices.gpus import current_gpu
+from hf_memopt.memory.distributed.zero_config import ZERO_STAGES
 from hf_memopt.memory.recording.kept_models import keeping_models
 from hf_memopt.recipes.measuring.measurement import named_measurement
 from hf_memopt.recipes.planning.candidates import Candidate
@@ -33,6 +36,7 @@ from hf_memopt.recipes.planning.request import (
     read_gpu,
 )
 from hf_memopt.recipes.planning.result import Plan
+from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
 from hf_memopt.recipes.planning.simulation import Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
 from hf_memopt.recipes.planning.texts import Texts
@@ -66,6 +70,7 @@ def plan(
     allow: str | Iterable[str] = (),
     measured: str | os.PathLike[str] | Measurement | None = None,
     world_size: int = 1,
+    strategy: str = "auto",
     task: str | None = None,
     announce: Callable[[str], object] = lambda text: None,
 ) -> Plan:
@@ -91,7 +96,10 @@ def plan(
         measured: real steps on this GPU, as ``measure`` returns them or ``hf-memopt measure`` writes them to a file:
             seconds, CUDA's context and reserved bytes are corrected by them, and the notes say by how much. Without
             ``gpu`` it is the one that they ran on.
-        world_size: GPUs that train together, each with a whole copy of the model.
+        world_size: GPUs of one computer that train together; the effective batch is shared by them.
+        strategy: how they share a step: ``"ddp"``, ``"fsdp2"``, ``"zero2"`` or ``"zero3"`` as for
+            ``Recipe.distributed``, with offload where nothing fits without; ``"auto"`` for DDP, or FSDP2 where that is
+            faster or DDP does not fit.
         task: of the head to build, as for ``estimate``.
         announce: called before each simulation with a text that names it.
 
@@ -111,6 +119,7 @@ def plan(
     found_gpu, corrections = _corrected_gpu(gpu, budget, measured)
     words = checked_allow(allow, method, found_gpu)
     share = checked_batch(effective_batch_size, world_size)
+    check_strategy(strategy, world_size, goal)
     if world_size > 1 and "release_clipping" in words:
         raise ValueError(
             f"allow={words!r}, world_size={world_size} contradict each other: released gradients would step before the "
@@ -121,16 +130,19 @@ def plan(
         texts = Texts.of(lengths, seq_len, batch_size=share, most=most, default=default)
         simulation = Simulation(source, own_task, found_gpu, texts, world_size, words, announce, corrections)
         simulation.most_tokens = most
-        search_of = StageSearch(simulation, facts, effective_batch_size, share, goal)
+        sharings = sharings_of(strategy, world_size, goal)
+        search_of = StageSearch(simulation, facts, effective_batch_size, share, goal, sharings)
         stages = stages_of(method, facts, words)
         with simulation.in_two_processes():
             candidates, chosen = search_of.by_length(stages, most)
         shortfall = None
+        shown = chosen or min(candidates, key=lambda one: one.total_bytes, default=None)
+        simulation.sharing = None if shown is None else shown.sharing
         if chosen is None:
             shortfall = shortfall_of(candidates, simulation, facts, search_of.all_set_ups(stages), share, budget)
     reasoned = with_reasons(candidates, chosen, goal)
     taken = None if chosen is None else _with_reasons_of_recipe(reasoned[candidates.index(chosen)], found_gpu)
-    shown = tuple(
+    all_of_them = tuple(
         taken if one is chosen and taken is not None else again for one, again in zip(candidates, reasoned, strict=True)
     )
     return Plan(
@@ -143,7 +155,7 @@ def plan(
         effective_batch_size=effective_batch_size,
         world_size=world_size,
         texts=simulation.texts,
-        candidates=shown,
+        candidates=all_of_them,
         chosen=taken,
         shortfall=shortfall,
         notes=tuple(_notes(simulation, texts, chosen, candidates, method, lengths is None and seq_len is None)),
@@ -152,6 +164,7 @@ def plan(
         task=facts.task,
         simulation=simulation,
         measured="" if corrections is None else corrections.name,
+        strategy=strategy,
     )
 
 
@@ -215,8 +228,10 @@ def _notes(
         yield f"time is not predicted: {simulation.time_unknown}; set-ups are ranked by their FLOPs"
     if simulation.measured is not None:
         yield from simulation.measured.notes(candidates)
-    if simulation.world_size > 1:
-        yield "on several GPUs: without the buffers of DDP and the time of its communication"
+    if chosen is not None and chosen.sharing is not None and chosen.sharing.strategy in ZERO_STAGES:
+        yield "ZeRO is computed from DeepSpeed's documentation, and nothing of it was measured"
+        if importlib.util.find_spec("deepspeed") is None:
+            yield "deepspeed is not installed here; where it trains, call: pip install deepspeed"
     yield from simulation.gpu.notes
     for name, why in simulation.refused.items():
         yield f"{name} was not simulated: {why}"

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import os
 
     from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.recipes.launch import Launch
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.nearest import Shortfall
     from hf_memopt.recipes.planning.script.folder import RowsFile, Written
@@ -47,6 +48,7 @@ class Plan:
         command: what made it, for reports and scripts; "" for a call of ``plan``.
         rows: the file of its rows, for the script; None for a call of ``plan``.
         measured: the file, or "a measurement", that corrected them; "" for none.
+        strategy: that was asked for; how the chosen set-up shares a step is in ``chosen.sharing``.
     """
 
     model: str
@@ -69,6 +71,7 @@ class Plan:
     command: str = ""
     rows: RowsFile | None = None
     measured: str = ""
+    strategy: str = "auto"
 
     @property
     def fits(self) -> bool:
@@ -88,6 +91,18 @@ class Plan:
                 "See what would fit: print(plan)"
             )
         return self.chosen.recipe
+
+    @property
+    def launch(self) -> Launch | None:
+        """How the chosen recipe is launched on the GPUs of the plan; None for one GPU.
+
+        Raises:
+            ValueError: none fits.
+        """
+        sharing = None if self.chosen is None else self.chosen.sharing
+        if sharing is None:
+            return None
+        return self.recipe.distributed(self.world_size, sharing.strategy, sharing.offload)
 
     def table(self, width: int = 80) -> str:
         """Return the plan as text of at most ``width`` columns."""
@@ -123,6 +138,8 @@ class Plan:
         tokenizer: str | None = None,
     ) -> Written:
         """Write ``train.py``, the training script of the chosen recipe, and ``recipe.json``, the recipe itself.
+
+        For several GPUs also ``accelerate.yaml``, which the printed command launches it with, and DeepSpeed's own file.
 
         Args:
             directory: made if it does not exist.

@@ -15,6 +15,7 @@ from hf_memopt.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.recipes.planning.sharing import Sharing
 
 __all__ = ["LORA_RANK", "ModelFacts", "SetUp", "Technique", "set_ups"]
 
@@ -159,11 +160,13 @@ class SetUp:
         stage: the rung of the ladder: "full", "freeze", "lora" or "qlora".
         recipe: with one example at a time.
         techniques: in the order of preference.
+        sharing: how several GPUs share a step; None for one GPU.
     """
 
     stage: str
     recipe: Recipe
     techniques: tuple[Technique, ...]
+    sharing: Sharing | None = None
 
     @property
     def consents(self) -> tuple[str, ...]:
@@ -173,7 +176,7 @@ class SetUp:
     @property
     def name(self) -> str:
         """The method and its techniques in short."""
-        return _name(self.stage, self.techniques)
+        return self._name(self.techniques)
 
     @property
     def plainer(self) -> tuple[str, ...]:
@@ -185,7 +188,7 @@ class SetUp:
         for one in self.techniques:
             if one.only_saves or (self.stage in ADAPTERS and "optim" in one.fields):
                 rest = [one.replaces if other is one else other for other in self.techniques]
-                names.append(_name(self.stage, tuple(other for other in rest if other is not None)))
+                names.append(self._name(tuple(other for other in rest if other is not None)))
         return tuple(names)
 
     @property
@@ -193,9 +196,7 @@ class SetUp:
         """The names of the set-ups that recompute more layers, all of them first; () where this one recomputes all."""
         mine = [one for one in self.techniques if one in PARTIAL]
         more = (CHECKPOINTING, *reversed(PARTIAL[PARTIAL.index(mine[0]) + 1 :])) if mine else ()
-        return tuple(
-            _name(self.stage, tuple(other if one in mine else one for one in self.techniques)) for other in more
-        )
+        return tuple(self._name(tuple(other if one in mine else one for one in self.techniques)) for other in more)
 
     @property
     def structure(self) -> Recipe:
@@ -206,12 +207,13 @@ class SetUp:
     def simplicity(self) -> tuple[int, int, int]:
         """Smaller is simpler: how many techniques change the training, how many its rounding, how many there are."""
         kinds = [technique.kind for technique in self.techniques]
-        return kinds.count("training"), kinds.count("rounding"), len(kinds)
+        shared = 0 if self.sharing is None else self.sharing.order
+        return kinds.count("training"), kinds.count("rounding"), len(kinds) + shared
 
-
-def _name(stage: str, techniques: tuple[Technique, ...]) -> str:
-    method = {"full": "full", "freeze": "full", "lora": f"LoRA r{LORA_RANK}", "qlora": f"QLoRA r{LORA_RANK}"}
-    return ", ".join((method[stage], *(technique.name for technique in techniques)))
+    def _name(self, techniques: tuple[Technique, ...]) -> str:
+        method = {"full": "full", "freeze": "full", "lora": f"LoRA r{LORA_RANK}", "qlora": f"QLoRA r{LORA_RANK}"}
+        shared = () if self.sharing is None else (self.sharing.title,)
+        return ", ".join((method[self.stage], *(technique.name for technique in techniques), *shared))
 
 
 def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Iterator[SetUp]:

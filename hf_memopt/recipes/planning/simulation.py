@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices.gpus import GPUS
@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from hf_memopt.memory.step_time.prices import StepTime
     from hf_memopt.recipes.planning.measured import Corrections
     from hf_memopt.recipes.planning.set_ups import SetUp
+    from hf_memopt.recipes.planning.sharing import Sharing
     from hf_memopt.recipes.planning.texts import Texts
     from hf_memopt.recipes.recipe import Recipe
+
+    Case = tuple[Recipe, int | None, Sharing | None]
+    """A recipe with its micro-batch, the tokens of a row, and how GPUs share a step."""
 
 __all__ = ["Simulation", "priced_on"]
 
@@ -60,6 +64,7 @@ class Simulation:
         refused: why set-ups could not be simulated, by their names.
         time_unknown: why no time is predicted; "" where one is.
         most_tokens: of a row that the model takes; None for no limit.
+        sharing: how the GPUs share the steps that are simulated next; None for one GPU.
     """
 
     model: Any
@@ -76,9 +81,10 @@ class Simulation:
     parameters: int = 0
     model_name: str = ""
     most_tokens: int | None = None
-    _found: dict[tuple[Recipe, int | None], Candidate | None] = field(default_factory=dict)
-    _shorter: dict[tuple[Recipe, int, int | None], float] = field(default_factory=dict)
-    _ahead: Ahead[tuple[Recipe, int | None], Estimate] | None = None
+    sharing: Sharing | None = None
+    _found: dict[Case, Candidate | None] = field(default_factory=dict)
+    _shorter: dict[tuple[Recipe, int, int | None, Sharing | None], float] = field(default_factory=dict)
+    _ahead: Ahead[Case, Estimate] | None = None
 
     def __post_init__(self) -> None:
         self.priced_on = priced_on(self.gpu)
@@ -95,14 +101,13 @@ class Simulation:
     def expect(self, coming: Iterable[tuple[SetUp, int]]) -> None:
         """Let the second process simulate set-ups with so many rows, the first of them first."""
         if self._ahead is not None:
-            length = self.texts.seq_len
-            recipes = [_with_rows(set_up, rows) for set_up, rows in coming]
-            self._ahead.expect([(one, length) for one in reversed(recipes) if (one, length) not in self._found])
+            cases = [(_with_rows(set_up, rows), self.texts.seq_len, set_up.sharing) for set_up, rows in coming]
+            self._ahead.expect([case for case in reversed(cases) if case not in self._found])
 
     def of(self, set_up: SetUp, rows: int) -> Candidate | None:
         """Return the set-up with micro-batches of ``rows``; None where it cannot be simulated (see ``refused``)."""
         recipe = _with_rows(set_up, rows)
-        key = recipe, self.texts.seq_len
+        key = recipe, self.texts.seq_len, self.sharing
         if key not in self._found:
             self.announce(f"{self.count + 1}: {set_up.name}, {rows} at a time")
             self._found[key] = self._simulated(set_up, recipe)
@@ -111,14 +116,16 @@ class Simulation:
     def estimate(self, recipe: Recipe, seq_len: int | None, gpu: Gpu | None = None) -> Estimate:
         """Return the estimate of a recipe."""
         self.count += 1
+        case = recipe, seq_len, self.sharing
         if gpu is not None:
-            return self._estimated((recipe, seq_len), gpu)
-        found = (self._estimated if self._ahead is None else self._ahead)((recipe, seq_len))
+            return self._estimated(case, gpu)
+        found = (self._estimated if self._ahead is None else self._ahead)(case)
         return found if self.measured is None else self.measured.applied(found, recipe)
 
-    def _estimated(self, key: tuple[Recipe, int | None], gpu: Gpu | None = None) -> Estimate:
-        recipe, seq_len = key
+    def _estimated(self, case: Case, gpu: Gpu | None = None) -> Estimate:
+        recipe, seq_len, sharing = case
         steps = recipe.effective_batch_size // (recipe.per_device_train_batch_size * self.world_size)
+        shared = {} if sharing is None else {"world_size": self.world_size, **asdict(sharing)}
         return estimate(
             self.model,
             batch_size=recipe.per_device_train_batch_size,
@@ -127,6 +134,7 @@ class Simulation:
             gpu=gpu or self.gpu,
             task=self.task,
             gradient_accumulation_steps=steps,
+            **shared,
         )
 
     def _simulated(self, set_up: SetUp, recipe: Recipe) -> Candidate | None:
@@ -152,6 +160,7 @@ class Simulation:
         ratio = 1.0
         if texts.width is not None and texts.width != texts.seq_len:
             ratio = 1 - self._saved(set_up, recipe, time) / time.seconds
+        candidate = replace(candidate, communication_fraction=time.shares.get("communication"))
         return replace(candidate, seconds=ratio * time.seconds, low=ratio * time.low, high=ratio * time.high)
 
     def step_time(self, found: Estimate) -> StepTime | None:
@@ -166,7 +175,7 @@ class Simulation:
     def _saved(self, set_up: SetUp, recipe: Recipe, longest: StepTime) -> float:
         """Return the seconds of a step that rows of the mean padded length save."""
         rows = recipe.per_device_train_batch_size
-        key = set_up.structure, rows, self.texts.seq_len
+        key = set_up.structure, rows, self.texts.seq_len, self.sharing
         if key not in self._shorter:
             time = self.step_time(self.estimate(recipe, self.texts.width))
             self._shorter[key] = 0.0 if time is None else longest.seconds - time.seconds

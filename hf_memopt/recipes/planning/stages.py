@@ -13,6 +13,7 @@ from hf_memopt.recipes.planning.texts import MULTIPLE
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
+    from hf_memopt.recipes.planning.sharing import Sharing
     from hf_memopt.recipes.planning.simulation import Simulation
 
 __all__ = ["StageSearch", "stages_of"]
@@ -42,20 +43,22 @@ class StageSearch:
     effective_batch_size: int
     share: int
     goal: str
+    sharings: Sequence[Sharing | None] = (None,)
 
     def all_set_ups(self, stages: Iterable[str]) -> list[SetUp]:
-        return [
-            one
-            for stage in stages
-            for one in set_ups(stage, self.facts, self.simulation.gpu, self.effective_batch_size)
-            if self.simulation.world_size == 1 or not one.recipe.gradient_release  # refused under DDP
-        ]
+        """Return the set-ups that work as the GPUs share a step now."""
+        gpu, sharing = self.simulation.gpu, self.simulation.sharing
+        every = [one for stage in stages for one in set_ups(stage, self.facts, gpu, self.effective_batch_size)]
+        if sharing is None:
+            return every
+        return [one for one in map(sharing.adapted, every) if one is not None]
 
     def _allowed(self, stage: str) -> list[SetUp]:
         return [one for one in self.all_set_ups([stage]) if set(one.consents) <= set(self.simulation.allow)]
 
     def by_length(self, stages: Sequence[str], most: int | None) -> tuple[list[Candidate], Candidate | None]:
         """Return the candidates and the chosen one, with shorter or longer rows where they are asked for."""
+        self.simulation.sharing = self.sharings[0]
         if self.goal == "longest":
             stages = use_longest(self.simulation, {stage: self._allowed(stage) for stage in stages}, self.share, most)
         candidates, chosen = self._by_stage(stages)
@@ -72,6 +75,7 @@ class StageSearch:
         """Return the chosen set-up with bfloat16 weights, which need consent: as it is, and with more rows that fit."""
         if chosen is None or chosen.stage != "full" or BF16_WEIGHTS.consent in self.simulation.allow:
             return []
+        self.simulation.sharing = chosen.sharing
         method, _, *rest = chosen.name.split(", ")
         name = ", ".join([method, BF16_WEIGHTS.name, *rest])
         lever = next((one for one in self.all_set_ups(["full"]) if one.name == name), None)
@@ -80,14 +84,25 @@ class StageSearch:
         counts = [rows for rows in row_counts(lever, self.share) if rows >= chosen.rows]
         return explore(lever, self.simulation, counts)
 
+    def _of_stage(self, stage: str, otherwise: Sequence[SetUp], *, offload: bool) -> list[Candidate]:
+        """Return the candidates of a method, under each way to share a step that may be of use."""
+        found: list[Candidate] = []
+        for sharing in self.sharings:
+            is_wanted = (sharing is not None and sharing.offload) is offload
+            if is_wanted and (sharing is None or sharing.may_improve(best_of(found, self.goal), self.goal)):
+                self.simulation.sharing = sharing
+                found += search(self.all_set_ups([stage]), self.simulation, self.share, self.goal, otherwise)
+        return found
+
     def _by_stage(self, stages: Sequence[str]) -> tuple[list[Candidate], Candidate | None]:
         candidates: list[Candidate] = []
-        for stage in stages:
-            otherwise = self._allowed(stages[-1]) if stage != stages[-1] else []
-            found = search(self.all_set_ups([stage]), self.simulation, self.share, self.goal, otherwise)
-            candidates += found
-            if (chosen := best_of(found, self.goal)) is not None:
-                return candidates, chosen
+        for offload in (False, True):  # the host's memory is unknown, and its optimizer slow
+            for stage in stages:
+                otherwise = self._allowed(stages[-1]) if stage != stages[-1] else []
+                found = self._of_stage(stage, otherwise, offload=offload)
+                candidates += found
+                if (chosen := best_of(found, self.goal)) is not None:
+                    return candidates, chosen
         tight = [one for one in candidates if one.verdict == "tight" and not one.consents]
         if not tight:
             return candidates, None

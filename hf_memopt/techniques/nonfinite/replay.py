@@ -19,8 +19,8 @@ import torch
 from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
 
-from hf_memopt.binding.nested_tensors import tensors_in
 from hf_memopt.binding.model_traits import local_part
+from hf_memopt.binding.nested_tensors import tensors_in
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.techniques.microbatching.splitting import take_rows
 

@@ -94,9 +94,10 @@ def write_plan(
 ) -> Written:
     """Write the files; see ``Plan.write``."""
     folder = check_folder(directory, force=force)
-    recipe = found.recipe
+    recipe, launch = found.recipe, found.launch
     text, missing = script_of(found, rows, output_dir=str(folder / "out"))
     folder.mkdir(parents=True, exist_ok=True)
+    start = "" if launch is None else launch.write(folder, script=str(folder / SCRIPT), force=force)
     write_whole(folder / RECIPE, recipe.to_json() + "\n")
     if text is None:
         what = found.task or "a head that is unknown"
@@ -105,12 +106,13 @@ def write_plan(
     script = folder / SCRIPT
     write_whole(script, text)
     notes = (f"before you run it, complete in {script}: {'; '.join(missing)}",) if missing else ()
-    return Written(folder / RECIPE, script, _commands(found, script), notes)
+    return Written(folder / RECIPE, script, _commands(found, script, start), notes)
 
 
 def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") -> tuple[str | None, list[str]]:
     """Return the script of the chosen recipe, None where there is none for the task, and what it leaves to complete."""
     from hf_memopt.batching.padding_costs.data_files import data_file
+    from hf_memopt.recipes.launch import NAMES
     from hf_memopt.recipes.planning.script.script import ScriptFacts, training_script
 
     recipe, chosen = found.recipe, found.chosen
@@ -126,6 +128,7 @@ def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") ->
         seq_len=chosen.seq_len,
         accumulation_steps=chosen.accumulation_steps,
         world_size=found.world_size,
+        engine="" if chosen.sharing is None else NAMES[chosen.sharing.strategy],
         output_dir=output_dir,
         heading=_heading(found),
         file=file,
@@ -155,10 +158,10 @@ def _cut(found: Plan) -> str:
     return f"; {texts.cut / texts.rows:.1%} are longer, and cut" if texts.cut and texts.rows else ""
 
 
-def _commands(found: Plan, script: Path | None) -> tuple[str, ...]:
+def _commands(found: Plan, script: Path | None, start: str = "") -> tuple[str, ...]:
     package = "hf-memopt" if found.recipe.lora is None else "'hf-memopt[peft]'"
-    install = " ".join(["pip install", package, *PACKAGES.get(found.task or "", ())])
+    deepspeed = ["deepspeed"] if found.launch is not None and found.launch.deepspeed is not None else []
+    install = " ".join(["pip install", package, *deepspeed, *PACKAGES.get(found.task or "", ())])
     if script is None:
         return (install,)
-    start = "python" if found.world_size == 1 else f"torchrun --nproc-per-node {found.world_size}"
-    return install, f"{start} {shlex.quote(str(script))}"
+    return install, start or f"python {shlex.quote(str(script))}"

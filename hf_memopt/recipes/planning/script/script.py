@@ -70,6 +70,7 @@ class ScriptFacts:
         file: the data; None where none was given.
         tokenizer: a folder or name; None for the model's own.
         cut: which rows ``seq_len`` cuts; "" where that is unknown.
+        engine: of several GPUs, by its name in the table of conflicts; "" for one GPU.
     """
 
     name: str
@@ -82,6 +83,7 @@ class ScriptFacts:
     file: DataFile | None = None
     tokenizer: str | None = None
     cut: str = ""
+    engine: str = ""
 
 
 def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, str]:
@@ -137,7 +139,7 @@ def _model(recipe: Recipe, facts: ScriptFacts, rows: Rows) -> list[str]:
     if recipe.weights_dtype == "float32":
         reason = f"float32: {reason}"
     if recipe.load_in is not None:
-        options = _options(quantization_options(recipe.load_in, dtype, facts.task))
+        options = _options(quantization_options(recipe.load_in, dtype, facts.task, is_sharded=facts.engine == "FSDP2"))
         lines += call(
             "quantization = transformers.BitsAndBytesConfig", [together(options)], recipe.reason_of("load_in")
         )
@@ -311,5 +313,6 @@ def _has_work(recipe: Recipe, facts: ScriptFacts, precision: str, callback: Trai
 def _is_refused(recipe: Recipe, facts: ScriptFacts, precision: str, callback: Any) -> bool:
     """Return whether ``attach`` would refuse the callback beside what the recipe asks for."""
     used = {"gradient release": recipe.gradient_release, "16-bit weights": recipe.rounding != "nearest"}
-    used |= {"fp16": precision == "fp16", "DDP, default flags": facts.world_size > 1}
+    of_whole_models = facts.world_size > 1 and facts.engine in ("", "DDP")
+    used |= {"fp16": precision == "fp16", "DDP, default flags": of_whole_models, facts.engine: True}
     return any(is_used and refusal_of(name, callback.technique) is not None for name, is_used in used.items())
