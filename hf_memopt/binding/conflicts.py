@@ -40,6 +40,7 @@ __all__ = [
     "check_compatibility",
     "check_settings",
     "is_of_bitsandbytes",
+    "names_of",
     "refusal_of",
     "refusals_of",
     "settings_in_use",
@@ -123,13 +124,17 @@ def is_of_bitsandbytes(optim: str) -> bool:
 
 def _names_in_use(trainer: Any, *callbacks: TrainerCallback) -> set[Any]:
     given = (*trainer.callback_handler.callbacks, *callbacks, trainer.train_dataset, *optimizers_of(trainer))
-    return {name for part in given for name in _names_of(part)}
+    return {name for part in given for name in names_of(part)}
 
 
-def _names_of(part: Any) -> set[Any]:
-    """Return the names that a part bears: an optimizer class may be one technique around another."""
+def names_of(part: Any) -> set[Any]:
+    """Return the names that a part bears: an optimizer class may be one technique around another.
+
+    ``variant`` names a use of a technique that more is refused for.
+    """
     kind = part if isinstance(part, type) else type(part)
-    return {getattr(part, "technique", None), *(vars(base).get("technique") for base in kind.__mro__)}
+    own = {getattr(part, "technique", None), getattr(part, "variant", None)}
+    return own.union(vars(base).get("technique") for base in kind.__mro__)
 
 
 def optimizers_of(trainer: Any) -> tuple[Any, ...]:

@@ -104,7 +104,8 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     inner: Any = tensor
     for name in inner.__tensor_flatten__()[0]:
-        yield from _plain_tensors(getattr(tensor, name))
+        if isinstance(part := getattr(tensor, name), torch.Tensor):  # a sharded tensor names its mesh of devices too
+            yield from _plain_tensors(part)
 
 
 def _storage_on(tensor: torch.Tensor, device: torch.device) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer
 
 from hf_memopt.binding.attach import attach
-from hf_memopt.binding.conflicts import refusals_of
+from hf_memopt.binding.conflicts import names_of, refusals_of
 from hf_memopt.changes import Change, add_change, record_changes
 from hf_memopt.memory.report import MemoryReportCallback
 from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
@@ -138,8 +138,8 @@ def _remove_refused_callbacks(recipe: Recipe, trainer: Trainer, kept: Iterable[T
     """Remove the recipe's own callbacks that are incompatible with what the caller asked for."""
     for refusal in refusals_of(trainer):
         for callback in tuple(trainer.callback_handler.callbacks):
-            name = getattr(callback, "technique", None)
-            if name in (refusal.one, refusal.other) and not any(callback is own for own in kept):
+            name = next((one for one in (refusal.one, refusal.other) if one in names_of(callback)), None)
+            if name is not None and not any(callback is own for own in kept):
                 trainer.remove_callback(callback)
                 other = refusal.other if name == refusal.one else refusal.one
                 change = Change(name, True, False, f"incompatible with {other}: {refusal.reason}")

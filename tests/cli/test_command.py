@@ -98,7 +98,7 @@ def test_commands_are_listed_in_groups() -> None:
         ("demo", ["-o", "-e", "-n"]),
         ("presets", ["-m", "-s"]),
         ("lengths", ["-c", "-t", "-b", "-p"]),
-        ("estimate", ["-g", "-b", "-s", "-p"]),
+        ("estimate", ["-g", "-b", "-s", "-d", "-p"]),
         ("report", ["-o"]),
         ("measure", ["-n", "-o"]),
         ("ladder", ["-p"]),

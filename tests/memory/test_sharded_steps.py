@@ -188,8 +188,8 @@ REFUSED = [
     ({"strategy": "zero1"}, "strategy='zero1' is invalid; expected 'auto', 'ddp', 'fsdp2', 'zero2' or 'zero3'"),
     ({"strategy": "zero2", "micro_batch_size": 1}, "micro_batch_size=1, strategy='zero2' are incompatible"),
     ({"strategy": "ddp", "offload": True}, "what goes to the host are shards"),
-    ({"strategy": "fsdp2", "micro_batch_size": 1}, "micro_batch_size=1, strategy='fsdp2' are incompatible"),
-    ({"strategy": "fsdp2", "fused_cross_entropy": True}, "strategy='fsdp2' are incompatible"),
+    ({"strategy": "fsdp2", "micro_batch_size": 1}, "micro_batch_size=1, strategy='fsdp2' are incompatible in an"),
+    ({"strategy": "fsdp2", "fused_cross_entropy": True}, "fused_cross_entropy=True, strategy='fsdp2' are incompatible"),
     ({"strategy": "ddp", "gradient_release": True, "max_grad_norm": 0}, "world_size=2 are incompatible"),
 ]
 

@@ -12,11 +12,11 @@ from two_ranks import run_pair
 PROGRAM = str(Path(__file__).parent / "bad_launches.py")
 MESSAGES = {
     "effective batch": (
-        "ValueError: WORLD_SIZE=2 on 2 process(es) does not divide the effective batch of 33; expected a divisor. Pass "
+        "ValueError: WORLD_SIZE=2 on 2 processes does not divide the effective batch of 33; expected a divisor. Pass "
         "effective_batch_size=32"
     ),
     "batch of a device": (
-        "ValueError: per_device_train_batch_size=5 on 2 process(es) does not divide the effective batch of 32; "
+        "ValueError: per_device_train_batch_size=5 on 2 processes does not divide the effective batch of 32; "
         "expected a divisor. Pass effective_batch_size=30"
     ),
     "missing deepspeed": (
@@ -53,7 +53,7 @@ def test_a_number_of_processes_that_does_not_divide_the_effective_batch(world_si
     with pytest.raises(ValueError) as error:
         recipe.distributed(world_size)
     assert str(error.value) == (
-        f"world_size={world_size} on {world_size} process(es) does not divide the effective batch of 32; expected a "
+        f"world_size={world_size} on {world_size} processes does not divide the effective batch of 32; expected a "
         f"divisor. Call recipe.replace(effective_batch_size={fitting}).distributed(...)"
     )
     assert recipe.replace(effective_batch_size=fitting).distributed(world_size).world_size == world_size

@@ -95,7 +95,7 @@ def test_every_process_makes_its_share_of_the_batch(
 
 def test_arguments_of_a_launch_do_not_fit_one_process() -> None:
     launch = Recipe("mine", "tests").distributed(2)
-    with pytest.raises(ValueError, match=r"make 16 examples per step on 1 process\(es\); expected the effective batch"):
+    with pytest.raises(ValueError, match=r"make 16 examples per step on 1 process; expected the effective batch"):
         PLAIN.training_arguments(**launch.training_arguments, use_cpu=True)
 
 

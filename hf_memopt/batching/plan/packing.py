@@ -37,7 +37,7 @@ class PackedBatches:
     Examples:
         >>> packed = PackedBatches(LengthBuckets([3, 50, 4, 52, 5, 51], max_tokens=56, pad_to_multiple_of=1))
         >>> [packed.lengths[packed.plan(epoch=0).batch(i)].tolist() for i in range(packed.n_batches)]
-        [[52, 3], [50, 5], [51, 4]]
+        [[52, 3], [51, 4], [50, 5]]
     """
 
     batch_size = None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.conflicts import refusal_of
+from hf_memopt.binding.conflicts import NO_LIMIT, refusal_of
 from hf_memopt.errors import did_you_mean
 from hf_memopt.recipes.launch import NAMES, STRATEGIES
 from hf_memopt.units import format_bytes
@@ -25,10 +25,10 @@ __all__ = ["Sharing", "check_strategy", "sharing_text", "sharings_of"]
 
 TITLES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 PLAIN_OPTIMIZER = "adamw_torch_fused"
-SWITCHED_OFF = {  # by the field: the technique's name in the table of conflicts
-    "micro_batching": "micro-batching",
-    "fused_cross_entropy": "fused cross-entropy",
-    "sparse_tied_embedding": "sparse tied embedding",
+SWITCHED_OFF = {  # by the field: the technique's names in the table of conflicts
+    "micro_batching": ("micro-batching", NO_LIMIT),  # a recipe sets no limit
+    "fused_cross_entropy": ("fused cross-entropy",),
+    "sparse_tied_embedding": ("sparse tied embedding",),
 }
 
 
@@ -76,10 +76,12 @@ class Sharing:
             return None
         fields: dict[str, Any] = {}
         reasons = dict(recipe.reasons)
-        for name, technique in SWITCHED_OFF.items():
-            refusal = refusal_of(technique, engine)
-            if getattr(recipe, name) and refusal is not None:
-                fields[name], reasons[name] = False, f"{self.title}: {refusal.reason}"
+        for name, techniques in SWITCHED_OFF.items():
+            refusal = next(filter(None, (refusal_of(one, engine) for one in techniques)), None)
+            is_unknown = self.strategy == "fsdp2" and name == "fused_cross_entropy"  # to the estimate
+            if getattr(recipe, name) and (refusal is not None or is_unknown):
+                why = "its memory is not simulated" if refusal is None else refusal.reason
+                fields[name], reasons[name] = False, f"{self.title}: {why}"
         return replace(set_up, recipe=recipe.replace(**fields, reasons=reasons), sharing=self)
 
     def may_improve(self, best: Candidate | None, goal: str) -> bool:

@@ -160,7 +160,7 @@ class MicrobatchCallback(TrainerCallback):
         self.handle: UndoHandle | None = None
         self.binding = Binding()
         if max_examples is None and max_tokens in (None, "auto"):
-            self.technique = NO_LIMIT  # besides that of the class
+            self.variant = NO_LIMIT
         self._unwritten: set[str] = set()  # the causes of failed writes that were already warned of
         self._resume_from: str | bool | None = None  # the argument of train()
 

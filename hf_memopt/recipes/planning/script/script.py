@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainingArguments
 
 from hf_memopt.binding.adapters import adapter_options
-from hf_memopt.binding.conflicts import refusal_of
+from hf_memopt.binding.conflicts import names_of, refusal_of
 from hf_memopt.binding.model_tasks import HEADS, NEW_HEADS
 from hf_memopt.binding.quantized_weights import quantization_options
 from hf_memopt.recipes.planning.script.code import COLUMNS, Argument, call, commented, quoted, together
@@ -315,4 +315,5 @@ def _is_refused(recipe: Recipe, facts: ScriptFacts, precision: str, callback: An
     used = {"gradient release": recipe.gradient_release, "16-bit weights": recipe.rounding != "nearest"}
     of_whole_models = facts.world_size > 1 and facts.engine in ("", "DDP")
     used |= {"fp16": precision == "fp16", "DDP, default flags": of_whole_models, facts.engine: True}
-    return any(is_used and refusal_of(name, callback.technique) is not None for name, is_used in used.items())
+    in_use = [name for name, is_used in used.items() if is_used]
+    return any(refusal_of(name, own) is not None for name in in_use for own in names_of(callback))
