@@ -20,7 +20,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 LARGEST = [
-    pytest.param("Llama-3.2-1B", 3.81),
+    pytest.param("Llama-3.2-1B", 3.81, marks=pytest.mark.slow),
     pytest.param("Llama-3.2-3B", 11.75, marks=pytest.mark.slow),
     pytest.param("Llama-3.1-8B", 23.57, marks=pytest.mark.slow),
 ]

@@ -351,6 +351,7 @@ def test_rows_name_the_versions_of_the_peers_that_are_installed(benchmark, tmp_p
     assert {"lhotse", "trl"} & set(versions) == installed
 
 
+@pytest.mark.slow
 def test_commands_are_measured_with_their_exit_codes(benchmark, monkeypatch, tmp_path) -> None:
     command_line = benchmark("command_line")
     monkeypatch.setattr(command_line, "REPEATS", 1)

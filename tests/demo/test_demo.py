@@ -347,6 +347,7 @@ def test_a_memory_report_that_is_there_is_used(run: tuple[Path, str]) -> None:
 # ---- A child --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_child_trains_the_same_and_prints_nothing(
     run: tuple[Path, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

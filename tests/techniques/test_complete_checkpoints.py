@@ -104,8 +104,8 @@ class Kill:
 @pytest.mark.parametrize(
     ("build", "max_shard_bytes"),
     [
-        pytest.param(tiny.llama, "1GB", id="one", marks=pytest.mark.slow),
-        pytest.param(tiny.llama, "40KB", id="many"),
+        pytest.param(tiny.llama, "1GB", id="one"),
+        pytest.param(tiny.llama, "40KB", id="many", marks=pytest.mark.slow),
         pytest.param(lora, "1GB", id="lora", marks=pytest.mark.slow),
     ],
 )
