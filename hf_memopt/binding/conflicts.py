@@ -93,7 +93,8 @@ def _sharding_engine(trainer: Any) -> str | None:
         return "DeepSpeed"
     if trainer.is_fsdp_enabled:
         return "FSDP2" if trainer.accelerator.is_fsdp2 else "other sharding"
-    is_sharded = any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters())
+    parameters = () if trainer.model is None else trainer.model.parameters()  # none before a search has made it
+    is_sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
     return "other sharding" if is_sharded else None
 
 

@@ -163,6 +163,13 @@ def test_callbacks_and_data_are_named_once_in_the_tables_order(tmp_path: Any) ->
     assert expected == tuple(name for name in TECHNIQUES if name in expected)
 
 
+def test_a_trainer_that_has_no_model_yet_is_checked(tmp_path: Any) -> None:
+    """As in the trials of a hyperparameter search, before each makes its model."""
+    trainer = make_trainer(tmp_path)
+    trainer.model = None
+    assert refusals_of(trainer, MicrobatchCallback()) == []
+
+
 def test_an_optimizer_class_counts_before_it_is_built_and_after(tmp_path: Any) -> None:
     released = gradient_release(torch.optim.SGD), {"lr": 0.1}
     trainer = make_trainer(tmp_path, optimizer_cls_and_kwargs=released)

@@ -405,7 +405,14 @@ def test_ctrl_c_leaves_only_what_was_there(tmp_path: Path) -> None:
     before = contents(tmp_path)
     command = [sys.executable, "-c", START, str(output)]
     # A session of its own: Ctrl-C in a terminal reaches the demo and its child, and must not reach the tests.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    # A shell's background job ignores Ctrl-C, and so do its children unless they are told otherwise.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     parent = psutil.Process(process.pid)
     (child,) = wait_for(lambda: [each for each in parent.children() if "hf_memopt.demo.run" in each.cmdline()])
     os.killpg(process.pid, signal.SIGINT)
