@@ -380,6 +380,7 @@ def test_a_plan_does_not_depend_on_the_plans_before_it():
     assert (kept.flat() == copied).all()
 
 
+@pytest.mark.slow
 def test_every_order_inside_a_bucket_is_as_likely():
     buckets = LengthBuckets([5] * 3, batch_size=3)
     counts = np.unique([buckets.plan(epoch).flat().tolist() for epoch in range(6000)], axis=0, return_counts=True)[1]

@@ -602,6 +602,7 @@ def test_a_folder_with_code_of_its_own_asks_nothing_and_runs_nothing(tmp_path, m
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_real_model_from_a_folder(tmp_path, monkeypatch) -> None:
     """Through the true simulation: every rung of the ladders, and a table."""
     monkeypatch.undo()

@@ -174,6 +174,7 @@ def test_asking_for_the_host_touches_no_accelerator(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="clears the peak through /proc")
+@pytest.mark.slow
 def test_peak_of_the_process_is_its_own_and_not_its_parents():
     parent_bytes = GIB  # a child that has imported torch is smaller
     held = b"x" * parent_bytes

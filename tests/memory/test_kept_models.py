@@ -41,6 +41,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ("model", "every"),
     [(CONFIGS["bert"](), 8), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("bert-large", "t5-base"))],
 )
+@pytest.mark.slow
 def test_a_ladder_has_the_figures_of_each_estimate_alone(model: Any, every: int, loads: list[Any]) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")

@@ -542,6 +542,7 @@ def test_peak_is_that_of_torchs_mem_tracker(family: str, precision: str, checkpo
     assert mem_tracker_peak(family, step, attention) == (ours, ours)
 
 
+@pytest.mark.slow
 def test_known_exception_mem_tracker_keeps_an_input_alive() -> None:
     """Its hooks hold the encoder's output, which T5's checkpointed decoder layers share; the allocator says so too."""
     step = StepSettings(precision="fp32", checkpointing={"preserve_rng_state": False})

@@ -138,6 +138,7 @@ def test_a_comparison_is_the_same_in_one_process(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("memory", ["60MiB", pytest.param("20MiB", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_plan_is_the_same_in_one_process(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 4000, "num_hidden_layers": 1}
     config = tiny.llama_config(**sizes, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64)

@@ -158,6 +158,7 @@ def test_a_set_up_has_no_reason_for_what_it_leaves_off(task: str) -> None:
 @pytest.mark.parametrize(
     "megabytes", [(72, 90), pytest.param((66, 70, 76, 84, 96, 120, 160, 240, 400), marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_a_larger_budget_is_never_worse(megabytes: tuple[int, ...]) -> None:
     gpu = gpu_of("500MiB")
     last = None
@@ -223,6 +224,7 @@ def test_checkpointing_at_micro_batch_1_buys_nothing_on_ladder_a(layers: int, me
     )
 
 
+@pytest.mark.slow
 def test_released_gradients_need_consent_and_the_batch_as_one() -> None:
     asked = planned("72MiB", method="full", effective_batch_size=2)
     assert asked.chosen is None or asked.chosen.verdict == "tight"
@@ -292,6 +294,7 @@ def test_of_a_mixture_of_experts_no_time_is_told() -> None:
     assert not any(word in found.table(300) for word in ("tok/s", "its time", "Speed"))
 
 
+@pytest.mark.slow
 def test_the_longest_rows_that_would_fit_fit_and_the_next_do_not() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 8192}
     model, gpu = tiny.llama_config(**sizes, num_attention_heads=4, num_key_value_heads=4), gpu_of("60MiB")
@@ -335,6 +338,7 @@ def test_shorter_rows_are_used_only_where_nothing_else_fits() -> None:
     assert cut.fits
 
 
+@pytest.mark.slow
 def test_time_is_that_of_the_mean_padded_length() -> None:
     lengths = np.random.default_rng(0).integers(8, 129, size=400)
     gpu = "RTX 3060 12GB"

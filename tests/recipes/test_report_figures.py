@@ -59,6 +59,7 @@ def test_settled_cells_are_those_of_a_full_simulation(seed: int) -> None:
             assert cell.total_bytes in (None, whole.total_bytes)
 
 
+@pytest.mark.slow
 def test_the_map_is_that_of_direct_estimates() -> None:
     found = fitting_plan()
     chart, one = found.figures["fit_map"], found.chosen

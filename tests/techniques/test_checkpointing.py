@@ -623,6 +623,7 @@ def test_a_budget_is_a_share(fraction: Any) -> None:
 
 # of torch 2.13, when its compiler is imported
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.slow
 def test_a_compiled_graph_saves_less_within_a_budget() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))

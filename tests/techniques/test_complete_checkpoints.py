@@ -104,7 +104,7 @@ class Kill:
 @pytest.mark.parametrize(
     ("build", "max_shard_bytes"),
     [
-        pytest.param(tiny.llama, "1GB", id="one"),
+        pytest.param(tiny.llama, "1GB", id="one", marks=pytest.mark.slow),
         pytest.param(tiny.llama, "40KB", id="many", marks=pytest.mark.slow),
         pytest.param(lora, "1GB", id="lora", marks=pytest.mark.slow),
     ],

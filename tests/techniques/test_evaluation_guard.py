@@ -611,6 +611,7 @@ def rise_of_peak(evaluate: Callable[[], Any]) -> tuple[int, Any]:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, to reset the peak")
+@pytest.mark.slow
 def test_50_000_classes_stay_below_200_megabytes(tmp_path: Path) -> None:
     """Everything counts, the card being the CPU: the logits of one batch, its loss, and what is kept."""
     classes, tokens, count, few = 50_000, 128, 160, 8

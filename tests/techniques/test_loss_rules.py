@@ -323,6 +323,7 @@ class Rows(Scarcity):
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 @pytest.mark.parametrize("task", ["train", "evaluate"])
+@pytest.mark.slow
 def test_a_probe_that_does_not_fit_ends_no_run(limit: int, task: str, tmp_path: Path) -> None:
     found = []
     for callbacks in ((), (MicrobatchCallback(), EvaluationGuardCallback())):

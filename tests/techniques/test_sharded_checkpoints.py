@@ -127,6 +127,7 @@ def test_resume_equals_straight_run(tmp_path, case) -> None:
 
 
 @pytest.mark.parametrize("build", [mixtral, llava])
+@pytest.mark.slow
 def test_converted_weights_are_resumed(tmp_path, build) -> None:
     """Stock writes these under the names of the hub and reads them back under none: it resumes with fresh ones."""
     differences = {}

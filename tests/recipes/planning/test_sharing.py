@@ -117,6 +117,7 @@ def test_what_cannot_work_is_one_clear_error(asked: dict[str, Any], message: str
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_launchers_file_and_prints_the_launch_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
