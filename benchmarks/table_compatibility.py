@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hf_memopt.binding.conflicts import ENGINES, PARTS, REFUSALS, RUN, SETTINGS, TECHNIQUES, Refusal, refusal_of
+from hf_memopt.binding.refusals import ENGINES, PARTS, REFUSALS, RUN, SETTINGS, TECHNIQUES, Refusal, refusal_of
 
 
 def compatibility() -> str:

@@ -32,8 +32,8 @@ from hf_memopt import (
     attach,
 )
 from hf_memopt.binding.adapters import add_adapters
-from hf_memopt.binding.conflicts import REFUSALS, TECHNIQUES, refusal_of
 from hf_memopt.binding.handles import override_method
+from hf_memopt.binding.refusals import REFUSALS, TECHNIQUES, refusal_of
 from hf_memopt.binding.versions import fsdp_arguments
 
 RANK = int(os.environ.get("RANK", "0"))

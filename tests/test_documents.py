@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 import hf_memopt
-from hf_memopt.binding.conflicts import ENGINES, PARTS, RUN, SETTINGS, TECHNIQUES, refusal_of
+from hf_memopt.binding.refusals import ENGINES, PARTS, RUN, SETTINGS, TECHNIQUES, refusal_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hf_memopt"

@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
 from hf_memopt.binding.refusals import (
-    ENGINES,
     LATE_LOSS,
     NO_LIMIT,
-    PARTS,
-    REFUSALS,
-    RUN,
-    RUN_IN_ONE_PROCESS,
     SETTINGS,
     TECHNIQUES,
     Refusal,
@@ -27,21 +22,10 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
 __all__ = [
-    "ENGINES",
-    "LATE_LOSS",
-    "NO_LIMIT",
-    "PARTS",
-    "REFUSALS",
-    "RUN",
-    "RUN_IN_ONE_PROCESS",
-    "SETTINGS",
-    "TECHNIQUES",
-    "Refusal",
     "check_compatibility",
     "check_settings",
     "is_of_bitsandbytes",
     "names_of",
-    "refusal_of",
     "refusals_of",
     "settings_in_use",
     "steps_in_backward",

@@ -61,7 +61,7 @@ def _page(text: bytes, name: str) -> str:
     if kind == "measurement":
         what, command = "a measurement", "hf-memopt plan MODEL --measured FILE"
     raise ValueError(
-        f"path={name!r} is {what}, of which alone there is no page; expected a run, a plan, or two of a kind. "
+        f"path={name!r} is {what}, and a single one has no report; expected a run, a plan, or two to compare. "
         f"Pass two, or call: {command}"
     )
 

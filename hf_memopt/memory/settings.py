@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_memopt.binding.conflicts import refusal_of, steps_in_backward
+from hf_memopt.binding.conflicts import steps_in_backward
+from hf_memopt.binding.refusals import refusal_of
 from hf_memopt.memory.argument_spellings import in_own_names, unknown_setting
 from hf_memopt.plain_data import Count, check_value
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.conflicts import NO_LIMIT, Refusal, is_of_bitsandbytes, refusal_of
+from hf_memopt.binding.conflicts import is_of_bitsandbytes
+from hf_memopt.binding.refusals import NO_LIMIT, Refusal, refusal_of
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.distributed.zero_config import ZERO_STAGES, zero_options

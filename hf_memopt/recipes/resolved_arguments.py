@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.conflicts import refusal_of
+from hf_memopt.binding.refusals import refusal_of
 from hf_memopt.changes import Change
 from hf_memopt.recipes.effective_batch import cut_effective_batch, process_count
 

@@ -325,8 +325,8 @@ def test_states_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError) as error:
         BucketedStream(Rows(), batch_size=2, buffer_examples=16).load_state_dict(state)
     assert str(error.value) == (
-        "state['batch_size']=4 belongs to another order than this stream's 2; expected the same settings. Build the "
-        "stream as it was when the state was saved"
+        "state['batch_size']=4 belongs to another order than this stream's 2; expected the same lengths and settings. "
+        "Build the stream as it was when the state was saved"
     )
     with pytest.raises(ValueError, match=r"^state=<keys \['turn'\]> lacks \['batch_size', .*Save it anew: stream\."):
         stream.load_state_dict({"turn": 1})

@@ -135,7 +135,7 @@ def test_what_cannot_be_compared_is_refused(files: tuple[Path, Path], tmp_path: 
         (*files, "--output", there): "exists already; expected a new file. Pass another name, or --force to replace it",
         (*files, "--force"): "--force has nothing to replace: no file is written; expected --output.",
         (run, "--json"): "one is JSON already; expected two.",
-        (files[0],): "is an estimate, of which alone there is no page; expected a run, a plan, or two of a kind.",
+        (files[0],): "is an estimate, and a single one has no report; expected a run, a plan, or two to compare.",
     }.items():
         found = report(*arguments)
         assert found.exit_code == 2, found.output

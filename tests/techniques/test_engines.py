@@ -13,7 +13,7 @@ from slow_cases import slow_except
 
 import technique_table
 from hf_memopt import OverflowCallback, attach
-from hf_memopt.binding.conflicts import REFUSALS, TECHNIQUES
+from hf_memopt.binding.refusals import REFUSALS, TECHNIQUES
 from two_ranks import run_pair
 
 TOLERANCE = 1e-5  # sums over processes in another order; the losses of both runs are float32

@@ -8,7 +8,7 @@ training loop, so there name the batches that were trained on: ``sampler.state_d
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from hf_memopt.batching.plan.buckets import LengthBuckets, PlanDiagnostics
 from hf_memopt.batching.plan.checks import check_rank, check_seed
 
-__all__ = ["LengthBucketedBatchSampler", "LengthBucketedSampler"]
+__all__ = ["LengthBucketedBatchSampler", "LengthBucketedSampler", "check_state"]
 
 
 class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
@@ -123,20 +123,7 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
         Raises:
             ValueError: missing or unknown keys, or a state of other lengths or settings; the sampler stays as it was.
         """
-        settings = self._settings()
-        known = {*settings, "epoch", "position"}
-        if state.keys() != known:
-            raise ValueError(
-                f"state=<keys {sorted(state)}> lacks {sorted(known - state.keys())} and has the unknown "
-                f"{sorted(state.keys() - known)}; expected what state_dict() of this version returns. "
-                "Save it anew: sampler.state_dict()"
-            )
-        for name, value in settings.items():
-            if state[name] != value:
-                raise ValueError(
-                    f"state[{name!r}]={state[name]!r} belongs to another order than this sampler's {value!r}; expected "
-                    "the same lengths and settings. Build the sampler as it was when the state was saved"
-                )
+        check_state(state, self._settings(), ("epoch", "position"), of="sampler")
         check_seed(state["epoch"], name="epoch")
         _check_position(state["position"], len(self))
         self.epoch, self._position, self._resume_at = state["epoch"], state["position"], state["position"]
@@ -201,3 +188,23 @@ def _check_position(position: Any, length: int) -> None:
             f"position={position!r} is not within the epoch; expected 0 to {length}. Pass the number of items that "
             "were trained on since the epoch began"
         )
+
+
+def check_state(state: Mapping[str, Any], order: Mapping[str, Any], more: Iterable[str], *, of: str) -> None:
+    """Raise ValueError unless a state has the keys of ``order`` and ``more``, and the values of ``order``.
+
+    ``of`` is the "sampler" or "stream" that is to go on.
+    """
+    known = {*order, *more}
+    if state.keys() != known:
+        raise ValueError(
+            f"state=<keys {sorted(state)}> lacks {sorted(known - state.keys())} and has the unknown "
+            f"{sorted(state.keys() - known)}; expected what state_dict() of this version returns. "
+            f"Save it anew: {of}.state_dict()"
+        )
+    for name, value in order.items():
+        if state[name] != value:
+            raise ValueError(
+                f"state[{name!r}]={state[name]!r} belongs to another order than this {of}'s {value!r}; expected "
+                f"the same lengths and settings. Build the {of} as it was when the state was saved"
+            )

@@ -39,10 +39,11 @@ from hf_memopt.batching.plan.checks import (
     check_too_long,
     checked_boundaries,
 )
+from hf_memopt.batching.plan.samplers import check_state
 from hf_memopt.batching.plan.stream_buffer import Entry, cut_groups
 from hf_memopt.batching.views.descriptions import DescribedByDataset
 from hf_memopt.batching.views.stream_pass import StreamPass, random_numbers
-from hf_memopt.batching.views.stream_places import Place, SharedPlaces, check_state
+from hf_memopt.batching.views.stream_places import Place, SharedPlaces
 from hf_memopt.batching.views.stream_source import StreamSource, check_source
 from hf_memopt.batching.views.trainer_checks import (
     check_per_device,
@@ -324,7 +325,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
             ValueError: missing or unknown keys, or a state of other settings; the stream stays as it was.
         """
         if state is not None:
-            check_state(state, self._order(), ("turn", "origin", "place"))
+            check_state(state, self._order(), ("turn", "origin", "place"), of="stream")
             self._places.begin(state["place"])
             self._handed_out = int(self._shared[ITERATIONS]), state["turn"]
         self._begin = None if state is None else dict(state)

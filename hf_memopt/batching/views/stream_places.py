@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict
 
 import numpy as np
 import torch
 
-__all__ = ["Place", "SharedPlaces", "check_state"]
+__all__ = ["Place", "SharedPlaces"]
 
 PLACES, LARGEST_BYTES = (
     16,
@@ -87,20 +86,3 @@ class SharedPlaces:
             return None
         place: Place = json.loads(text)
         return place
-
-
-def check_state(state: Mapping[str, Any], order: Mapping[str, Any], more: Iterable[str]) -> None:
-    """Raise ValueError unless a state has the keys of ``order`` and ``more``, and the values of ``order``."""
-    known = {*order, *more}
-    if state.keys() != known:
-        raise ValueError(
-            f"state=<keys {sorted(state)}> lacks {sorted(known - state.keys())} and has the unknown "
-            f"{sorted(state.keys() - known)}; expected what state_dict() of this version returns. "
-            "Save it anew: stream.state_dict()"
-        )
-    for name, value in order.items():
-        if state[name] != value:
-            raise ValueError(
-                f"state[{name!r}]={state[name]!r} belongs to another order than this stream's {value!r}; expected "
-                "the same settings. Build the stream as it was when the state was saved"
-            )

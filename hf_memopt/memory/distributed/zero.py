@@ -6,7 +6,8 @@ and what belongs to this process is kept in a flat buffer. Stage 3 cuts the weig
 run, as many ahead as the limit of live elements allows.
 
 Computed from documentation and sources and not measured: which modules are gathered at the peak is not simulated, the
-limit counts instead. Left out: NCCL's own buffers, and the second copy of the weights while the engine is built.
+limit counts instead. Limitations: NCCL's buffers and the copy of the weights during DeepSpeed's initialization are not
+counted.
 
 Source: github.com/deepspeedai/DeepSpeed 0.19.6, ``deepspeed/runtime/zero/stage_1_and_2.py``, ``stage3.py`` and
 ``partitioned_param_coordinator.py``.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.conflicts import NO_LIMIT, refusal_of
+from hf_memopt.binding.refusals import NO_LIMIT, refusal_of
 from hf_memopt.errors import did_you_mean
 from hf_memopt.recipes.launch import NAMES, STRATEGIES
 from hf_memopt.units import format_bytes

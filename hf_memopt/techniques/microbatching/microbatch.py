@@ -41,8 +41,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_memopt.binding.callback_binding import Binding
-from hf_memopt.binding.conflicts import NO_LIMIT
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all
+from hf_memopt.binding.refusals import NO_LIMIT
 from hf_memopt.changes import Change
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.techniques.microbatching.limits import (

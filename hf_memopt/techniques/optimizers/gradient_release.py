@@ -24,8 +24,8 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.binding.conflicts import refusal_of
 from hf_memopt.binding.handles import UndoHandle
+from hf_memopt.binding.refusals import refusal_of
 
 __all__ = ["gradient_release", "plain_step"]
 

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainingArguments
 
 from hf_memopt.binding.adapters import adapter_options
-from hf_memopt.binding.conflicts import names_of, refusal_of
+from hf_memopt.binding.conflicts import names_of
 from hf_memopt.binding.model_tasks import HEADS, NEW_HEADS
 from hf_memopt.binding.quantized_weights import quantization_options
+from hf_memopt.binding.refusals import refusal_of
 from hf_memopt.recipes.planning.script.code import COLUMNS, Argument, call, commented, quoted, together
 from hf_memopt.recipes.planning.script.rows import KNOWN, Rows, rows_of
 from hf_memopt.recipes.resolved_arguments import sixteen_bits_here, stock_arguments
