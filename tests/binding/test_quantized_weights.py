@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from bitsandbytes.nn import Linear4bit
+from slow_cases import slow_except
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -196,7 +197,7 @@ def train(model: Any, folder: Path, **settings: Any) -> tuple[list[float], dict[
     return losses, {name: (after[name].detach() - value).abs().max() for name, value in before.items()}
 
 
-@pytest.mark.parametrize("bits", CONFIGS)
+@pytest.mark.parametrize("bits", slow_except(("4bit",), CONFIGS))
 def test_the_loss_curve_is_that_of_pefts_preparation(folder: Path, tmp_path: Path, bits: str) -> None:
     theirs = peft.prepare_model_for_kbit_training(load(folder, bits), use_gradient_checkpointing=False)
     ours = load(folder, bits)

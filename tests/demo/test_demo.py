@@ -400,6 +400,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
     raise AssertionError(f"nothing after {seconds} s")
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_only_what_was_there(tmp_path: Path) -> None:
     output = earlier_demo(tmp_path / "out")
     before = contents(tmp_path)

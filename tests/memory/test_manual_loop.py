@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from host_semantics import HostSemantics
+from slow_cases import slow_except
 from torch.profiler import ProfilerActivity, profile
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -115,7 +116,7 @@ def replayed_peak(family: str, settings: StepSettings) -> int:
     return replay(trace, plan, ExactAllocator()).peak_allocated  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize("batches", slow_except((3,), (1, 3)))
 @pytest.mark.parametrize("to_none", [True, False], ids=["freed", "kept"])
 @pytest.mark.parametrize("loop", ["manual", "trainer"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -223,7 +223,7 @@ NEED_ATTACH = ("micro-batching", "non-finite detection", "evaluation guard", "sh
 # ---- Together -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", slow_except(("nothing", "bf16", "accumulation"), ["nothing", *RUN_IN_ONE_PROCESS]))
+@pytest.mark.parametrize("setting", slow_except(("nothing",), ["nothing", *RUN_IN_ONE_PROCESS]))
 @pytest.mark.parametrize("group", GROUPS)
 def test_techniques_keep_the_weights_together(group, setting, tmp_path) -> None:
     names = [name for name in TECHNIQUES if name in GROUPS[group] and fits(name, setting)]
