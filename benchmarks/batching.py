@@ -176,7 +176,7 @@ def run_collation(batches: int, repeats: int, console: Console) -> Report:
 
 
 def run_end_to_end(seeds: int, max_train: int | None, console: Console) -> Report:
-    """Train the demo's task with four ways of batching; return the figures, and print them."""
+    """Train the demo's task with five ways of batching; return the figures, and print them."""
     from batching_end_to_end import TITLES, measure_end_to_end
 
     report = measure_end_to_end(seeds, max_train, lambda text: console.print(text, highlight=False, markup=False))

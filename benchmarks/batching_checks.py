@@ -96,17 +96,17 @@ def check_collation(report: Report) -> list[Check]:
 
 
 def check_end_to_end(report: Report) -> list[Check]:
-    """Return the checks on the trained task."""
+    """Return the checks on the trained task; the accuracy of a token budget is shown, not promised."""
     arms, checks = report["arms"], []
     for arm in ("batch_size", "max_tokens"):
         for other in ("random", "group_by_length"):
             ratio = arms[other]["seconds"] / arms[arm]["seconds"]
             checks.append(Check(f"{arm}= faster than stock {other}", f"{ratio:.2f}x as fast", ratio > 1))
-        interval = arms[arm]["accuracy_interval"]
-        if interval is not None:
-            mean, low, high = interval
-            text = f"{mean:+.3f}, 95 % interval [{low:+.3f}, {high:+.3f}] over {report['seeds']} seeds"
-            checks.append(Check(f"{arm}= as accurate as stock random within noise", text, high >= 0))
+    interval = arms["batch_size"]["accuracy_interval"]
+    if interval is not None:
+        mean, low, high = interval
+        text = f"{mean:+.3f}, 95 % interval [{low:+.3f}, {high:+.3f}] over {report['seeds']} seeds"
+        checks.append(Check("batch_size= as accurate as stock random within noise", text, high >= 0))
     return checks
 
 

@@ -143,7 +143,7 @@ def stream_scale() -> str:
 
 
 def batching_end_to_end() -> str:
-    """Return the demo's task with four ways of batching, from the last run of ``benchmarks/batching.py``."""
+    """Return the demo's task with five ways of batching, from the last run of ``benchmarks/batching.py``."""
     from batching_end_to_end import TITLES
 
     row = last_row("batching_end_to_end", program="batching")

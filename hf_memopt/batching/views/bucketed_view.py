@@ -69,8 +69,8 @@ def bucketed(
         dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied. Or a stream:
             a ``datasets.IterableDataset`` or anything else that can be iterated again and again.
         batch_size: examples per batch: a multiple of ``per_device_train_batch_size``; or
-        max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``. Batches of short examples have more
-            rows, so a loss that is a mean over the rows gives each of them less weight: made for losses per token.
+        max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``. Short examples come in fewer,
+            larger batches and so in fewer steps: made for losses per token, not for one label per text.
             With ``BucketedCollator(inner=DataCollatorWithFlattening())`` a batch is one row without padding, and an
             attached view packs texts of all lengths into nearly ``max_tokens`` tokens; a stream goes on counting padded
             ones. ``estimate(model, batch_size=1, seq_len=max_tokens)`` is its memory, for flash attention with
