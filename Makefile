@@ -9,7 +9,7 @@ PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 CLIENTS = .venv-clients/bin
 CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo test test-full test-compat test-clients test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time table clean
+.PHONY: demo test test-full test-compat test-clients test-zero test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time table clean
 
 demo: $(READY)            ## the main job: four set-ups of the stock Trainer on real text, side by side
 	$(BIN)/python -m hf_memopt demo
@@ -25,6 +25,10 @@ test-compat: test $(COMPAT_VERSIONS:%=test-compat-%)   ## the suite on every sup
 test-clients: .venv-clients/.ready   ## other people's trainings, stock and with this package; writes docs/clients.md
 	$(CLIENTS)/python -m pytest --write-results $(CLIENTS_ARGS) tests/clients; \
 	status=$$?; $(CLIENTS)/python tests/clients/clients_table.py && exit $$status
+
+test-zero: .venv-clients/.ready  ## ZeRO in two processes, and DeepSpeed's own reading of its configuration: nothing of it is skipped
+	$(CLIENTS)/python -c "import deepspeed"
+	$(CLIENTS)/python -m pytest $(PYTEST_ARGS) -k "deepspeed or DeepSpeed or ZeRO" tests/recipes/test_launch.py tests/techniques/test_engines.py
 
 test-upstream: .venv-clients/.ready  ## transformers' own Trainer tests, stock and attached: TRANSFORMERS_SRC=checkout
 	$(CLIENTS)/python tests/upstream/compare.py "$(TRANSFORMERS_SRC)" $(UPSTREAM_ARGS)
@@ -90,6 +94,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 .venv-clients/.ready: setup.cfg pyproject.toml constraints.txt
 	test -x $(CLIENTS)/python || $(PYTHON) -m venv .venv-clients
 	$(CLIENTS)/python -m pip install --quiet --constraint constraints.txt --editable ".[clients,test]"
+	DS_BUILD_OPS=0 $(CLIENTS)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
 	touch $@
 
 test-compat-%: constraints.txt setup.cfg
