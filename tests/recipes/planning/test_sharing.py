@@ -67,7 +67,7 @@ def test_fsdp2_where_it_is_faster_than_what_fits_under_ddp(sharded: Plan) -> Non
     assert chosen.total_bytes == itself.total_bytes
     rivals = [one for one in sharded.candidates if one.sharing == Sharing("ddp") and one.fits]
     assert min(one.cost for one in rivals) > chosen.cost
-    assert "2 GPUs share a step by FSDP2: the best under DDP takes 1." in sharded.table(400)
+    assert "2 GPUs share a step by FSDP2: as fast as the best under DDP, and without " in sharded.table(400)
     assert not chosen.recipe.micro_batching
     assert chosen.recipe.fused_cross_entropy
     assert "processes wait for each other" in chosen.recipe.reasons["micro_batching"]
