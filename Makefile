@@ -9,7 +9,7 @@ PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 CLIENTS = .venv-clients/bin
 CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo test test-full test-compat test-clients test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time table clean
+.PHONY: demo test test-full test-compat test-clients test-zero test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time table clean
 
 demo: $(READY)            ## the main job: four set-ups of the stock Trainer on real text, side by side
 	$(BIN)/python -m hf_memopt demo
@@ -21,6 +21,9 @@ test-full: $(READY)       ## the test suite with the slow tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-compat: test $(COMPAT_VERSIONS:%=test-compat-%)   ## the suite on every supported transformers
+
+test-zero: .venv-zero/.ready  ## the tests that need DeepSpeed, on a CPU: none of them is skipped there
+	.venv-zero/bin/python -m pytest $(PYTEST_ARGS) -k "deepspeed or DeepSpeed or ZeRO" tests/recipes/test_launch.py tests/techniques/test_engines.py
 
 test-clients: .venv-clients/.ready   ## other people's trainings, stock and with this package; writes docs/clients.md
 	$(CLIENTS)/python -m pytest --write-results $(CLIENTS_ARGS) tests/clients; \
@@ -79,7 +82,7 @@ bench-gpu: $(READY)       ## predicted against measured memory, on a CUDA GPU; g
 	$(BIN)/python benchmarks/gpu.py
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-[0-9]* build *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-zero .venv-[0-9]* build *.egg-info
 
 $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hf-memopt needs Python >= 3.11, this is " + sys.version.split()[0] + ". Call: make PYTHON=python3.11")'
@@ -90,6 +93,13 @@ $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 .venv-clients/.ready: setup.cfg pyproject.toml constraints.txt
 	test -x $(CLIENTS)/python || $(PYTHON) -m venv .venv-clients
 	$(CLIENTS)/python -m pip install --quiet --constraint constraints.txt --editable ".[clients,test]"
+	touch $@
+
+.venv-zero/.ready: setup.cfg pyproject.toml constraints.txt Makefile
+	test -x .venv-zero/bin/python || $(PYTHON) -m venv .venv-zero
+	.venv-zero/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[test,plot]" setuptools
+	DS_BUILD_OPS=0 .venv-zero/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
+	.venv-zero/bin/python -c "import deepspeed"
 	touch $@
 
 test-compat-%: constraints.txt setup.cfg

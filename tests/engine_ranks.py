@@ -157,6 +157,18 @@ def of_techniques(folder: Path, case: str) -> dict[str, Any]:
     }
 
 
+def of_sharded_state(folder: Path, case: str) -> dict[str, Any]:
+    """Stock's other checkpoint of FSDP2, a file for each process: saved, and resumed from the second step."""
+    chosen = pair("BertLayer")
+    chosen["fsdp_config"] = {**chosen["fsdp_config"], "state_dict_type": "SHARDED_STATE_DICT"}
+    found = trained(classification(folder / case, **chosen, **SAVING), folder, case)
+    last = folder / case / "checkpoint-2"
+    resumed = classification(folder / case, **chosen, **SAVING)
+    again = trained(resumed, folder, f"{case}, resumed", resume_from_checkpoint=str(last))
+    files = sorted(str(path.relative_to(last)) for path in last.rglob("*.distcp"))
+    return {**found, "files": files, "whole": (last / "model.safetensors").exists(), "resumed": again["losses"]}
+
+
 def of_scale(folder: Path, case: str) -> dict[str, Any]:
     """A head that ignores the number of items, with accumulation."""
     trainer = technique_table.make_trainer((), folder, gradient_accumulation_steps=2, **pair("BertLayer"))
@@ -253,6 +265,7 @@ def refused(call: Callable[[], Any]) -> str:
 CASES: dict[str, Callable[[Path, str], dict[str, Any]]] = {
     "techniques": of_techniques,
     "scale": of_scale,
+    "sharded state": of_sharded_state,
     "causal_lm": of_causal_lm,
     "lora": of_lora,
     "resumed lora": of_resumed_lora,

@@ -120,6 +120,10 @@ def fsdp_arguments(*, offload: bool) -> dict[str, Any]:
 
     5.8 reads wrapping and offload from the text of ``fsdp``; from 5.17 on they are in ``fsdp_config``, and the text is
     deprecated.
+
+    Of ``FULL_STATE_DICT`` the first process writes ``model.safetensors``, which ``from_pretrained`` reads. Checkpoints
+    of ``SHARDED_STATE_DICT`` are written by all processes at once and resume as exactly, but have no such file, and
+    ``Trainer.save_model`` then writes no weights at all (transformers 5.23; ``accelerate merge-weights`` makes them).
     """
     config: dict[str, Any] = {"version": 2, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT"}
     if _fsdp_is_a_flag():

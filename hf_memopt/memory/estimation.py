@@ -22,7 +22,8 @@ import torch
 from hf_memopt.binding import versions as compat
 from hf_memopt.devices.gpus import Gpu, current_gpu, find_gpu
 from hf_memopt.memory.allocator.limited_replay import fragmentation_of, replay_on_gpu
-from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan
+from hf_memopt.memory.allocator.replay import Replayed
+from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.argument_spellings import in_own_names
 from hf_memopt.memory.batch_lengths import LengthPlan, checked_lengths, plan_lengths
 from hf_memopt.memory.cuda.chip import Chip
@@ -409,4 +410,5 @@ def _replay_plan(
         is_manual=settings.loop == "manual",
         keeps_gradients=not settings.zero_grad_to_none,
         buckets=bucket_bytes(facts, settings),
+        reduces_last=settings.engine == "fsdp2",
     )

@@ -281,13 +281,6 @@ class StepSettings:
                     f"{refusal.reason}; expected only one of them. Pass {second}={second_off!r}, or {name}={off!r}"
                 )
 
-        for name, off in (("micro_batch_size", None), ("fused_cross_entropy", False)):
-            if self.engine == "fsdp2" and getattr(self, name) != off:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}, strategy='fsdp2' are incompatible in an estimate: the weights "
-                    f"that FSDP2 gathers for them are not simulated; expected only one of them. Pass {name}={off!r}"
-                )
-
     def _check_stock(self) -> None:
         """Refuse optimizers that step within the backward pass where stock's own run would stop."""
         by_layer = self.optim.endswith("_layerwise")

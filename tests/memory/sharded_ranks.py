@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import warnings
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from hf_memopt.binding import versions as compat
 from hf_memopt.binding.adapters import add_adapters
+from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
@@ -43,6 +45,8 @@ def build(case: dict[str, Any], device: str) -> Any:
     if "lora" in case:  # float32 adapters on weights as they are loaded for them
         with torch.device(device):
             model = add_adapters(model.to(torch.bfloat16), case["lora"]).train()
+    if "chunk_bytes" in case:
+        fuse_cross_entropy(model, chunk_bytes=case["chunk_bytes"])
     return model
 
 
@@ -51,7 +55,8 @@ def batch(case: dict[str, Any], device: str) -> dict[str, torch.Tensor]:
     rows, length = case["batch"]
     tokens = torch.full((rows, length), 5, device=device)
     labels = torch.zeros(rows, dtype=torch.int64, device=device) if "Classification" in case["model"] else tokens
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+    shifted = {"shift_labels": tokens} if "chunk_bytes" in case else {}  # without, the last of a row has no label
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels, **shifted}
 
 
 class Collective:
@@ -112,6 +117,7 @@ def shard(model: Any, precision: str, buffer: torch.Tensor, layers: list[str] | 
 def peaks(case: dict[str, Any]) -> list[int]:
     """Return the peak of each of two steps in bytes, their inputs included."""
     dtype, passes = DTYPES[case["precision"]], case.get("accumulation", 1)
+    rows = case.get("micro_batch", case["batch"][0])
     buffer = torch.empty(2**25, dtype=torch.uint8)
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -120,10 +126,11 @@ def peaks(case: dict[str, Any]) -> list[int]:
         inputs = batch(case, "cpu")
         for _ in range(2):
             with record_function("step"):
-                for index in range(passes):
-                    model.set_requires_gradient_sync(index == passes - 1)
+                for index, first in product(range(passes), range(0, case["batch"][0], rows)):
+                    model.set_requires_gradient_sync(index == passes - 1)  # as accelerate does, for all micro-batches
+                    part = {name: value[first : first + rows] for name, value in inputs.items()}
                     with torch.autocast("cpu", enabled=dtype is not None, dtype=dtype):
-                        outputs = model(**inputs)
+                        outputs = model(**part)
                     logits = outputs.logits.float() if dtype is not None else outputs.logits  # as accelerate does
                     loss = outputs.loss.float()
                     del outputs

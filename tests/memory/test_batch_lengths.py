@@ -234,3 +234,13 @@ def test_lengths_and_kept_gradients_are_refused() -> None:
         "lengths=..., zero_grad_to_none=False are incompatible: each length has gradients of its own; expected only "
         "one of them. Pass seq_len= with the longest length instead"
     )
+
+
+def test_gradients_of_shards_are_handed_from_length_to_length() -> None:
+    """Under FSDP2 the last batch of a step reduces what the others have added up, whatever their lengths."""
+    shared = {**SIZES, "world_size": 2, "strategy": "fsdp2", "gradient_accumulation_steps": 2}
+    config = tiny.llama_config()
+    mixed = estimate(config, lengths=[16, 8, 8, 16, 16, 16], **shared)
+    longest = estimate(config, seq_len=16, **shared)
+    assert mixed.peak_allocated_bytes == longest.peak_allocated_bytes
+    assert mixed.components == longest.components

@@ -34,6 +34,13 @@ def test_bytes_of_a_ring() -> None:
     assert communication_of_step(FACTS, StepSettings(), 0, 1) is None
 
 
+def test_each_micro_batch_reduces_gradients_under_fsdp2() -> None:
+    settings = StepSettings(world_size=4, precision="bf16", strategy="fsdp2")
+    found = communication_of_step(FACTS, settings, GATHERED, passes=6, reductions=3)
+    assert found is not None
+    assert found.link_bytes == 3 / 4 * (6 * GATHERED + 3 * 2000)
+
+
 def test_offload_moves_shards_and_its_optimizer_runs_on_the_host() -> None:
     own = 1000 / 4
     found = {name: sent(strategy=name, offload=True) for name in ("fsdp2", "zero2", "zero3")}

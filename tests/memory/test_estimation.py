@@ -26,7 +26,8 @@ from hf_memopt.binding import versions as compat
 from hf_memopt.devices.gpus import find_gpu
 from hf_memopt.memory import estimation
 from hf_memopt.memory.allocator import limited_replay
-from hf_memopt.memory.allocator.replay import ReplayPlan, replay
+from hf_memopt.memory.allocator.replay import replay
+from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.estimation import estimate, estimate_from_arguments
 from hf_memopt.memory.models.example_batch import example_batch
 from hf_memopt.memory.models.known import known_models

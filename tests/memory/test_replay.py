@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
-from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan, replay
+from hf_memopt.memory.allocator.replay import Replayed, replay
+from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
 from hf_memopt.memory.recording.step import RecordedPass, StepTrace
 from hf_memopt.memory.storage_tracker import StorageTracker
@@ -518,3 +519,13 @@ def test_retries_of_the_evaluation_are_counted_apart() -> None:
     trace.evaluation = RecordedPass(start, script.now, script.now, logits_event=script.now)
     found, _ = played(trace, plan(**NOTHING, eval_batches=1), CachingAllocator(limit_bytes=64 * 2**20))
     assert found.retries == (0, 1)
+
+
+def test_only_the_last_accumulation_step_reduces_under_fsdp2() -> None:
+    """Of each kind two passes are recorded: the first, and one that adds to its gradients."""
+    shared = plan(reduces_last=True)
+    assert shared.passes((0,), 1, adds=False) == ([], [(0, 0)])
+    assert shared.passes((0, 1), 1, adds=False) == ([(0, 0)], [(1, 1)])
+    assert shared.passes((0, 1, 0), 2, adds=False) == ([(0, 0), (0, 1), (1, 1), (1, 1)], [(0, 2), (0, 3)])
+    assert shared.passes((0,), 2, adds=True) == ([], [(0, 1), (0, 1)])
+    assert plan().passes((0, 1), 2, adds=False) == ([], [(0, 0), (0, 1), (1, 1), (1, 1)])

@@ -11,6 +11,10 @@ from two_ranks import run_pair
 
 PROGRAM = str(Path(__file__).parent / "bad_launches.py")
 MESSAGES = {
+    "launch of another number of processes": (
+        "ValueError: per_device_train_batch_size=8, gradient_accumulation_steps=1 make 16 examples per step on 2 "
+        "processes; expected the effective batch of 32. Give one of the two, or effective_batch_size=16"
+    ),
     "effective batch": (
         "ValueError: WORLD_SIZE=2 on 2 processes does not divide the effective batch of 33; expected a divisor. Pass "
         "effective_batch_size=32"

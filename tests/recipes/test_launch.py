@@ -100,7 +100,7 @@ def test_arguments_of_a_launch_do_not_fit_one_process() -> None:
 
 
 def test_missing_deepspeed_is_an_error_of_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_memopt.recipes.resolved_arguments.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"which is not installed; .* Call: pip install deepspeed"):
         launched(monkeypatch, PLAIN.distributed(2, "zero2"))
 

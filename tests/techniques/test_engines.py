@@ -16,6 +16,7 @@ from hf_memopt import OverflowCallback, attach
 from hf_memopt.binding.refusals import REFUSALS, TECHNIQUES
 from two_ranks import run_pair
 
+PARTS = ("optimizer", "pytorch_model_fsdp")  # of a checkpoint, as accelerate 1.15 names them
 TOLERANCE = 1e-5  # sums over processes in another order; the losses of both runs are float32
 
 Found = list[dict[str, Any]]
@@ -88,6 +89,16 @@ def test_all_techniques_at_once_keep_losses_weights_and_metrics(found: dict[str,
 @pytest.mark.parametrize("name", slow_except((), allowed("FSDP2")))
 def test_each_technique_alone_keeps_losses_weights_and_metrics(name: str, tmp_path: Path) -> None:
     check_techniques(run_cases(tmp_path, "FSDP2", name)[name], tmp_path, name)
+
+
+@pytest.mark.slow
+def test_stock_resumes_from_a_file_of_each_process(tmp_path: Path) -> None:
+    """Such a checkpoint has no weights that ``from_pretrained`` reads, so ``Recipe.distributed`` asks for the other."""
+    ranks = run_cases(tmp_path, "FSDP2", "sharded state")["sharded state"]
+    check_resumed(ranks, tmp_path, "sharded state")
+    for rank in ranks:
+        assert rank["files"] == [f"{part}_0/__{process}_0.distcp" for part in PARTS for process in (0, 1)]
+        assert not rank["whole"]
 
 
 def test_the_gradient_scale_is_repaired(found: dict[str, Found], folder: Path) -> None:

@@ -15,13 +15,14 @@ import torch
 
 __all__ = ["is_engine_hook", "register_hooks"]
 
-ENGINE = "torch.distributed.fsdp"  # the package whose hooks look at no gradient (torch 2.6 to 2.13; pinned by a test)
+ENGINES = ("torch.distributed.fsdp", "hf_memopt.memory.distributed")
+"""Packages whose hooks look at no gradient: FSDP2 (torch 2.6 to 2.13; pinned by a test) and its simulation."""
 
 
 def is_engine_hook(function: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether a call of a tensor's method registers a hook of FSDP2."""
+    """Return whether a call of a tensor's method registers a hook of FSDP2, or of its simulation."""
     is_hook = function is torch.Tensor.register_hook and len(args) == 2
-    return is_hook and str(getattr(args[1], "__module__", "")).startswith(ENGINE)
+    return is_hook and str(getattr(args[1], "__module__", "")).startswith(ENGINES)
 
 
 def register_hooks(tensor: torch.Tensor, hooks: Iterable[Callable[[torch.Tensor], Any]]) -> None:

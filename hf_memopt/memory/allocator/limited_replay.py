@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
-from hf_memopt.memory.allocator.replay import Replayed, ReplayPlan, replay
+from hf_memopt.memory.allocator.replay import Replayed, replay
+from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.batch_lengths import Fragmentation, LengthPlan
 from hf_memopt.memory.recording.step import StepTrace
 from hf_memopt.memory.settings import StepSettings

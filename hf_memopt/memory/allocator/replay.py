@@ -2,8 +2,9 @@
 
 A step is recorded once and replayed three times: the first has no optimizer state before its end, the second has it,
 the third shows the fragmentation that they leave. Of more than three forward and backward passes three are replayed,
-since every further one repeats the third; of many evaluation batches the first two and the last, while the outputs of
-all are gathered. A run over batches of differing lengths has a recording of each length, and every batch is replayed.
+since every further one repeats the third (under FSDP2 three that add up gradients and three that reduce them); of many
+evaluation batches the first two and the last, while the outputs of all are gathered. A run over batches of differing
+lengths has a recording of each length, and every batch is replayed.
 """
 
 from __future__ import annotations
@@ -15,50 +16,17 @@ from typing import Any
 import numpy as np
 
 from hf_memopt.memory.allocator.caching_allocator import CachingAllocator
+from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
 from hf_memopt.memory.recording.step import RecordedPass, StepTrace
 from hf_memopt.memory.timeline import COMPONENTS, Timeline
 
-__all__ = ["ReplayPlan", "Replayed", "replay"]
+__all__ = ["Replayed", "replay"]
 
 _WEIGHTS, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _TEMPORARIES, _WORKSPACE, _INPUTS = range(len(COMPONENTS))
 _STEPS = 3
 _PASSES = 3
 _KEYS = 2**32  # of the storages of one recording
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayPlan:
-    """How the recorded parts follow each other.
-
-    Attributes:
-        optimizer: the optimizer's bytes; of each trainable parameter by itself with gradient release.
-        clipping: temporaries of gradient clipping.
-        batches: accumulation steps; the Trainer holds the batches of all of them from the start of an optimizer step.
-        micro_batches: micro-batches that each of them is cut into.
-        workspaces: blocks that cuBLAS keeps for the forward thread, then for the backward thread.
-        eval_batches: evaluation batches whose outputs are gathered on the GPU; 0 for no evaluation.
-        eval_concat: whether they are concatenated at every batch, or stay a list.
-        empty_cache_steps: steps between two calls of ``empty_cache``, each before a backward pass; None for none.
-        order: for every step of a run over differing batches the index of each accumulation step's recording; empty
-            for three steps of one recording.
-        is_manual: whether a hand-written loop holds its outputs until the next forward pass is over, and one batch.
-        keeps_gradients: whether gradients are zeroed, not freed, between steps.
-        buckets: that DDP copies gradients into; it holds them from the start.
-    """
-
-    optimizer: OptimizerMemory | Sequence[OptimizerMemory]
-    clipping: tuple[int, ...]
-    batches: int
-    micro_batches: int
-    workspaces: tuple[int, ...]
-    eval_batches: int = 0
-    eval_concat: bool = True
-    empty_cache_steps: int | None = None
-    order: tuple[tuple[int, ...], ...] = ()
-    is_manual: bool = False
-    keeps_gradients: bool = False
-    buckets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +194,13 @@ class _Run:
                 self.malloc(("input", step, batch, number), self._tracker.sizes[number], _INPUTS)
         for key in [key for key in self._alive if isinstance(key, tuple) and key[:2] == ("input", step - 1)]:
             self.free(key)
-        micro_batches = [index for index in batches for _ in range(min(plan.micro_batches, _PASSES))]
+        self.use(batches[0])
+        parts = plan.passes(batches, min(plan.micro_batches, _PASSES), adds=plan.keeps_gradients and step > 0)
         last: Any = None  # the pass before and the state that it found
         begin = (0, 0)
-        for count, index in enumerate(micro_batches if plan.order else micro_batches[:_PASSES]):
-            self.use(index)
-            adds = count + int(plan.keeps_gradients and step > 0)  # 0 where the gradients are new
-            recorded = min(adds, len(self.trace.micro_batches) - 1)
+        for index, which in (one for part in parts for one in (part if plan.order else part[:_PASSES])):
+            self._go_on_with(index)
+            recorded = min(which, len(self.trace.micro_batches) - 1)
             now = index, recorded, self.allocator.state(), dict(self._alive)
             if now == last:
                 self._repeat(*begin)
@@ -243,9 +211,17 @@ class _Run:
             self.phase("optimizer")
             self._together("clip", plan.clipping)
             self._optimizer(plan.optimizer, "state", first=step == 0)
-        self.use(batches[0])  # its first pass made the gradients
         first_key = self._recorded.first_key
         self.play((number + first_key, -1, 0) for number in (() if plan.keeps_gradients else self.trace.gradients))
+
+    def _go_on_with(self, index: int) -> None:
+        """Go on with another recording, under whose keys the gradients are from then on."""
+        before, first_key = self.trace, self._recorded.first_key
+        self.use(index)
+        if self.trace is not before:
+            for number, own in zip(before.gradients, self.trace.gradients, strict=True):
+                if first_key + number in self._alive:
+                    self._rename(first_key + number, self._recorded.first_key + own)
 
     def _repeat(self, event: int, phase: int) -> None:
         """Note once more what was noted since: a pass that left everything as it found it does the same again."""
@@ -289,10 +265,12 @@ class _Run:
                     self.free(key)
 
     def _hold(self, key: int) -> None:
-        held = ("held", key)
-        self._alive[held] = self._alive.pop(key)
-        self.allocator.rename(key, held)
-        self._held.append(held)
+        self._rename(key, ("held", key))
+        self._held.append(("held", key))
+
+    def _rename(self, key: Any, name: Any) -> None:
+        self._alive[name] = self._alive.pop(key)
+        self.allocator.rename(key, name)
 
     def _drop_held(self) -> None:
         for key in self._held:

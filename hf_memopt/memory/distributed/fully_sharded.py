@@ -36,7 +36,6 @@ class FullyShardedStep:
         offload: whether shards and their gradients are in host memory between uses.
 
     Attributes:
-        gradients: of the shards, one tensor for each unit.
         gathered_bytes: of weights that a forward and backward pass gathers, as often as it does.
         notes: what a run needs besides.
     """
@@ -47,7 +46,6 @@ class FullyShardedStep:
         self._model = model
         self._compute_dtype = compute_dtype
         self._offload = offload
-        self.gradients: list[torch.Tensor] = []
         classes, failing = layer_classes(model)
         self.notes: tuple[str, ...] = ()
         if failing:
@@ -59,7 +57,7 @@ class FullyShardedStep:
         self.gathered_bytes = sum(sum(one.gathered_bytes) * (1 + one.unit.reshards) for one in self._units)
         self._root = self._units[0]
         self._is_in_backward = False
-        self._is_synchronised = True
+        self._reduces = True
         self._forward_order: list[_ShardedUnit] = []
         self._gathered_before: torch.Tensor | None = None  # its copy-out may still run beside the next gathering
         self._reduced_before: torch.Tensor | None = None
@@ -77,13 +75,19 @@ class FullyShardedStep:
                     around.callback(module.register_forward_hook(self._after(unit)).remove)
             yield self
 
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """Gradients of the shards, one tensor for each unit that has some."""
+        return [unit.gradients for unit in self._units if unit.gradients is not None]
+
     def drop_gradients(self) -> None:
         """Drop the gradients of the shards, as ``zero_grad`` does."""
-        self.gradients.clear()
+        for unit in self._units:
+            unit.gradients = None
 
-    def begin(self, *, is_last: bool) -> None:
-        """Begin a forward and backward pass: only the last of a step reduces gradients, as accelerate's ``no_sync``."""
-        self._is_synchronised = is_last
+    def begin(self, *, reduces: bool) -> None:
+        """Begin a forward and backward pass, which adds up whole gradients if it does not reduce them."""
+        self._reduces = reduces
 
     # ---- Gathering --------------------------------------------------------------------------------------------------
 
@@ -181,7 +185,7 @@ class FullyShardedStep:
     def _end_backward(self, unit: _ShardedUnit) -> None:
         """Free a unit's parameters and reduce its gradients; the input of the reduction lives until the next one."""
         unit.state = "done"
-        if not self._is_synchronised:
+        if not self._reduces:
             unit.free()  # the whole gradients stay, and the next pass adds to them
             return
         gradients = unit.take_gradients()
@@ -192,10 +196,14 @@ class FullyShardedStep:
         dtype = gradients[0].dtype
         count = sum(shard_numel(one.shape, unit.world_size) for one in gradients)
         self._reduced_before = torch.empty(count * unit.world_size, dtype=dtype, device="meta")
-        gradients.clear()
+        del gradients[:-1]  # a variable of ``foreach_reduce`` refers to the last one until it returns
         reduced = torch.empty(count, dtype=dtype, device="meta").to(unit.master_dtype)
-        if not self._offload:
-            self.gradients.append(reduced)  # those of the shards are views of it
+        if self._offload:
+            return
+        if unit.gradients is None:
+            unit.gradients = reduced  # those of the shards are views of it
+        else:
+            unit.gradients += reduced  # to those of an earlier micro-batch
 
     def end(self) -> None:
         """End a backward pass: units whose inputs need no gradient end here."""
@@ -235,6 +243,7 @@ class _ShardedUnit:
         self.places: list[int] = []  # in the order of the forward pass
         self.buffer: torch.Tensor | None = None
         self.gathered: list[torch.Tensor] = []
+        self.gradients: torch.Tensor | None = None  # of the shards, reduced
 
     def gather(self) -> None:
         """Gather into a buffer, unless that is done."""

@@ -97,8 +97,8 @@ class ZeroStep:
         self.gradients.clear()
         self._is_first = True
 
-    def begin(self, *, is_last: bool) -> None:
-        """Begin a forward and backward pass, of which each reduces its gradients."""
+    def begin(self, *, reduces: bool) -> None:
+        """Begin a forward and backward pass; each reduces its gradients."""
 
     def end(self) -> None:
         """End a backward pass: reduce what is left, and add to the gradients of the passes before."""

@@ -72,10 +72,10 @@ class StepTrace:
     """A recorded step: the tracker's events, the passes among them, and which storages are what.
 
     ``micro_batches`` has the first pass of a step, whose gradients are new, and, where a step has several, the second,
-    which adds to them. ``gradient_of`` has the gradients that are held after them, by the index of the trainable
-    parameter. ``operations`` has (cost, times) of the operations of each of ``micro_batches``, in order.
-    ``gathered_bytes`` are those of sharded weights that a pass gathers, as often as it does. ``notes`` say what was
-    changed in the model for the recording. ``replayed`` keeps what replays derive from the recording.
+    which adds to them; under FSDP2 two such pairs (``_passes``). ``gradient_of`` has the gradients that are held after
+    them, by the index of the trainable parameter. ``operations`` has (cost, times) of the operations of each of
+    ``micro_batches``, in order. ``gathered_bytes`` are those of sharded weights that a pass gathers, as often as it
+    does. ``notes`` say what was changed in the model for the recording. ``replayed`` keeps what replays derive from it.
     """
 
     tracker: StorageTracker
@@ -143,10 +143,6 @@ def record_step(
         semantics = CudaSemantics(autocast=autocast, cache=settings.autocast_cache, tracker=tracker)
     _drop_gradients(weights)
     trace = StepTrace(tracker, _weights(model, tracker), _numbers(batch, tracker))
-    adds = settings.gradient_accumulation_steps > 1 or micro_batch is not None or not settings.zero_grad_to_none
-    count = 2 if adds else 1
-    if sharded is not None:  # the first of several passes, one that adds to whole gradients, the last, which reduces
-        count = min(settings.gradient_accumulation_steps, 3)
     releasing = parameters if releases_gradients else []
     recorder = _Recorder(model, settings, tracker, semantics, sharded)
     held: list[int] = []
@@ -165,10 +161,10 @@ def record_step(
                 trace.gathered_bytes = sharded.gathered_bytes
             if layers is not None:
                 around.enter_context(layers.cut(model, tracker))
-            for index in range(count):
+            for reduces in _passes(settings, is_cut=micro_batch is not None):
                 flops = tracker.flops
                 if sharded is not None:
-                    sharded.begin(is_last=index == count - 1)
+                    sharded.begin(reduces=reduces)
                 with tracker.counting():
                     trace.micro_batches.append(recorder.train(batch if micro_batch is None else micro_batch))
                 trace.flops.append(tracker.flops - flops)
@@ -197,6 +193,20 @@ def record_step(
     trace.host_bytes = semantics.peak_host_bytes
     trace.operations = [[(cost, 1) for _, cost in costs] for costs in tracker.operations]
     return trace
+
+
+def _passes(settings: StepSettings, *, is_cut: bool) -> tuple[bool, ...]:
+    """Return the passes to record: for each, whether its gradients are reduced over processes that share weights.
+
+    The first pass of a step has new gradients, and each later one adds to them, so two say what all do. Under FSDP2
+    those of all accumulation steps but the last add up whole gradients, which accelerate's ``no_sync`` asks for; those
+    of the last one, several where the batch is cut, reduce them, each to the gradients of the shards.
+    """
+    steps, keeps = settings.gradient_accumulation_steps, not settings.zero_grad_to_none
+    if settings.engine != "fsdp2":
+        return (True,) * (2 if steps > 1 or is_cut or keeps else 1)
+    waiting = min((steps - 1) * (2 if is_cut else 1), 2)
+    return (False,) * waiting + (True,) * (2 if is_cut or keeps else 1)
 
 
 def _drop_gradients(weights: Iterable[nn.Parameter]) -> None:

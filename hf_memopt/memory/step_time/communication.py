@@ -64,7 +64,7 @@ class Communication:
 
 
 def communication_of_step(
-    facts: Sequence[ParameterFacts], settings: StepSettings, gathered_bytes: int, passes: float
+    facts: Sequence[ParameterFacts], settings: StepSettings, gathered_bytes: int, passes: float, reductions: int = 1
 ) -> Communication | None:
     """Return what a step moves; None for one process.
 
@@ -73,6 +73,7 @@ def communication_of_step(
         settings: of the step.
         gathered_bytes: weights that a forward and backward pass gathers, as often as it does.
         passes: forward and backward passes of an optimizer step.
+        reductions: those of them in which FSDP2 reduces gradients: the micro-batches of the last accumulation step.
     """
     engine, processes = settings.engine, settings.world_size
     if not engine:
@@ -85,7 +86,7 @@ def communication_of_step(
         return Communication(round(2 * sent * gradients), BACKWARD_FRACTION / passes)
     reduced = trained * size
     link = {
-        "fsdp2": passes * gathered_bytes + reduced,
+        "fsdp2": passes * gathered_bytes + reductions * reduced,
         "zero2": 2 * passes * reduced + reduced,  # DeepSpeed reduces whole buckets for all, then gathers the weights
         "zero3": passes * (gathered_bytes + reduced),
     }[engine]
@@ -94,5 +95,5 @@ def communication_of_step(
         return Communication(round(sent * link), hiding)
     own = trained / processes
     weights = passes * gathered_bytes / processes if engine != "zero2" else own * size
-    to_host = own * size * passes if engine in ZERO_STAGES else own * _FLOAT_BYTES
+    to_host = own * size * passes if engine in ZERO_STAGES else own * _FLOAT_BYTES * reductions
     return Communication(round(sent * link), hiding, round(weights + to_host), round(_ADAMW_BYTES * own), processes)

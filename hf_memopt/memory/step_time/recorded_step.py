@@ -17,7 +17,7 @@ from hf_memopt.memory.step_time.prices import StepCosts, StepTime, missing_figur
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.memory.allocator.replay import ReplayPlan
+    from hf_memopt.memory.allocator.replay_plan import ReplayPlan
     from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
     from hf_memopt.memory.recording.step import StepTrace
     from hf_memopt.memory.settings import StepSettings
@@ -79,10 +79,12 @@ def timing_of_step(
         zeroes=plan.keeps_gradients,
     )
     costs = StepCosts(
-        passes=_passes(traces, steps, plan.micro_batches, plan.keeps_gradients),
+        passes=_passes(traces, steps, plan),
         optimizer=Counter() if settings.offload else operations,  # which the host does, see ``communication``
         micro_batches=micro_batches,
-        communication=communication_of_step(trainable, settings, traces[0].gathered_bytes, micro_batches),
+        communication=communication_of_step(
+            trainable, settings, traces[0].gathered_bytes, micro_batches, plan.micro_batches
+        ),
         examples=round(batch_size * batches_of_step),
         tokens=batch_size * sum(known) / len(steps) if len(known) == len(rows) else None,
         tf32=settings.precision == "tf32",
@@ -102,15 +104,13 @@ def _why_unknown(trace: StepTrace, settings: StepSettings) -> str:
 
 
 def _passes(
-    traces: Sequence[StepTrace], steps: Sequence[Sequence[int]], micro_batches: int, keeps_gradients: bool
+    traces: Sequence[StepTrace], steps: Sequence[Sequence[int]], plan: ReplayPlan
 ) -> tuple[tuple[float, Counter[Operation]], ...]:
     """Return (times per optimizer step, operations) of each different pass of ``steps``."""
-    times: Counter[tuple[int, int]] = Counter()  # by trace, and the place of the pass in it: first, or last
+    times: Counter[tuple[int, int]] = Counter()  # by trace, and the place of the pass in it
     for batches in steps:
-        for place, trace in enumerate(batches):
-            times[trace, -1 if place or keeps_gradients else 0] += 1
-            if micro_batches > 1:
-                times[trace, -1] += micro_batches - 1
+        for part in plan.passes(batches, plan.micro_batches, adds=plan.keeps_gradients):
+            times.update(part)
     return tuple(
         (number / len(steps), merged(traces[trace].operations[which])) for (trace, which), number in times.items()
     )

@@ -78,10 +78,8 @@ class Sharing:
         reasons = dict(recipe.reasons)
         for name, techniques in SWITCHED_OFF.items():
             refusal = next(filter(None, (refusal_of(one, engine) for one in techniques)), None)
-            is_unknown = self.strategy == "fsdp2" and name == "fused_cross_entropy"  # to the estimate
-            if getattr(recipe, name) and (refusal is not None or is_unknown):
-                why = "its memory is not simulated" if refusal is None else refusal.reason
-                fields[name], reasons[name] = False, f"{self.title}: {why}"
+            if getattr(recipe, name) and refusal is not None:
+                fields[name], reasons[name] = False, f"{self.title}: {refusal.reason}"
         return replace(set_up, recipe=recipe.replace(**fields, reasons=reasons), sharing=self)
 
     def may_improve(self, best: Candidate | None, goal: str) -> bool:

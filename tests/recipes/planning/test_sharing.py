@@ -67,9 +67,9 @@ def test_fsdp2_where_it_is_faster_than_what_fits_under_ddp(sharded: Plan) -> Non
     assert chosen.total_bytes == itself.total_bytes
     rivals = [one for one in sharded.candidates if one.sharing == Sharing("ddp") and one.fits]
     assert min(one.cost for one in rivals) > chosen.cost
-    assert "2 GPUs share a step by FSDP2: the best under DDP takes 1." in sharded.table(400)
+    assert "2 GPUs share a step by FSDP2: as fast as the best under DDP, and without " in sharded.table(400)
     assert not chosen.recipe.micro_batching
-    assert not chosen.recipe.fused_cross_entropy
+    assert chosen.recipe.fused_cross_entropy
     assert "processes wait for each other" in chosen.recipe.reasons["micro_batching"]
 
 
@@ -142,7 +142,8 @@ def test_four_bits_under_fsdp2_are_stored_so_that_they_are_cut(tmp_path: Path) -
     assert written.script is not None
     script = written.script.read_text()
     assert 'bnb_4bit_quant_storage="float16"' in script or 'bnb_4bit_quant_storage="bfloat16"' in script
-    for refused in ("MicrobatchCallback", "OverflowCallback", "FusedCrossEntropyCallback", "EvaluationGuardCallback"):
+    assert "FusedCrossEntropyCallback" in script
+    for refused in ("MicrobatchCallback", "OverflowCallback", "EvaluationGuardCallback"):
         assert refused not in script
     launch = yaml.safe_load((tmp_path / "run" / "accelerate.yaml").read_text())
     assert (launch["distributed_type"], launch["fsdp_config"]["fsdp_version"]) == ("FSDP", 2)
