@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
-COMPAT_VERSIONS = 5.8.1 5.17.0
+COMPAT = 5.8.1 5.17.0 5.8.1-oldest 5.17.0-oldest 5.23.0-oldest python3.12 python3.13
 PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 
 CLIENTS = .venv-clients/bin
@@ -20,7 +20,7 @@ test: $(READY)            ## the test suite
 test-full: $(READY)       ## the test suite with the slow tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-compat: test $(COMPAT_VERSIONS:%=test-compat-%)   ## the suite on every supported transformers
+test-compat: test $(COMPAT:%=test-compat-%)   ## the suite on every supported transformers, with the oldest of the rest, on other Pythons
 
 test-zero: .venv-zero/.ready  ## the tests that need DeepSpeed, on a CPU: none of them is skipped there
 	.venv-zero/bin/python -m pytest $(PYTEST_ARGS) -k "deepspeed or DeepSpeed or ZeRO" tests/recipes/test_launch.py tests/techniques/test_engines.py
@@ -102,8 +102,5 @@ $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 	.venv-zero/bin/python -c "import deepspeed"
 	touch $@
 
-test-compat-%: constraints.txt setup.cfg
-	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
-	sed 's/^transformers==.*/transformers==$*/' constraints.txt > .venv-$*/constraints.txt
-	.venv-$*/bin/python -m pip install --quiet --constraint .venv-$*/constraints.txt --editable ".[test,plot]"
-	.venv-$*/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)
+test-compat-%:
+	$(PYTHON) tests/compat/run.py $* $(PYTEST_ARGS)

@@ -16,7 +16,7 @@ import table_estimates as estimates
 import table_plans as plans
 import table_trainings as trainings
 from table_cli import cli_help
-from table_compatibility import compatibility
+from table_compatibility import compatibility, tested_versions
 from table_pictures import stale_pictures, write_pictures
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +48,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "large-models": estimates.large_models,
     "sixteen-bit-weights": trainings.sixteen_bit_weights,
     "compatibility": compatibility,
+    "tested-versions": tested_versions,
     "presets": estimates.presets,
     "memory-report": trainings.memory_report,
 }

@@ -1,10 +1,34 @@
-"""The part of README.md about what works together, from the table that ``attach`` enforces."""
+"""What works together, from the table that ``attach`` enforces, and the versions that the suite was run with."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from hf_memopt.binding.refusals import ENGINES, PARTS, REFUSALS, RUN, SETTINGS, TECHNIQUES, Refusal, refusal_of
+
+TESTED = Path(__file__).resolve().parent.parent / "tests" / "compat" / "results.jsonl"
+
+
+def tested_versions() -> str:
+    """Return the environments that ``make test-compat`` ran the suite in, from ``tests/compat/results.jsonl``."""
+    rows = [json.loads(line) for line in TESTED.read_text(encoding="utf-8").splitlines()]
+    packages = list(next(row["versions"] for row in rows if row["counts"]))
+    lines = [
+        f"| | {' | '.join(packages)} | passed | failed | skipped | date |",
+        f"|---|{'---|' * (len(packages) + 4)}",
+    ]
+    for row in sorted(rows, key=lambda row: row["environment"]):
+        if row["counts"] is None:
+            cells = ["not installed, not run", *[""] * (len(packages) + 2)]
+        else:
+            counts = row["counts"]
+            failed = counts["failures"] + counts["errors"]
+            passed = counts["tests"] - failed - counts["skipped"]
+            cells = [*(row["versions"][name] for name in packages), f"{passed:,}", str(failed), str(counts["skipped"])]
+        lines.append(f"| `{row['environment']}` | {' | '.join([*cells, row['date']])} |")
+    return "\n".join(lines)
 
 
 def compatibility() -> str:
