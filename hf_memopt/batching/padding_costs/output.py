@@ -40,9 +40,9 @@ def print_report(report: PaddingReport, console: Console) -> None:
     bars = _bars(report, "#" if console.options.ascii_only else "█", console.width)
     console.print(bars, highlight=False, soft_wrap=True)
     console.print(_strategies(report, console.width))
-    console.print()
     if report.cuts:
         console.print(_cuts(report))
+    console.print()
     console.print("[bold]Suggestions[/]" if report.unit == "tokens" else f"[bold]Suggestions, in {report.unit}[/]")
     for found in report.suggestions:
         console.print(f"[bold]{found.name} = {found.value}[/]: {found.reason}", highlight=False)
