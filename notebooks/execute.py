@@ -2,6 +2,8 @@
 
 python notebooks/execute.py            # all of them
 python notebooks/execute.py quickstart
+
+README quotes the notices of one; ``python benchmarks/table.py`` puts them there.
 """
 
 from __future__ import annotations
