@@ -24,6 +24,8 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARKED = re.compile(r"(?P<begin><!-- (?P<name>[\w-]+):begin -->\n).*?(?P<end><!-- (?P=name):end -->)", re.DOTALL)
 
 SECTIONS: dict[str, Callable[[], str]] = {
+    "status": estimates.status,
+    "rescue-log": trainings.rescue_log,
     "demo-sentence": trainings.demo_sentence,
     "demo-table": trainings.demo_table,
     "accuracy": trainings.accuracy,

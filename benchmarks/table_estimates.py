@@ -11,6 +11,25 @@ from table_rows import MACHINE, last_row, versions_of
 from hf_memopt.units import format_bytes
 
 
+def status() -> str:
+    """Return what is computed, and how far it is from what others measured, from the last published comparisons."""
+    memory, steps = (last_row(case)["figures"]["summaries"] for case in ("published", "step_time"))
+    today, every, timed = (
+        memory["stock Trainer since 4.40, as is"],
+        memory["all, matched"],
+        steps["A100, dense, not fitted"],
+    )
+    return (
+        "Status: memory and seconds are *computed*; this project has measured none on a GPU yet (`make bench-gpu` "
+        "measures yours). Against what other people measured on GPUs, the memory of "
+        f"{today['cases']} runs of today's stock `Trainer` is within {today['worst']:.1%}, that of all "
+        f"{every['cases']} runs, with what older versions did otherwise put in place, within {every['worst']:.1%}, and "
+        f"the seconds of {timed['rows']} steps to which nothing was fitted within {timed['worst']:.0%} "
+        "([how exact](docs/estimator.md)). What runs on a CPU is measured, and every figure has its command "
+        "([benchmarks](docs/benchmarks.md))."
+    )
+
+
 def presets() -> str:
     """Return the table of presets."""
     from hf_memopt.recipes.presets import PRESETS, preset_rows

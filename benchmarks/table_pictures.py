@@ -1,29 +1,31 @@
-"""README's picture of a plan in light and dark, from the plan that ``benchmarks/plans.py`` keeps for it."""
+"""The pictures of README and docs/: of the plan that ``benchmarks/plans.py`` keeps, and of padding."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
 
+from batching import synthetic_lengths
 from plans import EXAMPLE_PLAN
 
+from hf_memopt.batching.padding_costs.figures import padding_report
 from hf_memopt.plotting import DARK, LIGHT, Theme
 from hf_memopt.recipes.planning.plan_picture import draw_plan
 from hf_memopt.reports.plan_file import read_plan_text
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
-PICTURES: dict[str, Theme] = {"plan.svg": LIGHT, "plan-dark.svg": DARK}
+PLANS: dict[str, Theme] = {"plan.svg": LIGHT, "plan-dark.svg": DARK}
+PADDING, PADDED_EXAMPLES = "padding.svg", 5_000
 
 
 def drawn() -> dict[Path, bytes]:
     """Return the pictures by their paths, drawn anew."""
     told = read_plan_text(EXAMPLE_PLAN.read_bytes(), str(EXAMPLE_PLAN))
-    found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, theme in PICTURES.items():
+        for name, theme in PLANS.items():
             draw_plan(told, Path(folder, name), theme=theme)
-            found[IMAGES / name] = Path(folder, name).read_bytes()
-    return found
+        padding_report(synthetic_lengths("review", PADDED_EXAMPLES)).plot(Path(folder, PADDING))
+        return {IMAGES / name: Path(folder, name).read_bytes() for name in (*PLANS, PADDING)}
 
 
 def write_pictures() -> None:

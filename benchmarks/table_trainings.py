@@ -48,6 +48,18 @@ def _demo() -> tuple[dict[str, Any], dict[str, str]]:
     return report, versions
 
 
+def rescue_log() -> str:
+    """Return the notices of a rescued training, from the stored outputs of ``notebooks/from_oom_to_trained.ipynb``."""
+    notebook = table_rows.RESULTS.parents[1] / "notebooks" / "from_oom_to_trained.ipynb"
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    rescued = [cell for cell in cells if "MicrobatchCallback()" in "".join(cell["source"])]
+    printed = "".join("".join(shown.get("text", ())) for cell in rescued for shown in cell["outputs"])
+    notices = [line for line in printed.splitlines() if line.startswith("[memopt] ")]
+    if not notices:
+        raise SystemExit(f"{notebook.name} shows no notice; run: python notebooks/execute.py {notebook.stem}")
+    return "\n".join(["```text", *notices, "```"])
+
+
 def accuracy() -> str:
     """Return the accuracies of the last run of benchmarks/accuracy.py."""
     return last_row("accuracy")["figures"]["sentence"]

@@ -2,6 +2,8 @@
 
 python notebooks/execute.py            # all of them
 python notebooks/execute.py quickstart
+
+README quotes the notices of one; ``python benchmarks/table.py`` puts them there.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
 LONGEST_SECONDS = 300  # of a cell, on a loaded machine
+NOTICE = "[memopt] "  # begins what the package says while it trains
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
-    """Return the notebook with its outputs; what is written to standard error is left out.
+    """Return the notebook with its outputs; of standard error, the notices of the package alone.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed.
@@ -33,9 +36,26 @@ def execute(path: Path) -> nbformat.NotebookNode:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+            cell.outputs = shown_outputs(cell.outputs)
     notebook.metadata.pop("language_info", None)
     return notebook
+
+
+def shown_outputs(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Return the outputs of a cell in their order, with one output for what was printed in between."""
+    shown: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if output.output_type != "stream":
+            shown.append(output)
+            continue
+        kept = [output.text]
+        if output.name == "stderr":
+            kept = [f"{line}\n" for line in output.text.splitlines() if line.startswith(NOTICE)]
+        if kept and shown and shown[-1].output_type == "stream":
+            shown[-1].text += "".join(kept)
+        elif kept:
+            shown.append(nbformat.v4.new_output("stream", name="stdout", text="".join(kept)))
+    return shown
 
 
 def main(names: list[str]) -> None:

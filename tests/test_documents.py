@@ -66,14 +66,25 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_are_short_and_show_their_outputs(path) -> None:
+def test_notebooks_are_short_and_show_their_outputs_and_a_picture(path) -> None:
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert len(cells) <= 15
     assert all(cell["execution_count"] for cell in code)
     shown = [output for cell in code for output in cell["outputs"]]
-    assert shown
+    assert any("image/png" in output.get("data", {}) for output in shown)
     assert not [output for output in shown if output["output_type"] == "error" or output.get("name") == "stderr"]
+
+
+def test_a_notebook_keeps_what_is_printed_and_the_notices_of_the_package(monkeypatch) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("nbclient")
+    monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
+    printed = [("stdout", "one\n"), ("stderr", "[memopt] step 1: cut\nUserWarning: no\n"), ("stdout", "two\n")]
+    picture = nbformat.v4.new_output("display_data", data={"image/png": "AA=="})
+    streams = [nbformat.v4.new_output("stream", name=name, text=text) for name, text in printed]
+    shown = importlib.import_module("execute").shown_outputs([*streams, picture, streams[0]])
+    assert [output.get("text") for output in shown] == ["one\n[memopt] step 1: cut\ntwo\n", None, "one\n"]
 
 
 @pytest.mark.slow

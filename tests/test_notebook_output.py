@@ -29,6 +29,7 @@ def test_a_notebook_shows_what_a_terminal_shows(make, expected) -> None:
     found = make()
     shown = text_of(found._repr_html_())
     assert expected in shown
+    assert max(map(len, shown.splitlines())) <= 80  # 580 pixels
     words = set(re.findall(r"\w{4,}", str(found.table() if hasattr(found, "table") else found)))
     assert len(words - set(re.findall(r"\w{4,}", shown))) <= len(words) // 5  # names may wrap
 

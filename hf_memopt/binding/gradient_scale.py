@@ -96,7 +96,7 @@ def _probe(trainer: Any, model: nn.Module, read_batch: Callable[[], Any], *, sta
             "gradients by accumulation steps x processes"
         )
         change = Change(SWITCH, True, False, reason)
-        logger.info("%s", change)
+        logger.info("attach changed %s", change)
         record_changes(trainer, (change,))
     elif finding:
         warnings.warn(

@@ -265,8 +265,9 @@ def lengths(
         return
     from rich.console import Console
 
-    typer.echo(found.heading(path))
-    print_report(report, Console())
+    console = Console()
+    typer.echo(_wrapped(found.heading(path), console))
+    print_report(report, console)
     if plot is not None:
         typer.echo(f"Picture: {plot}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +28,7 @@ EXTRAS = {"peft": ("peft", "LoRA"), "matplotlib": ("plot", "pictures")}
 OLDEST_TRANSFORMERS, NEXT_TRANSFORMERS = (5, 8), (6, 0)
 HELD_SHARE = 0.1  # of a GPU that other processes may hold without a warning
 MOST_HOLDERS = 4  # that are named
+LEAST_DISK_BYTES = 8 * 2**30  # two checkpoints of BERT-large with AdamW, the last and the one that replaces it
 STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
@@ -50,7 +52,8 @@ def examine() -> list[Finding]:
     Meant for a process of its own: where bitsandbytes is not imported yet, its CPU functions stay uncompiled.
     """
     memory = [*_gpu_memory()]  # before this process itself holds a context
-    return [*_versions(), *_extras(), *_device(), *memory, *_several_gpus(), _eight_bit(), *_nvml(), *_fallback()]
+    checks = [*_versions(), *_extras(), *_device(), *memory, *_several_gpus(), _eight_bit(), *_nvml(), *_fallback()]
+    return [*checks, _disk()]
 
 
 def verdict(findings: Sequence[Finding]) -> str:
@@ -240,6 +243,15 @@ def _fallback() -> Iterator[Finding]:
             "CUDA out of memory",
             "NVIDIA Control Panel > Manage 3D settings > CUDA - Sysmem Fallback Policy > Prefer No Sysmem Fallback",
         )
+
+
+def _disk() -> Finding:
+    free_bytes = shutil.disk_usage(".").free
+    found = f"{format_bytes(free_bytes)} free in this folder"
+    if free_bytes >= LEAST_DISK_BYTES:
+        return Finding("disk", "ok", found)
+    advice = "train with save_total_limit=2, or an output_dir on another disk"
+    return Finding("disk", "warning", f"{found}, a checkpoint of BERT-large with AdamW takes 4 GiB", advice)
 
 
 def _has_nvidia_gpu() -> bool:

@@ -78,7 +78,8 @@ def run_demo(
         task = prepare(work, max_train=max_train, console=progress)
         progress.print(
             f"{len(task.train_texts)} training and {len(task.test_texts)} test docstrings of {len(task.labels)} "
-            f"modules; each set-up trains {epochs} epoch{'s' if epochs > 1 else ''} in a process of its own"
+            f"modules; each set-up trains {epochs} epoch{'s' if epochs > 1 else ''} in a process of its own. One "
+            "epoch of all texts takes the four 3 to 4 minutes on 2 CPU cores"
         )
         figures: dict[str, Any] = {}
         for setup, title in TITLES.items():

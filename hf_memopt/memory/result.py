@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -71,12 +71,12 @@ class Estimate:
     parameters: int
     trainable_parameters: int
     flops: int
-    timeline: Timeline
+    timeline: Timeline = field(repr=False)
     notes: tuple[str, ...] = ()
     hints: tuple[Hint, ...] | None = None
     fragmentation: Fragmentation | None = None
     step_time: StepTime | None = None
-    step_costs: StepCosts | None = None
+    step_costs: StepCosts | None = field(default=None, repr=False)
     time_unknown: str = ""
 
     @property

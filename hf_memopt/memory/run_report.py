@@ -123,7 +123,7 @@ class RunReport:
                 "blocks": largest_blocks(trainer, device),
             }
         except Exception as failed:  # a device that has failed may answer nothing
-            logger.warning("what was alive when memory ran out is unknown (%s: %s)", type(failed).__name__, failed)
+            notify(logger, f"what was alive when memory ran out is unknown ({type(failed).__name__}: {failed})")
 
     # ---- The file ---------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class RunReport:
             predicted = self._predicted(trainer, record.largest, notes, hints=False) if predict else None
             self._write(trainer, self._as_dict(trainer, peaks, record, state, predicted, notes))
         except RuntimeError as error:  # of a device or a driver; a report must not cost a training its result
-            logger.warning("there is no report of this run (%s)", error)
+            notify(logger, f"there is no report of this run ({error})")
 
     def write_failure(self, trainer: Any, error: BaseException, peaks: Peaks, record: RunRecord) -> None:
         """Write the report of an out-of-memory that ends the run, as JSON and as a page; nothing is raised."""
@@ -159,7 +159,7 @@ class RunReport:
                 fits = "" if predicted is None else "".join(f"\n[memopt] {hint}" for hint in predicted["hints"])
                 error.add_note(f"[memopt] what was alive when memory ran out: {page}{fits}")
         except (Exception, KeyboardInterrupt) as failed:  # the original error is the one to see
-            logger.warning("there is no report of the out-of-memory (%s: %s)", type(failed).__name__, failed)
+            notify(logger, f"there is no report of the out-of-memory ({type(failed).__name__}: {failed})")
 
     def _write(self, trainer: Any, told: dict[str, Any], *, with_page: bool = False) -> Path | None:
         """Write JSON, and the page of it where asked for; return the last path, None where nothing was written."""

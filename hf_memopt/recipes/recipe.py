@@ -156,7 +156,8 @@ class Recipe:
         from rich.markup import escape
         from rich.table import Table
 
-        table = Table("setting", "value", "reason", title=escape(f"{self.name}: {self.purpose}"), box=box.SIMPLE_HEAD)
+        table = Table("setting", "value", "reason", title=escape(f"{self.name}: {self.purpose}"), title_justify="left")
+        table.box, table.show_edge, table.pad_edge = box.SIMPLE_HEAD, False, False
         for name in self._shown:
             table.add_row(name, escape(repr(getattr(self, name))), escape(self.reason_of(name)))
         return printed_html(lambda console: console.print(table))

@@ -90,7 +90,7 @@ class FusedCrossEntropyCallback(TrainerCallback):
         record = self.handle.record
         new = [change for change in record.changes() if add_change(self.changes, change)]
         for change in new:
-            logger.info("%s", change)
+            logger.info(f"FusedCrossEntropyCallback changed {change}")
         if (trainer := self.binding.trainer) is not None and new:
             record_changes(trainer, new)
         if record.fused == 0 and not record.warned:

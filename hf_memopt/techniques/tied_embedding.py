@@ -81,4 +81,4 @@ class TiedEmbeddingCallback(TrainerCallback):
         size = format_bytes(weight.nbytes)
         change = Change("gradient of the tied embeddings", "dense", "rows", f"2 x {size} less in the backward pass")
         if add_change(self.changes, change):
-            logger.info(f"TiedEmbeddingCallback: {change}")
+            logger.info(f"TiedEmbeddingCallback changed {change}")

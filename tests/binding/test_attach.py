@@ -140,7 +140,7 @@ def test_the_change_tells_what_was_found(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="hf_memopt.binding.gradient_scale"):
         trainer = attach(bert_trainer(tmp_path))
     assert trainer.memopt_changes == (BERT_CHANGE,)
-    assert caplog.messages == [str(BERT_CHANGE)]
+    assert caplog.messages == [f"attach changed {BERT_CHANGE}"]
 
 
 def test_stock_reads_the_switch_of_the_instance_at_every_step(tmp_path):

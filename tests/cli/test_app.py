@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -441,6 +442,15 @@ def test_doctor_gives_the_command_for_a_missing_extra(monkeypatch) -> None:
         ("ok", "not installed; needed for LoRA only", "pip install 'hf-memopt[peft]'"),
         ("ok", "not installed; needed for pictures only", "pip install 'hf-memopt[plot]'"),
     ]
+
+
+@pytest.mark.parametrize(("free", "level"), [(9 * GIB, "ok"), (2 * GIB, "warning")])
+def test_doctor_looks_at_the_room_for_checkpoints(monkeypatch, free, level) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    finding = doctor._disk()
+    assert (finding.subject, finding.level) == ("disk", level)
+    assert finding.found.startswith(f"{free // GIB}.00 GiB free in this folder")
+    assert ("save_total_limit=2" in finding.advice) == (level == "warning")
 
 
 DEVICE = doctor.Finding("device", "ok", "RTX 3060, 12.00 GiB, torch 2.13.0")

@@ -78,7 +78,7 @@ def test_a_notebook_shows_the_table(found: Plan) -> None:
     shown = found._repr_html_()
     assert shown.startswith("<pre")
     words = " ".join(Page(shown).text.split())
-    assert " ".join(found.table(100).split()) == words
+    assert " ".join(found.table(80).split()) == words
     assert EVIL not in replace(found, model=EVIL)._repr_html_()
 
 

@@ -491,7 +491,7 @@ def test_the_policy_replaces_that_of_the_arguments_and_says_so(
     reason = "the callback replaces the arguments' own"
     assert callback.changes == [Change("checkpointing", {"use_reentrant": False}, "first_1", reason)]
     assert [record.getMessage() for record in caplog.records if "Checkpointing" in record.getMessage()] == [
-        "CheckpointingCallback: policy 'first_1', 1 of 2 layers recomputed"
+        "CheckpointingCallback recomputes 1 of 2 layers, by policy 'first_1'"
     ]
 
 

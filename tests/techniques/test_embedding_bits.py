@@ -599,7 +599,8 @@ def test_the_check_waits_for_a_step_that_was_not_skipped_and_logs_once(caplog: p
         for _ in range(2):
             callback.on_optimizer_step(None, None, None, model=model, optimizer=optimizer)
     assert caplog.messages == [
-        "EmbeddingBitsCallback: 1 embedding states in float32; optimizer state: float32 100.5 KiB, uint8 32.0 KiB"
+        "EmbeddingBitsCallback keeps 1 embedding state in float32; the whole optimizer state is float32 100.5 KiB, "
+        "uint8 32.0 KiB"
     ]
 
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["draw_report", "print_report", "report_text"]
 
 COLUMNS = 80
-BAR_COLUMNS = 40
+LEAST_BAR_COLUMNS, BAR_COLUMNS = 8, 40
+FIGURE_COLUMNS = 21  # beside the bar: its edge, the count and its share
+NARROW_COLUMNS = 70  # where the names of strategies have a line for their arguments
 MOST_OF_REAL = 6.0  # how long a bar of the picture is, at most
 REAL, OURS, MEAN = "#0072B2", "#009E73", "#D55E00"  # of Okabe and Ito's palette
 
@@ -34,11 +36,13 @@ def report_text(report: PaddingReport) -> str:
 
 def print_report(report: PaddingReport, console: Console) -> None:
     """Print the report, with bars of ``#`` where the console's encoding has no block characters."""
-    for part in (_heading(report), _bars(report, "#" if console.options.ascii_only else "█")):
-        console.print(part, highlight=False, soft_wrap=True)
-    console.print(_strategies(report))
+    console.print(_heading(report), highlight=False)
+    bars = _bars(report, "#" if console.options.ascii_only else "█", console.width)
+    console.print(bars, highlight=False, soft_wrap=True)
+    console.print(_strategies(report, console.width))
     if report.cuts:
         console.print(_cuts(report))
+    console.print()
     console.print("[bold]Suggestions[/]" if report.unit == "tokens" else f"[bold]Suggestions, in {report.unit}[/]")
     for found in report.suggestions:
         console.print(f"[bold]{found.name} = {found.value}[/]: {found.reason}", highlight=False)
@@ -58,15 +62,16 @@ def _heading(report: PaddingReport) -> str:
     return "\n".join(lines)
 
 
-def _bars(report: PaddingReport, sign: str) -> str:
+def _bars(report: PaddingReport, sign: str, width: int) -> str:
     rows = list(_folded(report.histogram))
     highs = [min(high, report.longest) for _, high, _ in rows]
     labels = [f"{low:,}-{high:,}" if high > low else f"{low:,}" for (low, _, _), high in zip(rows, highs, strict=True)]
     widest, most = max(map(len, labels)), max(count for _, _, count in rows)
+    columns = min(max(width - widest - FIGURE_COLUMNS, LEAST_BAR_COLUMNS), BAR_COLUMNS)
     lines = [""]
     for label, (_, _, count) in zip(labels, rows, strict=True):
-        bar = sign * max(round(BAR_COLUMNS * count / most), count > 0)
-        lines.append(f"{label:>{widest}} |[cyan]{bar:<{BAR_COLUMNS}}[/] {count:>11,} {count / report.examples:>6.1%}")
+        bar = sign * max(round(columns * count / most), count > 0)
+        lines.append(f"{label:>{widest}} |[cyan]{bar:<{columns}}[/] {count:>11,} {count / report.examples:>6.1%}")
     return "\n".join([*lines, ""])
 
 
@@ -81,7 +86,7 @@ def _folded(histogram: Histogram) -> Iterator[tuple[int, int, int]]:
         yield histogram.edges[-2], histogram.edges[-1] - 1, histogram.counts[-1]
 
 
-def _strategies(report: PaddingReport) -> RenderableType:
+def _strategies(report: PaddingReport, width: int) -> RenderableType:
     from rich.table import Table
 
     caption = (
@@ -97,7 +102,7 @@ def _strategies(report: PaddingReport) -> RenderableType:
         table.add_column(heading, justify="right", no_wrap=True)
     for found in report.strategies:
         table.add_row(
-            found.name,
+            found.name.replace("bucketed(", "bucketed(\n") if width < NARROW_COLUMNS else found.name,
             f"{found.padding_efficiency:.3f}",
             f"{found.wasted_fraction:.1%}",
             f"{found.batches:,}",
@@ -122,7 +127,8 @@ def _cuts(report: PaddingReport) -> RenderableType:
 def _look() -> dict[str, Any]:
     from rich import box
 
-    return {"title_justify": "left", "box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+    edges = {"show_edge": False, "pad_edge": False, "collapse_padding": True}
+    return {"title_justify": "left", "box": box.SIMPLE_HEAD, **edges}
 
 
 def draw_report(report: PaddingReport, path: Path) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_plan"]
 
-LABEL_COLUMNS, TITLE_COLUMNS = 38, 105
+LABEL_COLUMNS, TITLE_COLUMNS, MAP_TITLE_COLUMNS = 38, 105, 68
 INCHES_OF_A_CELL = 0.3
 NOTE_ROWS = 0.62  # of the map, for each percentile above it
 
@@ -122,4 +122,4 @@ def _draw_map(axes: Axes, chart: dict[str, Any], one: CandidateData, theme: Them
     data = "; above: lengths of the data" if chart["marks"] else ""
     axes.set_xlabel(f"tokens of the longest row{data}" if columns > 1 else "")
     axes.set_ylabel("rows of a micro-batch")
-    axes.set_title(fill(f"What fits with {one['name']}, in GiB where simulated", TITLE_COLUMNS), loc="left")
+    axes.set_title(fill(f"What fits with {one['name']}, in GiB where simulated", MAP_TITLE_COLUMNS), loc="left")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.notebook_output import printed_html
@@ -59,8 +59,8 @@ class Plan:
     allow: tuple[str, ...]
     effective_batch_size: int
     world_size: int
-    texts: Texts
-    candidates: tuple[Candidate, ...]
+    texts: Texts = field(repr=False)
+    candidates: tuple[Candidate, ...] = field(repr=False)
     chosen: Candidate | None
     shortfall: Shortfall | None = None
     notes: tuple[str, ...] = ()
@@ -208,4 +208,6 @@ class Plan:
         return self.table()
 
     def _repr_html_(self) -> str:
-        return printed_html(lambda console: console.out(self.table(console.width), highlight=False))
+        from hf_memopt.recipes.planning.output import print_plan
+
+        return printed_html(partial(print_plan, self))

@@ -197,7 +197,7 @@ class CheckpointingCallback(TrainerCallback):
         self._record(args)
         layers = list(_checkpointing_layers(model))
         recomputed = sum(layer.gradient_checkpointing for layer in layers)
-        logger.info(f"CheckpointingCallback: policy {self.policy!r}, {recomputed} of {len(layers)} layers recomputed")
+        logger.info(f"CheckpointingCallback recomputes {recomputed} of {len(layers)} layers, by policy {self.policy!r}")
 
     def _record(self, args: TrainingArguments) -> None:
         is_asked, options = checkpointing_of(args)

@@ -29,6 +29,7 @@ from torch import nn
 
 from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm
 from hf_memopt.devices.out_of_memory import free_failed_step
+from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.probed_loss import Items, NotSplittableError, ProbedLoss, Reading
 from hf_memopt.techniques.microbatching.row_counts import Counts, row_counts, row_shares, spread
 from hf_memopt.techniques.microbatching.splitting import row_count, row_lengths, take_rows
@@ -194,9 +195,10 @@ class LossWeights:
         if self._assumed is None:
             self._assumed = "sum" if is_sum and asked.halves(inputs) else "labels"
             how = "a sum" if self._assumed == "sum" else "a mean over labels"
-            logger.warning(
+            notify(
+                logger,
                 f"only single rows fit into memory, which do not show how the losses of {type(trainer.model).__name__} "
-                f"add up; taken for {how}"
+                f"add up; taken for {how}",
             )
         return self._assumed
 

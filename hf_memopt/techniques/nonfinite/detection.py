@@ -253,7 +253,8 @@ class _Detection(TrainerCallback):
         """Log the counts."""
         self.end_run()
         dropped, skipped = self._record.nonfinite_steps, self._record.skipped_steps
-        counts = f"non-finite detection dropped {dropped} steps; the loss scale skipped {skipped}"
+        steps = "1 step" if dropped == 1 else f"{dropped} steps"
+        counts = f"non-finite detection dropped {steps} of this run; the loss scale skipped {skipped}"
         if dropped:
             notify(logger, counts)
         elif skipped:  # as the scale settles in any run with fp16

@@ -170,7 +170,8 @@ class EmbeddingBitsCallback(TrainerCallback):
             self._is_checked = True
             count = _check_dtypes(model, inner)
             sizes = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in optimizer_state_bytes(inner).items())
-            logger.info(f"EmbeddingBitsCallback: {count} embedding states in float32; optimizer state: {sizes}")
+            states = f"{count} embedding state{'' if count == 1 else 's'}"
+            logger.info(f"EmbeddingBitsCallback keeps {states} in float32; the whole optimizer state is {sizes}")
 
 
 def _own_manager() -> Any:
