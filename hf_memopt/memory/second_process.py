@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from hf_memopt.memory.recording.trace_cache import keep_trace, kept_traces
+from hf_memopt.memory.without_compiler import without_compiler
 
 __all__ = ["Ahead", "calls_ahead"]
 
@@ -151,7 +152,8 @@ def _serve(function: Callable[[Any], Any], connection: Connection, other_end: Co
         torch.autograd.backward(torch.ones((), device="meta", requires_grad=True).clone())
         messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=_send, args=(messages, connection), daemon=True).start()
-        _make_calls(function, connection, messages)
+        with without_compiler():
+            _make_calls(function, connection, messages)
     except (EOFError, OSError, RuntimeError):
         pass  # without a second process the first makes all calls
 

@@ -38,11 +38,12 @@ class PreparedModel:
 
     Attributes:
         base: as it was loaded; inside ``model`` where adapters wrap it.
-        model: prepared.
+        model: prepared, but for what is switched on around a recording.
     """
 
     def __init__(self, base: nn.Module, model: nn.Module) -> None:
         self.base, self.model = base, model
+        self._runs: dict[Hashable, Sequence[LayerRun]] = {}
 
     @cached_property
     def trainable(self) -> tuple[ParameterFacts, ...]:
@@ -66,13 +67,15 @@ class PreparedModel:
         found = {type(module).__name__ for module in self.model.modules()}
         return tuple(dict.fromkeys(text for name, text in _NOTES.items() if name in found))
 
-    @cached_property
-    def _runs(self) -> Sequence[LayerRun]:
-        return runs_to_cut(self.model)
+    def layers(self, switched_on: Hashable) -> RepeatedLayers | None:
+        """Return the identical layers for one recording; None where no layer can be left out.
 
-    def layers(self) -> RepeatedLayers | None:
-        """Return the identical layers for one recording; None where no layer can be left out."""
-        return RepeatedLayers(self.model, self._runs) if self._runs else None
+        ``switched_on`` says what is switched on in the model: layers that are the same without it may differ with it.
+        """
+        if switched_on not in self._runs:
+            self._runs[switched_on] = runs_to_cut(self.model)
+        runs = self._runs[switched_on]
+        return RepeatedLayers(self.model, runs) if runs else None
 
 
 @dataclass(slots=True)
@@ -122,15 +125,10 @@ def prepare_or_reuse(
     """
     kept = _kept.get()
     load = None if kept is None else kept.again.get(id(loaded))
-    if kept is None or load is None:
-        return PreparedModel(loaded.model, loaded.model if prepare is None else prepare(loaded.model))
-    found = kept.prepared.get((id(loaded), key))
-    if found is None and prepare is None:
-        found = kept.prepared[id(loaded), key] = PreparedModel(loaded.model, loaded.model)
-    elif found is None or key is None:
-        assert prepare is not None  # what does nothing has a key
-        base = load().model
-        found = PreparedModel(base, prepare(base))
-        if key is not None:
-            kept.prepared[id(loaded), key] = found
+    found = None if kept is None or key is None else kept.prepared.get((id(loaded), key))
+    if found is None:
+        base = loaded.model if load is None or prepare is None else load().model
+        found = PreparedModel(base, base if prepare is None else prepare(base))
+    if kept is not None and load is not None and key is not None:
+        kept.prepared[id(loaded), key] = found
     return found
