@@ -21,6 +21,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
@@ -177,9 +178,13 @@ def _make_calls(function: Callable[[Any], Any], connection: Connection, messages
 
 
 def _recordings(known: Mapping[Any, Any]) -> bytes:
-    """Return the recordings that were made since, pickled; none where what they depend on cannot be."""
+    """Return the recordings that were made since, pickled; none where what they depend on cannot be.
+
+    What replays derived from them stays here: to read it would take longer than to derive it again.
+    """
+    new = [(key, recorded) for key, recorded in kept_traces().items() if key not in known]
     try:
-        return pickle.dumps([(key, recorded) for key, recorded in kept_traces().items() if key not in known])
+        return pickle.dumps([(key, replace(one, trace=replace(one.trace, replayed={}))) for key, one in new])
     except (pickle.PicklingError, AttributeError, TypeError):  # a function within another one, say
         return pickle.dumps([])
 
