@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -88,6 +89,7 @@ class _Kept:
     prepared: dict[Hashable, PreparedModel] = field(default_factory=dict)
 
 
+_DEFAULTS = {name: option.default for name, option in signature(load_model).parameters.items()}
 _kept: ContextVar[_Kept | None] = ContextVar("_kept", default=None)
 
 
@@ -109,7 +111,10 @@ def load_or_reuse(model: Any, **options: Any) -> LoadedModel:
     kept = _kept.get()
     if kept is None or isinstance(model, nn.Module):
         return load_model(model, **options)
-    key = id(model), tuple(options.items())
+    given = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+    if "load_in" not in given:
+        given.pop("compute_dtype", None)  # of products with quantised weights
+    key = id(model), tuple(sorted(given.items()))
     if key not in kept.loaded:
         loaded = load_model(model, **options)
         kept.loaded[key] = model, loaded
