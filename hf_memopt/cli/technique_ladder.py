@@ -21,8 +21,6 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hf_memopt.devices.gpus import current_gpu
 from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.estimation import estimate
@@ -217,8 +215,7 @@ def _length(model: Any, seq_len: int | None, overrides: Mapping[str, Any]) -> in
         return seq_len
     options = {name: overrides[name] for name in ("task", "attn_implementation") if name in overrides}
     try:
-        with torch.inference_mode(False):
-            return default_length(load_or_reuse(model, **options).model)
+        return default_length(load_or_reuse(model, **options).model)
     except MissingExtraError as error:
         raise ValueError(str(error)) from error
 

@@ -133,7 +133,8 @@ def _positions(model: Any) -> int | None:
     limit = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1 or getattr(config, "position_biased_input", True) is False:
         return None
-    for name, module in modules_of(model).items():
+    modules: dict[str, Any] = {**modules_of(model)}
+    for name, module in modules.items():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return limit - int(module.padding_idx) - 1
     return limit

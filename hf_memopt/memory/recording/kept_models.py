@@ -17,6 +17,7 @@ from functools import cached_property
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_memopt.memory.models.loading import LoadedModel, load_model
@@ -107,7 +108,15 @@ def keeping_models() -> Iterator[None]:
 
 
 def load_or_reuse(model: Any, **options: Any) -> LoadedModel:
-    """Return what ``load_model`` returns, within ``keeping_models`` the same one again."""
+    """Return what ``load_model`` returns, within ``keeping_models`` the same one again.
+
+    Not in the caller's inference mode, whose weights could not be trained.
+    """
+    with torch.inference_mode(False):
+        return _load_or_reuse(model, options)
+
+
+def _load_or_reuse(model: Any, options: dict[str, Any]) -> LoadedModel:
     kept = _kept.get()
     if kept is None or isinstance(model, nn.Module):
         return load_model(model, **options)

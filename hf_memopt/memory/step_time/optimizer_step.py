@@ -138,7 +138,8 @@ def _adafactor_step(shape: tuple[int, ...], element_size: int) -> Counter[Operat
     weight, gradient = new(shape, dtype=_dtype(element_size)), new(shape, dtype=_dtype(element_size))
     is_factored = len(shape) >= 2
     averages = [new(shape[:-1]), new(shape[:-2] + shape[-1:])] if is_factored else [new(shape)]
-    with torch.no_grad(), _Counting() as counter:
+    counter = _Counting()
+    with torch.no_grad(), counter:
         gradient, exact = gradient.float(), weight.float()  # themselves where they are float32
         _root_mean_square(exact)
         update = gradient**2 + 1e-30
@@ -158,7 +159,8 @@ def _adafactor_step(shape: tuple[int, ...], element_size: int) -> Counter[Operat
 
 
 def _root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.norm(2) / tensor.numel() ** 0.5
+    found: torch.Tensor = tensor.norm(2) / tensor.numel() ** 0.5  # type: ignore[no-untyped-call]
+    return found
 
 
 def _run(build: Callable[[Any], torch.optim.Optimizer], facts: Iterable[ParameterFacts]) -> Counter[Operation]:
