@@ -56,7 +56,7 @@ class SimulatedTimeline(Timeline):
         vars(self).update(changed=changed, deltas=deltas, reserved=reserved, phases=phases, steps=steps)
 
     @cached_property
-    def components(self) -> np.ndarray:  # type: ignore[override]  # a field there, which no one sets
+    def components(self) -> np.ndarray:  # a field there, which no one sets
         """As in ``Timeline``."""
         import numpy as np
 
