@@ -19,6 +19,7 @@ from hf_memopt.devices.gpus import custom_gpu, find_gpu
 from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
 from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.without_compiler import without_compiler
 from hf_memopt.plotting import check_picture
 from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.recipes.planning.request import checked_batch
@@ -95,7 +96,8 @@ def run_estimate(options: EstimateOptions, console: Console, errors: Console, fl
     """
     gpu = _check_options(options)
     options, notes = _with_length_of_data(options, errors)
-    return (_run_ladder if options.compare else _run_one)(options, gpu, notes, console, errors, flags)
+    with without_compiler():
+        return (_run_ladder if options.compare else _run_one)(options, gpu, notes, console, errors, flags)
 
 
 # ---- Checks, without torch ------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hf_memopt.cli.command import Flag, in_flags
 from hf_memopt.cli.progress import spinner
 from hf_memopt.memory.models.config_files import check_task, find_config
+from hf_memopt.memory.without_compiler import without_compiler
 from hf_memopt.plotting import check_picture
 from hf_memopt.recipes.measuring.measurement import named_measurement
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, checked_word, read_gpu
@@ -83,22 +84,23 @@ def run_plan(
         from hf_memopt.recipes.planning.plan import plan
 
         lengths = None if options.data is None else _lengths(options, options.data)
-        found = plan(
-            options.model,
-            gpu=options.gpu,
-            budget=options.budget,
-            lengths=lengths,
-            seq_len=options.seq_len,
-            effective_batch_size=options.effective_batch,
-            goal=options.goal,
-            method=options.method,
-            allow=words,
-            world_size=options.world_size,
-            strategy=options.strategy,
-            task=options.task,
-            measured=options.measured,
-            announce=announce,
-        )
+        with without_compiler():
+            found = plan(
+                options.model,
+                gpu=options.gpu,
+                budget=options.budget,
+                lengths=lengths,
+                seq_len=options.seq_len,
+                effective_batch_size=options.effective_batch,
+                goal=options.goal,
+                method=options.method,
+                allow=words,
+                world_size=options.world_size,
+                strategy=options.strategy,
+                task=options.task,
+                measured=options.measured,
+                announce=announce,
+            )
         rows = None if options.data is None else RowsFile(options.data, options.column, options.tokenizer)
         found = replace(found, command=made_by, rows=rows)
         if options.report is not None:

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.devices.gpus import current_gpu
 from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.estimation import estimate
+from hf_memopt.memory.models.example_batch import default_length
 from hf_memopt.memory.output.estimate_text import as_dict
 from hf_memopt.memory.output.ladder_picture import Bar, Limit, bar_of, draw_ladder
-from hf_memopt.memory.recording.kept_models import keeping_models
+from hf_memopt.memory.recording.kept_models import keeping_models, load_or_reuse
 from hf_memopt.memory.second_process import calls_ahead
 from hf_memopt.memory.timeline import COMPONENTS
 from hf_memopt.recipes.effective_batch import largest_divisor
@@ -196,16 +197,27 @@ def ladder(
         return Row(replace(rung, seq_len=found.seq_len), found)
 
     announce("the baseline")
-    with keeping_models(), calls_ahead(row) as row_of:
-        rows = [row_of(ladder_rungs(effective, seq_len, bf16=bf16)[0])]
-        rungs = ladder_rungs(effective, rows[0].rung.seq_len, bf16=bf16)  # with the default length, where it has one
-        row_of.expect(rungs[1:])
-        for number, rung in enumerate(rungs[1:], 2):
-            announce(f"{number} of {len(rungs)}: {rung.added}")
-            rows.append(row_of(rung))
+    with keeping_models():
+        baseline, *rungs = ladder_rungs(effective, _length(model, seq_len, overrides), bf16=bf16)
+        with calls_ahead(row, rungs) as row_of:
+            rows = [row_of(replace(baseline, seq_len=seq_len))]  # which notes a length by default
+            for number, rung in enumerate(rungs, 2):
+                announce(f"{number} of {len(rungs) + 1}: {rung.added}")
+                rows.append(row_of(rung))
     if all(row.estimate is None for row in rows):
         raise ValueError(rows[0].reason)
     return rows
+
+
+def _length(model: Any, seq_len: int | None, overrides: Mapping[str, Any]) -> int | None:
+    """Return the tokens of a row that ``estimate`` takes; by default as many as the model says, which stays loaded."""
+    if seq_len is not None:
+        return seq_len
+    options = {name: overrides[name] for name in ("task", "attn_implementation") if name in overrides}
+    try:
+        return default_length(load_or_reuse(model, **options).model)
+    except MissingExtraError as error:
+        raise ValueError(str(error)) from error
 
 
 def print_ladder(rows: Sequence[Row], console: Console, notes: Sequence[str] = ()) -> None:

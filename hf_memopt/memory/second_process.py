@@ -21,12 +21,14 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from hf_memopt.memory.recording.trace_cache import keep_trace, kept_traces
+from hf_memopt.memory.without_compiler import without_compiler
 
 __all__ = ["Ahead", "calls_ahead"]
 
@@ -151,7 +153,8 @@ def _serve(function: Callable[[Any], Any], connection: Connection, other_end: Co
         torch.autograd.backward(torch.ones((), device="meta", requires_grad=True).clone())
         messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=_send, args=(messages, connection), daemon=True).start()
-        _make_calls(function, connection, messages)
+        with without_compiler():
+            _make_calls(function, connection, messages)
     except (EOFError, OSError, RuntimeError):
         pass  # without a second process the first makes all calls
 
@@ -175,9 +178,13 @@ def _make_calls(function: Callable[[Any], Any], connection: Connection, messages
 
 
 def _recordings(known: Mapping[Any, Any]) -> bytes:
-    """Return the recordings that were made since, pickled; none where what they depend on cannot be."""
+    """Return the recordings that were made since, pickled; none where what they depend on cannot be.
+
+    What replays derived from them stays here: to read it would take longer than to derive it again.
+    """
+    new = [(key, recorded) for key, recorded in kept_traces().items() if key not in known]
     try:
-        return pickle.dumps([(key, recorded) for key, recorded in kept_traces().items() if key not in known])
+        return pickle.dumps([(key, replace(one, trace=replace(one.trace, replayed={}))) for key, one in new])
     except (pickle.PicklingError, AttributeError, TypeError):  # a function within another one, say
         return pickle.dumps([])
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt.components import COMPONENTS
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["COMPONENTS", "Timeline", "phase_peaks", "phase_spans", "without_repeated_steps"]
+__all__ = ["COMPONENTS", "SimulatedTimeline", "Timeline", "phase_peaks", "phase_spans", "without_repeated_steps"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,41 @@ class Timeline:
     reserved: np.ndarray
     phases: tuple[tuple[int, str], ...]
     steps: tuple[tuple[int, int], ...]
+
+
+class SimulatedTimeline(Timeline):
+    """A timeline by changes: each event changes one component, and the bytes of all are added up when asked for.
+
+    A comparison looks at few of the timelines that it simulates.
+
+    Args:
+        changed: (events,) index in ``COMPONENTS`` of what each event changes.
+        deltas: (events,) int64, by how many bytes.
+        reserved: as in ``Timeline``, and so on.
+    """
+
+    def __init__(
+        self,
+        changed: np.ndarray,
+        deltas: np.ndarray,
+        reserved: np.ndarray,
+        phases: tuple[tuple[int, str], ...],
+        steps: tuple[tuple[int, int], ...],
+    ) -> None:
+        vars(self).update(changed=changed, deltas=deltas, reserved=reserved, phases=phases, steps=steps)
+
+    @cached_property
+    def components(self) -> np.ndarray:  # a field there, which no one sets
+        """As in ``Timeline``."""
+        import numpy as np
+
+        changed, deltas = vars(self)["changed"], vars(self)["deltas"]
+        table = np.zeros((len(deltas), len(COMPONENTS)), np.int64)
+        table[np.arange(len(deltas)), changed] = deltas
+        return np.cumsum(table, axis=0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "components"}
 
 
 def phase_peaks(timeline: Timeline) -> dict[str, dict[str, int]]:

@@ -70,6 +70,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Simulation:
     monkeypatch.setattr(estimate_command, "find_config", lambda text: Path(text))
     monkeypatch.setattr(estimate_ladder, "estimate", stand_in)
     monkeypatch.setattr(estimate_ladder, "current_gpu", lambda: None)
+    monkeypatch.setattr(estimate_ladder, "_length", lambda model, seq_len, overrides: seq_len)
     monkeypatch.setattr(second_process, "_can_fork", lambda: False)  # this process notes the calls
     return stand_in
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from hf_memopt.cli.technique_ladder import ladder
@@ -74,6 +75,50 @@ def test_a_recording_leaves_nothing_in_a_kept_model(settings: dict[str, Any], lo
             found.append(estimate(config, batch_size=2, seq_len=16, gpu=GPU, precision="bf16", **settings).to_json())
     assert len(set(found)) == 1
     assert len(loads) == 2  # one that stays as it is, one that is prepared
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("bert", {}),
+        *(
+            pytest.param(name, settings, marks=pytest.mark.slow)
+            for name in ("bert", "llama", "t5", "gpt2")
+            for settings in ({"lora": 4}, {"lora": 4, "load_in": "nf4"}, {"freeze": ("embeddings",)})
+        ),
+    ],
+)
+def test_set_ups_with_and_without_checkpointing_share_a_model(
+    name: str, settings: dict[str, Any], loads: list[Any]
+) -> None:
+    """Checkpointing is switched on around each recording, and leaves nothing in the model."""
+    if "lora" in settings:
+        pytest.importorskip("peft")
+        pytest.importorskip("bitsandbytes")
+    config = CONFIGS[name]()
+
+    def found(checkpointing: Any) -> str:
+        forget_traces()
+        sizes = {"batch_size": 2, "seq_len": 16, "gradient_accumulation_steps": 2}
+        return estimate(config, **sizes, gpu=GPU, precision="bf16", checkpointing=checkpointing, **settings).to_json()
+
+    ways = [False, True, {"every_n_layers": 2}, False]
+    alone = [found(way) for way in ways[:3]]
+    loads.clear()
+    with keeping_models():
+        together = [found(way) for way in ways]
+    assert together == [*alone, alone[0]]
+    assert len(loads) <= 2  # one that stays as it is, one that is prepared
+
+
+def test_a_model_that_was_loaded_with_the_defaults_is_shared(loads: list[Any]) -> None:
+    config = CONFIGS["bert"]()
+    with keeping_models(), torch.inference_mode():
+        first = load_or_reuse(config, task="masked-lm")
+        again = load_or_reuse(config, compute_dtype="float16", weights_dtype="float32", task="masked-lm", load_in=None)
+        assert again is first
+        assert not any(parameter.is_inference() for parameter in first.model.parameters())
+        assert load_or_reuse(config, task="masked-lm", keep_cache=True) is not first
 
 
 def test_models_are_kept_inside_the_block_alone(loads: list[Any]) -> None:

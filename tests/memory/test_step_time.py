@@ -23,7 +23,7 @@ from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, optimiz
 from hf_memopt.memory.quantized.kernels import dequantized
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.step_time.operations import Operation, operation_of
-from hf_memopt.memory.step_time.optimizer_step import _Counting, optimizer_operations
+from hf_memopt.memory.step_time.optimizer_step import _adafactor_step, _Counting, optimizer_operations
 from hf_memopt.memory.step_time.prices import CONSTANTS, PARTS, Prices, StepCosts, equally_fast, step_time
 from hf_memopt.memory.storage_tracker import StorageTracker, recording
 
@@ -261,6 +261,18 @@ def test_the_run_of_different_shapes_is_that_of_all_tensors(optim: str) -> None:
     assert moved(found) == moved(counting.found)
     if optim == "adafactor":
         assert found == counting.found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(30, 40), (7,), (3, 4, 5), ()])
+def test_a_step_of_adafactor_is_that_of_its_class(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    optimizer = transformers.Adafactor([parameter], scale_parameter=False, relative_step=False, lr=1e-3)
+    optimizer.step()
+    with _Counting() as counting:
+        optimizer.step()
+    assert _adafactor_step(shape, parameter.element_size()) == counting.found
 
 
 def test_released_gradients_step_one_by_one() -> None:

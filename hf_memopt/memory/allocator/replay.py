@@ -19,7 +19,7 @@ from hf_memopt.memory.allocator.caching_allocator import CachingAllocator
 from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
 from hf_memopt.memory.recording.step import RecordedPass, StepTrace
-from hf_memopt.memory.timeline import COMPONENTS, Timeline
+from hf_memopt.memory.timeline import COMPONENTS, SimulatedTimeline, Timeline
 
 __all__ = ["Replayed", "replay"]
 
@@ -338,16 +338,16 @@ class _Run:
 
     def result(self) -> Replayed:
         """Return the peaks, what the allocated one consists of, and the timeline."""
-        table = np.zeros((len(self._deltas), len(COMPONENTS)), np.int64)
-        table[np.arange(len(self._deltas)), self._columns] = self._deltas
-        table = np.cumsum(table, axis=0)
-        at_peak = table[self._peak_event] if len(table) else np.zeros(len(COMPONENTS), np.int64)
+        changed, deltas = np.array(self._columns, np.int8), np.array(self._deltas, np.int64)
+        until, of = deltas[: self._peak_event + 1], changed[: self._peak_event + 1]
+        at_peak = [until[of == component].sum() for component in range(len(COMPONENTS))]
         phase = next((name for start, name in reversed(self._phases) if start <= self._peak_event), "load")
         module = ""
         if isinstance(self._peak_key, int):
             self.use(self._peak_key // _KEYS)
             module = self._tracker.module_of(self._peak_key % _KEYS)
-        timeline = Timeline(table, np.array(self._reserved, np.int64), tuple(self._phases), tuple(self._steps))
+        reserved = np.array(self._reserved, np.int64)
+        timeline = SimulatedTimeline(changed, deltas, reserved, tuple(self._phases), tuple(self._steps))
         components = {name: int(size) for name, size in zip(COMPONENTS, at_peak, strict=True)}
         return Replayed(
             peak_allocated=self.allocator.peak_allocated,

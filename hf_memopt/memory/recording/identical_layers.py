@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_memopt.memory.models.parts import configs_of, modules_of
+
 __all__ = ["KEPT_UNITS", "LayerRun", "find_runs", "per_layer_lists"]
 
 KEPT_UNITS = 5
@@ -55,7 +57,7 @@ def find_runs(model: nn.Module) -> list[LayerRun]:
     """Return the runs of a model from which layers can be dropped; of nested lists the outer ones."""
     found: list[LayerRun] = []
     outer: list[str] = []
-    for name, module in model.named_modules():
+    for name, module in modules_of(model).items():
         if not name or not isinstance(module, nn.ModuleList) or any(name.startswith(f"{other}.") for other in outer):
             continue
         outer.append(name)
@@ -67,7 +69,7 @@ def find_runs(model: nn.Module) -> list[LayerRun]:
 def per_layer_lists(model: nn.Module, layers: int) -> list[list[Any]]:
     """Return the options in the model's configurations that have one value for each of ``layers`` layers."""
     seen: dict[int, Any] = {}
-    stack = [getattr(module, "config", None) for module in model.modules()]
+    stack = configs_of(modules_of(model).values())
     while stack:
         config = stack.pop()
         if config is None or id(config) in seen or not hasattr(config, "__dict__"):

@@ -14,11 +14,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_memopt.memory.models.loading import LoadedModel, load_model
+from hf_memopt.memory.models.parts import modules_of, parameters_of
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.identical_layers import LayerRun
 from hf_memopt.memory.recording.repeated_layers import RepeatedLayers, runs_to_cut
@@ -38,11 +41,12 @@ class PreparedModel:
 
     Attributes:
         base: as it was loaded; inside ``model`` where adapters wrap it.
-        model: prepared.
+        model: prepared, but for what is switched on around a recording.
     """
 
     def __init__(self, base: nn.Module, model: nn.Module) -> None:
         self.base, self.model = base, model
+        self._runs: dict[Hashable, Sequence[LayerRun]] = {}
 
     @cached_property
     def trainable(self) -> tuple[ParameterFacts, ...]:
@@ -52,27 +56,29 @@ class PreparedModel:
     @cached_property
     def parameters(self) -> int:
         """The number of weights; of a 4-bit weight, whose parameter packs two or more of them, its elements."""
-        modules: list[Any] = list(self.model.modules())
+        modules: list[Any] = list(modules_of(self.model).values())
         packed: dict[int, int] = {
             id(module.weight): module.in_features * module.out_features
             for module in modules
             if type(module).__name__ == "Linear4bitStandIn"  # by name: bitsandbytes takes a second to import
         }
-        return sum(packed.get(id(parameter), parameter.numel()) for parameter in self.model.parameters())
+        return sum(packed.get(id(parameter), parameter.numel()) for parameter in parameters_of(self.model).values())
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """What the simulation assumes about the model's modules."""
-        found = {type(module).__name__ for module in self.model.modules()}
+        found = {type(module).__name__ for module in modules_of(self.model).values()}
         return tuple(dict.fromkeys(text for name, text in _NOTES.items() if name in found))
 
-    @cached_property
-    def _runs(self) -> Sequence[LayerRun]:
-        return runs_to_cut(self.model)
+    def layers(self, switched_on: Hashable) -> RepeatedLayers | None:
+        """Return the identical layers for one recording; None where no layer can be left out.
 
-    def layers(self) -> RepeatedLayers | None:
-        """Return the identical layers for one recording; None where no layer can be left out."""
-        return RepeatedLayers(self.model, self._runs) if self._runs else None
+        ``switched_on`` says what is switched on in the model: layers that are the same without it may differ with it.
+        """
+        if switched_on not in self._runs:
+            self._runs[switched_on] = runs_to_cut(self.model)
+        runs = self._runs[switched_on]
+        return RepeatedLayers(self.model, runs) if runs else None
 
 
 @dataclass(slots=True)
@@ -84,6 +90,7 @@ class _Kept:
     prepared: dict[Hashable, PreparedModel] = field(default_factory=dict)
 
 
+_DEFAULTS = {name: option.default for name, option in signature(load_model).parameters.items()}
 _kept: ContextVar[_Kept | None] = ContextVar("_kept", default=None)
 
 
@@ -101,11 +108,22 @@ def keeping_models() -> Iterator[None]:
 
 
 def load_or_reuse(model: Any, **options: Any) -> LoadedModel:
-    """Return what ``load_model`` returns, within ``keeping_models`` the same one again."""
+    """Return what ``load_model`` returns, within ``keeping_models`` the same one again.
+
+    Not in the caller's inference mode, whose weights could not be trained.
+    """
+    with torch.inference_mode(False):
+        return _load_or_reuse(model, options)
+
+
+def _load_or_reuse(model: Any, options: dict[str, Any]) -> LoadedModel:
     kept = _kept.get()
     if kept is None or isinstance(model, nn.Module):
         return load_model(model, **options)
-    key = id(model), tuple(options.items())
+    given = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+    if "load_in" not in given:
+        given.pop("compute_dtype", None)  # of products with quantised weights
+    key = id(model), tuple(sorted(given.items()))
     if key not in kept.loaded:
         loaded = load_model(model, **options)
         kept.loaded[key] = model, loaded
@@ -122,15 +140,10 @@ def prepare_or_reuse(
     """
     kept = _kept.get()
     load = None if kept is None else kept.again.get(id(loaded))
-    if kept is None or load is None:
-        return PreparedModel(loaded.model, loaded.model if prepare is None else prepare(loaded.model))
-    found = kept.prepared.get((id(loaded), key))
-    if found is None and prepare is None:
-        found = kept.prepared[id(loaded), key] = PreparedModel(loaded.model, loaded.model)
-    elif found is None or key is None:
-        assert prepare is not None  # what does nothing has a key
-        base = load().model
-        found = PreparedModel(base, prepare(base))
-        if key is not None:
-            kept.prepared[id(loaded), key] = found
+    found = None if kept is None or key is None else kept.prepared.get((id(loaded), key))
+    if found is None:
+        base = loaded.model if load is None or prepare is None else load().model
+        found = PreparedModel(base, base if prepare is None else prepare(base))
+    if kept is not None and load is not None and key is not None:
+        kept.prepared[id(loaded), key] = found
     return found

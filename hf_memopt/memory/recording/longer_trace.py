@@ -10,6 +10,7 @@ found by what they free, and repeated in the same way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -26,6 +27,24 @@ class _Unit(NamedTuple):
     run: int
     place: int
     unit: int
+
+
+class _Step(NamedTuple):
+    """An event of the middle unit, as seen from any unit in its place.
+
+    Attributes:
+        allocates: whether it is an allocation.
+        delta: its bytes.
+        sweep: in which its storage was allocated, by a unit; -1 for a storage of no such unit.
+        units_later: the distance to that unit.
+        event: of that unit, which allocated; of no unit the number of the storage.
+    """
+
+    allocates: bool
+    delta: int
+    sweep: int
+    units_later: int
+    event: int
 
 
 @dataclass(slots=True)
@@ -113,10 +132,68 @@ class _Lengthened:
                 self._copy(*sweep.spans[place], _Unit(sweep.run, place, run.kept_unit(place)))
 
     def _copy_middle(self, sweep: Sweep) -> None:
-        """Copy the events of the middle unit, for itself and for all units up to the last but one."""
+        """Copy the events of the middle unit, for itself and for all units up to the last but one.
+
+        The first copy shows what the others do: they differ in the numbers of their units alone.
+        """
         units = range(MIDDLE, self._layers.runs[sweep.run].units - 2)
-        for unit in units if sweep.upwards else reversed(units):
-            self._copy(*sweep.spans[MIDDLE], _Unit(sweep.run, MIDDLE, unit))
+        first, *others = (_Unit(sweep.run, MIDDLE, unit) for unit in (units if sweep.upwards else reversed(units)))
+        begin, end = sweep.spans[MIDDLE]
+        self._copy(begin, end, first)
+        steps = self._steps(begin, end, first) if others else None
+        for unit in others:
+            if steps is None:
+                self._copy(begin, end, unit)
+            else:
+                self._copy_again(begin, end, unit, steps)
+
+    def _steps(self, begin: int, end: int, unit: _Unit) -> list[_Step] | None:
+        """Return what the middle unit does, as seen from any unit in its place; None where it needs other runs."""
+        steps = []
+        for event in range(begin, end):
+            number, delta = self._events[event]
+            owner = self._units.owners.get(number)
+            if owner is None:
+                steps.append(_Step(False, delta, -1, 0, self._number(number, unit)))
+                continue
+            sweep, place, event_of_unit = owner
+            is_near = self._is_near(self._units.sweeps[sweep].run, place, unit)
+            if self._units.is_allocation(event):
+                steps.append(_Step(True, delta, sweep, 0, event_of_unit))
+            elif is_near:
+                steps.append(_Step(False, delta, sweep, place - MIDDLE, event_of_unit))
+            elif place == MIDDLE:
+                return None
+            else:
+                steps.append(_Step(False, delta, -1, 0, self._number(number, unit)))
+        return steps
+
+    def _copy_again(self, begin: int, end: int, unit: _Unit, steps: Sequence[_Step]) -> None:
+        """Copy the events of the middle unit by its steps."""
+        new, tracker, numbers = self._new, self._tracker, self._numbers_of_units
+        start, number, at = len(new.events), len(new.sizes), unit.unit
+        note = new.events.append
+        try:
+            for allocates, delta, sweep, units_later, event in steps:
+                if allocates:
+                    numbers[sweep, at, event] = number
+                    note((number, delta))
+                    number += 1
+                else:
+                    note((event if sweep < 0 else numbers[sweep, at + units_later, event], delta))
+        except KeyError:
+            raise NotRepeatableError("a unit frees what its counterpart did not allocate") from None
+        places = [place for place, step in enumerate(steps) if step.allocates]
+        old = [self._events[begin + place][0] for place in places]
+        modules = {module: self._module(module, unit) for module in {self._units.modules[one] for one in old}}
+        new.sizes += [tracker.sizes[one] for one in old]
+        new.sequences += [tracker.sequences[one] for one in old]
+        new.places += [modules[self._units.modules[one]] for one in old]
+        new.allocated_at += [start + place for place in places]
+        self._positions[begin + 1 : end + 1] = range(start + 1, start + end - begin + 1)
+        for position in range(begin + 1, end + 1):
+            if position in self._units.marks:
+                self._note_marks(position, start + position - begin, unit)
 
     def _copy(self, begin: int, end: int, unit: _Unit | None) -> None:
         """Copy events as those of a unit, or of no unit."""
@@ -132,7 +209,8 @@ class _Lengthened:
                     event = sweep.spans[MIDDLE][1]
                     continue
                 self._new.events.append((self._number(number, unit), delta))
-            self._note_marks(event + 1, unit)
+            self._positions[event + 1] = len(self._new.events)
+            self._note_marks(event + 1, len(self._new.events), unit)
             event += 1
 
     def _allocate(self, event: int, event_of_unit: int, unit: _Unit | None) -> None:
@@ -151,20 +229,20 @@ class _Lengthened:
         new.places.append(self._module(self._units.modules[old], unit))
         new.events.append((number, size_bytes))
 
-    def _note_marks(self, position: int, unit: _Unit | None) -> None:
+    def _note_marks(self, position: int, now: int, unit: _Unit | None) -> None:
+        """Note what happens before an event of the recording, which is event ``now`` of the longer trace."""
         new = self._new
-        self._positions[position] = len(new.events)
         for mark in self._units.marks.get(position, ()):
             if mark[0] == "recomputation":
-                self._recomputing = len(new.events)
+                self._recomputing = now
             elif mark[0] == "recomputed":
-                new.recomputed.append((self._recomputing, len(new.events)))
+                new.recomputed.append((self._recomputing, now))
             elif mark[0] == "host":
                 self._host_bytes += mark[1]
                 self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes)
             else:
                 _, index, parameter, gradient = mark
-                release = len(new.events), self._parameter(parameter, unit), self._number(gradient, unit)
+                release = now, self._parameter(parameter, unit), self._number(gradient, unit)
                 new.releases[index].append(release)
 
     def _is_of_all(self, number: int, unit: _Unit | None) -> bool:

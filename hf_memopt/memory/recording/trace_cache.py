@@ -8,8 +8,8 @@ module or a function may behave differently at the next call.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Set
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import cache, partial
 
@@ -32,6 +32,7 @@ from hf_memopt.memory.distributed.shares import sharded_step, without_autocast
 from hf_memopt.memory.models.example_batch import cut_batch, example_batch
 from hf_memopt.memory.models.loading import LoadedModel
 from hf_memopt.memory.models.meta_copy import rest_to_meta
+from hf_memopt.memory.models.parts import configs_of, modules_of, parameters_of
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts
 from hf_memopt.memory.recording.kept_models import PreparedModel, prepare_or_reuse
 from hf_memopt.memory.recording.longer_trace import lengthen
@@ -70,6 +71,7 @@ _NOT_IN_MODEL = _NOT_IN_TRACE | {
     "eval_batch_size",
     "prediction_loss_only",
     "zero_grad_to_none",
+    "checkpointing",  # which is switched on around the recording
 }
 _KEPT_TRACES = 16
 _traces: OrderedDict[Hashable, RecordedStep] = OrderedDict()
@@ -106,7 +108,8 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
         _traces.move_to_end(key)
         return _traces[key]
     prepared = _prepare(loaded, settings)
-    trace = _record(prepared, settings, shape, chip)
+    with _checkpointing(prepared.model, settings):
+        trace = _record(prepared, settings, shape, chip)
     found = RecordedStep(trace, prepared.trainable, prepared.parameters, (*prepared.notes, *trace.notes))
     if key is not None:
         keep_trace(key, found)
@@ -127,10 +130,28 @@ def keep_trace(key: Hashable, recorded: RecordedStep) -> None:
 
 def _prepare(loaded: LoadedModel, settings: StepSettings) -> PreparedModel:
     key = _values_of(settings, left_out=_NOT_IN_MODEL)
-    changes = (settings.lora, settings.load_in, settings.checkpointing, settings.freeze, settings.fused_cross_entropy)
+    changes = (settings.lora, settings.load_in, settings.freeze, settings.fused_cross_entropy)
     if not any((*changes, settings.sparse_tied_embedding, settings.prepare)):
         return prepare_or_reuse(loaded, None, key)
     return prepare_or_reuse(loaded, partial(_prepared, settings=settings), key)
+
+
+@contextmanager
+def _checkpointing(model: nn.Module, settings: StepSettings) -> Iterator[None]:
+    """Switch checkpointing on inside, in a model that other set-ups train without it."""
+    if not settings.checkpointing or settings.prepare:  # functions that prepare a model find it switched on
+        yield
+        return
+    with state_kept(model):
+        _checkpoint(model, settings)
+        yield
+
+
+def _checkpoint(model: nn.Module, settings: StepSettings) -> None:
+    options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
+    compat.enable_checkpointing(model, {"use_reentrant": False, **options})
+    if settings.freeze:
+        drop_input_gradients(model)
 
 
 def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip: Chip) -> StepTrace:
@@ -184,7 +205,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
 
     # generation runs every layer many times, by itself only some of the steps
     # units that are gathered ahead make layers differ
-    trace = (None if generates or settings.is_sharded else _of_some_layers(prepared, record)) or record(None)
+    trace = (None if generates or settings.is_sharded else _of_some_layers(prepared, settings, record)) or record(None)
     trace.tracker.operations.clear()  # counted in the trace
     return trace
 
@@ -194,9 +215,11 @@ def forget_traces() -> None:
     _traces.clear()
 
 
-def _of_some_layers(prepared: PreparedModel, record: Callable[[RepeatedLayers], StepTrace]) -> StepTrace | None:
+def _of_some_layers(
+    prepared: PreparedModel, settings: StepSettings, record: Callable[[RepeatedLayers], StepTrace]
+) -> StepTrace | None:
     """Return the trace that was recorded with a few of many identical layers; None where it needs all of them."""
-    layers = prepared.layers()
+    layers = prepared.layers(repr(settings.checkpointing))
     if layers is None:
         return None
     try:
@@ -220,13 +243,10 @@ def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
             model = rest_to_meta(add_adapters(model, settings.lora, targets=settings.lora_targets))
         if settings.load_in is not None:
             prepare_quantized(model)
-    if settings.checkpointing:
-        options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
-        compat.enable_checkpointing(model, {"use_reentrant": False, **options})
+    if settings.checkpointing and settings.prepare:
+        _checkpoint(model, settings)
     if settings.freeze:
         freeze(model, settings.freeze)
-        if settings.checkpointing:
-            drop_input_gradients(model)
     if settings.fused_cross_entropy:
         fuse_cross_entropy(model)
     if settings.sparse_tied_embedding:
@@ -246,7 +266,7 @@ def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:
     """Refuse trainable 16-bit weights under the gradient scaler, which raises at the first real step."""
     if settings.precision != "fp16":
         return
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_of(model).items():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise ValueError(
@@ -280,10 +300,9 @@ def _code_of(model: nn.Module) -> Hashable:
 
     A configuration's JSON has neither. ``_experts_implementation`` is private, seen in transformers 5.8.1 to 5.23.0.
     """
-    modules = list(model.modules())
+    modules = list(modules_of(model).values())
     code = dict.fromkeys((type(module), type(module).forward) for module in modules)
-    configs = {id(config): config for config in (getattr(module, "config", None) for module in modules)}
-    return tuple(code), tuple(str(getattr(config, "_experts_implementation", None)) for config in configs.values())
+    return tuple(code), tuple(str(getattr(config, "_experts_implementation", None)) for config in configs_of(modules))
 
 
 def _releases(settings: StepSettings) -> bool:

@@ -1,9 +1,9 @@
 """The cost of what follows the backward pass: unscaling, clipping, and the optimizer's step.
 
-torch's optimizers and transformers' Adafactor run their own code on the meta device, on parameters without values:
-those that update all tensors together on one tensor of all elements, Adafactor on one of each shape. Of kernels that
-torch cannot run there (fused AdamW, bitsandbytes) the bytes follow from ``OptimizerMemory``: weights and state are read
-and written, gradients are read. A paged state crosses PCIe both ways at every step, the most that it can cost.
+torch's optimizers run their own code on the meta device, on one parameter of all elements, and what transformers'
+Adafactor does is run there for each shape. Of kernels that torch cannot run there (fused AdamW, bitsandbytes) the bytes
+follow from ``OptimizerMemory``: weights and state are read and written, gradients are read. A paged state crosses PCIe
+both ways at every step, the most that it can cost.
 
 Limitations: optimizers whose step is neither of these (low-rank ones, which compute singular values; LOMO;
 schedule-free ones) are not counted: ``UNPRICED_OPTIMIZERS``.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -102,17 +102,14 @@ def _momentum(memory: OptimizerMemory) -> bool:
 def _recorded(
     optim: str, parameters: tuple[tuple[ParameterFacts, int], ...], weight_decay: float, momentum: bool, releases: int
 ) -> Counter[Operation]:
-    """Return the operations of torch's or transformers' own code; ``parameters`` are different ones and their number.
+    """Return the operations of torch's own code, or of Adafactor; ``parameters`` are different ones and their number.
 
     ``releases`` is the number of tensors that step alone, 0 where all step together.
     """
     found: Counter[Operation] = Counter()
     if optim == "adafactor":
-        from transformers.optimization import Adafactor
-
-        of_trainer: Any = partial(Adafactor, scale_parameter=False, relative_step=False, lr=1e-3)
         for fact, times in parameters:
-            ran = _run(of_trainer, [fact])
+            ran = _adafactor_step(fact.shape, fact.element_size)
             found.update({cost: times * number for cost, number in ran.items()})
         return found
     options: dict[str, Any] = {"momentum": 0.9} if optim == "sgd" and momentum else {}
@@ -127,6 +124,42 @@ def _recorded(
             kernels = max(cost.kernels, tensors) if releases and cost.kernels else cost.kernels
             launches = float(tensors) if releases else cost.kernels + _LAUNCHES_PER_TENSOR * tensors
             found[cost._replace(kernels=kernels, launches=launches)] += number
+    return found
+
+
+@cache
+def _adafactor_step(shape: tuple[int, ...], element_size: int) -> Counter[Operation]:
+    """Return the operations of transformers' Adafactor for one parameter that has its state, as the Trainer builds it.
+
+    They are written out because the module of the class imports PEFT, which takes longer than a whole estimate; a test
+    compares both. Seen in transformers 5.8.1, 5.17.0 and 5.23.0.
+    """
+    new = partial(torch.empty, device="meta")
+    weight, gradient = new(shape, dtype=_dtype(element_size)), new(shape, dtype=_dtype(element_size))
+    is_factored = len(shape) >= 2
+    averages = [new(shape[:-1]), new(shape[:-2] + shape[-1:])] if is_factored else [new(shape)]
+    counter = _Counting()
+    with torch.no_grad(), counter:
+        gradient, exact = gradient.float(), weight.float()  # themselves where they are float32
+        _root_mean_square(exact)
+        update = gradient**2 + 1e-30
+        if is_factored:
+            rows, columns = averages
+            rows.mul_(0.9).add_(update.mean(dim=-1), alpha=0.1)
+            columns.mul_(0.9).add_(update.mean(dim=-2), alpha=0.1)
+            of_rows = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+            update = torch.mul(of_rows, columns.unsqueeze(-2).rsqrt()).mul_(gradient)
+        else:
+            update = averages[0].mul_(0.9).add_(update, alpha=0.1).rsqrt().mul_(gradient)
+        update.div_((_root_mean_square(update) / 1.0).clamp_(min=1.0)).mul_(1e-3)
+        exact.add_(-update)
+        if exact is not weight:
+            weight.copy_(exact)
+    return counter.found
+
+
+def _root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = tensor.norm(2) / tensor.numel() ** 0.5
     return found
 
 
