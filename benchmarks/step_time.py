@@ -69,6 +69,8 @@ def group_of(case: Case) -> str:
     """Return the group of a published row."""
     if case.id.startswith("hf-docs-v100"):
         return f"ladder B: BERT-large, V100 ({FITTED})"
+    if "ixtral" in case.model:
+        return "A100, as many tokens for each expert (reported only)"
     if case.quantization == "gptq":
         return "A100, GPTQ taken as nf4 (reported only)"
     if "santacoder" in case.model or "istral" in case.model or "Llama-2-70b" in case.model:
@@ -98,9 +100,10 @@ def compare(case: Case) -> Row:
     facts: list[ParameterFacts] = []
     settings["prepare"] = (*settings["prepare"], lambda model: facts.extend(parameter_facts(model)))
     found = estimate(**settings)
-    if found.step_time is None or found.step_costs is None or found.gpu is None:
+    costs = found.step_costs
+    if found.gpu is None or costs is None:
         raise UnknownCaseError(found.time_unknown or "the GPU is unknown")
-    costs, predicted = found.step_costs, found.step_time
+    predicted = costs.on(found.gpu)
     if case.versions.get("torch", LOOPS_BEFORE) < LOOPS_BEFORE:
         costs = dataclasses.replace(costs, optimizer=optimizer_in_loops(facts, found.settings))
         predicted = costs.on(found.gpu)

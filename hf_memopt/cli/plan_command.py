@@ -15,6 +15,7 @@ from hf_memopt.cli.progress import spinner
 from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.memory.without_compiler import without_compiler
 from hf_memopt.plotting import check_picture
+from hf_memopt.recipes.launch import launch_files
 from hf_memopt.recipes.measuring.measurement import named_measurement
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, checked_word, read_gpu
 from hf_memopt.recipes.planning.script.folder import RowsFile, check_folder
@@ -139,7 +140,8 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
                 "Pass --data FILE"
             )
     if options.write is not None:
-        check_folder(options.write, force=options.force)
+        beside = launch_files(options.strategy) if options.world_size > 1 else ()
+        check_folder(options.write, force=options.force, beside=beside)
     if options.report is not None:
         check_page(options.report, force=options.force)
     if options.plot is not None:

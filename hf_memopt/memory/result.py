@@ -52,7 +52,8 @@ class Estimate:
         step_time: the predicted seconds of an optimizer step, with a range; None without a GPU, and where they cannot
             be predicted.
         step_costs: what the step computes and moves; ``step_costs.on(gpu)`` is its time on another GPU of the same
-            compute capability. None where it is unknown.
+            compute capability (of a mixture of experts, which has no predicted time, that with equally many tokens
+            for each expert). None where it is unknown.
         time_unknown: why ``step_time`` is None although there is a GPU; "" otherwise.
     """
 

@@ -28,7 +28,7 @@ from hf_memopt.whole_files import write_whole
 if TYPE_CHECKING:
     from hf_memopt.recipes.recipe import Recipe
 
-__all__ = ["STRATEGIES", "Launch", "launch_of"]
+__all__ = ["STRATEGIES", "Launch", "launch_files", "launch_of"]
 
 STRATEGIES: Mapping[str, str] = {
     "auto": "ddp, or fsdp2 with offload",
@@ -43,6 +43,12 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "DeepSpeed", "zero3": "DeepSpe
 CUTS = {"fsdp2": ("nf4",), "zero3": ()}
 """Of the engines that cut weights, the quantised ones that they can cut."""
 ADAMW = ("adamw_torch", "adamw_torch_fused")
+ACCELERATE, ARGUMENTS, DEEPSPEED = "accelerate.yaml", "training_arguments.json", "deepspeed.json"
+
+
+def launch_files(strategy: str) -> tuple[str, ...]:
+    """Return the names of the files that ``Launch.write`` writes."""
+    return ACCELERATE, ARGUMENTS, *([DEEPSPEED] if strategy in ZERO_STAGES else [])
 
 
 @dataclass(frozen=True)
@@ -113,18 +119,18 @@ class Launch:
         place.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             write_whole(place / name, content)
-        return f"accelerate launch --config_file {shlex.quote(str(place / 'accelerate.yaml'))} {shlex.quote(script)}"
+        return f"accelerate launch --config_file {shlex.quote(str(place / ACCELERATE))} {shlex.quote(script)}"
 
     def _files(self, folder: Path) -> dict[str, str]:
         import yaml  # of accelerate
 
-        files = {"training_arguments.json": json.dumps(self.training_arguments, indent=2) + "\n"}
+        files = {ARGUMENTS: json.dumps(self.training_arguments, indent=2) + "\n"}
         accelerate = dict(self.accelerate)
         if self.deepspeed is not None:
-            files["deepspeed.json"] = json.dumps(self.deepspeed, indent=2) + "\n"
-            of_engine = {**accelerate["deepspeed_config"], "deepspeed_config_file": str(folder / "deepspeed.json")}
+            files[DEEPSPEED] = json.dumps(self.deepspeed, indent=2) + "\n"
+            of_engine = {**accelerate["deepspeed_config"], "deepspeed_config_file": str(folder / DEEPSPEED)}
             accelerate["deepspeed_config"] = of_engine
-        files["accelerate.yaml"] = yaml.safe_dump(accelerate, sort_keys=False)
+        files[ACCELERATE] = yaml.safe_dump(accelerate, sort_keys=False)
         return files
 
 

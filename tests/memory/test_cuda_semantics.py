@@ -512,6 +512,22 @@ def test_grouped_product_of_bfloat16_is_the_operators_own() -> None:
     assert "_grouped_mm" in operators.seen
 
 
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.10 and later")
+def test_operations_of_a_grouped_product_are_counted() -> None:
+    """No formula of torch's does it; each row meets the weights of one expert alone."""
+    weights = meta(4, 16, 32, dtype=BF16, requires_grad=True)
+    rows, offsets = meta(24, 16, dtype=BF16, requires_grad=True), meta(4, dtype=torch.int32)
+    batches = meta(4, 8, 16, dtype=BF16), meta(4, 16, 32, dtype=BF16)
+    tracker = StorageTracker()
+    with recording(tracker, CudaSemantics()):
+        out = F.grouped_mm(rows, weights, offs=offsets)
+        with tracker.backward():
+            run_backward(out, torch.ones_like(out))
+        assert tracker.flops == 3 * 2 * 24 * 16 * 32
+        F.grouped_mm(*batches)
+        assert tracker.flops == 3 * 2 * 24 * 16 * 32 + 2 * 4 * 8 * 16 * 32
+
+
 # ---- Attention ------------------------------------------------------------------------------------------------------
 
 

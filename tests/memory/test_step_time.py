@@ -407,6 +407,9 @@ def test_a_time_that_cannot_be_predicted_is_not_guessed() -> None:
     )
     assert experts.step_time is None
     assert experts.time_unknown == "how many tokens each expert gets depends on the data"
+    assert "s a step" not in experts.table()
+    assert experts.step_costs is not None
+    assert experts.step_costs.routes_tokens  # they rank set-ups
 
 
 def test_without_a_gpu_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ output is written once, and what is written in place is read as well. Embeddings
 return and not the table. The backward of a layer norm reads its inputs twice, for the input's gradient and again for
 those of weight and bias. Causal fused attention skips half of the products.
 
-Limitations: bytes that a later kernel finds in the GPU's cache; the workspace of split sums.
+Limitations: bytes that a later kernel finds in the GPU's cache; the workspace of split sums; of float32 experts, whose
+product is recorded as one for all rows, the weights of all but one.
 """
 
 from __future__ import annotations

@@ -177,6 +177,8 @@ class StepCosts:
         tokens: of a step, padding included; None for a model without text.
         tf32: whether float32 products are computed in TF32.
         communication: with other processes and the host; None for one process.
+        routes_tokens: whether tokens are routed to experts. What they cost assumes equally many for each, which ranks
+            set-ups and predicts no time.
     """
 
     passes: tuple[tuple[float, Counter[Operation]], ...]
@@ -186,6 +188,7 @@ class StepCosts:
     tokens: float | None = None
     tf32: bool = False
     communication: Communication | None = None
+    routes_tokens: bool = False
 
     def on(self, gpu: Gpu) -> StepTime:
         """Return the predicted time on a GPU.

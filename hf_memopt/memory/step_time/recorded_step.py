@@ -61,9 +61,8 @@ def timing_of_step(
         lengths: tokens of a row of each of ``traces``; None for a model without text.
         trainable: the parameters as they are without sharding.
     """
-    unknown = _why_unknown(traces[0], settings)
-    if unknown:
-        return Timing(None, None, unknown if gpu is not None else "")
+    if settings.optimizer_memory is None and settings.optim.startswith(UNPRICED_OPTIMIZERS):
+        return Timing(None, None, f"the step of optim={settings.optim!r} is not counted" if gpu is not None else "")
     steps = plan.order or ((0,) * plan.batches,)
     batches_of_step = sum(map(len, steps)) / len(steps)
     rows = [lengths[trace] for batches in steps for trace in batches]
@@ -88,19 +87,15 @@ def timing_of_step(
         examples=round(batch_size * batches_of_step),
         tokens=batch_size * sum(known) / len(steps) if len(known) == len(rows) else None,
         tf32=settings.precision == "tf32",
+        routes_tokens=any(name.rpartition(".")[2] in _OF_EXPERTS for name in traces[0].tracker.modules),
     )
-    missing = "" if gpu is None else missing_figures(gpu)
-    if gpu is None or missing:
-        return Timing(None, costs, f"{gpu.name} has no known {missing}" if gpu is not None else "")
+    if gpu is None:
+        return Timing(None, costs, "")
+    if costs.routes_tokens:
+        return Timing(None, costs, "how many tokens each expert gets depends on the data")
+    if missing := missing_figures(gpu):
+        return Timing(None, costs, f"{gpu.name} has no known {missing}")
     return Timing(costs.on(gpu), costs, "")
-
-
-def _why_unknown(trace: StepTrace, settings: StepSettings) -> str:
-    if any(name.rpartition(".")[2] in _OF_EXPERTS for name in trace.tracker.modules):
-        return "how many tokens each expert gets depends on the data"
-    if settings.optimizer_memory is None and settings.optim.startswith(UNPRICED_OPTIMIZERS):
-        return f"the step of optim={settings.optim!r} is not counted"
-    return ""
 
 
 def _passes(

@@ -42,6 +42,7 @@ class Candidate:
         seconds: predicted, of an optimizer step at the mean padded length; None where it cannot be predicted.
         low: the least that it may be.
         high: the most.
+        ranking_seconds: by which set-ups are ranked: ``seconds``, else a time that is assumed and not told.
         flops: of an optimizer step.
         examples: of an optimizer step, on all GPUs.
         tokens: of a step, without padding where lengths were given; None for a model without text.
@@ -68,6 +69,7 @@ class Candidate:
     seconds: float | None = None
     low: float | None = None
     high: float | None = None
+    ranking_seconds: float = 0.0
     flops: int = 0
     examples: int = 1
     tokens: float | None = None
@@ -106,10 +108,8 @@ class Candidate:
 
     @property
     def cost(self) -> float:
-        """Seconds of an example; its FLOPs where the time cannot be predicted, and a little for each micro-batch."""
-        if self.seconds is not None:
-            return self.seconds / self.examples
-        return self.flops * (1 + 0.1 / self.rows) / self.examples
+        """Seconds of an example, by which set-ups are ranked."""
+        return self.ranking_seconds / self.examples
 
     @property
     def batch(self) -> str:
@@ -129,7 +129,7 @@ class Candidate:
     def as_dict(self) -> dict[str, Any]:
         """Return the candidate for JSON, bytes as integers."""
         found = {**asdict(self), "components": dict(self.components), "recipe": _plain(self.recipe)}
-        del found["simplicity"]
+        del found["simplicity"], found["ranking_seconds"]
         return {
             **found,
             "micro_batch_size": self.rows,

@@ -118,13 +118,16 @@ def _largest(spare_bytes: Callable[[int], int], too_many: int, lacking: int) -> 
 
 
 def _batch(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> int | None:
-    """Return the largest batch that the leanest set-up with released gradients can hold as one."""
-    released = [one for one in set_ups if one.recipe.gradient_release]
+    """Return the largest batch that the leanest set-up with released gradients can hold as one.
+
+    It is the last one, or the one before, which has no expandable segments: these round up by 2 MiB in each pool.
+    """
+    released = [one.recipe for one in set_ups if one.recipe.gradient_release]
     room = simulation.gpu.usable_bytes - simulation.gpu.usable_bytes // MARGIN_SHARE
 
     def spare_bytes(rows: int) -> int:
-        recipe = released[-1].recipe.replace(effective_batch_size=rows, per_device_train_batch_size=rows)
-        return room - simulation.estimate(recipe, simulation.texts.seq_len).total_bytes
+        sized = [one.replace(effective_batch_size=rows, per_device_train_batch_size=rows) for one in released[-2:]]
+        return room - min(simulation.estimate(one, simulation.texts.seq_len).total_bytes for one in sized)
 
     return (_largest(spare_bytes, share, spare_bytes(share)) or None) if released else None
 

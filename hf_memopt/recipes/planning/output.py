@@ -119,7 +119,7 @@ def _is_worth_asking(one: Candidate, found: Plan) -> bool:
     chosen = found.chosen
     if chosen is None or not chosen.fits:
         return True
-    return one.seconds is not None and one.cost < chosen.cost and not equally_fast(one.cost, chosen.cost)
+    return one.cost < chosen.cost and not equally_fast(one.cost, chosen.cost)
 
 
 def _place(one: Candidate) -> tuple[Any, ...]:

@@ -122,8 +122,8 @@ def plan(
     check_strategy(strategy, world_size, goal)
     if world_size > 1 and "release_clipping" in words:
         raise ValueError(
-            f"allow={words!r}, world_size={world_size} contradict each other: released gradients would step before the "
-            "GPUs have shared them; expected one GPU. Pass world_size=1, or leave 'release_clipping' out"
+            f"allow='release_clipping', world_size={world_size} contradict each other: released gradients would step "
+            "before the GPUs have shared them; expected one GPU. Pass world_size=1, or leave 'release_clipping' out"
         )
     with keeping_models():
         source, own_task, facts, most, default = facts_of(model, task)
@@ -222,10 +222,10 @@ def _notes(
     if chosen is not None and chosen.rows == 1 and share > 3 and all(share % rows for rows in range(2, share)):
         even = (share + 1) * simulation.world_size
         yield f"{share} examples cannot be cut evenly but into single ones; effective_batch_size={even} can"
-    if simulation.priced_on is not None and simulation.priced_on.name != simulation.gpu.name:
-        yield f"times are those of {simulation.priced_on.name}: {simulation.gpu.name} has no known rates"
     if simulation.time_unknown:
-        yield f"time is not predicted: {simulation.time_unknown}; set-ups are ranked by their FLOPs"
+        yield f"time is not predicted: {simulation.time_unknown}"
+    elif simulation.priced_on.name != simulation.gpu.name:
+        yield f"times are those of {simulation.priced_on.name}: {simulation.gpu.name} has no known rates"
     if simulation.measured is not None:
         yield from simulation.measured.notes(candidates)
     if chosen is not None and chosen.sharing is not None and chosen.sharing.strategy in ZERO_STAGES:

@@ -43,8 +43,7 @@ def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candi
         return f"rows of {one.seq_len} tokens, and {chosen.seq_len} fit"
     if equally_fast(one.cost, chosen.cost):
         return f"within 5 % of the chosen, which is {'simpler' if chosen.simplicity < one.simplicity else 'faster'}"
-    what = "computation" if one.seconds is None else "time"
-    return f"{one.cost / chosen.cost:.2f} x the {what} of the chosen"
+    return f"{one.cost / chosen.cost:.2f} x the {_time(one)} of the chosen"
 
 
 def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> str:
@@ -55,11 +54,10 @@ def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> s
     if goal == "memory":
         return "the least memory that fits; of set-ups within 5 % of it the fastest"
     longest = f"the longest rows that fit, {one.seq_len} tokens; " if goal == "longest" else ""
-    if one.seconds is None:
-        return f"{longest}the least computation of the {len(fitting)} that fit"
+    first = f"{'the fastest' if one.seconds is not None else 'the least assumed time'} of the {len(fitting)} that fit"
     if fastest is one or (equally_fast(fastest.cost, one.cost) and fastest.simplicity == one.simplicity):
-        return f"{longest}the fastest of the {len(fitting)} that fit"
-    return f"{longest}within 5 % of the fastest of the {len(fitting)} that fit, and simpler"
+        return f"{longest}{first}"
+    return f"{longest}within 5 % of {first}, and simpler"
 
 
 def _buys_nothing(one: Candidate, candidates: Sequence[Candidate], goal: str) -> str:
@@ -76,11 +74,14 @@ def _buys_nothing(one: Candidate, candidates: Sequence[Candidate], goal: str) ->
             times = one.cost / other.cost
             freed = other.total_bytes - one.total_bytes
             seconds = "" if one.seconds is None else f", {one.seconds:.3g} s a step"
-            what = "computation" if one.seconds is None else "time"
-            price = f"no more {what}" if times < 1.005 else f"{times:.2f} x the {what}{seconds}"
+            price = f"no more {_time(one)}" if times < 1.005 else f"{times:.2f} x the {_time(one)}{seconds}"
             frees = f"frees {format_bytes(freed)} that nothing needs" if freed > 0 else "frees nothing"
             return f"{without[0]} buys nothing: without it {other.batch} fits too; it {frees}, for {price}"
     return ""
+
+
+def _time(one: Candidate) -> str:
+    return "assumed time" if one.seconds is None else "time"
 
 
 def _names(one: Candidate) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from hf_memopt.devices.gpus import Gpu, current_gpu, custom_gpu, find_gpu
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import Count, check_value
-from hf_memopt.units import format_bytes, parse_bytes
+from hf_memopt.units import format_bytes
 
 __all__ = [
     "ALLOW",
@@ -66,12 +66,12 @@ def checked_allow(allow: str | Iterable[str], method: str, gpu: Gpu) -> tuple[st
     for word in OF_ALL_WEIGHTS:
         if word in words and method in ("lora", "qlora"):
             raise ValueError(
-                f"allow={words!r}, method={method!r} contradict each other: {word!r} is for weights that are trained, "
-                f"and only adapters are; expected another method. Pass method='full', or leave {word!r} out"
+                f"allow={word!r}, method={method!r} contradict each other: it is for weights that are trained, and "
+                f"only adapters are; expected another method. Pass method='full', or leave {word!r} out"
             )
     if "bf16_weights" in words and not gpu.bf16:
         raise ValueError(
-            f"allow={words!r}, gpu={gpu.name!r} contradict each other: this GPU only emulates bfloat16; expected "
+            f"allow='bf16_weights', gpu={gpu.name!r} contradict each other: this GPU only emulates bfloat16; expected "
             "compute capability 8.0 or newer. Leave 'bf16_weights' out"
         )
     return tuple(word for word in ALLOW if word in words)
@@ -102,21 +102,28 @@ def read_gpu(gpu: str | Gpu | None, budget: int | str | None) -> Gpu:
     """
     if gpu is None and budget is not None:
         here = current_gpu()
-        found = custom_gpu(budget) if here is None else here
+        found = _of_size(budget) if here is None else here
     else:
         known = current_gpu() if gpu is None else find_gpu(gpu)
         if known is None:
             raise ValueError(
-                "gpu=None names no GPU, and this machine has none with CUDA; expected a name or a size. Pass "
+                "gpu=None is for the GPU of this machine, which has none with CUDA; expected a name or a size. Pass "
                 "gpu='RTX 3060 12GB'"
             )
         found = known
     if budget is None:
         return found
-    budget_bytes = custom_gpu(budget).usable_bytes if isinstance(budget, str) else parse_bytes(budget)
+    budget_bytes = _of_size(budget).usable_bytes
     if budget_bytes > found.usable_bytes:
         raise ValueError(
             f"budget={budget!r} is more than the {format_bytes(found.usable_bytes)} that {found.name} has; expected "
             f"less, or no budget. Pass budget='{found.usable_bytes // 2**20}MiB'"
         )
     return replace(found, usable_bytes=budget_bytes)
+
+
+def _of_size(budget: int | str) -> Gpu:
+    try:
+        return custom_gpu(budget)
+    except ValueError as error:
+        raise ValueError(str(error).replace("memory=", "budget=")) from None

@@ -239,11 +239,11 @@ def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) 
 def _base(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Recipe:
     rows = 1 if facts.is_language_model else min(EVAL_ROWS, effective_batch_size)
     reasons = {
-        "per_device_eval_batch_size": "evaluation needs logits"
+        "per_device_eval_batch_size": "evaluation keeps logits"
         if facts.is_language_model
         else "evaluation keeps no activations, and more examples at a time are hardly faster",
         "fused_cross_entropy": "all logits at once would be large",
-        "sparse_tied_embedding": "one gradient of the vocabulary's size less",
+        "sparse_tied_embedding": "saves a gradient as large as the embedding",
         "eval_accumulation_steps": "logits would pile up on the GPU until evaluation ends",
     }
     if gpu.bf16 and facts.supports_flash and not facts.has_flash:
@@ -321,7 +321,7 @@ def _precisions(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Techn
 
 def _has_faster_tf32(gpu: Gpu) -> bool:
     """Return whether products in TF32 are faster than in float32; on a GeForce both have the same rate."""
-    rates = (priced_on(gpu) or gpu).peak_flops_per_second
+    rates = priced_on(gpu).peak_flops_per_second
     return gpu.bf16 and (rates.tf32 or 0) > (rates.fp32 or 0)
 
 

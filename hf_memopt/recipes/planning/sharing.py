@@ -154,7 +154,8 @@ def _why(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
             more = [name for name in rival.name.split(", ")[:-1] if name not in chosen.name.split(", ")]
             without = f", and without {' and '.join(more)}" if more else ", and simpler"
             return f"as fast as the best under {rival.sharing.title}{without}"
-        return f"the best under {rival.sharing.title} takes {rival.cost / chosen.cost:.2f} x its time"
+        time = "time" if chosen.seconds is not None else "assumed time"
+        return f"the best under {rival.sharing.title} takes {rival.cost / chosen.cost:.2f} x its {time}"
     if own is not None and own.strategy == "ddp":
         return "each GPU holds the whole model, and only gradients are exchanged"
     return "as asked for"

@@ -3,6 +3,9 @@
 Memory is that of batches of the longest rows. Time is that of the mean padded length: a step's seconds grow along a
 line with the length but for attention, so the mean of many lengths is close to the time at the mean. The optimizer's
 part does not depend on lengths, so all optimizers of one recording share the difference between the two lengths.
+
+Where no time is predicted, set-ups are ranked by one that is assumed and not told: that with equally many tokens for
+each expert, or that of the GPU of the nearest compute capability.
 """
 
 from __future__ import annotations
@@ -35,16 +38,20 @@ if TYPE_CHECKING:
 __all__ = ["Simulation", "priced_on"]
 
 
-def priced_on(gpu: Gpu) -> Gpu | None:
-    """Return the GPU whose figures give seconds: itself, else the one of its kind that is nearest in size."""
+def priced_on(gpu: Gpu) -> Gpu:
+    """Return the GPU whose figures give seconds: itself, else of the nearest compute capability the nearest in size."""
     if not missing_figures(gpu):
         return gpu
-    same = [
-        known
-        for known in GPUS.values()
-        if known.compute_capability == gpu.compute_capability and not missing_figures(known)
-    ]
-    return min(same, key=lambda known: abs(known.memory_bytes - gpu.memory_bytes), default=None)
+
+    def distance(known: Gpu) -> tuple[int, int]:
+        return abs(_as_number(known) - _as_number(gpu)), abs(known.memory_bytes - gpu.memory_bytes)
+
+    return min((known for known in GPUS.values() if not missing_figures(known)), key=distance)
+
+
+def _as_number(gpu: Gpu) -> int:
+    major, minor = gpu.compute_capability
+    return 10 * major + minor
 
 
 @dataclass
@@ -62,7 +69,7 @@ class Simulation:
         measured: what corrects the estimates; None for nothing.
         count: simulations so far.
         refused: why set-ups could not be simulated, by their names.
-        time_unknown: why no time is predicted; "" where one is.
+        time_unknown: why no time is predicted, and which is assumed instead; "" where one is predicted.
         most_tokens: of a row that the model takes; None for no limit.
         sharing: how the GPUs share the steps that are simulated next; None for one GPU.
     """
@@ -154,22 +161,33 @@ class Simulation:
         texts, examples = self.texts, recipe.effective_batch_size
         tokens = texts.tokens if texts.tokens is not None else texts.seq_len
         candidate = replace(candidate, tokens=None if tokens is None else tokens * examples)
-        time = self.step_time(found)
-        if time is None:
-            return candidate
+        time = self._priced(found)
         ratio = 1.0
         if texts.width is not None and texts.width != texts.seq_len:
             ratio = 1 - self._saved(set_up, recipe, time) / time.seconds
+        candidate = replace(candidate, ranking_seconds=ratio * time.seconds)
+        if self.step_time(found) is None:
+            return candidate
         candidate = replace(candidate, communication_fraction=time.shares.get("communication"))
         return replace(candidate, seconds=ratio * time.seconds, low=ratio * time.low, high=ratio * time.high)
 
     def step_time(self, found: Estimate) -> StepTime | None:
         """Return the predicted time of an estimated step; None where it cannot be predicted."""
+        assumed = ""
+        if found.step_costs is not None and found.step_costs.routes_tokens:
+            assumed = "equally many for each"
+        elif self.priced_on.compute_capability != self.gpu.compute_capability:
+            assumed = f"that of {self.priced_on.name}"
+        if not assumed:
+            return self._priced(found)
+        self.time_unknown = f"{found.time_unknown}; set-ups are ranked by an assumed time, {assumed}"
+        return None
+
+    def _priced(self, found: Estimate) -> StepTime:
+        """Return the time of an estimated step by which set-ups are ranked."""
         if found.step_time is not None:
             return found.step_time
-        if found.step_costs is None or self.priced_on is None:
-            self.time_unknown = found.time_unknown
-            return None
+        assert found.step_costs is not None  # there are none of some optimizers, which plan does not use
         return found.step_costs.on(self.priced_on)
 
     def _saved(self, set_up: SetUp, recipe: Recipe, longest: StepTime) -> float:
@@ -177,8 +195,7 @@ class Simulation:
         rows = recipe.per_device_train_batch_size
         key = set_up.structure, rows, self.texts.seq_len, self.sharing
         if key not in self._shorter:
-            time = self.step_time(self.estimate(recipe, self.texts.width))
-            self._shorter[key] = 0.0 if time is None else longest.seconds - time.seconds
+            self._shorter[key] = longest.seconds - self._priced(self.estimate(recipe, self.texts.width)).seconds
         return self._shorter[key]
 
 

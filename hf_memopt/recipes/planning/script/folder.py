@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_memopt import __version__
+from hf_memopt.recipes.launch import NAMES, launch_files
 from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import write_whole
 
@@ -61,8 +63,13 @@ class Written:
         return "\n".join([f"Written: {files}", *notes, *(f"  {command}" for command in self.commands)])
 
 
-def check_folder(directory: str | os.PathLike[str], *, force: bool = False) -> Path:
+def check_folder(directory: str | os.PathLike[str], *, force: bool = False, beside: Iterable[str] = ()) -> Path:
     """Return the folder as a path if ``train.py`` and ``recipe.json`` can be written there; nothing is written yet.
+
+    Args:
+        directory: the folder.
+        force: whether files of these names are overwritten.
+        beside: the names of further files, of ``launch_files``.
 
     Raises:
         ValueError: the folder has one of them and ``force`` is not set; it or one above it is a file, or cannot be
@@ -80,7 +87,7 @@ def check_folder(directory: str | os.PathLike[str], *, force: bool = False) -> P
             f"directory={str(folder)!r} cannot be written to: no permission for {str(existing)!r}; expected a folder "
             "of yours. Pass directory='run'"
         )
-    there = [name for name in (SCRIPT, RECIPE) if os.path.lexists(folder / name)]
+    there = [name for name in (SCRIPT, RECIPE, *beside) if os.path.lexists(folder / name)]
     if there and not force:
         raise ValueError(
             f"directory={str(folder)!r} has {' and '.join(there)} already; expected a folder without, so that nothing "
@@ -93,8 +100,8 @@ def write_plan(
     found: Plan, directory: str | os.PathLike[str], *, force: bool = False, rows: RowsFile | None = None
 ) -> Written:
     """Write the files; see ``Plan.write``."""
-    folder = check_folder(directory, force=force)
     recipe, launch = found.recipe, found.launch
+    folder = check_folder(directory, force=force, beside=() if launch is None else launch_files(launch.strategy))
     text, missing = script_of(found, rows, output_dir=str(folder / "out"))
     folder.mkdir(parents=True, exist_ok=True)
     start = "" if launch is None else launch.write(folder, script=str(folder / SCRIPT), force=force)
@@ -112,7 +119,6 @@ def write_plan(
 def script_of(found: Plan, rows: RowsFile | None, *, output_dir: str = "out") -> tuple[str | None, list[str]]:
     """Return the script of the chosen recipe, None where there is none for the task, and what it leaves to complete."""
     from hf_memopt.batching.padding_costs.data_files import data_file
-    from hf_memopt.recipes.launch import NAMES
     from hf_memopt.recipes.planning.script.script import ScriptFacts, training_script
 
     recipe, chosen = found.recipe, found.chosen
@@ -155,7 +161,7 @@ def _heading(found: Plan) -> tuple[str, ...]:
 
 def _cut(found: Plan) -> str:
     texts = found.texts
-    return f"; {texts.cut / texts.rows:.1%} are longer, and cut" if texts.cut and texts.rows else ""
+    return f"longer rows are cut: {texts.cut / texts.rows:.1%} of them" if texts.cut and texts.rows else ""
 
 
 def _commands(found: Plan, script: Path | None, start: str = "") -> tuple[str, ...]:

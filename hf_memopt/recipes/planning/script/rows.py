@@ -62,7 +62,7 @@ def rows_of(task: str, file: DataFile | None, tokenizer: str | None) -> Rows:
     lines = [f"{variable} = transformers.{auto}.from_pretrained({name})"]
     if task in ("causal-lm", "sequence-classification", "token-classification"):
         pad = "tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token"
-        lines += commented(pad, "decoders have none")
+        lines += commented(pad, "many decoders have none")
     make = _known_rows if task in KNOWN else _encoded_rows
     found = make(task, file)
     return Rows([*lines, *found.lines], variable, found.labels, found.to_fill_in, task not in WITHOUT_VIEWS)
@@ -111,7 +111,7 @@ def _known_rows(task: str, file: DataFile | None) -> Rows:
     chosen = column if len(kept) == 1 else f"[{', '.join(kept)}]"
     lines = [*([f"# {FILL_IN}: {missing}"] if missing else []), *_load(file)]
     full = ("filter", ["bool", f"input_columns={column}"])
-    lines += _steps(("select_columns", [chosen]), full, reason="no empty rows")
+    lines += _steps(("select_columns", [chosen]), full, reason="without empty rows")
     if classified:
         lines += _steps(("class_encode_column", [quoted(label)]))
     if is_text:

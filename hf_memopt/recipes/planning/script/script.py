@@ -70,7 +70,7 @@ class ScriptFacts:
         heading: comments at its top.
         file: the data; None where none was given.
         tokenizer: a folder or name; None for the model's own.
-        cut: which rows ``seq_len`` cuts; "" where that is unknown.
+        cut: which rows ``seq_len`` cuts; "" for none, and where that is unknown.
         engine: of several GPUs, by its name in the table of conflicts; "" for one GPU.
     """
 
@@ -98,9 +98,8 @@ def training_script(recipe: Recipe, facts: ScriptFacts) -> tuple[str, str]:
     if facts.seq_len is not None:
         cut = f'CUT = {{"truncation": True, "max_length": {facts.seq_len}}}'
         is_tokenised = facts.task in KNOWN and facts.file is not None and not facts.file.is_text
-        constants += commented(
-            f"LENGTH = {facts.seq_len}" if is_tokenised else cut, f"tokens of the longest row{facts.cut}"
-        )
+        reason = facts.cut or "tokens of the longest row"
+        constants += commented(f"LENGTH = {facts.seq_len}" if is_tokenised else cut, reason)
     heading = [line for text in facts.heading for line in _comment(text)]
     imports = _imports(recipe, facts, precision)
     lines = [*heading, *imports, "", *constants, *rows.lines, "", *model, "", *arguments, *trainer]
@@ -161,7 +160,7 @@ def _model(recipe: Recipe, facts: ScriptFacts, rows: Rows) -> list[str]:
         )
         lines += call("model = peft.get_peft_model(model, peft.LoraConfig", [together(options)], end="))")
     if recipe.load_in is not None:
-        reason = "what is trained in float32, the rest in 16 bits"
+        reason = "trained weights in float32, all others in 16 bits"
         lines += call("hf_memopt.prepare_quantized", [Argument("model")], reason)
     return lines
 
@@ -196,9 +195,11 @@ def _arguments(recipe: Recipe, facts: ScriptFacts, rows: Rows, precision: str) -
         together(batch, f"{steps * per_device * facts.world_size} examples a step"),
     ]
     if precision == "bf16":
-        found.append(together(["bf16=True", "use_cpu=not torch.accelerator.is_available()"], "products in 16 bits"))
+        found.append(
+            together(["bf16=True", "use_cpu=not torch.accelerator.is_available()"], "matrix products in 16 bits")
+        )
     elif precision == "fp16":
-        found.append(Argument("fp16=True", "products in 16 bits"))
+        found.append(Argument("fp16=True", "matrix products in 16 bits"))
     elif precision == "tf32":
         found.append(Argument("tf32=torch.cuda.is_available()", recipe.reason_of("precision")))
     of_evaluation = [name for name in ("per_device_eval_batch_size", "eval_accumulation_steps") if name in stock]
@@ -222,7 +223,7 @@ def _of_stock(stock: Mapping[str, Any], recipe: Recipe) -> Iterator[Argument]:
     checkpointing = [f"{name}={_literal(value)}" for name, value in stock.items() if "_checkpointing" in name]
     for name, value in stock.items():
         if name == "max_grad_norm":
-            yield Argument(f"{name}={value}", "released gradients have no norm of all of them to clip")
+            yield Argument(f"{name}={value}", "released gradients have no common norm to clip by")
         elif "_checkpointing" not in name:
             yield Argument(f"{name}={_literal(value)}", recipe.reason_of(name))
     if checkpointing:
@@ -295,7 +296,7 @@ def _source_of(callback: TrainerCallback) -> str:
 def _reason_of_callback(recipe: Recipe, callback: TrainerCallback) -> str:
     name = type(callback).__name__
     if name == "PrecisionCallback":
-        return "updates in float32" if recipe.autocast_cache else "no 16-bit copies are kept"
+        return "a new head is updated in float32" if recipe.autocast_cache else "no 16-bit copies are kept"
     return recipe.reason_of(FIELDS[name])
 
 
