@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def _run(function: Callable[..., None], args: tuple[Any, ...], log: Path) -> Non
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets jobs in the background ignore it
     multiprocessing.set_start_method("fork", force=True)  # as in a program of its own, not the server's
     import torch
 
