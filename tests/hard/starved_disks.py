@@ -7,13 +7,14 @@ a file, RLIMIT_FSIZE, ends a write at any byte. Either way the system itself ref
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 import random
 import resource
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,15 @@ CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000  # linux/sched.h
 MS_REC, MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
 
 
+def run_on(way: str, root: Path, function: Callable[..., None], *args: Any) -> None:
+    """Call a function in a process whose disk is this folder; first of all, since threads could keep the old disk."""
+    if way == "a disk of its own":
+        mount_disk(root)
+    function(way, root, *args)
+
+
 def mount_disk(folder: Path) -> None:
-    """Mount a tmpfs over a folder, for this process and its children alone.
+    """Mount a tmpfs over a folder, for this process, which has one thread, and its children alone.
 
     Raises:
         OSError: the system lets this user make no namespaces.
@@ -112,8 +120,6 @@ def writers(root: Path) -> dict[str, Callable[[Path], Any]]:
 def write_everything(way: str, root: Path, seed: int) -> None:
     """Let each writer write over older files, with random room, and check what is left."""
     chance = random.Random(seed)
-    if way == "a disk of its own":
-        mount_disk(root)
     told: list[tuple[str, str, list[str]]] = []
     written = writers(root)
     for name, write in written.items():
@@ -142,8 +148,6 @@ def write_everything(way: str, root: Path, seed: int) -> None:
 
 def call_commands(way: str, root: Path, model: str) -> None:
     """Let commands write where there is no room; each has to end with one line, the exit code 2 and the old file."""
-    if way == "a disk of its own":
-        mount_disk(root)
     options = ["plan", model, "--gpu", "RTX 3060 12GB", "--effective-batch", "2", "--seq-len", "16", "--method", "full"]
     page, folder = root / "plan.html", root / "run"
     folder.mkdir()
@@ -184,8 +188,14 @@ class StarvesAt(TrainerCallback):
 def make_trainer(folder: Path, **settings: Any) -> Trainer:
     """Return a Trainer that draws random numbers in each step, and writes all there is to write."""
     rows = [{"input_ids": [5 + i] * (3 * i % 17 + 1), "labels": i % 3} for i in range(24)]
-    asked = {"max_steps": 8, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 1}
-    args = tiny.arguments(folder, **{**asked, "optim": "adamw_torch", "learning_rate": 1e-2, **settings})
+    asked: dict[str, Any] = {
+        "max_steps": 8,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "per_device_train_batch_size": 1,
+    }
+    asked |= {"optim": "adamw_torch", "learning_rate": 1e-2, "lr_scheduler_type": "constant", **settings}
+    args = tiny.arguments(folder, **asked)
     torch.manual_seed(0)
     stream = bucketed(Stream(rows), max_tokens=48, buffer_examples=8)
     collator = BucketedCollator(tiny.tokenizer())
@@ -211,8 +221,6 @@ def save_without_room(way: str, root: Path, straight: Path, seed: int) -> None:
     expected = make_trainer(straight)
     expected.train()
     sizes = [path.stat().st_size for path in (straight / "checkpoint-8").iterdir()]
-    if way == "a disk of its own":
-        mount_disk(root)
     most, errors = sum(sizes) if way == "a disk of its own" else max(sizes), []
     for number in range(12):
         folder = root / f"out{number}"
@@ -242,12 +250,10 @@ def train_on_without_room(way: str, root: Path, straight: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         expected.train()
-    if way == "a disk of its own":
-        mount_disk(root)
     trainer = make_trainer(root / "out", max_steps=4, save_steps=4)
     starving = StarvesAt(way, root, 4, 0)
     trainer.callback_handler.callbacks.insert(0, starving)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):  # the log may not grow either
         warnings.simplefilter("always", UserWarning)
         trainer.train()
     starving.end()

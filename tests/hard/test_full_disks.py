@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 from children import finish, start
-from starved_disks import WAYS, call_commands, mount_disk, save_without_room, train_on_without_room, write_everything
+from starved_disks import (
+    WAYS,
+    call_commands,
+    mount_disk,
+    run_on,
+    save_without_room,
+    train_on_without_room,
+    write_everything,
+)
 
 import tiny
 
@@ -33,7 +41,7 @@ def run(function: Any, way: str, folder: Path, *args: Any) -> None:
     """Run a function in a process whose disk is this folder."""
     disk, log = folder / "disk", folder / "log"
     disk.mkdir()
-    process = start(function, way, disk, *args, log=log)
+    process = start(run_on, way, disk, function, *args, log=log)
     finish(process, log)
 
 
