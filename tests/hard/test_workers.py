@@ -7,7 +7,7 @@ models are drawn in the workers, which torch seeds one by one, so of these only 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -164,14 +164,16 @@ def assert_same(found: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
-    elif isinstance(expected, dict):
+    elif isinstance(expected, Mapping):  # stock's BatchEncoding too
         assert found.keys() == expected.keys()
         for name in expected:
             assert_same(found[name], expected[name])
-    else:
+    elif isinstance(expected, list):
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             assert_same(one, other)
+    else:
+        assert found == expected
 
 
 def differ(first: list[Any], second: list[Any]) -> bool:
