@@ -37,7 +37,7 @@ class Storm:
         self._rows = 0
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         head = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
-        layers = [module for module in model.modules() if type(module).__name__.endswith(("Layer", "T5Block"))]
+        layers = [module for module in model.modules() if type(module).__name__.endswith("Layer")]
         for place in (*layers, head):
             place.register_forward_pre_hook(lambda *_: self._maybe("forward"))
             place.register_full_backward_pre_hook(lambda *_: self._maybe("backward"))
@@ -78,7 +78,6 @@ RUNS = {
     # sums in another order: single bits of float32, which few steps of this size carry on
     "BERT, SGD": Run("bert", 1e-6, SGD),
     "Llama, SGD, accumulated": Run("llama", 1e-6, {**SGD, "gradient_accumulation_steps": 3}),
-    "T5, SGD": Run("t5", 1e-6, SGD),
     # float64, since AdamW divides by the root of the second moment, and rounding of float32 would show as 1e-6
     "BERT per token, AdamW": Run("bert-tokens", 1e-12, {**ADAMW, "gradient_accumulation_steps": 2}),
     "Llama padded left, AdamW": Run("llama-left", 1e-12, ADAMW),
