@@ -5,20 +5,24 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 COMPAT = 5.8.1 5.17.0 5.8.1-oldest 5.17.0-oldest 5.23.0-oldest python3.12 python3.13
 PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
+HARD_ARGS ?= -m "not nightly"
 
 CLIENTS = .venv-clients/bin
 CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo test test-full test-compat test-clients test-zero test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time table clean
+.PHONY: demo test test-full test-hard test-compat test-clients test-zero test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time table clean
 
 demo: $(READY)            ## the main job: four set-ups of the stock Trainer on real text, side by side
 	$(BIN)/python -m hf_memopt demo
 
 test: $(READY)            ## the test suite
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-full: $(READY)       ## the test suite with the slow tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not hard" $(PYTEST_ARGS)
+
+test-hard: $(READY)       ## hard use: kills, full disks, storms of out of memory; HARD_ARGS= with the nightly ones
+	$(BIN)/python -m pytest $(HARD_ARGS) $(PYTEST_ARGS) tests/hard
 
 test-compat: test $(COMPAT:%=test-compat-%)   ## the suite on every supported transformers, with the oldest of the rest, on other Pythons
 

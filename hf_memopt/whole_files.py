@@ -41,9 +41,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())  # a disk that is full may say so only now
         os.replace(unfinished, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):  # the first error is the one to report
             unfinished.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:  # it names the hidden file, or none
+            error.filename = str(path)
+            del error.filename2
         raise
 
 

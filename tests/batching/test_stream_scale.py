@@ -255,16 +255,17 @@ def test_a_resumed_run_that_skips_nothing_takes_the_batches_of_the_straight_run(
     if kind == "batches":
         settings["per_device_train_batch_size"] = 1
     straight, seen = make_trainer(tmp_path, make_stream(kind, "arrow, one shard"), **settings)
-    attach(straight).train()
     resumed, rest = make_trainer(tmp_path, make_stream(kind, "arrow, one shard"), **settings, ignore_data_skip=True)
+    for module in (*straight.model.modules(), *resumed.model.modules()):
+        if isinstance(module, torch.nn.Dropout):  # which draws the random numbers that follow those of the checkpoint
+            module.p = 0.1
+    attach(straight).train()
     attach(attach(resumed)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
     assert rest == seen[7:]
     assert tiny.largest_difference(straight.model, resumed.model) == 0.0
     assert resumed.train_dataset._begin is None  # another run begins at the beginning
-    callbacks = [type(each).__name__ for each in resumed.callback_handler.callbacks]
-    assert callbacks.count("_StreamStateCallback") == 1
     resumed.memopt_handle.remove()
-    assert "_StreamStateCallback" not in [type(each).__name__ for each in resumed.callback_handler.callbacks]
+    assert not {"save_model", "train"} & vars(resumed).keys()
 
 
 def test_a_checkpoint_without_a_state_warns_that_the_stream_starts_over(tmp_path) -> None:
@@ -273,6 +274,8 @@ def test_a_checkpoint_without_a_state_warns_that_the_stream_starts_over(tmp_path
     attach(straight).train()
     file = tmp_path / "checkpoint-7" / "memopt_stream_0.json"
     assert json.loads(file.read_text())["turn"] == 7
+    last = file.with_name("trainer_state.json")  # with it a checkpoint counts as complete
+    assert file.stat().st_mtime_ns <= last.stat().st_mtime_ns
     file.unlink()
     resumed, rest = make_trainer(
         tmp_path, make_stream("examples"), **settings | {"max_steps": 9}, ignore_data_skip=True

@@ -261,12 +261,14 @@ def test_where_nothing_is_incomplete_stock_gets_what_was_asked_for(tmp_path, ask
     assert checkpoint_to_resume(asked, str(tmp_path / "missing")) is asked
 
 
-def test_random_states_of_this_runs_other_processes_stay(tmp_path) -> None:
-    names = ["trainer_state.json", "scaler.pt", *(f"rng_state_{rank}.pth" for rank in range(3)), "model.safetensors"]
+def test_what_this_runs_other_processes_have_written_stays(tmp_path) -> None:
+    written = [name.format(rank) for rank in range(3) for name in ("rng_state_{}.pth", "memopt_stream_{}.json")]
+    names = ["trainer_state.json", "scaler.pt", *written, "model.safetensors"]
     for name in names:
         (tmp_path / name).touch()
     remove_training_state(tmp_path, processes=2)
-    assert {path.name for path in tmp_path.iterdir()} == {"rng_state_1.pth", "model.safetensors"}
+    kept = {"rng_state_1.pth", "memopt_stream_1.json", "model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 # ---- Two processes --------------------------------------------------------------------------------------------------

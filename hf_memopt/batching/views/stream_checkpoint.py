@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback
+import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from hf_memopt.binding.handles import UndoHandle, override_method, undo_all
+from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all, undo_all
 from hf_memopt.whole_files import warn_unwritten, write_whole
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     from hf_memopt.batching.views.bucketed_stream import BucketedStream
 
@@ -28,30 +28,73 @@ __all__ = ["keep_in_checkpoints"]
 
 
 def keep_in_checkpoints(trainer: Trainer, stream: BucketedStream) -> UndoHandle:
-    """Write the stream's state into each checkpoint of a trainer, and read it in a run that resumes."""
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, _StreamStateCallback) and callback.stream is stream:
-            return undo_all()
-    callback = _StreamStateCallback(stream)
-    trainer.add_callback(callback)
+    """Write the stream's state into each checkpoint of a trainer, and read it in a run that resumes.
+
+    It is written with the weights: ``trainer_state.json`` comes last, and with it a checkpoint counts as complete.
+    """
+    purpose = f"state of stream {id(stream)}"
+    if is_overridden(trainer, "save_model", purpose):
+        return undo_all()
+    unwritten: set[str] = set()  # the causes of failed writes that were already warned of
+
+    def saving(before: Callable[..., Any]) -> Callable[..., Any]:
+        def save_model(output_dir: Any = None, _internal_call: bool = False, **kwargs: Any) -> Any:
+            found = before(output_dir, _internal_call, **kwargs)
+            if _internal_call and Path(output_dir or "").name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
+                _write_state(trainer, stream, Path(output_dir), unwritten)
+            return found
+
+        return save_model
 
     def going_on(before: Callable[..., Any]) -> Callable[..., Any]:
         def train(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
             folder = resume_from_checkpoint if trainer.args.ignore_data_skip else None
             if folder is True:
                 folder = get_last_checkpoint(trainer.args.output_dir or "")  # type: ignore[no-untyped-call]
-            stream.load_state_dict(_saved_state(trainer, folder or None))
+            state = _saved_state(trainer, folder or None)
+            stream.load_state_dict(state)
+            handles = [] if state is None else [_seed_workers_apart(trainer, state["turn"])]
             try:
                 return before(resume_from_checkpoint, *args, **kwargs)
             finally:
+                remove_all(handles)
                 stream.load_state_dict(None)
 
         return train
 
-    def remove() -> None:
-        trainer.pop_callback(callback)
+    return undo_all(
+        override_method(trainer, "save_model", saving, purpose=purpose), override_method(trainer, "train", going_on)
+    )
 
-    return undo_all(UndoHandle(remove), override_method(trainer, "train", going_on))
+
+def _seed_workers_apart(trainer: Trainer, turn: int) -> UndoHandle:
+    """Let the DataLoader of a run that goes on draw the seed of its workers from a generator of its own.
+
+    It would draw it from torch's random numbers after stock has restored those of the checkpoint, and dropout would
+    draw others than in the straight run, which drew that seed when it began.
+    """
+
+    def drawing_apart(before: Callable[..., Any]) -> Callable[..., Any]:
+        def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
+            loader = before(*args, **kwargs)
+            inner = getattr(loader, "base_dataloader", loader)  # accelerate's adapter iterates over the one it holds
+            inner.generator = torch.Generator().manual_seed(trainer.args.seed + turn)
+            return loader
+
+        return get_train_dataloader
+
+    return override_method(trainer, "get_train_dataloader", drawing_apart)
+
+
+def _write_state(trainer: Trainer, stream: BucketedStream, folder: Path, unwritten: set[str]) -> None:
+    """Write the state after the batches that were trained on, one file for each process."""
+    batches = trainer.state.global_step * trainer.args.gradient_accumulation_steps
+    file = folder / _file_name(trainer.args)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # where the first process has not made it yet
+        write_whole(file, json.dumps(stream.state_dict(position=batches)))
+    except OSError as error:
+        warn_unwritten(file, error, "a run that resumes here reads again what was trained on", unwritten)
 
 
 def _saved_state(trainer: Trainer, folder: str | os.PathLike[str] | None) -> Any:
@@ -73,23 +116,3 @@ def _saved_state(trainer: Trainer, folder: str | os.PathLike[str] | None) -> Any
 
 def _file_name(args: TrainingArguments) -> str:
     return f"memopt_stream_{args.process_index}.json"
-
-
-class _StreamStateCallback(TrainerCallback):
-    """Write the state of a stream into each checkpoint, one file for each process."""
-
-    def __init__(self, stream: BucketedStream) -> None:
-        self.stream = stream
-        self._unwritten: set[str] = set()  # the causes of failed writes that were already warned of
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the state after the batches that were trained on."""
-        folder = Path(args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        if not folder.is_dir():
-            return
-        batches = state.global_step * args.gradient_accumulation_steps
-        file = folder / _file_name(args)
-        try:
-            write_whole(file, json.dumps(self.stream.state_dict(position=batches)))
-        except OSError as error:
-            warn_unwritten(file, error, "a run that resumes here reads again what was trained on", self._unwritten)

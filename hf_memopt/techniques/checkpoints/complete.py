@@ -39,10 +39,13 @@ def remove_training_state(folder: Path, processes: int = 1) -> None:
 
     Args:
         folder: of the checkpoint, which need not exist.
-        processes: of this run. Those after the first may have written their random state already.
+        processes: of this run. Those after the first may have written their random state and the state of their stream
+            already.
     """
-    written_by_others = {f"rng_state_{rank}.pth" for rank in range(1, processes)}
-    for pattern in (TRAINER_STATE_NAME, *RESUMED_FILES, "scaler.pt", LIMITS_FILE):
+    written_by_others = {
+        name for rank in range(1, processes) for name in (f"rng_state_{rank}.pth", f"memopt_stream_{rank}.json")
+    }
+    for pattern in (TRAINER_STATE_NAME, *RESUMED_FILES, "scaler.pt", LIMITS_FILE, "memopt_stream_*.json"):
         for path in folder.glob(pattern):
             if path.name not in written_by_others:
                 path.unlink()
