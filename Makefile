@@ -5,11 +5,12 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 COMPAT_VERSIONS = 5.8.1 5.17.0
 PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
+HARD_ARGS ?= -m "not nightly"
 
 CLIENTS = .venv-clients/bin
 CLIENTS_ARGS ?= --numprocesses auto --maxprocesses 8 --dist loadgroup
 
-.PHONY: demo test test-full test-compat test-clients test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time table clean
+.PHONY: demo test test-full test-hard test-compat test-clients test-upstream lint format docs notebooks bench bench-batching bench-gpu bench-published bench-step-time table clean
 
 demo: $(READY)            ## the main job: four set-ups of the stock Trainer on real text, side by side
 	$(BIN)/python -m hf_memopt demo
@@ -18,7 +19,10 @@ test: $(READY)            ## the test suite
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-full: $(READY)       ## the test suite with the slow tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not hard" $(PYTEST_ARGS)
+
+test-hard: $(READY)       ## hard use: kills, full disks, storms of out of memory; HARD_ARGS= with the nightly ones
+	$(BIN)/python -m pytest $(HARD_ARGS) $(PYTEST_ARGS) tests/hard
 
 test-compat: test $(COMPAT_VERSIONS:%=test-compat-%)   ## the suite on every supported transformers
 
