@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hf_memopt
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object, parse_object, shown
 
 
@@ -132,3 +135,27 @@ def test_what_has_no_repr_is_shown_by_its_type() -> None:
         deep = [deep]
     assert (shown(deep), shown(10**5000)) == ("<list>", "<int>")
     assert json.loads(json.dumps(shown("\ud800"))) == "'\\ud800'"
+
+
+# ---- Wherever the package reads -------------------------------------------------------------------------------------
+
+RUNS_WHAT_IT_READS = re.compile(
+    r"(eval|exec|compile|__import__|(torch|np|numpy|yaml|joblib|jsonpickle)\.load|yaml\.(unsafe|full)_load|shelve\.open|"
+    r"(pickle|cloudpickle|dill|marshal)\.loads?|os\.(system|popen)|runpy\.run_path)"
+)
+
+
+def test_what_is_read_is_data() -> None:
+    """Nothing from a file is run; and no code of a repository, whatever its configuration asks for."""
+    package, found, trusted = Path(hf_memopt.__file__).parent, set(), set()
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and RUNS_WHAT_IT_READS.fullmatch(ast.unparse(node.func)):
+                found.add((str(file.relative_to(package)), ast.unparse(node.func)))
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                trusted.add(ast.unparse(node.value))
+    assert found == {
+        ("memory/second_process.py", "pickle.loads"),  # of its own fork, through a pipe
+        ("cli/script_runner.py", "runpy.run_path"),  # the script that hf-memopt measure is asked to run
+    }
+    assert trusted == {"False"}
