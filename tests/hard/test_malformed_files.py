@@ -120,7 +120,7 @@ def test_any_value_at_any_place(kind: str, whole: dict[str, bytes], tmp_path_fac
     base, told = tmp_path_factory.mktemp("files"), json.loads(whole[kind])
 
     @seed(18)
-    @settings(max_examples=300, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60 if kind == "two plans" else 200, suppress_health_check=list(HealthCheck))
     @given(content=broken_json(told))
     def check(content: bytes) -> None:
         read_broken(kind, content, base / f"{next(numbers)}")

@@ -29,6 +29,7 @@ from hf_memopt.plain_data import parse_object, shown
 __all__ = ["first_line", "likely_type", "open_source", "reading"]
 
 ROWS_AT_ONCE, JSON_ROWS_AT_ONCE = 8192, 512  # Python objects of a row take up to ten times the memory of its table
+MOST_OF_CAUSE = 300  # characters: it may quote the file
 CSV_BLOCK_BYTES = 16 * 2**20  # a row must fit into one block
 
 Read = Callable[[str], Iterator[pa.Table]]
@@ -47,10 +48,11 @@ def reading(source: Path, kind: str) -> Iterator[None]:
         raise ValueError(f"path={str(source)!r} cannot be read as {kind} ({cause}); expected {action}") from error
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the type of an error and the first line of its message; the message alone if it names a line."""
     lines = str(error).strip().splitlines() or ["no cause given"]
     text = lines[0].rsplit("Invalid: ", 1)[-1].rstrip(".")  # pyarrow nests its errors
+    text = text if len(text) <= MOST_OF_CAUSE else f"{text[: MOST_OF_CAUSE - 3]}..."
     return text if text.startswith("line ") else f"{type(error).__name__}: {text}"
 
 

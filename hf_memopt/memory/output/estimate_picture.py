@@ -20,6 +20,8 @@ from hf_memopt.plain_data import checked_path
 from hf_memopt.units import format_bytes, to_gib, to_mib
 
 if TYPE_CHECKING:
+    import os
+
     import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -50,7 +52,7 @@ def check_picture(path: Path) -> None:
     pictures.check_picture(path, purpose="the picture of an estimate")
 
 
-def draw(estimate: Estimate, path: str | Path) -> None:
+def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
     """Draw the timeline to a PNG, SVG or PDF file: components stacked, phases shaded, the peak labelled.
 
     Raises:
