@@ -377,7 +377,8 @@ class Recipe:
         """
         from hf_memopt.recipes.wired_trainer import build_trainer
 
-        if isinstance(callbacks, str | bytes) or not isinstance(callbacks, Iterable):
+        given: Any = callbacks
+        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
             raise TypeError(
                 f"callbacks={shown(callbacks)} is no list of callbacks; expected one. Pass callbacks=[callback]"
             )

@@ -81,16 +81,20 @@ def limited(seconds: int = 60, more_bytes: int = 2 * 2**30) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"no answer after {seconds} s")
 
-    former = signal.signal(signal.SIGALRM, stop)
+    kinds = signal.SIGPROF, signal.SIGALRM  # of the process's own time; and where it sleeps
+    former = [signal.signal(kind, stop) for kind in kinds]
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more_bytes, hard))
-    signal.alarm(seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.alarm(10 * seconds)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGALRM, former)
+        for kind, handler in zip(kinds, former, strict=True):
+            signal.signal(kind, handler)
