@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache
+from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -18,8 +19,19 @@ from hf_memopt.errors import did_you_mean
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from numpy.typing import NDArray
 
-__all__ = ["Count", "CountOrZero", "check_fields", "check_value", "from_object", "parse_object", "shown"]
+__all__ = [
+    "Count",
+    "CountOrZero",
+    "check_fields",
+    "check_value",
+    "checked_array",
+    "checked_path",
+    "from_object",
+    "parse_object",
+    "shown",
+]
 
 Count = Annotated[int, range(1, 2**63)]
 CountOrZero = Annotated[int, range(2**63)]
@@ -51,6 +63,8 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        if not isinstance(text, str):
+            raise ValueError(f"it is not text but {shown(text)}")
         if not text.strip():
             raise ValueError("it is empty")
         found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
@@ -132,8 +146,45 @@ def check_value(name: str, value: Any, kind: Any, example: Any = MISSING) -> Non
     options = get_args(kind) if get_origin(kind) is Literal else ()
     hint = did_you_mean(value, map(str, options)) if isinstance(value, str) else ""
     proposal = f"Pass {name}={example!r}" if example is not MISSING else f"Pass another {name}"
-    most = ", below 2**63" if isinstance(value, int) and value >= 2**63 else ""
+    end = _end(kind)
+    most = f", below {'2**63' if end == 2**63 else end}" if isinstance(value, int) and value >= end else ""
     raise ValueError(f"{name}={shown(value)} is invalid; expected {_rule(kind)}{most}.{hint} {proposal}")
+
+
+def checked_path(name: str, value: Any) -> Path:
+    """Return a path that a user passes, existing or not; ``name`` is what the message calls it.
+
+    Raises:
+        ValueError: no file can have it: it is not text or a path, has a zero byte, or is too long.
+    """
+    try:
+        path = Path(value)
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return path
+    except (TypeError, ValueError, OSError) as error:
+        raise ValueError(
+            f"{name}={shown(value)} cannot be a path ({getattr(error, 'strerror', None) or error}); expected text or a "
+            "pathlib.Path. Pass another path"
+        ) from None
+    return path
+
+
+def checked_array(name: str, values: Any) -> NDArray[Any]:
+    """Return what a user passes as an array; ``name`` is what the message calls it.
+
+    Raises:
+        ValueError: it is none: rows of different lengths, or a tensor that needs a gradient.
+    """
+    import numpy as np
+
+    try:
+        return np.asarray(values)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name}={shown(values)} is not an array ({error}); expected a flat list or array of integers. "
+            f"Pass {name}=[64, 128, 256]"
+        ) from None
 
 
 def shown(value: Any, most: int = 60) -> str:
@@ -157,7 +208,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin in (Union, UnionType):
         return any(_fits(value, one) for one in arguments)
     if origin is Literal:
-        return any(value == one and isinstance(value, type(one)) for one in arguments)
+        return any(isinstance(value, type(one)) and value == one for one in arguments)
     if origin is tuple:
         return isinstance(value, tuple) and all(_fits(one, arguments[0]) for one in value)
     if origin is Mapping:
@@ -183,6 +234,12 @@ def _rule(kind: Any) -> str:
     if origin is Mapping:
         return f"{_plural(arguments[1])} by name"
     return _NAMES.get(kind) or f"a {kind.__name__}"
+
+
+def _end(kind: Any) -> int:
+    """Return what an integer of this kind is below."""
+    bounds = (get_args(one)[1] for one in (kind, *get_args(kind)) if get_origin(one) is Annotated)
+    return next((one.stop for one in bounds), 2**63)
 
 
 def _plural(kind: Any) -> str:

@@ -87,7 +87,7 @@ def drawing(theme: Theme = LIGHT) -> Iterator[None]:
     """Draw and save in the colours of a theme inside the block."""
     from matplotlib import rc_context
 
-    look: dict[Any, Any] = {"svg.hashsalt": "hf-memopt", "font.family": "DejaVu Sans"}
+    look: dict[Any, Any] = {"svg.hashsalt": "hf-memopt", "font.family": "DejaVu Sans", "text.parse_math": False}
     look |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), theme.ink)
     look |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), theme.paper)
     look |= {"font.size": 9.0, "axes.titlesize": 9.5, "axes.labelsize": 9.0, "legend.fontsize": 8.5}

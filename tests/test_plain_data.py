@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object, parse_object, shown
+import hf_memopt
+from hf_memopt.plain_data import (
+    Count,
+    CountOrZero,
+    check_fields,
+    check_value,
+    checked_array,
+    checked_path,
+    from_object,
+    parse_object,
+    shown,
+)
 
 
 @dataclass(frozen=True)
@@ -132,3 +145,56 @@ def test_what_has_no_repr_is_shown_by_its_type() -> None:
         deep = [deep]
     assert (shown(deep), shown(10**5000)) == ("<list>", "<int>")
     assert json.loads(json.dumps(shown("\ud800"))) == "'\\ud800'"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (5, ""),  # each version of Python says it in other words
+        ("a\0b", "embedded null byte"),
+        ("x" * 300, "File name too long"),
+    ],
+    ids=["number", "zero byte", "long"],
+)
+def test_what_can_be_no_path_is_refused(value: Any, reason: str) -> None:
+    with pytest.raises(ValueError) as error:
+        checked_path("plot", value)
+    assert str(error.value).startswith(f"plot={shown(value)} cannot be a path ({reason[:40]}")
+    assert str(error.value).endswith("; expected text or a pathlib.Path. Pass another path")
+    assert checked_path("plot", "no/such/file.png") == Path("no/such/file.png")
+
+
+def test_what_is_no_array_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("lengths=[[1], [2, 3]] is not an array (")):
+        checked_array("lengths", [[1], [2, 3]])
+    assert checked_array("lengths", [1, 2]).tolist() == [1, 2]
+
+
+def test_a_bound_is_told_where_it_is_passed() -> None:
+    with pytest.raises(ValueError) as error:
+        check_value("steps", 9, Annotated[int, range(1, 9)], 8)
+    assert str(error.value) == "steps=9 is invalid; expected an integer of 1 or more, below 9. Pass steps=8"
+
+
+# ---- Wherever the package reads -------------------------------------------------------------------------------------
+
+RUNS_WHAT_IT_READS = re.compile(
+    r"(eval|exec|compile|__import__|(torch|np|numpy|yaml|joblib|jsonpickle)\.load|yaml\.(unsafe|full)_load|shelve\.open|"
+    r"(pickle|cloudpickle|dill|marshal)\.loads?|os\.(system|popen)|runpy\.run_path)"
+)
+
+
+def test_what_is_read_is_data() -> None:
+    """Nothing from a file is run; and no code of a repository, whatever its configuration asks for."""
+    package, found, trusted = Path(hf_memopt.__file__).parent, set(), set()
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and RUNS_WHAT_IT_READS.fullmatch(ast.unparse(node.func)):
+                found.add((str(file.relative_to(package)), ast.unparse(node.func)))
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                trusted.add(ast.unparse(node.value))
+    assert found == {
+        ("memory/second_process.py", "pickle.loads"),  # of its own fork, through a pipe
+        ("cli/script_runner.py", "runpy.run_path"),  # the script that hf-memopt measure is asked to run
+    }
+    assert trusted == {"False"}

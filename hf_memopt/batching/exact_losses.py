@@ -41,6 +41,7 @@ from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method
 from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_model
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import check_value
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -103,6 +104,7 @@ def exact_loss(model: nn.Module, *, label_smoothing: float | None = None, task: 
         >>> loss({"logits": torch.zeros(1, 3, 2)}, torch.tensor([[0, 1, -100]]), num_items_in_batch=4)  # ln(2) * 2 / 4
         tensor(0.3466)
     """
+    check_value("label_smoothing", label_smoothing, float | None, 0.1)
     if label_smoothing is not None and not 0 <= label_smoothing < 1:
         raise ValueError(
             f"label_smoothing={label_smoothing!r} is out of range; expected 0 <= label_smoothing < 1. "

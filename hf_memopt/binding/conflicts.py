@@ -17,6 +17,7 @@ from hf_memopt.binding.refusals import (
     Refusal,
     refusal_of,
 )
+from hf_memopt.plain_data import shown
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -49,6 +50,10 @@ def check_settings(technique: str, args: TrainingArguments) -> None:
     Raises:
         ValueError: naming the first such setting, the reason and the fix.
     """
+    if not hasattr(args, "world_size"):
+        raise TypeError(
+            f"args={shown(args)} are not TrainingArguments; expected those of the Trainer. Pass trainer.args"
+        )
     for setting in settings_in_use(args, world_size=args.world_size):
         found = refusal_of(technique, setting)
         if found is not None:

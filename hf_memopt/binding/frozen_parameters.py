@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.binding.layer_names import checked_patterns, matching_parameters, shown_patterns
+from hf_memopt.binding.model_traits import check_model
 
 __all__ = ["freeze", "trainable_parameters"]
 
@@ -51,6 +52,7 @@ def freeze(model: nn.Module, patterns: str | Iterable[str]) -> UndoHandle:
         >>> handle.remove(); trainable_parameters(model)
         12
     """
+    check_model(model)
     names = checked_patterns(patterns)
     chosen = {id(parameter): parameter for name in names for parameter in matching_parameters(model, name)}
     if all(id(parameter) in chosen for parameter in model.parameters() if parameter.requires_grad):

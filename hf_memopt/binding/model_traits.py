@@ -12,8 +12,11 @@ import torch
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from hf_memopt.plain_data import shown
+
 __all__ = [
     "IGNORED_LABEL",
+    "check_model",
     "has_decoder",
     "is_causal_lm",
     "label_shifter",
@@ -27,6 +30,15 @@ __all__ = [
 
 IGNORED_LABEL = -100
 """The label that losses of transformers do not count, and what the ``Trainer`` pads outputs and labels with."""
+
+
+def check_model(model: Any) -> None:
+    """Raise TypeError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model={shown(model)} is not a torch.nn.Module; expected the model to train. Pass the model that "
+            "from_pretrained returns"
+        )
 
 
 def needs_position_ids(model: nn.Module) -> bool:

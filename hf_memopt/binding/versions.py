@@ -110,6 +110,11 @@ def enable_checkpointing(model: Any, options: Mapping[str, Any]) -> None:
         of_model = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=rest or None, **of_model)
         return
+    if not hasattr(model, "gradient_checkpointing_enable"):
+        raise ValueError(
+            f"model=<{type(model).__name__}> has no checkpointing; expected a model of transformers. "
+            "Pass checkpointing=False"
+        )
     known = inspect.signature(model.gradient_checkpointing_enable).parameters  # PEFT hands it on
     of_model = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest and name in known}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=rest or None, **of_model)

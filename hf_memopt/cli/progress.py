@@ -27,18 +27,20 @@ def spinner(
     if not (shown and errors.is_terminal):
         yield lambda text: None
         return
+    from rich.text import Text  # a name may hold what rich takes for markup
+
     if turning:
-        with errors.status(text) as status:
-            yield status.update
+        with errors.status(Text(text)) as status:
+            yield lambda text: status.update(Text(text))
         return
     from rich.live import Live
     from rich.spinner import Spinner
 
-    drawn = Spinner("dots", text, style="status.spinner")
+    drawn = Spinner("dots", Text(text), style="status.spinner")
     with Live(drawn, console=errors, transient=True, auto_refresh=False) as live:
 
         def announce(text: str) -> None:
-            drawn.update(text=text)
+            drawn.update(text=Text(text))
             live.refresh()
 
         announce(text)

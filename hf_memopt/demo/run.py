@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.demo.results import TITLES, print_results
-from hf_memopt.plain_data import Count, check_value
+from hf_memopt.plain_data import Count, check_value, parse_object
 from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def check_output(output: Path) -> None:
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise ValueError(f"output={str(output)!r} is not a folder; {rule}")
     try:
-        written = {MARKER, *json.loads((output / MARKER).read_bytes())["files"]}
+        written = {MARKER, *parse_object((output / MARKER).read_bytes())["files"]}
     except (OSError, ValueError, TypeError, KeyError):  # no marker, or one that the demo did not write
         written = set()
     others = sorted(entry.name for entry in output.iterdir() if entry.name not in written) if output.exists() else []

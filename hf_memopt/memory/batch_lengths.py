@@ -18,6 +18,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hf_memopt.plain_data import checked_array
 from hf_memopt.units import format_bytes
 
 __all__ = ["Fragmentation", "LengthPlan", "checked_lengths", "plan_lengths"]
@@ -92,7 +93,7 @@ def checked_lengths(lengths: ArrayLike, seq_len: int | None) -> NDArray[np.int64
             f"seq_len={seq_len!r} and lengths both give the tokens of a row; expected only one of them. "
             "Leave seq_len out"
         )
-    values = np.asarray(lengths)
+    values = checked_array("lengths", lengths)
     if values.ndim != 1 or not values.size:
         raise ValueError(
             f"lengths=<shape {values.shape}> has no batch or more than one dimension; expected the padded tokens of a "

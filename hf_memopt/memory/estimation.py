@@ -30,6 +30,7 @@ from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
 from hf_memopt.memory.distributed.shares import as_the_engine_steps, bucket_bytes, notes_of_sharing, shard_facts
 from hf_memopt.memory.hints import find_hints
+from hf_memopt.memory.models.config_files import check_task
 from hf_memopt.memory.models.example_batch import DEFAULT_LENGTH, default_length
 from hf_memopt.memory.optimizers.optimizer_memory import (
     OptimizerMemory,
@@ -46,6 +47,7 @@ from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.step_time.recorded_step import timing_of_step
 from hf_memopt.memory.storage_tracker import collector_paused
 from hf_memopt.memory.training_arguments import notes_of_arguments, refuse_arguments, settings_of_arguments
+from hf_memopt.plain_data import Count, check_value, checked_array, shown
 
 if TYPE_CHECKING:
     import os
@@ -199,10 +201,15 @@ def estimate_from_arguments(
     refuse_arguments(args)
     longest = None
     if lengths is not None:
-        values = np.atleast_1d(np.asarray(lengths))
+        values = np.atleast_1d(checked_array("lengths", lengths))
         if not values.size:
             raise ValueError(
                 f"lengths={lengths!r} is empty; expected the tokens of at least one example. "
+                "Pass lengths=token_lengths(dataset)"
+            )
+        if values.dtype.kind not in "iuf" or not 1 <= values.max() < 2**63:
+            raise ValueError(
+                f"lengths={shown(lengths)} are no numbers of tokens; expected integers of 1 or more. "
                 "Pass lengths=token_lengths(dataset)"
             )
         longest = int(values.max())
@@ -234,6 +241,10 @@ def _estimate(
 
     ``lengths`` are those of a run whose longest batch has ``shape``.
     """
+    for size in ("batch_size", "seq_len", "labels_length"):
+        if getattr(shape, size) is not None:
+            check_value(size, getattr(shape, size), Count, 1)
+    check_task(task)
     settings, quantised = with_16_bits(with_precision(settings, gpu), gpu, weights_dtype)
     chip = Chip.of(_ASSUMED_CAPABILITY) if gpu is None else Chip.of(gpu.compute_capability, gpu.multiprocessors)
     recorded = partial(_recorded, model, chip=chip, gpu=gpu, task=task, weights_dtype=weights_dtype)

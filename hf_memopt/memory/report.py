@@ -27,6 +27,7 @@ from hf_memopt.devices.out_of_memory import is_out_of_memory
 from hf_memopt.memory.output.model_card import training_memory, with_section
 from hf_memopt.memory.run_record import RunRecord
 from hf_memopt.memory.run_report import RunReport
+from hf_memopt.plain_data import checked_path
 from hf_memopt.plotting import check_picture
 from hf_memopt.units import format_bytes, to_gib
 
@@ -124,7 +125,7 @@ class MemoryReportCallback(TrainerCallback):
 
     def __init__(self, plot: str | Path | None = None, *, report: bool = True, predict: bool = False) -> None:
         if plot is not None:
-            check_picture(Path(plot), purpose="the picture of a memory report")
+            check_picture(checked_path("plot", plot), purpose="the picture of a memory report")
         self.plot = plot
         self.report = report
         self.predict = predict

@@ -101,7 +101,7 @@ class Estimate:
             ValueError: ``path`` is not such a file that can be written.
             MissingExtraError: matplotlib is not installed.
         """
-        draw(self, os.fspath(path))
+        draw(self, path)
 
     def to_json(self) -> str:
         """Return everything but the timeline as JSON text."""

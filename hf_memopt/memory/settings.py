@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hf_memopt.binding.conflicts import steps_in_backward
 from hf_memopt.binding.refusals import refusal_of
 from hf_memopt.memory.argument_spellings import in_own_names, unknown_setting
-from hf_memopt.plain_data import Count, check_value
+from hf_memopt.plain_data import Count, CountOrZero, check_value, shown
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["NotEstimableError", "StepSettings"]
 
 _KINDS: Mapping[str, Any] = {
+    "optim": str,
+    "optim_args": str | None,
+    "attn_implementation": str | None,
+    "cublas_workspace_bytes": CountOrZero | None,
     "sparse_tied_embedding": bool,
     "fused_cross_entropy": bool,
     "loop": Literal["trainer", "manual"],
@@ -173,11 +177,16 @@ class StepSettings:
                 f"label_smoothing_factor={self.label_smoothing_factor!r} is invalid; expected a number from 0 to below "
                 "1. Pass label_smoothing_factor=0.1"
             )
-        workspace = self.cublas_workspace_bytes
-        if workspace is not None and (not isinstance(workspace, int) or isinstance(workspace, bool) or workspace < 0):
+        functions = self.prepare if isinstance(self.prepare, tuple | list) else (None,)
+        if not all(map(callable, functions)):
             raise ValueError(
-                f"cublas_workspace_bytes={workspace!r} is invalid; expected an integer of 0 or more, or None. "
-                "Pass cublas_workspace_bytes=None"
+                f"prepare={shown(self.prepare)} is invalid; expected a tuple of functions that change the model. "
+                "Pass prepare=(function,)"
+            )
+        if self.optimizer_memory is not None and not callable(self.optimizer_memory):
+            raise ValueError(
+                f"optimizer_memory={shown(self.optimizer_memory)} is invalid; expected a function, or None for optim. "
+                "Pass optimizer_memory=None"
             )
         if self.rounding != "nearest" and self.weights_dtype == "float16":
             raise ValueError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.binding import versions as compat
 from hf_memopt.memory.argument_spellings import REFUSED
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.plain_data import shown
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -17,6 +18,10 @@ __all__ = ["notes_of_arguments", "refuse_arguments", "settings_of_arguments"]
 
 def refuse_arguments(args: TrainingArguments) -> None:
     """Raise ``NotEstimableError`` for the first argument that asks for something that is not simulated."""
+    if not hasattr(args, "per_device_train_batch_size"):
+        raise TypeError(
+            f"args={shown(args)} are not TrainingArguments; expected those of the Trainer. Pass trainer.args"
+        )
     for name, reason in REFUSED.items():
         value = getattr(args, name, None)
         if value:

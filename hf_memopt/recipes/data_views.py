@@ -90,6 +90,6 @@ def column_names(dataset: Any) -> list[str]:
     """Return the columns of a dataset by its own word, or by the first example; none where neither says."""
     names: Iterable[str] | None = getattr(dataset, "column_names", None)
     if names is None and dataset is not None and _is_map_style(dataset):
-        first = dataset[0] if len(dataset) else {}
+        first = {} if isinstance(dataset, Mapping) or not len(dataset) else dataset[0]
         names = first if isinstance(first, Mapping) else []
     return list(names or ())

@@ -21,7 +21,7 @@ from hf_memopt.binding.refusals import NO_LIMIT, Refusal, refusal_of
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.distributed.zero_config import ZERO_STAGES, zero_options
-from hf_memopt.plain_data import Count, check_value
+from hf_memopt.plain_data import Count, check_value, checked_path
 from hf_memopt.recipes.effective_batch import cut_effective_batch
 from hf_memopt.whole_files import write_whole
 
@@ -103,7 +103,8 @@ class Launch:
             FileExistsError: a file exists, and ``force`` is False; none is written then.
             NotADirectoryError: ``folder`` is a file.
         """
-        place = Path(folder)
+        check_value("script", script, str, "train.py")
+        place = checked_path("folder", folder)
         if place.exists() and not place.is_dir():
             raise NotADirectoryError(
                 f"folder={str(place)!r} is a file; expected a folder or a new path. Pass another folder"

@@ -46,9 +46,11 @@ def prepared_model(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, tuple[C
     requires a gradient.
     """
     from hf_memopt.binding.adapters import add_adapters
+    from hf_memopt.binding.model_traits import check_model
     from hf_memopt.binding.quantized_weights import is_quantized, prepare_quantized
     from hf_memopt.memory.resolved_settings import own_dtype
 
+    check_model(model)
     if hasattr(model, "peft_config"):
         own = Change("lora", recipe.lora, "the model's own", f"{type(model).__name__} has adapters already")
         return model, () if recipe.lora is None else (own,)

@@ -192,9 +192,9 @@ def recipe(name: str | os.PathLike[str], model: Any = None, *, seq_len: int | No
         )
     if isinstance(name, os.PathLike) or str(name).endswith(".json"):
         return _from_file(name, model)
-    if name == "auto":
+    if isinstance(name, str) and name == "auto":
         return _for_this_machine() if model is None else _fitting_here(model, seq_len)
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         known = [*PRESETS, "auto"]
         raise ValueError(
             f"name={name!r} is not a preset; expected one of {', '.join(known)}.{did_you_mean(str(name), known)} "

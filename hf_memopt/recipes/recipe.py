@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -18,7 +17,16 @@ from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.notebook_output import printed_html
-from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object, parse_object, shown
+from hf_memopt.plain_data import (
+    Count,
+    CountOrZero,
+    check_fields,
+    check_value,
+    checked_path,
+    from_object,
+    parse_object,
+    shown,
+)
 from hf_memopt.recipes.field_checks import check_together
 from hf_memopt.recipes.resolved_arguments import resolve_arguments
 
@@ -231,7 +239,8 @@ class Recipe:
 
         from hf_memopt.binding.attach import refuse_data_parallel
 
-        if output_dir is not None and os.path.exists(output_dir) and not os.path.isdir(output_dir):
+        folder = None if output_dir is None else checked_path("output_dir", output_dir)
+        if folder is not None and folder.exists() and not folder.is_dir():
             raise NotADirectoryError(
                 f"output_dir={output_dir!r} is a file; expected a folder or a new path. Pass another output_dir"
             )
@@ -368,6 +377,12 @@ class Recipe:
             TypeError, ValueError: see ``training_arguments``, ``bucketed`` and ``attach``.
         """
         from hf_memopt.recipes.wired_trainer import build_trainer
+
+        given: Any = callbacks
+        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+            raise TypeError(
+                f"callbacks={shown(callbacks)} is no list of callbacks; expected one. Pass callbacks=[callback]"
+            )
 
         return build_trainer(
             self,

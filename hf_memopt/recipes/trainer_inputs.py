@@ -63,7 +63,8 @@ def check_trainer_inputs(model: Any, training_arguments: Any, trainer_kwargs: Ma
             name stands among the keywords, or the model is a name.
         ValueError: there is neither a model nor ``model_init``.
     """
-    if training_arguments is not None and not isinstance(training_arguments, Mapping):
+    is_mapping = isinstance(training_arguments, Mapping) and all(isinstance(name, str) for name in training_arguments)
+    if training_arguments is not None and not is_mapping:
         raise TypeError(
             f"training_arguments=<{type(training_arguments).__name__}> is not a mapping; expected a dict of "
             "fields. "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from hf_memopt.binding.attach import attach
 from hf_memopt.binding.conflicts import names_of, refusals_of
@@ -31,7 +31,7 @@ from hf_memopt.techniques.precision import PrecisionCallback
 from hf_memopt.techniques.tied_embedding import TiedEmbeddingCallback
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback, TrainingArguments
+    from transformers import TrainingArguments
 
     from hf_memopt.recipes.recipe import Recipe
 
@@ -64,6 +64,12 @@ def build_trainer(
 ) -> Trainer:
     """Return the Trainer; see ``Recipe.trainer``."""
     check_trainer_inputs(model, training_arguments, trainer_kwargs)
+    for callback in callbacks:
+        if not issubclass(callback if isinstance(callback, type) else type(callback), TrainerCallback):
+            raise TypeError(
+                f"callbacks=<{type(callback).__name__}> is not a TrainerCallback; expected instances. "
+                "Pass callbacks=[MyCallback()]"
+            )
     fixed = fixed_size_input(model, train_dataset)
     if processing_class is None and "data_collator" not in trainer_kwargs and fixed is None:
         raise ValueError(

@@ -14,6 +14,8 @@ from hf_memopt.plain_data import check_value, shown
 __all__ = ["Number", "check_fields_of", "check_format"]
 
 Number = float | int
+SMALLEST, LARGEST = 1e-12, 2.0**63
+"""Between them is every number but 0: what a page draws is computed from it, and must neither overflow nor vanish."""
 
 
 def check_format(told: dict[str, Any], number: int) -> None:
@@ -53,6 +55,8 @@ def check_fields_of(value: Any, kind: Any, name: str) -> None:
             check_value(name, value, kind)
         except ValueError as error:
             raise ValueError(str(error).rpartition(". Pass another")[0] or str(error)) from None
+        if kind == Number and value != 0 and not SMALLEST <= value < LARGEST:
+            _expect(False, name, value, f"0, or a number from {SMALLEST} to 2**63")
 
 
 def _of_optional(kind: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_memopt.plain_data import checked_path
 from hf_memopt.whole_files import write_whole
 
 __all__ = ["check_page", "rendered", "write_page"]
@@ -23,7 +24,7 @@ def check_page(path: str | os.PathLike[str], *, force: bool = False) -> None:
     Raises:
         ValueError: ``path`` does not end in .html, is a folder or is in a missing one, or exists without ``force``.
     """
-    found = Path(path)
+    found = checked_path("report", path)
     name = f"report={os.fspath(path)!r}"
     if found.suffix.lower() not in ENDINGS:
         raise ValueError(f"{name} is no web page; expected a name that ends in .html. Pass {found.stem}.html")

@@ -620,3 +620,14 @@ def test_a_folder_that_makes_an_empty_tokenizer_is_refused(tmp_path):
             f"tokenizer={name!r} has no vocabulary; expected one that save_pretrained has written. "
             f"Call: tokenizer.save_pretrained({name!r})"
         )
+
+
+@pytest.mark.parametrize("name", ["../secret.arrow", "/secret.arrow", 5])
+def test_a_saved_dataset_is_read_in_its_own_folder_alone(tmp_path, name):
+    WRITERS["saved"](tmp_path / "saved")
+    state = tmp_path / "saved" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "_data_files": [{"filename": name}]}))
+    assert error_of(tmp_path / "saved") == (
+        f"path={str(tmp_path / 'saved')!r} cannot be read as arrow (ArrowInvalid: state.json has the file {name!r}, "
+        "which is not one of its folder); expected a complete file. Write it again"
+    )

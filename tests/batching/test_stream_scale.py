@@ -395,3 +395,28 @@ def test_the_place_of_a_large_or_unusual_state_is_kept_without_it() -> None:
         places.add({**place, "dataset": {"shard": turn}, "turn": turn})
     assert places.latest(100)["dataset"] == {"shard": 3 + PLACES}
     assert places.latest(4) == place  # the others were overwritten: the beginning is further away, and as exact
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"turn": "4"}, "state['turn']='4' is invalid; expected an integer of 0 or more. "),
+        ({"place": None}, "state['place']=None is not a place in a stream; expected an object with epoch, row, "),
+        ({"place": {"row": -1}}, "state['place']['row']=-1 is invalid; expected an integer of 0 or more. "),
+        ({"place": {"dataset": True}}, "state['place']['dataset']=True is not a state of <Resumable> (TypeError: "),
+    ],
+)
+def test_a_state_that_is_none_is_refused(changed, says) -> None:
+    stream = BucketedStream(Resumable(COUNT), batch_size=4, buffer_examples=16)
+    list(itertools.islice(stream, 12))
+    state = stream.state_dict()
+    place = changed.get("place", {})
+    broken = {**state, **changed, "place": None if place is None else {**state["place"], **place}}
+
+    def resume() -> None:
+        stream.load_state_dict(broken)
+        next(iter(stream))
+
+    with pytest.raises(ValueError) as error:
+        resume()
+    assert str(error.value).startswith(says)

@@ -140,6 +140,8 @@ def test_a_spinner_shows_on_a_terminal_alone() -> None:
     threads = threading.active_count()
     assert "1 of 19" in shown(turning=False, force_terminal=True)
     assert "1 of 19" in shown(force_terminal=True)
+    with spinner("simulating [/red]", Console(file=io.StringIO(), force_terminal=True), shown=True) as announce:
+        announce("[/red]")  # a name, not markup
     assert shown() == ""
     stream = io.StringIO()
     with spinner("simulating gpt2", Console(file=stream, force_terminal=True), shown=False) as announce:

@@ -317,3 +317,22 @@ def run_rank(folder: Path) -> None:
 
 if __name__ == "__main__":
     run_rank(Path(sys.argv[1]))
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        ('{"weight_map": {"a": "../../secret"}}', "it has the file '../../secret', which is not one of its folder"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "it has the file '/etc/passwd', which is not one of its folder"),
+        ('{"weight_map": {"a": 1}}', "it has weight_map={'a': 1}, which names no files"),
+        ("[" * 100_000, "it is nested too deeply"),
+    ],
+    ids=range(4),
+)
+@pytest.mark.parametrize("check_files", [True, False])
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path, index, reason, check_files) -> None:
+    """Stock would follow the name, whoever wrote it."""
+    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    found = why_incomplete(tmp_path, check_files=check_files)
+    assert found == f"its model.safetensors.index.json cannot be read: {reason}"

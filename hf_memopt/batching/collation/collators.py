@@ -15,7 +15,7 @@ from __future__ import annotations
 import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -39,11 +39,14 @@ from hf_memopt.batching.plan.checks import check_counts
 from hf_memopt.binding.handles import UndoHandle, set_attribute, undo_all
 from hf_memopt.binding.model_traits import has_decoder, is_causal_lm, label_shifter, needs_position_ids
 from hf_memopt.changes import Change, record_changes
+from hf_memopt.plain_data import check_value, shown
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 __all__ = ["BucketedCollator", "DynamicPaddingCollator", "flatten", "needs_position_ids"]
+
+LabelId = Annotated[int, range(-(2**31), 2**31)]
 
 
 class BucketedCollator:
@@ -108,6 +111,10 @@ class BucketedCollator:
     ) -> None:
         if not hasattr(tokenizer, "padding_side"):  # a processor
             tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        check_value("mlm_probability", mlm_probability, float | None, 0.15)
+        check_value("causal_lm", causal_lm, bool, True)
+        check_value("label_pad_token_id", label_pad_token_id, LabelId, -100)
+        check_value("position_ids", position_ids, bool | None, None)
         own = {"mlm_probability": mlm_probability, "causal_lm": causal_lm, "position_ids": position_ids}
         if inner is not None:
             _check_inner(inner, own)
@@ -189,6 +196,10 @@ class BucketedCollator:
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         """Return the batch of ``features``, which stay as they are."""
+        if not isinstance(features, Sequence):
+            raise TypeError(
+                f"features={shown(features)} is not a list of examples; expected one. Call: collator([dataset[0]])"
+            )
         features, width = self._examples(features)
         if self.inner is not None:
             batch: dict[str, Any] = self.inner(list(features) if isinstance(features, RowBatch) else features)

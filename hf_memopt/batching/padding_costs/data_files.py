@@ -316,7 +316,11 @@ def _token_counter(name: str) -> Callable[[pa.ChunkedArray, str], NDArray[np.int
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
-    except Exception as error:  # a missing file, a broken one, no network, a missing package: each raises its own
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # a missing file, a broken one, no network, a missing package: each raises its own, and where the Rust of tokenizers
+    # panics, what it raises is no Exception
+    except BaseException as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"tokenizer={name!r} needs Python code of its own, and no such code is run; expected a class of "

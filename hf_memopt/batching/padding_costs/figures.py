@@ -28,6 +28,7 @@ from hf_memopt.batching.padding_costs.strategies import (
 from hf_memopt.batching.plan.buckets import LengthBuckets
 from hf_memopt.batching.plan.checks import check_batch_limits, check_counts
 from hf_memopt.notebook_output import printed_html
+from hf_memopt.plain_data import check_value, checked_path
 
 __all__ = ["Cut", "Histogram", "PaddingReport", "PaddingStrategy", "Suggestion", "padding_report"]
 
@@ -123,7 +124,7 @@ class PaddingReport:
         """
         from hf_memopt.batching.padding_costs.output import draw_report
 
-        draw_report(self, Path(path))
+        draw_report(self, checked_path("path", path))
 
 
 def padding_report(
@@ -157,10 +158,12 @@ def padding_report(
         >>> report.strategies[0].name, round(report.strategies[0].wasted_fraction, 2), report.percentiles["p75"]
         ('fixed to longest, 480', 0.75, 60)
     """
+    check_value("unit", unit, str, "tokens")
     multiple = pad_to_multiple_of
     whole = LengthBuckets(lengths, batch_size=batch_size, seed=seed, pad_to_multiple_of=multiple).lengths
     if max_length is not None:
         check_counts(max_length=max_length)
+        max_length = min(max_length, 2**31 - 1)
     cut = whole if max_length is None else np.minimum(whole, max_length)
     if max_tokens is not None:
         check_batch_limits(None, max_tokens)

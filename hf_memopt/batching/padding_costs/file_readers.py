@@ -6,7 +6,8 @@ memory stays bounded whatever the size of a file; only an array or object over s
 
 ``datasets.load_dataset(..., streaming=True)`` is not used (seen in 5.2): each call asks a server and writes to the
 cache, names are patterns, JSON Lines with another field or type in a later block are refused, deeply nested ones end
-the process, and missing values at the end of a CSV row become nulls without a warning.
+the process, and missing values at the end of a CSV row become nulls without a warning. Nor is ``load_from_disk``,
+which follows names out of the dataset's folder and checks no offsets.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from hf_memopt.plain_data import parse_object, shown
+
 __all__ = ["first_line", "likely_type", "open_source", "reading"]
 
 ROWS_AT_ONCE, JSON_ROWS_AT_ONCE = 8192, 512  # Python objects of a row take up to ten times the memory of its table
+MOST_OF_CAUSE = 300  # characters: it may quote the file
 CSV_BLOCK_BYTES = 16 * 2**20  # a row must fit into one block
 
 Read = Callable[[str], Iterator[pa.Table]]
@@ -44,10 +48,11 @@ def reading(source: Path, kind: str) -> Iterator[None]:
         raise ValueError(f"path={str(source)!r} cannot be read as {kind} ({cause}); expected {action}") from error
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the type of an error and the first line of its message; the message alone if it names a line."""
     lines = str(error).strip().splitlines() or ["no cause given"]
     text = lines[0].rsplit("Invalid: ", 1)[-1].rstrip(".")  # pyarrow nests its errors
+    text = text if len(text) <= MOST_OF_CAUSE else f"{text[: MOST_OF_CAUSE - 3]}..."
     return text if text.startswith("line ") else f"{type(error).__name__}: {text}"
 
 
@@ -73,13 +78,22 @@ def open_source(source: Path, kind: str) -> tuple[pa.Schema, Read]:
 
 
 def _open_saved(folder: Path) -> tuple[pa.Schema, Read]:
-    from datasets import load_from_disk
-
+    """Open the Arrow files that ``state.json`` names, as ``Dataset.save_to_disk`` wrote it."""
     try:
-        tables = load_from_disk(str(folder)).with_format("arrow")
-    except json.JSONDecodeError as error:
-        raise pa.ArrowInvalid(str(error)) from error
-    return tables.features.arrow_schema, lambda column: tables.select_columns([column]).iter(ROWS_AT_ONCE)
+        names = [one["filename"] for one in parse_object((folder / "state.json").read_bytes())["_data_files"]]
+    except ValueError as error:
+        raise pa.ArrowInvalid(f"of state.json, {error}") from error
+    for name in names:
+        if not isinstance(name, str) or name != Path(name).name:
+            raise pa.ArrowInvalid(f"state.json has the file {shown(name)}, which is not one of its folder")
+    if not names:
+        raise EOFError("it holds no rows")
+
+    def read(column: str) -> Iterator[pa.Table]:
+        for name in names:
+            yield from _open_arrow(folder / name)[1](column)
+
+    return _open_arrow(folder / names[0])[0], read
 
 
 def _open_arrow(file: Path) -> tuple[pa.Schema, Read]:

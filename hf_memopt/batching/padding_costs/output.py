@@ -36,6 +36,8 @@ def report_text(report: PaddingReport) -> str:
 
 def print_report(report: PaddingReport, console: Console) -> None:
     """Print the report, with bars of ``#`` where the console's encoding has no block characters."""
+    from rich.markup import escape
+
     console.print(_heading(report), highlight=False)
     bars = _bars(report, "#" if console.options.ascii_only else "█", console.width)
     console.print(bars, highlight=False, soft_wrap=True)
@@ -43,7 +45,8 @@ def print_report(report: PaddingReport, console: Console) -> None:
     if report.cuts:
         console.print(_cuts(report))
     console.print()
-    console.print("[bold]Suggestions[/]" if report.unit == "tokens" else f"[bold]Suggestions, in {report.unit}[/]")
+    unit = "" if report.unit == "tokens" else f", in {escape(report.unit)}"
+    console.print(f"[bold]Suggestions{unit}[/]")
     for found in report.suggestions:
         console.print(f"[bold]{found.name} = {found.value}[/]: {found.reason}", highlight=False)
         if found.code:
@@ -51,14 +54,18 @@ def print_report(report: PaddingReport, console: Console) -> None:
 
 
 def _heading(report: PaddingReport) -> str:
+    from rich.markup import escape
+
     figures = {**report.percentiles, "max": report.longest}
     lines = [
-        f"[bold]{report.examples:,} examples, {report.total:,} {report.unit}[/], "
+        f"[bold]{report.examples:,} examples, {report.total:,} {escape(report.unit)}[/], "
         f"mean {report.mean:.1f}, shortest {report.shortest:,}",
         "   ".join(f"{name} {length:,}" for name, length in figures.items()),
     ]
     if report.unit != "tokens":
-        lines.insert(0, f"[bold yellow]Counted in {report.unit}, not in tokens[/]: a text has more tokens than words.")
+        lines.insert(
+            0, f"[bold yellow]Counted in {escape(report.unit)}, not in tokens[/]: a text has more tokens than words."
+        )
     return "\n".join(lines)
 
 

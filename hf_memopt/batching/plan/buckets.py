@@ -27,6 +27,7 @@ from hf_memopt.batching.plan.checks import (
     checked_lengths,
     unknown_boundaries,
 )
+from hf_memopt.plain_data import checked_array
 
 __all__ = ["EpochPlan", "LengthBuckets", "PlanDiagnostics"]
 
@@ -149,7 +150,7 @@ class LengthBuckets:
         self.too_long = too_long
         self.lengths = checked_lengths(lengths)
         self.pads_to_boundaries = boundaries is not None
-        given = None if boundaries is None or isinstance(boundaries, str) else np.asarray(boundaries)
+        given = None if boundaries is None or isinstance(boundaries, str) else checked_array("boundaries", boundaries)
         if isinstance(boundaries, str) and boundaries != "auto":
             raise unknown_boundaries(boundaries)
         if given is not None:

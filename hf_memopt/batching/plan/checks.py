@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hf_memopt.plain_data import Count, CountOrZero, check_value
+from hf_memopt.plain_data import Count, CountOrZero, check_value, checked_array
 
 __all__ = [
     "check_batch_limits",
     "check_counts",
+    "check_integers",
     "check_rank",
     "check_seed",
     "check_too_long",
@@ -23,23 +24,23 @@ __all__ = [
 ]
 
 
+MOST = {name: Annotated[int, range(1, 2**20 + 1)] for name in ("world_size", "pad_to_multiple_of")}
+"""Counts that arrays are as long as, so that a slip of the pen does not ask for gigabytes."""
+
+
 def checked_lengths(lengths: ArrayLike) -> NDArray[np.int32]:
     """Return the lengths as int32, not copied if they are that already.
 
     Raises:
         ValueError: not one integer of 1 or more per example.
     """
-    found = np.asarray(lengths)
+    found = checked_array("lengths", lengths)
     if found.ndim != 1 or found.size == 0:
         raise ValueError(
             f"lengths=<array of shape {found.shape}> is not one length per example; expected shape (examples,) with at "
             "least one. Pass token_lengths(dataset)"
         )
-    if found.dtype.kind not in "iu":
-        raise ValueError(
-            f"lengths=<array of {found.dtype}> is not a number of tokens; expected integers. "
-            "Pass token_lengths(dataset)"
-        )
+    check_integers(found)
     for row in (int(found.argmin()), int(found.argmax())):
         if found[row] == 0:
             raise ValueError(
@@ -52,6 +53,15 @@ def checked_lengths(lengths: ArrayLike) -> NDArray[np.int32]:
                 "Pass token_lengths(dataset)"
             )
     return found.astype(np.int32, copy=False)
+
+
+def check_integers(lengths: NDArray[Any]) -> None:
+    """Raise ValueError unless an array holds integers."""
+    if lengths.dtype.kind not in "iu":
+        raise ValueError(
+            f"lengths=<array of {lengths.dtype}> is not a number of tokens; expected integers. "
+            "Pass token_lengths(dataset)"
+        )
 
 
 def checked_boundaries(
@@ -100,7 +110,7 @@ def check_batch_limits(batch_size: int | None, max_tokens: int | None) -> None:
 def check_counts(**counts: Any) -> None:
     """Raise ValueError unless every value is an integer of 1 or more, of Python or of numpy."""
     for name, value in counts.items():
-        check_value(name, _plain(value), Count, example=1 if name == "world_size" else 32)
+        check_value(name, _plain(value), MOST.get(name, Count), example=1 if name == "world_size" else 32)
 
 
 def checked_position(position: Any, size: int, item: str = "an example") -> int:

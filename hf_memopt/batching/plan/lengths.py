@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
+from hf_memopt.batching.plan.checks import check_integers
 from hf_memopt.errors import did_you_mean
-from hf_memopt.plain_data import check_value
+from hf_memopt.plain_data import check_value, checked_array, shown
 
 __all__ = ["LENGTH_COLUMN", "are_token_ids", "lengths_of", "token_lengths"]
 
@@ -80,12 +81,13 @@ def lengths_of(dataset: Any, lengths: ArrayLike | None, column: str) -> NDArray[
         TypeError: the dataset is indexed by column.
     """
     _check_rows(dataset)
-    found = token_lengths(dataset, column) if lengths is None else np.asarray(lengths)
+    found = token_lengths(dataset, column) if lengths is None else checked_array("lengths", lengths)
     if found.shape != (len(dataset),):
         raise ValueError(
             f"lengths=<array of shape {found.shape}> does not belong to a dataset of {len(dataset)} examples; expected "
             "one length per example. Leave lengths out, or pass token_lengths(dataset)"
         )
+    check_integers(found)
     return found
 
 
@@ -99,6 +101,11 @@ def _check_rows(dataset: Any) -> None:
             fix = "Pass datasets.Dataset.from_dict(dict(dataset))"
     elif library in _TABLES and hasattr(dataset, "columns"):
         fix = f"Pass {_TABLES[library]}"
+    elif not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"dataset={shown(dataset)} has no rows; expected a datasets.Dataset, a list of dicts or anything else with "
+            "__len__ and __getitem__. Pass datasets.Dataset.from_list(rows)"
+        )
     else:
         return
     raise TypeError(f"dataset=<{name}> is indexed by column; expected rows: dataset[0] an example. {fix}")

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 
 from hf_memopt.batching.plan.buckets import LengthBuckets, PlanDiagnostics
 from hf_memopt.batching.plan.checks import check_rank, check_seed
+from hf_memopt.plain_data import shown
 
 __all__ = ["LengthBucketedBatchSampler", "LengthBucketedSampler", "check_state"]
 
@@ -196,10 +197,14 @@ def check_state(state: Mapping[str, Any], order: Mapping[str, Any], more: Iterab
     ``of`` is the "sampler" or "stream" that is to go on.
     """
     known = {*order, *more}
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"state={shown(state)} is not a state; expected what state_dict() returns. Save it: {of}.state_dict()"
+        )
     if state.keys() != known:
         raise ValueError(
-            f"state=<keys {sorted(state)}> lacks {sorted(known - state.keys())} and has the unknown "
-            f"{sorted(state.keys() - known)}; expected what state_dict() of this version returns. "
+            f"state=<keys {sorted(map(str, state))}> lacks {sorted(known - state.keys())} and has the unknown "
+            f"{sorted(map(str, state.keys() - known))}; expected what state_dict() of this version returns. "
             f"Save it anew: {of}.state_dict()"
         )
     for name, value in order.items():

@@ -43,7 +43,7 @@ from hf_memopt.batching.plan.samplers import check_state
 from hf_memopt.batching.plan.stream_buffer import Entry, cut_groups
 from hf_memopt.batching.views.descriptions import DescribedByDataset
 from hf_memopt.batching.views.stream_pass import StreamPass, random_numbers
-from hf_memopt.batching.views.stream_places import Place, SharedPlaces
+from hf_memopt.batching.views.stream_places import Place, SharedPlaces, checked_place
 from hf_memopt.batching.views.stream_source import StreamSource, check_source
 from hf_memopt.batching.views.trainer_checks import (
     check_per_device,
@@ -53,7 +53,7 @@ from hf_memopt.batching.views.trainer_checks import (
 )
 from hf_memopt.binding.handles import UndoHandle, set_attribute, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
-from hf_memopt.plain_data import CountOrZero, check_value
+from hf_memopt.plain_data import CountOrZero, check_value, checked_array
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -137,7 +137,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         self._check_settings()
         self.boundaries: list[int] | None = None
         if boundaries is not None:
-            self.boundaries = checked_boundaries(np.asarray(boundaries), max_tokens).tolist()
+            self.boundaries = checked_boundaries(checked_array("boundaries", boundaries), max_tokens).tolist()
         self.rows_per_turn = batch_size  # what a process takes at a time; bind_trainer learns it from the Trainer
         self._leaves_room = False  # for the batches of the other processes, which accelerate cuts out
         self.kept_columns: frozenset[str] | None = None
@@ -326,7 +326,9 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         """
         if state is not None:
             check_state(state, self._order(), ("turn", "origin", "place"), of="stream")
-            self._places.begin(state["place"])
+            for name in ("turn", "origin"):
+                check_value(f"state[{name!r}]", state[name], CountOrZero)
+            self._places.begin(checked_place(state["place"]))
             self._handed_out = int(self._shared[ITERATIONS]), state["turn"]
         self._begin = None if state is None else dict(state)
 

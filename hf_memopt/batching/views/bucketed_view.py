@@ -24,6 +24,7 @@ from hf_memopt.batching.plan.lengths import lengths_of
 from hf_memopt.batching.plan.packing import PackedBatches
 from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
 from hf_memopt.batching.views.descriptions import DescribedByDataset, is_map_style
+from hf_memopt.batching.views.stream_source import check_source
 from hf_memopt.batching.views.trainer_checks import (
     check_per_device,
     check_world_size_of_run,
@@ -100,6 +101,7 @@ def bucketed(
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_counts(world_size=world_size)
     if not is_map_style(dataset):
+        check_source(dataset)
         _check_settings_of_stream(lengths, n_buckets, boundaries)
         held = BUFFER_EXAMPLES * (world_size if rank is None else 1)
         stream = BucketedStream(

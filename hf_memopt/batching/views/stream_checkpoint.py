@@ -17,6 +17,7 @@ import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all, undo_all
+from hf_memopt.plain_data import parse_object
 from hf_memopt.whole_files import warn_unwritten, write_whole
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _saved_state(trainer: Trainer, folder: str | os.PathLike[str] | None) -> Any
         return None
     file = Path(folder) / _file_name(trainer.args)
     try:
-        return json.loads(file.read_text("utf-8"))
+        return parse_object(file.read_bytes())
     except (OSError, ValueError) as error:
         warnings.warn(
             f"{file} could not be read ({type(error).__name__}: {error}), so with ignore_data_skip=True the stream "

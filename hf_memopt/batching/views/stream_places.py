@@ -14,7 +14,9 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
-__all__ = ["Place", "SharedPlaces"]
+from hf_memopt.plain_data import CountOrZero, check_value, shown
+
+__all__ = ["Place", "SharedPlaces", "checked_place"]
 
 PLACES, LARGEST_BYTES = (
     16,
@@ -33,6 +35,22 @@ class Place(TypedDict):
     group: int  # groups drawn so far: of the pass, or with a rank of all passes
     turn: int  # turns handed out so far, of all passes: a batch for each process
     dropped: int
+
+
+def checked_place(place: Any) -> Place:
+    """Return a place that a state holds.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(place, dict) or place.keys() != Place.__annotations__.keys():
+        raise ValueError(
+            f"state['place']={shown(place)} is not a place in a stream; expected an object with "
+            f"{', '.join(Place.__annotations__)}. Save it anew: stream.state_dict()"
+        )
+    for name in Place.__annotations__.keys() - {"dataset"}:
+        check_value(f"state['place'][{name!r}]", place[name], CountOrZero)
+    return place  # type: ignore[return-value]  # checked
 
 
 class SharedPlaces:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
+from hf_memopt.plain_data import shown
+
 __all__ = ["StreamSource", "check_source"]
 
 
@@ -55,7 +57,14 @@ class StreamSource:
             self.dataset.set_epoch(epoch)
         first = self._offset + row * self._step
         if state is not None:  # of the moment after a row of this process
-            self.dataset.load_state_dict(state)
+            try:
+                self.dataset.load_state_dict(state)
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"state['place']['dataset']={shown(state)} is not a state of <{type(self.dataset).__name__}> "
+                    f"({type(error).__name__}: {error}); expected what its state_dict() returned. "
+                    "Save it anew: stream.state_dict()"
+                ) from error
             first = self._step - 1
         return islice(_read_whole(self.dataset), first, None, self._step)
 

@@ -273,6 +273,8 @@ def _set_attention(model: nn.Module, attn_implementation: str) -> None:
     if attn_implementation == "flash_attention_2":
         use_stand_in(inside)
         return
+    if attn_implementation == "sdpa" and not hasattr(inside, "set_attn_implementation"):
+        return  # a module of the user's own, of which the default is asked
     try:
         inside.set_attn_implementation(attn_implementation)
     except ImportError as error:

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt import plotting as pictures
 from hf_memopt.memory.output.estimate_text import COLOURS, describe, verdict
 from hf_memopt.memory.timeline import COMPONENTS, phase_spans, without_repeated_steps
+from hf_memopt.plain_data import checked_path
 from hf_memopt.units import format_bytes, to_gib, to_mib
 
 if TYPE_CHECKING:
+    import os
+
     import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -49,14 +52,14 @@ def check_picture(path: Path) -> None:
     pictures.check_picture(path, purpose="the picture of an estimate")
 
 
-def draw(estimate: Estimate, path: str | Path) -> None:
+def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
     """Draw the timeline to a PNG, SVG or PDF file: components stacked, phases shaded, the peak labelled.
 
     Raises:
         ValueError: ``path`` is not such a file, or cannot be written.
         MissingExtraError: matplotlib is not installed.
     """
-    path = Path(path)
+    path = checked_path("path", path)
     check_picture(path)
     with pictures.drawing():
         pictures.save_picture(_figure(replace(estimate, timeline=without_repeated_steps(estimate.timeline))), path)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
+from hf_memopt.plain_data import Count, CountOrZero, check_fields, checked_path, from_object, parse_object, shown
 from hf_memopt.whole_files import write_whole
 
 __all__ = [
@@ -212,7 +212,7 @@ def read_measurement(path: str | os.PathLike[str]) -> Measurement:
         ValueError: there is no such file, or it holds something else.
     """
     try:
-        return Measurement.from_json(Path(path).read_bytes())
+        return Measurement.from_json(checked_path("measured", path).read_bytes())
     except OSError as error:
         raise ValueError(
             f"measured={os.fspath(path)!r} cannot be read: {error.strerror or error}; expected a file that "
@@ -245,7 +245,7 @@ def named_measurement(measured: str | os.PathLike[str] | Measurement) -> tuple[M
 
 def check_new_file(path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Raise ValueError where a file exists already, or cannot be written because its folder is missing."""
-    target: Any = Path(path)
+    target: Any = checked_path("path", path)
     if target.exists() and not (force and target.is_file()):
         what = "exists already" if target.is_file() else "is not a file"
         fix = "Pass force=True, or another path" if target.is_file() else "Pass path='run.json'"

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.devices.gpus import current_gpu
 from hf_memopt.memory.distributed.zero_config import ZERO_STAGES
+from hf_memopt.memory.models.config_files import check_task
 from hf_memopt.memory.recording.kept_models import keeping_models
+from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.measuring.measurement import named_measurement
 from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.measured import Corrections
@@ -116,6 +118,8 @@ def plan(
     """
     checked_word("goal", goal, GOALS)
     checked_word("method", method, METHODS)
+    check_value("seq_len", seq_len, Count | None, 512)
+    check_task(task)
     found_gpu, corrections = _corrected_gpu(gpu, budget, measured)
     words = checked_allow(allow, method, found_gpu)
     share = checked_batch(effective_batch_size, world_size)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from hf_memopt.devices.gpus import Gpu, current_gpu, custom_gpu, find_gpu
 from hf_memopt.errors import did_you_mean
@@ -45,6 +45,10 @@ OF_ALL_WEIGHTS = ("release_clipping", "bf16_weights", "freeze")
 """What of ``ALLOW`` means nothing where only adapters are trained."""
 
 
+EffectiveBatch = Annotated[int, range(1, 10**5 + 1)]
+"""The search tries the divisors of it one by one."""
+
+
 def checked_word(name: str, value: Any, known: Mapping[str, str]) -> None:
     """Refuse a word that is not among the known ones."""
     if not isinstance(value, str) or value not in known:
@@ -60,7 +64,7 @@ def checked_allow(allow: str | Iterable[str], method: str, gpu: Gpu) -> tuple[st
     Raises:
         ValueError: a word is unknown, or contradicts the method or the GPU.
     """
-    words = (allow,) if isinstance(allow, str) else tuple(allow)
+    words = tuple(allow) if isinstance(allow, Iterable) and not isinstance(allow, str) else (allow,)
     for word in words:
         checked_word("allow", word, ALLOW)
     for word in OF_ALL_WEIGHTS:
@@ -83,7 +87,7 @@ def checked_batch(effective_batch_size: int, world_size: int) -> int:
     Raises:
         ValueError: a number below 1, or an effective batch that cannot be cut over the GPUs.
     """
-    check_value("effective_batch_size", effective_batch_size, Count, 32)
+    check_value("effective_batch_size", effective_batch_size, EffectiveBatch, 32)
     check_value("world_size", world_size, Count, 1)
     if effective_batch_size % world_size:
         near = world_size * max(1, round(effective_batch_size / world_size))

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.notebook_output import printed_html
+from hf_memopt.plain_data import checked_path
 
 if TYPE_CHECKING:
     import os
@@ -195,14 +196,13 @@ class Plan:
             ValueError: ``path`` is not such a file that can be written.
             MissingExtraError: matplotlib is not installed.
         """
-        from pathlib import Path
-
         from hf_memopt.plotting import check_picture
         from hf_memopt.recipes.planning.plan_picture import draw_plan
         from hf_memopt.reports.plan_file import read_plan_text
 
-        check_picture(Path(path), purpose="the picture of a plan")  # before what it shows is simulated
-        draw_plan(read_plan_text(self.to_json(figures=True), "Plan.to_json()"), Path(path))
+        picture = checked_path("path", path)
+        check_picture(picture, purpose="the picture of a plan")  # before what it shows is simulated
+        draw_plan(read_plan_text(self.to_json(figures=True), "Plan.to_json()"), picture)
 
     def __str__(self) -> str:
         return self.table()

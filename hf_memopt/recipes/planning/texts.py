@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hf_memopt.plain_data import checked_array
+
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
@@ -53,7 +55,7 @@ class Texts:
         """
         if lengths is None:
             return cls(default if seq_len is None else seq_len)
-        values = np.asarray(lengths)
+        values = checked_array("lengths", lengths)
         if values.ndim != 1 or not values.size or values.dtype.kind not in "iu" or values.min() < 1:
             raise ValueError(
                 f"lengths=<{values.dtype} of shape {values.shape}> are no lengths of examples; expected whole numbers "

@@ -23,6 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from hf_memopt.plain_data import parse_object, shown
 from hf_memopt.techniques.microbatching.limits import LIMITS_FILE
 
 __all__ = ["checkpoint_to_resume", "remove_training_state", "why_incomplete"]
@@ -62,21 +63,40 @@ def why_incomplete(folder: Path, *, check_files: bool = True) -> str | None:
         state = json.loads((folder / TRAINER_STATE_NAME).read_bytes())  # not strict: a logged loss may be NaN
     except FileNotFoundError:
         return f"it has no {TRAINER_STATE_NAME}, which is written last"
-    except ValueError:
+    except (ValueError, RecursionError):
         state = None
     if not isinstance(state, dict):
         return f"its {TRAINER_STATE_NAME} was not written to its end"
+    shards: list[str] = []
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
+        try:
+            shards = _shards(index)
+        except ValueError as error:
+            return f"its {index.name} cannot be read: {error}"
     if not check_files:
         return None
     # What follows happens where deleting a checkpoint was interrupted; stock then trains on with a new optimizer.
     missing = [name for name in RESUMED_FILES if not any(folder.glob(name))]
     if len(missing) == len(RESUMED_FILES):  # save_only_model
         missing = []
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
-        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        missing += [name for name in shards if not (folder / name).is_file()]
+    missing += [name for name in shards if not (folder / name).is_file()]
     return f"it has no {missing[0]}" if missing else None
+
+
+def _shards(index: Path) -> list[str]:
+    """Return the names of the files of weights that an index names; stock would follow them out of the folder.
+
+    Raises:
+        ValueError: it is no index, or names a file elsewhere. The message is a clause about "it".
+    """
+    names = parse_object(index.read_bytes()).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"it has weight_map={shown(names)}, which names no files")
+    for name in names.values():
+        if name != Path(name).name:
+            raise ValueError(f"it has the file {shown(name)}, which is not one of its folder")
+    return sorted(set(names.values()))
 
 
 def checkpoint_to_resume(asked: Any, output_dir: str, *, check_files: bool = True) -> Any:

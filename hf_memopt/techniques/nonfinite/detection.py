@@ -40,7 +40,7 @@ from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method
 from hf_memopt.changes import Change, add_change
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
-from hf_memopt.plain_data import Count, check_value
+from hf_memopt.plain_data import Count, check_value, checked_path
 from hf_memopt.techniques.microbatching.splitting import row_count
 from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport, diagnose, diagnose_unrepeated, write_reports
 from hf_memopt.techniques.nonfinite.example_indices import example_indices
@@ -68,7 +68,7 @@ class NonfiniteRecord:
         check_value("max_in_a_row", max_in_a_row, Count, 3)
         self.max_nonfinite_steps = max_nonfinite_steps
         self.max_in_a_row = max_in_a_row
-        self.report_dir = None if report_dir is None else Path(report_dir)
+        self.report_dir = None if report_dir is None else checked_path("report_dir", report_dir)
         self.reports: list[OverflowReport] = []
         self.changes: list[Change] = []
         self.nonfinite_steps = 0

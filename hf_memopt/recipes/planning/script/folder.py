@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_memopt import __version__
+from hf_memopt.plain_data import checked_path
 from hf_memopt.recipes.launch import NAMES, launch_files
 from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import write_whole
@@ -75,7 +76,7 @@ def check_folder(directory: str | os.PathLike[str], *, force: bool = False, besi
         ValueError: the folder has one of them and ``force`` is not set; it or one above it is a file, or cannot be
             written to.
     """
-    folder = Path(directory)
+    folder = checked_path("directory", directory)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
     if not existing.is_dir():
         raise ValueError(

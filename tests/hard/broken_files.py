@@ -1,0 +1,386 @@
+"""Files as a stranger may send them: a valid one of each kind that the package reads, and ways to break it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from hand_made_runs import estimate_data, finished_run, lost_run
+from hypothesis import strategies as st
+from rich.console import Console
+from tiny_plans import LENGTHS, fitting_plan
+from transformers import Trainer
+
+import hf_memopt as m
+import tiny
+from hf_memopt.batching.padding_costs.data_files import data_file, file_lengths
+from hf_memopt.batching.views.stream_checkpoint import _saved_state
+from hf_memopt.demo.run import MARKER, check_output
+from hf_memopt.devices.gpus import find_gpu
+from hf_memopt.memory.models.loading import load_model
+from hf_memopt.recipes.measuring.measurement import Figures, Measurement, named_measurement
+from hf_memopt.recipes.planning.measured import Corrections
+from hf_memopt.reports.difference import compare, difference_page, print_difference
+from hf_memopt.reports.plan_file import read_plan_text
+from hf_memopt.reports.plan_page import plan_page
+from hf_memopt.reports.run_file import read_run
+from hf_memopt.reports.run_page import run_page
+from hf_memopt.reports.sides import read_side
+from hf_memopt.techniques.checkpoints.complete import why_incomplete
+from hf_memopt.techniques.microbatching.limits import LIMITS_FILE, microbatch_limits, read_limits, write_limits
+
+__all__ = ["FILES", "StrangeFile", "broken_bytes", "broken_json"]
+
+SIZES = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+
+
+@dataclass(frozen=True)
+class StrangeFile:
+    """A kind of file.
+
+    Attributes:
+        name: in its folder.
+        write: a valid one, and what belongs beside it, into a folder.
+        read: reads the file as the package does, and uses all of it.
+        is_json: whether its values can be replaced one by one.
+    """
+
+    name: str
+    write: Callable[[Path], object]
+    read: Callable[[Path], object]
+    is_json: bool = True
+
+
+def _json(name: str, told: Callable[[], Any]) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(json.dumps(told()))
+
+
+# ---- What the package writes and reads
+
+
+@cache
+def _plan() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(fitting_plan().to_json(figures=True))
+    return found
+
+
+def measured() -> dict[str, Any]:
+    """Return the JSON of a measurement on a GPU."""
+    figures = Figures(2**30, 2**30 + 2**20, 2**28, {"forward": 2**29}, {"weights": 2**28}, 0.5, 0.4, 0.6)
+    found = Measurement(
+        model="BertModel",
+        parameters=10**8,
+        trainable_parameters=10**8,
+        device="cuda:0",
+        gpu="RTX 4060",
+        versions={"hf-memopt": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"},
+        method="full",
+        precision="bf16",
+        optim="adamw_torch",
+        checkpointing=False,
+        accumulation_steps=1,
+        batch_size=8,
+        seq_len=512,
+        steps=12,
+        out_of_memory="",
+        step_seconds=(0.4, 0.5, 0.6),
+        examples=8.0,
+        tokens=3000.0,
+        host_peak_bytes=2**32,
+        measured=figures,
+        predicted=figures,
+    )
+    told: dict[str, Any] = json.loads(found.to_json())
+    return told
+
+
+def _read_measured(path: Path) -> None:
+    found, name = named_measurement(path)
+    str(found), found.tokens_per_second
+    corrections = Corrections.of(found, name, find_gpu("RTX 4060"))
+    corrections.seconds_factor, corrections.bytes_factor, list(corrections.notes(()))
+
+
+def _read_recipe(path: Path) -> None:
+    found = m.recipe(path)
+    str(found), found._repr_html_(), found.step_settings(), found.callbacks(), found.changes()
+
+
+def _compare(path: Path) -> None:
+    """Compare a file with its unbroken self, both ways."""
+    whole = read_side(path.with_name("whole.json"))
+    broken = read_side(path)
+    for found in (compare(whole, broken), compare(broken, whole), compare(broken, broken)):
+        json.dumps(found.as_dict())
+        difference_page(found)
+        print_difference(found, Console(file=io.StringIO(), width=100))
+
+
+def _side(told: Callable[[], dict[str, Any]]) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        for name in ("a.json", "whole.json"):
+            (folder / name).write_text(json.dumps(told()))
+
+    return write
+
+
+# ---- Checkpoints
+
+
+class _Rows(torch.utils.data.IterableDataset[Any]):
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter({"input_ids": [5] * (i % 7 + 1), "labels": 1} for i in range(64))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._next = int(state["next"])
+
+
+def _stream() -> Any:
+    return m.bucketed(_Rows(), batch_size=2, buffer_examples=8)
+
+
+def _stream_state() -> dict[str, Any]:
+    stream = _stream()
+    list(islice(stream, 20))
+    found: dict[str, Any] = stream.state_dict()
+    return found
+
+
+@cache
+def _resuming() -> Trainer:
+    return Trainer(tiny.bert(**SIZES), tiny.arguments("unused", ignore_data_skip=True, max_steps=1))
+
+
+def _resume_stream(path: Path) -> None:
+    stream = _stream()
+    stream.load_state_dict(_saved_state(_resuming(), path.parent))
+    list(islice(stream, 20))
+
+
+def _write_checkpoint(folder: Path) -> None:
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "model-1.safetensors", "model-2.safetensors"):
+        (folder / name).write_bytes(b"")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3, "log_history": [{"loss": 1.0}]}))
+    weights = {"metadata": {"total_size": 8}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
+
+
+def _read_checkpoint(path: Path) -> None:
+    why_incomplete(path.parent)
+    why_incomplete(path.parent, check_files=False)
+
+
+def _write_demo(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    (folder / MARKER).write_text(json.dumps({"labels": ["a"], "files": ["config.json"]}))
+
+
+# ---- Models and data
+
+
+def _write_model(folder: Path) -> None:
+    tiny.llama_config(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+
+
+def _read_model(path: Path) -> None:
+    load_model(str(path.parent))
+
+
+def _write_tokenizer(folder: Path) -> None:
+    tiny.tokenizer().save_pretrained(folder / "tokenizer")
+    (folder / "tokenizer.json").write_bytes((folder / "tokenizer" / "tokenizer.json").read_bytes())
+    (folder / "rows.jsonl").write_text('{"text": "w1 w2"}\n{"text": "w3"}\n')
+
+
+def _read_tokenizer(path: Path) -> None:
+    (path.parent / "tokenizer" / path.name).write_bytes(path.read_bytes())
+    file_lengths(path.parent / "rows.jsonl", tokenizer=str(path.parent / "tokenizer"))
+
+
+def _write_tokenizer_config(folder: Path) -> None:
+    _write_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_bytes((folder / "tokenizer" / "tokenizer_config.json").read_bytes())
+
+
+TABLE = pa.table(
+    {
+        "text": ["a b", "c", None, "d e f", "é"] * 8,
+        "input_ids": [[1, 2], [3], None, [4, 5, 6], []] * 8,
+        "kind": pa.array(["x", "y", "x", None, "y"] * 8).dictionary_encode(),
+    }
+)
+
+
+def _read_data(path: Path) -> None:
+    """Read each column that the package counts."""
+    for column in ("text", "input_ids", "kind"):
+        if column in data_file(path).columns:
+            file_lengths(path, column=column)
+    file_lengths(path)
+
+
+def _write_arrow(folder: Path) -> None:
+    with pa.ipc.new_file(str(folder / "a.arrow"), TABLE.schema) as writer:
+        writer.write_table(TABLE)
+
+
+def _write_stream(folder: Path) -> None:
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(str(folder / "a.arrow"), TABLE.schema, options=options) as writer:
+        writer.write_table(TABLE)
+
+
+def _write_saved(folder: Path) -> None:
+    with contextlib.redirect_stderr(io.StringIO()):
+        datasets.Dataset(datasets.table.InMemoryTable(TABLE.select(["text", "input_ids"]))).save_to_disk(
+            str(folder / "saved"), num_shards=2
+        )
+    (folder / "state.json").write_bytes((folder / "saved" / "state.json").read_bytes())
+
+
+def _read_saved(path: Path) -> None:
+    (path.parent / "saved" / path.name).write_bytes(path.read_bytes())
+    _read_data(path.parent / "saved")
+
+
+def _rows() -> str:
+    return "".join(json.dumps(row) + "\n" for row in TABLE.to_pylist())
+
+
+FILES: dict[str, StrangeFile] = {
+    "recipe": StrangeFile(
+        "recipe.json", _json("recipe.json", lambda: json.loads(m.recipe("8gb-gpu").to_json())), _read_recipe
+    ),
+    "plan": StrangeFile(
+        "plan.json",
+        _json("plan.json", _plan),
+        lambda path: plan_page(read_plan_text(path.read_bytes(), str(path))),
+    ),
+    "run": StrangeFile(
+        "memopt_run.json",
+        _json("memopt_run.json", lost_run),
+        lambda path: run_page(read_run(path.read_bytes(), str(path))),
+    ),
+    "two runs": StrangeFile("a.json", _side(finished_run), _compare),
+    "two plans": StrangeFile("a.json", _side(_plan), _compare),
+    "two estimates": StrangeFile("a.json", _side(estimate_data), _compare),
+    "two measurements": StrangeFile("a.json", _side(measured), _compare),
+    "measurement": StrangeFile("run.json", _json("run.json", measured), _read_measured),
+    "limits": StrangeFile(
+        LIMITS_FILE,
+        lambda folder: write_limits(folder, microbatch_limits(4096, 8)),
+        lambda path: read_limits(path.parent),
+    ),
+    "stream": StrangeFile("memopt_stream_0.json", _json("memopt_stream_0.json", _stream_state), _resume_stream),
+    "checkpoint's state": StrangeFile("trainer_state.json", _write_checkpoint, _read_checkpoint),
+    "checkpoint's index": StrangeFile("model.safetensors.index.json", _write_checkpoint, _read_checkpoint),
+    "demo": StrangeFile(MARKER, _write_demo, lambda path: check_output(path.parent)),
+    "model": StrangeFile("config.json", _write_model, _read_model),
+    "tokenizer": StrangeFile("tokenizer.json", _write_tokenizer, _read_tokenizer),
+    "tokenizer's configuration": StrangeFile("tokenizer_config.json", _write_tokenizer_config, _read_tokenizer),
+    "saved dataset": StrangeFile("state.json", _write_saved, _read_saved),
+    "JSON Lines": StrangeFile("a.jsonl", lambda folder: (folder / "a.jsonl").write_text(_rows()), _read_data, False),
+    "JSON array": StrangeFile("a.json", _json("a.json", TABLE.to_pylist), _read_data),
+    "CSV": StrangeFile(
+        "a.csv",
+        lambda folder: (folder / "a.csv").write_text('text,label\n"a, b",1\n"c\nd",2\ne,3\n' * 9),
+        _read_data,
+        False,
+    ),
+    "Parquet": StrangeFile(
+        "a.parquet", lambda folder: pq.write_table(TABLE, str(folder / "a.parquet")), _read_data, False
+    ),
+    "Arrow": StrangeFile("a.arrow", _write_arrow, _read_data, False),
+    "Arrow stream": StrangeFile("a.arrow", _write_stream, _read_data, False),
+}
+"""By their names in the tests. ``LENGTHS`` are those of the plan."""
+assert LENGTHS
+
+
+# ---- How they are broken
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of all values in JSON data."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in items:
+        yield from _places(one, (*path, key))
+
+
+NUMBERS = (0, -1, 1, 2**31, 2**63 - 1, 2**63, -(2**63), 10**400, 0.5, -0.5, 5e-324, 1e-9, 1e308, -1e308, 1e15)
+TEXTS = ("", " ", "x", "\0", "\ud800", "</script>", "[/red]", "$\\frac{", "../../secret", "/etc/passwd", "9" * 5000)
+VALUES = (None, True, False, *NUMBERS, *TEXTS, "\N{RIGHT-TO-LEFT OVERRIDE}\N{FLOPPY DISK}", [], {}, [[]], {"a": {}})
+
+
+@st.composite
+def broken_json(draw: st.DrawFn, whole: Any) -> bytes:
+    """Return JSON text with one to three values replaced, left out or added."""
+    told = copy.deepcopy(whole)
+    for _ in range(draw(st.integers(1, 3))):
+        path = draw(st.sampled_from(list(_places(told))))
+        value = draw(st.sampled_from(VALUES) | st.integers() | st.floats(allow_nan=True) | st.text(max_size=8))
+        if not path:
+            continue
+        inside = told
+        for key in path[:-1]:
+            inside = inside[key]
+        how = draw(st.sampled_from(("replace", "replace", "replace", "remove", "add", "twice")))
+        if how == "remove":
+            del inside[path[-1]]
+        elif how == "add" and isinstance(inside, dict):
+            inside[draw(st.text(max_size=8))] = value
+        elif how == "add":
+            inside.insert(0, value)
+        elif how == "twice" and isinstance(inside, list):
+            inside.append(inside[path[-1]])
+        else:
+            inside[path[-1]] = value
+    return json.dumps(told).encode("utf-8", "surrogatepass")
+
+
+DEEP = (b"[" * 100_000, b'{"a":' * 100_000, b"[" * 100_000 + b"]" * 100_000)
+ENDS = (b"", b"\0" * 64, b"\xff\xfe", b"{}", b"\n\n", b"NaN", b'{"a": 1, "a": 2}', b'{"a": 1e999}', *DEEP)
+
+
+@st.composite
+def broken_bytes(draw: st.DrawFn, whole: bytes) -> bytes:
+    """Return bytes that are cut off, flipped, doubled, or something else."""
+    how = draw(st.sampled_from(("cut", "flip", "flip", "insert", "zeros", "huge", "other", "twice")))
+    if how == "other":
+        return draw(st.sampled_from(ENDS) | st.binary(max_size=64))
+    if how == "twice":
+        return whole + whole
+    found = bytearray(whole)
+    at = draw(st.integers(0, len(whole) - 1))
+    if how == "cut":
+        return bytes(found[:at])
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(found) - 1))
+        if how == "flip":
+            found[at] ^= 1 << draw(st.integers(0, 7))
+        elif how == "insert":
+            found[at:at] = draw(st.binary(min_size=1, max_size=8))
+        elif how == "zeros":
+            found[at : at + 8] = bytes(len(found[at : at + 8]))
+        else:  # a length or an offset of gigabytes, wherever one is
+            found[at : at + 4] = b"\xff\xff\xff\x7f"[: len(found[at : at + 4])]
+    return bytes(found)

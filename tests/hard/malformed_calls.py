@@ -1,0 +1,476 @@
+"""Every public function with valid arguments, one of which ``test_malformed_calls.py`` replaces by a malformed value.
+
+Left out are what the package makes and users only read (``Change``, ``Estimate``, ``Gpu``, ``MemoryReading``,
+``PaddingReport``, ``Plan``) and exceptions: their methods that take arguments are here. ``Measurement`` is read from
+JSON, which ``test_malformed_files.py`` breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from bitsandbytes.optim import AdamW8bit
+from tiny_plans import fitting_plan, missing_plan
+from transformers import Trainer
+
+import hf_memopt as m
+import tiny
+
+__all__ = ["CALLS", "Call"]
+
+SIZES = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+LENGTHS = [3, 9, 4, 7, 5, 8, 12, 6]
+ROWS = [{"input_ids": [5] * length, "labels": length % 3} for length in LENGTHS]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function, its valid arguments, and what is done with its result.
+
+    Attributes:
+        function: takes keyword arguments alone.
+        valid: of them, made anew for each call in a new folder.
+        use: what a user does with the result.
+        also: other names by which messages may call an argument.
+        skip: arguments that are not replaced, since any value is right.
+        is_slow: whether a call that works takes more than a tenth of a second.
+    """
+
+    function: Callable[..., Any]
+    valid: Callable[[Path], Mapping[str, Any]]
+    use: Callable[[Any], object] = lambda found: None
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    skip: tuple[str, ...] = ()
+    is_slow: bool = False
+
+
+def llama() -> Any:
+    return tiny.llama(**SIZES)
+
+
+def bert() -> Any:
+    return tiny.bert(**SIZES)
+
+
+@cache
+def _tokenizer() -> Any:
+    return tiny.tokenizer()
+
+
+def trainer(folder: Path, model: Any = None, **settings: Any) -> Trainer:
+    args = tiny.arguments(folder, **{"max_steps": 1, "per_device_train_batch_size": 2, **settings})
+    rows = [{"input_ids": [5, 6, 7], "labels": 1}] * 4
+    return Trainer(bert() if model is None else model, args, train_dataset=rows, eval_dataset=rows)
+
+
+def _stepped(callback: Any, **settings: Any) -> None:
+    """Attach a callback to a Trainer, train a step and evaluate."""
+    folder = settings.pop("folder")
+    trained = m.attach(trainer(folder, **settings), callback)
+    trained.train()
+    trained.evaluate()
+
+
+def _callback(kind: Any, valid: Mapping[str, Any], also: str = "", **settings: Any) -> Call:
+    """Return the call that makes a callback, which is then trained with."""
+
+    def made(*, folder: Path, **arguments: Any) -> None:
+        _stepped(kind(**arguments), folder=folder, **settings)
+
+    others = {name: (also,) for name in valid if also}
+    return Call(made, lambda folder: {"folder": folder, **valid}, also=others, skip=("folder",), is_slow=True)
+
+
+def _model_call(function: Any, model: Callable[[], Any], **valid: Any) -> Call:
+    return Call(function, lambda folder: {"model": model(), **valid})
+
+
+def _optimizer(kind: Any) -> None:
+    made, weight = kind, torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    made([weight], lr=0.1).step()
+
+
+# ---- Methods, as functions
+
+
+def _plan_method(name: str) -> Callable[..., Any]:
+    def call(**arguments: Any) -> Any:
+        return getattr(fitting_plan(), name)(**arguments)
+
+    return call
+
+
+@cache
+def estimated() -> m.Estimate:
+    return m.estimate(tiny.llama_config(**SIZES), batch_size=1, seq_len=8, gpu="RTX 3060 12GB")
+
+
+def _read(sampler: Any) -> None:
+    list(sampler)
+
+
+def _sampler_epoch(**arguments: Any) -> None:
+    sampler = m.LengthBucketedBatchSampler(LENGTHS, batch_size=2)
+    sampler.set_epoch(**arguments)
+    list(sampler)
+
+
+def _sampler_state(**arguments: Any) -> None:
+    m.LengthBucketedBatchSampler(LENGTHS, batch_size=2).state_dict(**arguments)
+
+
+def _sampler_load(**arguments: Any) -> None:
+    sampler = m.LengthBucketedBatchSampler(LENGTHS, batch_size=2)
+    sampler.load_state_dict(**arguments)
+    list(sampler)
+
+
+class _Again(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(ROWS)
+
+
+def _stream_load(**arguments: Any) -> None:
+    stream = m.bucketed(_Again(), batch_size=2, buffer_examples=4)
+    stream.load_state_dict(**arguments)
+    list(islice(stream, 5))
+
+
+def _attached(**arguments: Any) -> None:
+    m.attach(arguments["trainer"], arguments["callbacks"])
+
+
+def _recipe(**values: Any) -> None:
+    made = m.Recipe(**values)
+    str(made), made.to_json(), made.step_settings(), made.callbacks()
+    made.training_arguments("out", use_cpu=True)
+    made.model_kwargs()
+
+
+def _distributed(**arguments: Any) -> None:
+    str(m.Recipe("mine", "two GPUs", optim="adamw_torch", micro_batching=False).distributed(**arguments))
+
+
+def _launch_write(**arguments: Any) -> None:
+    m.Recipe("mine", "two GPUs").distributed(2, "ddp").write(**arguments)
+
+
+def _preset_trainer(**arguments: Any) -> None:
+    made = m.recipe("cpu").trainer(**arguments)
+    made.train()
+
+
+SETTINGS = {item.name: item.default for item in fields(m.StepSettings)}
+RECIPE = {item.name: item.default for item in fields(m.Recipe) if item.name not in ("name", "purpose", "reasons")}
+
+CALLS: dict[str, Call] = {
+    # ---- Data
+    "LengthBuckets": Call(
+        m.LengthBuckets,
+        lambda folder: {
+            **{"lengths": LENGTHS, "batch_size": 2, "max_tokens": None, "n_buckets": "auto", "boundaries": None},
+            **{"seed": 0, "world_size": 1, "pad_to_multiple_of": 8, "too_long": "error"},
+        },
+        lambda found: (found.plan(0), found.diagnostics()),
+    ),
+    "LengthBuckets of tokens": Call(
+        m.LengthBuckets,
+        lambda folder: {"lengths": LENGTHS, "max_tokens": 32, "boundaries": [8, 16], "too_long": "drop"},
+        lambda found: found.plan(0),
+    ),
+    "LengthBucketedBatchSampler": Call(
+        m.LengthBucketedBatchSampler,
+        lambda folder: {"lengths": LENGTHS, "batch_size": 2, "seed": 0, "world_size": 1, "rank": None},
+        _read,
+    ),
+    "LengthBucketedSampler": Call(
+        m.LengthBucketedSampler,
+        lambda folder: {"lengths": LENGTHS, "batch_size": 2, "seed": 0, "world_size": 2, "rank": None},
+        _read,
+    ),
+    "set_epoch": Call(_sampler_epoch, lambda folder: {"epoch": 1}),
+    "state_dict": Call(_sampler_state, lambda folder: {"position": None}),
+    "load_state_dict": Call(
+        _sampler_load,
+        lambda folder: {"state": m.LengthBucketedBatchSampler(LENGTHS, batch_size=2).state_dict()},
+    ),
+    "load_state_dict of a stream": Call(
+        _stream_load,
+        lambda folder: {"state": m.bucketed(_Again(), batch_size=2, buffer_examples=4).state_dict()},
+    ),
+    "bucketed": Call(
+        m.bucketed,
+        lambda folder: {
+            **{"dataset": ROWS, "batch_size": 2, "max_tokens": None, "n_buckets": "auto", "boundaries": None},
+            **{"seed": 0, "lengths": LENGTHS, "column": "input_ids", "world_size": 1, "rank": None},
+            **{"pad_to_multiple_of": 8, "too_long": "error", "buffer_examples": None},
+        },
+        lambda found: [found[i] for i in range(len(found))],
+        also={"dataset": ("needs all lengths beforehand",)},
+    ),
+    "bucketed of a stream": Call(
+        m.bucketed,
+        lambda folder: {
+            **{"dataset": _Again(), "batch_size": 2, "max_tokens": None, "boundaries": None, "seed": 0},
+            **{"column": "input_ids", "world_size": 2, "rank": 1, "pad_to_multiple_of": 8, "too_long": "error"},
+            "buffer_examples": 8,
+        },
+        lambda found: list(islice(found, 5)),
+        also={"dataset": ("buffer_examples=8 is for streams", "has no example in its share")},
+    ),
+    "sorted_by_length": Call(
+        m.sorted_by_length,
+        lambda folder: {"dataset": ROWS, "lengths": LENGTHS, "column": "input_ids", "restore_by_hand": True},
+        lambda found: [found[i] for i in range(len(found))],
+    ),
+    "token_lengths": Call(m.token_lengths, lambda folder: {"dataset": ROWS, "column": "input_ids"}),
+    "padding_report": Call(
+        m.padding_report,
+        lambda folder: {
+            **{"lengths": LENGTHS, "batch_size": 2, "max_tokens": None, "max_length": 8, "pad_to_multiple_of": 8},
+            **{"seed": 0, "unit": "tokens"},
+        },
+        lambda found: (str(found), found.as_dict(), found._repr_html_()),
+    ),
+    "PaddingReport.plot": Call(
+        lambda **arguments: m.padding_report(LENGTHS).plot(**arguments),
+        lambda folder: {"path": folder / "a.svg"},
+        also={"path": ("plot=",)},
+        is_slow=True,
+    ),
+    "BucketedCollator": Call(
+        m.BucketedCollator,
+        lambda folder: {
+            **{"tokenizer": _tokenizer(), "model": llama(), "mlm_probability": None, "causal_lm": True},
+            **{"pad_to_multiple_of": 8, "label_pad_token_id": -100, "position_ids": None, "inner": None},
+        },
+        lambda found: found([{"input_ids": [5, 6]}, {"input_ids": [7]}]),
+    ),
+    "BucketedCollator of masked texts": Call(
+        m.BucketedCollator,
+        lambda folder: {"tokenizer": _tokenizer(), "mlm_probability": 0.15},
+        lambda found: found([{"input_ids": [5, 6]}, {"input_ids": [7]}]),
+    ),
+    "BucketedCollator of examples": Call(
+        lambda features: m.BucketedCollator(_tokenizer())(features), lambda folder: {"features": ROWS}
+    ),
+    "exact_loss": _model_call(m.exact_loss, bert, label_smoothing=0.1, task="sequence-classification"),
+    # ---- Models and optimizers
+    "checkpoint_layers": _model_call(m.checkpoint_layers, llama, policy="full", offload=False),
+    "freeze": _model_call(m.freeze, bert, patterns="embeddings"),
+    "fuse_cross_entropy": _model_call(m.fuse_cross_entropy, llama, chunk_bytes=None),
+    "prepare_quantized": _model_call(m.prepare_quantized, llama),
+    "sparse_tied_embedding": _model_call(
+        m.sparse_tied_embedding, lambda: tiny.llama(**SIZES, tie_word_embeddings=True)
+    ),
+    "gradient_release": Call(
+        m.gradient_release,
+        lambda folder: {"optimizer_class": torch.optim.SGD, "max_tensor_norm": 1.0, "trust": False},
+        _optimizer,
+    ),
+    "sixteen_bit_optimizer": Call(
+        m.sixteen_bit_optimizer,
+        lambda folder: {"optimizer_class": torch.optim.SGD, "rounding": "kahan"},
+        _optimizer,
+    ),
+    "released_optimizer": Call(
+        m.released_optimizer,
+        lambda folder: {
+            **{"args": tiny.arguments(folder), "model": bert(), "max_tensor_norm": None, "trust": False},
+            "rounding": "stochastic",
+        },
+    ),
+    "rounded_optimizer": Call(
+        m.rounded_optimizer,
+        lambda folder: {"args": tiny.arguments(folder), "model": bert(), "rounding": "stochastic"},
+    ),
+    "override_embedding_bits": Call(
+        lambda model, optimizer, bits: m.override_embedding_bits(
+            model, AdamW8bit(model.parameters()) if optimizer == "its own" else optimizer, bits
+        ),
+        lambda folder: {"model": bert(), "optimizer": "its own", "bits": 32},
+        also={"model": ("parameters",)},
+        skip=("model",),
+    ),
+    # ---- The Trainer
+    "attach": Call(
+        _attached,
+        lambda folder: {"trainer": trainer(folder), "callbacks": m.MicrobatchCallback()},
+    ),
+    "CheckpointingCallback": _callback(m.CheckpointingCallback, {"policy": "full", "offload": False}),
+    "EmbeddingBitsCallback": _callback(m.EmbeddingBitsCallback, {"bits": 32}, optim="adamw_bnb_8bit"),
+    "EvaluationGuardCallback": _callback(m.EvaluationGuardCallback, {"reduce": None, "card_budget": "64MiB"}),
+    "FreezeCallback": _callback(m.FreezeCallback, {"patterns": "embeddings"}),
+    "FusedCrossEntropyCallback": Call(m.FusedCrossEntropyCallback, lambda folder: {"chunk_bytes": None}),
+    "GradualUnfreezeCallback": _callback(
+        m.GradualUnfreezeCallback, {"schedule": {0: "classifier", 0.5: "base"}}, also="patterns="
+    ),
+    "MemoryReportCallback": _callback(m.MemoryReportCallback, {"plot": None, "report": True, "predict": False}),
+    "MicrobatchCallback": _callback(m.MicrobatchCallback, {"max_tokens": 8, "max_examples": None}),
+    "OverflowCallback": _callback(
+        m.OverflowCallback, {"max_nonfinite_steps": 10, "max_in_a_row": 3, "report_dir": None}
+    ),
+    "PrecisionCallback": _callback(m.PrecisionCallback, {"autocast_cache": "auto", "master_weights": True}),
+    "ShardedCheckpointCallback": _callback(m.ShardedCheckpointCallback, {"max_shard_bytes": "1GB"}),
+    "measure": Call(
+        m.measure,
+        lambda folder: {
+            **{"trainer": trainer(folder, max_steps=4), "steps": 1, "path": folder / "run.json", "force": False},
+        },
+        is_slow=True,
+    ),
+    # ---- Estimates
+    "estimate": Call(
+        m.estimate,
+        lambda folder: {
+            **{"model": tiny.llama_config(**SIZES), "batch_size": 1, "seq_len": 8, "recipe": None},
+            **{"gpu": "RTX 3060 12GB", "task": None, "labels_length": None, "lengths": None, "hints": False},
+        },
+        lambda found: (str(found), found._repr_html_()),
+        is_slow=True,
+    ),
+    "estimate of lengths": Call(
+        m.estimate,
+        lambda folder: {"model": tiny.llama_config(**SIZES), "batch_size": 1, "lengths": [8, 16], "gpu": None},
+        is_slow=True,
+    ),
+    "estimate_from_arguments": Call(
+        m.estimate_from_arguments,
+        lambda folder: {
+            **{"model": tiny.llama_config(**SIZES), "args": tiny.arguments(folder), "lengths": [8]},
+            **{"gpu": "RTX 3060 12GB", "task": None, "labels_length": None},
+        },
+        also={"lengths": ("seq_len=",)},
+        is_slow=True,
+    ),
+    "Estimate.plot": Call(
+        lambda **arguments: estimated().plot(**arguments),
+        lambda folder: {"path": folder / "a.svg"},
+        also={"path": ("plot=",)},
+        is_slow=True,
+    ),
+    "StepSettings": Call(m.StepSettings, lambda folder: SETTINGS),
+    "StepSettings, estimated": Call(
+        lambda **settings: m.estimate(tiny.llama_config(**SIZES), batch_size=1, seq_len=8, **settings),
+        lambda folder: SETTINGS,
+        also={"checkpointing": ("keywords must be strings",)},
+        skip=("gradient_accumulation_steps", "optimizer_memory"),  # as many as asked for are simulated; a user's code
+        is_slow=True,
+    ),
+    "find_gpu": Call(m.find_gpu, lambda folder: {"gpu": "T4"}),
+    "custom_gpu": Call(
+        m.custom_gpu,
+        lambda folder: {"memory": "8GB", "compute_capability": "8.6", "name": "mine"},
+        lambda found: m.estimate(tiny.llama_config(**SIZES), batch_size=1, seq_len=8, gpu=found).table(),
+    ),
+    "read_memory": Call(m.read_memory, lambda folder: {"device": "cpu"}),
+    "print_gpu_utilization": Call(m.print_gpu_utilization, lambda folder: {"device": "cpu"}),
+    "print_summary": Call(
+        m.print_summary,
+        lambda folder: {
+            "result": transformers.trainer_utils.TrainOutput(1, 1.0, {"train_runtime": 1.0}),
+            "device": "cpu",
+        },
+    ),
+    # ---- Recipes and plans
+    "recipe": Call(m.recipe, lambda folder: {"name": "4gb-gpu", "model": None, "seq_len": None}),
+    "recipe for a model": Call(
+        m.recipe,
+        lambda folder: {"name": "4gb-gpu", "model": tiny.llama_config(**SIZES), "seq_len": 8},
+        is_slow=True,
+    ),
+    "preset": Call(
+        m.preset,
+        lambda folder: {
+            **{"name": "4gb-gpu", "output_dir": str(folder), "effective_batch_size": None, "use_cpu": True},
+            **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8},
+        },
+        skip=("use_cpu",),
+    ),
+    "Recipe": Call(
+        _recipe,
+        lambda folder: {"name": "mine", "purpose": "a test", **RECIPE, "reasons": {}},
+        skip=("optim",),  # TrainingArguments know more names than this package, and list them
+    ),
+    "Recipe.replace": Call(m.recipe("4gb-gpu").replace, lambda folder: {"lora": None, "reasons": {}}),
+    "Recipe.from_json": Call(m.Recipe.from_json, lambda folder: {"text": m.recipe("cpu").to_json()}),
+    "Recipe.model_kwargs": Call(m.recipe("cpu").model_kwargs, lambda folder: {"task": None}),
+    "Recipe.collator": Call(m.recipe("cpu").collator, lambda folder: {"tokenizer": _tokenizer(), "causal_lm": False}),
+    "Recipe.prepare_model": Call(m.recipe("cpu").replace(lora=4).prepare_model, lambda folder: {"model": llama()}),
+    "Recipe.distributed": Call(_distributed, lambda folder: {"world_size": 2, "strategy": "fsdp2", "offload": False}),
+    "Launch.write": Call(
+        _launch_write,
+        lambda folder: {"folder": folder / "launch", "script": "train.py", "force": False},
+    ),
+    "Recipe.trainer": Call(
+        _preset_trainer,
+        lambda folder: {
+            **{"model": bert(), "train_dataset": ROWS, "processing_class": _tokenizer(), "callbacks": ()},
+            "training_arguments": {
+                **{"output_dir": str(folder), "max_steps": 1, "report_to": "none", "save_strategy": "no"},
+                **{"per_device_train_batch_size": 2, "effective_batch_size": 2, "disable_tqdm": True},
+            },
+        },
+        also={
+            "processing_class": ("tokenizer",),
+            "train_dataset": ("dataset",),
+            "training_arguments": ("is not a field of TrainingArguments",),
+        },
+        is_slow=True,
+    ),
+    "plan": Call(
+        m.plan,
+        lambda folder: {
+            **{"model": tiny.llama_config(**SIZES), "gpu": "RTX 3060 12GB", "budget": None, "lengths": None},
+            **{"seq_len": 8, "effective_batch_size": 2, "goal": "speed", "method": "full", "allow": ()},
+            **{"measured": None, "world_size": 1, "strategy": "auto", "task": None},
+        },
+        lambda found: (str(found), found.to_json(), found._repr_html_()),
+        is_slow=True,
+    ),
+    "Plan.write": Call(
+        _plan_method("write"),
+        lambda folder: {"directory": folder / "run", "force": False},
+        is_slow=True,
+    ),
+    "Plan.report": Call(
+        _plan_method("report"),
+        lambda folder: {"path": folder / "a.html", "force": False},
+        also={"path": ("report=",)},
+        is_slow=True,
+    ),
+    "Plan.plot": Call(
+        _plan_method("plot"), lambda folder: {"path": folder / "a.svg"}, also={"path": ("plot=",)}, is_slow=True
+    ),
+    "Plan.to_json": Call(lambda figures: missing_plan().to_json(figures=figures), lambda folder: {"figures": False}),
+}
+
+TAKE_ARRAYS = ("lengths", "boundaries", "dataset", "train_dataset", "features", "state", "text")
+
+UNCALLED = {
+    "GPUS": "a mapping",
+    "PRESETS": "a mapping",
+    "BudgetError": "an exception",
+    "MissingExtraError": "an exception",
+    "NotEstimableError": "an exception",
+    "Change": "made by the package",
+    "Estimate": "made by the package",
+    "Gpu": "made by custom_gpu and find_gpu",
+    "Measurement": "made by measure, and read from JSON",
+    "MemoryReading": "made by the package",
+    "PaddingReport": "made by padding_report",
+    "Plan": "made by plan",
+    "DynamicPaddingCollator": "BucketedCollator under its former name",
+    "LeanCheckpointCallback": "ShardedCheckpointCallback under its former name",
+    "TiedEmbeddingCallback": "takes no argument",
+    "use_expandable_segments": "takes no argument",
+}
+"""Public names that no malformed argument can reach."""

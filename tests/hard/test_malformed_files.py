@@ -1,0 +1,135 @@
+"""Files from strangers: read as data or refused with one clear line; nothing is run, written or asked for elsewhere.
+
+Memory may grow by 1 GiB while a file of some kilobytes is read, whatever sizes it claims.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from broken_files import ENDS, FILES, broken_bytes, broken_json
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from malformed import limited
+
+from hf_memopt import BudgetError, NotEstimableError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+numbers = itertools.count()
+FORBIDDEN = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "pickle.find_class", "socket.connect")
+seen: list[list[str]] = []
+"""Lists to which what is forbidden, or written, is added; none while nobody looks."""
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if not seen:
+        return
+    if event in FORBIDDEN or event == "socket.getaddrinfo":
+        seen[-1].append(f"{event} {arguments}")
+    elif event == "open" and isinstance(arguments[0], (str, bytes)) and isinstance(arguments[2], int):
+        if arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            seen[-1].append(f"written: {os.fsdecode(arguments[0])}")
+    elif event in ("os.remove", "os.rename", "shutil.rmtree", "os.rmdir"):
+        seen[-1].append(f"{event} {arguments}")
+
+
+sys.addaudithook(_note)
+
+
+@contextmanager
+def harmless(folder: Path) -> Iterator[None]:
+    """Assert that a block runs no program, loads no pickle, connects to nothing and writes into its folder alone."""
+    seen.append([])
+    try:
+        yield
+    finally:
+        found = seen.pop()
+    inside = (str(folder), "/dev/null")
+    assert [one for one in found if not one.startswith(tuple(f"written: {path}" for path in inside))] == []
+
+
+def read_broken(kind: str, content: bytes, folder: Path) -> None:
+    """Read a broken file; assert that it works or is refused in one line."""
+    one = FILES[kind]
+    folder.mkdir()
+    try:
+        one.write(folder)
+        path = folder / one.name
+        path.write_bytes(content)
+        try:
+            with limited(more_bytes=2**30), harmless(folder):
+                one.read(path)
+        except (ValueError, NotEstimableError, BudgetError) as error:
+            text = str(error)
+            assert type(error) in (ValueError, NotEstimableError), f"{type(error).__name__}: {text}"  # noqa: PT017
+            assert "expected" in text or text.startswith("it ") or "not estimable" in text or kind == "limits", text
+            assert "\n" not in text, text
+            assert len(text) < 2000, f"{len(text)} characters: {text[:300]}"
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Return the content of a valid file of each kind."""
+    found = {}
+    for kind, one in FILES.items():
+        folder = tmp_path_factory.mktemp("whole")
+        one.write(folder)
+        found[kind] = (folder / one.name).read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_valid_file_is_read(kind: str, tmp_path: Path) -> None:
+    FILES[kind].write(tmp_path)
+    FILES[kind].read(tmp_path / FILES[kind].name)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_what_is_something_else_is_refused(kind: str, tmp_path: Path) -> None:
+    for content in ENDS:
+        read_broken(kind, content, tmp_path / "one")
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_cut_flipped_and_blown_up(kind: str, whole: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
+    base = tmp_path_factory.mktemp("files")
+
+    @seed(18)
+    @settings(max_examples=150, suppress_health_check=list(HealthCheck))
+    @given(content=broken_bytes(whole[kind]))
+    def check(content: bytes) -> None:
+        read_broken(kind, content, base / f"{next(numbers)}")
+
+    check()
+
+
+@pytest.mark.parametrize("kind", [kind for kind, one in FILES.items() if one.is_json])
+def test_any_value_at_any_place(kind: str, whole: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
+    base, told = tmp_path_factory.mktemp("files"), json.loads(whole[kind])
+
+    @seed(18)
+    @settings(max_examples=60 if kind == "two plans" else 200, suppress_health_check=list(HealthCheck))
+    @given(content=broken_json(told))
+    def check(content: bytes) -> None:
+        read_broken(kind, content, base / f"{next(numbers)}")
+
+    check()
+
+
+@given(content=st.binary(max_size=200))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+def test_any_bytes(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    for kind in ("recipe", "run", "measurement", "limits", "checkpoint's index", "JSON Lines", "CSV"):
+        read_broken(kind, content, tmp_path_factory.getbasetemp() / f"any-{next(numbers)}")
