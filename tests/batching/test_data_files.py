@@ -438,8 +438,9 @@ def test_values_that_are_no_text_and_no_ids_name_the_file(tmp_path, value):
 
 def test_a_folder_that_may_not_be_read_and_a_name_that_is_too_long(tmp_path, monkeypatch):
     path = "a" * 3000
+    cause = f"[Errno 36] File name too long: {path!r}"[:297]
     assert error_of(Path(path)) == (
-        f"path={path!r} cannot be searched (OSError: [Errno 36] File name too long: {path!r}); expected a file or "
+        f"path={path!r} cannot be searched (OSError: {cause}...); expected a file or "
         "folder that may be read. Call: hf-memopt lengths FILE"
     )
 

@@ -49,6 +49,9 @@ class TorchAllocator:
 
     # ---- malloc
 
+    def rename(self, key: Hashable, new_key: Hashable) -> None:
+        self.active[new_key] = self.active.pop(key)
+
     def state(self) -> object:
         return object()  # unlike every other: each pass is replayed
 
