@@ -13,6 +13,8 @@ TESTED = Path(__file__).resolve().parent.parent / "tests" / "compat" / "results.
 
 def tested_versions() -> str:
     """Return the environments that ``make test-compat`` ran the suite in, from ``tests/compat/results.jsonl``."""
+    if not TESTED.exists():
+        return "Not run yet for this version."
     rows = [json.loads(line) for line in TESTED.read_text(encoding="utf-8").splitlines()]
     packages = list(next(row["versions"] for row in rows if row["counts"]))
     lines = [
