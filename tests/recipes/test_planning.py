@@ -409,11 +409,12 @@ def test_time_is_that_of_the_mean_padded_length() -> None:
 
 @pytest.mark.slow
 def test_the_longest_rows_are_the_longest_that_fit() -> None:
-    found = planned("90MiB", goal="longest", method="full")
+    found = planned("80MiB", goal="longest", method="full")
     assert found.chosen is not None
     assert found.chosen.seq_len is not None
     assert found.chosen.seq_len % 8 == 0
-    longer = planned("90MiB", method="full", seq_len=found.chosen.seq_len + 8)
+    assert found.chosen.seq_len < 256  # the positions of the model are not the limit
+    longer = planned("80MiB", method="full", seq_len=found.chosen.seq_len + 8)
     assert longer.chosen is None or longer.chosen.verdict == "tight"
 
 
