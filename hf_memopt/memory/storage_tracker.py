@@ -28,7 +28,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.memory.meta_outputs import run_on_meta
-from hf_memopt.memory.models.parts import modules_of
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.step_time.operations import Operation, operation_of
 
@@ -291,9 +290,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     @contextmanager
     def watching(self, model: nn.Module, idle: Sequence[nn.Module] = ()) -> Iterator[None]:
         """Note which module of ``model`` runs, by hooks that are removed at the end; those that are ``idle`` do not."""
-        unwatched = {id(module) for outer in idle for module in modules_of(outer).values()}
+        unwatched = {id(module) for outer in idle for module in outer.modules()}
         with ExitStack() as hooks:
-            for name, module in modules_of(model).items():
+            for name, module in model.named_modules():
                 number = len(self.modules)
                 self.modules.append(name)
                 if id(module) in unwatched:

@@ -63,8 +63,8 @@ class StrangeFile:
     is_json: bool = True
 
 
-def _json(name: str, told: Callable[[], Any]) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_text(json.dumps(told()))
+def _json(name: str, content: Callable[[], Any]) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(json.dumps(content()))
 
 
 # ---- What the package writes and reads
@@ -102,8 +102,8 @@ def measured() -> dict[str, Any]:
         measured=figures,
         predicted=figures,
     )
-    told: dict[str, Any] = json.loads(found.to_json())
-    return told
+    content: dict[str, Any] = json.loads(found.to_json())
+    return content
 
 
 def _read_measured(path: Path) -> None:
@@ -128,10 +128,10 @@ def _compare(path: Path) -> None:
         print_difference(found, Console(file=io.StringIO(), width=100))
 
 
-def _side(told: Callable[[], dict[str, Any]]) -> Callable[[Path], object]:
+def _side(content: Callable[[], dict[str, Any]]) -> Callable[[Path], object]:
     def write(folder: Path) -> None:
         for name in ("a.json", "whole.json"):
-            (folder / name).write_text(json.dumps(told()))
+            (folder / name).write_text(json.dumps(content()))
 
     return write
 
@@ -334,13 +334,13 @@ VALUES = (None, True, False, *NUMBERS, *TEXTS, "\N{RIGHT-TO-LEFT OVERRIDE}\N{FLO
 @st.composite
 def broken_json(draw: st.DrawFn, whole: Any) -> bytes:
     """Return JSON text with one to three values replaced, left out or added."""
-    told = copy.deepcopy(whole)
+    content = copy.deepcopy(whole)
     for _ in range(draw(st.integers(1, 3))):
-        path = draw(st.sampled_from(list(_places(told))))
+        path = draw(st.sampled_from(list(_places(content))))
         value = draw(st.sampled_from(VALUES) | st.integers() | st.floats(allow_nan=True) | st.text(max_size=8))
         if not path:
             continue
-        inside = told
+        inside = content
         for key in path[:-1]:
             inside = inside[key]
         how = draw(st.sampled_from(("replace", "replace", "replace", "remove", "add", "twice")))
@@ -354,7 +354,7 @@ def broken_json(draw: st.DrawFn, whole: Any) -> bytes:
             inside.append(inside[path[-1]])
         else:
             inside[path[-1]] = value
-    return json.dumps(told).encode("utf-8", "surrogatepass")
+    return json.dumps(content).encode("utf-8", "surrogatepass")
 
 
 DEEP = (b"[" * 100_000, b'{"a":' * 100_000, b"[" * 100_000 + b"]" * 100_000)

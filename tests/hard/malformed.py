@@ -68,10 +68,10 @@ def malformed() -> st.SearchStrategy[tuple[str, Any]]:
 def assert_clear(error: BaseException, *names: str, value: Any = None) -> None:
     """Assert that an error has the form of the package's messages, and names the argument or its value."""
     text = str(error)
-    told = f"{type(error).__name__}: {text}"
-    assert isinstance(error, CLEAR), told
-    assert RULE.search(text), told
-    assert any(name in text for name in (*names, shown(value), repr(value)[:60])), told
+    message = f"{type(error).__name__}: {text}"
+    assert isinstance(error, CLEAR), message
+    assert RULE.search(text), message
+    assert any(name in text for name in (*names, shown(value), repr(value)[:60])), message
 
 
 @contextmanager

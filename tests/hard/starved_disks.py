@@ -120,7 +120,7 @@ def writers(root: Path) -> dict[str, Callable[[Path], Any]]:
 def write_everything(way: str, root: Path, seed: int) -> None:
     """Let each writer write over older files, with random room, and check what is left."""
     chance = random.Random(seed)
-    told: list[tuple[str, str, list[str]]] = []
+    messages: list[tuple[str, str, list[str]]] = []
     written = writers(root)
     for name, write in written.items():
         folder = root / "files"
@@ -134,20 +134,20 @@ def write_everything(way: str, root: Path, seed: int) -> None:
                 try:
                     write(folder)
                 except (OSError, ValueError) as error:
-                    told.append((name, str(error), [str(folder / file) for file in new]))
+                    messages.append((name, str(error), [str(folder / file) for file in new]))
             left = {path.name: path.read_bytes() for path in folder.iterdir()}
             assert left.keys() == new.keys(), left.keys()
             assert all(left[file] in (b"the old one", new[file]) for file in new), (name, left)
         for file in new:
             (folder / file).unlink()
-    assert {name for name, _, _ in told} == written.keys()
-    for _, text, files in told:
+    assert {name for name, _, _ in messages} == written.keys()
+    for _, text, files in messages:
         assert any(refusal in text for refusal in REFUSALS), text
         assert any(file in text for file in files), text
 
 
 def call_commands(way: str, root: Path, model: str) -> None:
-    """Let commands write where there is no room; each has to end with one line, the exit code 2 and the old file."""
+    """Let commands write on a full disk; each has to end with one line, the exit code 2 and the old file."""
     options = ["plan", model, "--gpu", "RTX 3060 12GB", "--effective-batch", "2", "--seq-len", "16", "--method", "full"]
     page, folder = root / "plan.html", root / "run"
     folder.mkdir()
@@ -258,11 +258,11 @@ def train_on_without_room(way: str, root: Path, straight: Path) -> None:
         trainer.train()
     starving.end()
     assert trainer.state.global_step == 4
-    told = sorted(str(each.message) for each in caught if "could not be written" in str(each.message))
-    print("\n".join(told))
-    assert [Path(text.split()[0]).name for text in told] == ["memopt_microbatch.json", "memopt_run.json"], told
-    assert all(any(refusal in text for refusal in REFUSALS) for text in told), told
-    assert all("Training goes on; make room for it" in text for text in told), told
+    messages = sorted(str(each.message) for each in caught if "could not be written" in str(each.message))
+    print("\n".join(messages))
+    assert [Path(text.split()[0]).name for text in messages] == ["memopt_microbatch.json", "memopt_run.json"], messages
+    assert all(any(refusal in text for refusal in REFUSALS) for text in messages), messages
+    assert all("Training goes on; make room for it" in text for text in messages), messages
     left = {path.name for path in (root / "out").rglob("*") if path.is_file()}
     assert not left & {"memopt_microbatch.json", "memopt_run.json"}
     resumed = make_trainer(root / "out")

@@ -40,16 +40,16 @@ FIXED = ("verdict", "state", "format", "precision", "method")  # words of a list
 HOOK = "window.ran = []; window.alert = (what) => window.ran.push(what);"
 
 
-def poisoned(told: Any) -> Any:
+def poisoned(content: Any) -> Any:
     """Return JSON data with ``EVIL`` in place of each text, and as one more key of each object."""
-    if isinstance(told, str):
+    if isinstance(content, str):
         return EVIL
-    if isinstance(told, list):
-        return [poisoned(one) for one in told]
-    if isinstance(told, dict):
-        found = {key: one if key in FIXED else poisoned(one) for key, one in told.items()}
+    if isinstance(content, list):
+        return [poisoned(one) for one in content]
+    if isinstance(content, dict):
+        found = {key: one if key in FIXED else poisoned(one) for key, one in content.items()}
         return {**found, EVIL: next(iter(found.values()), EVIL)}
-    return told
+    return content
 
 
 class Attributes(HTMLParser):
@@ -69,18 +69,18 @@ class Attributes(HTMLParser):
 
 
 def _differences(folder: Path, one: dict[str, Any], other: dict[str, Any]) -> str:
-    for name, told in (("a.json", one), ("b.json", other)):
-        (folder / name).write_text(json.dumps(told))
+    for name, content in (("a.json", one), ("b.json", other)):
+        (folder / name).write_text(json.dumps(content))
     return difference_page(compare(read_side(folder / "a.json"), read_side(folder / "b.json")))
 
 
 def _pages(folder: Path, change: Any) -> Iterator[tuple[str, str]]:
     """Yield each kind of page with its texts changed."""
-    for name, told in (("finished", finished_run()), ("lost", lost_run())):
-        yield name, run_page(read_run(json.dumps(change(told)), "run.json"))
+    for name, content in (("finished", finished_run()), ("lost", lost_run())):
+        yield name, run_page(read_run(json.dumps(change(content)), "run.json"))
     for name, found in (("fits", fitting_plan()), ("over", missing_plan())):
-        told = change(json.loads(found.to_json(figures=True)))
-        yield name, plan_page(read_plan_text(json.dumps(told), "plan.json"))
+        content = change(json.loads(found.to_json(figures=True)))
+        yield name, plan_page(read_plan_text(json.dumps(content), "plan.json"))
     yield "two runs", _differences(folder, change(finished_run()), finished_run())
     yield "two estimates", _differences(folder, change(estimate_data()), estimate_data())
     yield "two measurements", _differences(folder, change(measured()), measured())
@@ -92,7 +92,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_texts_make_no_tags_and_no_attributes(pages: dict[str, str], tmp_path: Path) -> None:
-    for name, clean in _pages(tmp_path, lambda told: told):
+    for name, clean in _pages(tmp_path, lambda content: content):
         evil, plain = Attributes(pages[name]), Attributes(clean)
         assert Page(pages[name]).open == [], name
         for tag in ("script", "img", "style", "title", "textarea"):

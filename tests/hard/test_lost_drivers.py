@@ -106,8 +106,8 @@ def used(trainer: Trainer) -> list[float | None]:
 
 def assert_same_training(trainer: Trainer, tmp_path: Path) -> None:
     assert tiny.largest_difference(trainer.model, train(tmp_path / "plain").model) == 0.0
-    told = json.loads((tmp_path / "memopt_run.json").read_bytes())
-    assert (told["state"], told["last_step"]) == ("finished", STEPS)
+    content = json.loads((tmp_path / "memopt_run.json").read_bytes())
+    assert (content["state"], content["last_step"]) == ("finished", STEPS)
 
 
 ERRORS: dict[str, Callable[[], BaseException]] = {

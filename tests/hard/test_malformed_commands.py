@@ -142,17 +142,17 @@ def run(arguments: Sequence[str], made: Path, folder: Path) -> Any:
         os.chdir(folder)
         with limited():
             done = CliRunner().invoke(app, list(arguments))
-        told = f"{done.stdout[-500:]}\n{done.stderr[-1500:]}"
-        assert done.exception is None or isinstance(done.exception, SystemExit), (done.exception, told)
-        assert done.exit_code in (0, 1, 2), told
-        assert "Traceback" not in done.output, told
-        assert BUG not in done.output, told
+        shown = f"{done.stdout[-500:]}\n{done.stderr[-1500:]}"
+        assert done.exception is None or isinstance(done.exception, SystemExit), (done.exception, shown)
+        assert done.exit_code in (0, 1, 2), shown
+        assert "Traceback" not in done.output, shown
+        assert BUG not in done.output, shown
         if done.exit_code == 2:
             lines = done.stderr.strip().splitlines()
             is_usage = done.stderr.startswith("Usage: ")
             assert lines, "nothing is said"
-            assert len(lines) == 1 or is_usage, told
-            assert is_usage or "expected" in lines[0] or "not estimable" in lines[0], told
+            assert len(lines) == 1 or is_usage, shown
+            assert is_usage or "expected" in lines[0] or "not estimable" in lines[0], shown
             assert files_of(folder) == before, "a file was written or changed"
         return done
     finally:

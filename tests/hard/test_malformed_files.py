@@ -117,11 +117,11 @@ def test_cut_flipped_and_blown_up(kind: str, whole: dict[str, bytes], tmp_path_f
 
 @pytest.mark.parametrize("kind", [kind for kind, one in FILES.items() if one.is_json])
 def test_any_value_at_any_place(kind: str, whole: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
-    base, told = tmp_path_factory.mktemp("files"), json.loads(whole[kind])
+    base, parsed = tmp_path_factory.mktemp("files"), json.loads(whole[kind])
 
     @seed(18)
     @settings(max_examples=60 if kind == "two plans" else 200, suppress_health_check=list(HealthCheck))
-    @given(content=broken_json(told))
+    @given(content=broken_json(parsed))
     def check(content: bytes) -> None:
         read_broken(kind, content, base / f"{next(numbers)}")
 

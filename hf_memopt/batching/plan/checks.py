@@ -25,7 +25,7 @@ __all__ = [
 
 
 MOST = {name: Annotated[int, range(1, 2**20 + 1)] for name in ("world_size", "pad_to_multiple_of")}
-"""Counts that arrays are as long as, so that a slip of the pen does not ask for gigabytes."""
+"""Limits of counts that set the length of arrays, so that a mistyped one does not allocate gigabytes."""
 
 
 def checked_lengths(lengths: ArrayLike) -> NDArray[np.int32]:

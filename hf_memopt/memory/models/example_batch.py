@@ -20,7 +20,6 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, 
 from hf_memopt.binding.model_tasks import task_of
 from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.memory.models.loading import TASKS
-from hf_memopt.memory.models.parts import modules_of
 from hf_memopt.plain_data import Count, check_value
 
 __all__ = ["DEFAULT_LENGTH", "check_sequence", "cut_batch", "default_length", "example_batch", "most_tokens"]
@@ -133,8 +132,7 @@ def _positions(model: Any) -> int | None:
     limit = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1 or getattr(config, "position_biased_input", True) is False:
         return None
-    modules: dict[str, Any] = {**modules_of(model)}
-    for name, module in modules.items():
+    for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return limit - int(module.padding_idx) - 1
     return limit

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hf_memopt.memory.models.parts import modules_of
 from hf_memopt.memory.settings import NotEstimableError
 
 __all__ = ["copy_to_meta", "rest_to_meta"]
@@ -71,7 +70,7 @@ def _refuse_compiled(model: nn.Module) -> None:
 def rest_to_meta(model: nn.Module) -> nn.Module:
     """Move what a class created on the host: buffers, and tensors that are plain attributes."""
     model.to("meta")
-    for module in modules_of(model).values():
+    for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor) and not value.is_meta:
                 setattr(module, name, value.to("meta"))

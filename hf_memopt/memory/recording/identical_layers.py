@@ -9,7 +9,7 @@ different.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType, MethodType
@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_memopt.memory.models.parts import configs_of, modules_of
-
-__all__ = ["KEPT_UNITS", "LayerRun", "find_runs", "per_layer_lists"]
+__all__ = ["KEPT_UNITS", "LayerRun", "configs_of", "find_runs", "per_layer_lists"]
 
 KEPT_UNITS = 5
 """The first three units of a run and the last two: enough to compare the middle one with both of its neighbours."""
@@ -57,7 +55,7 @@ def find_runs(model: nn.Module) -> list[LayerRun]:
     """Return the runs of a model from which layers can be dropped; of nested lists the outer ones."""
     found: list[LayerRun] = []
     outer: list[str] = []
-    for name, module in modules_of(model).items():
+    for name, module in model.named_modules():
         if not name or not isinstance(module, nn.ModuleList) or any(name.startswith(f"{other}.") for other in outer):
             continue
         outer.append(name)
@@ -66,10 +64,16 @@ def find_runs(model: nn.Module) -> list[LayerRun]:
     return found
 
 
+def configs_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the configurations of modules, each once."""
+    found = (getattr(module, "config", None) for module in modules)
+    return list({id(config): config for config in found if config is not None}.values())
+
+
 def per_layer_lists(model: nn.Module, layers: int) -> list[list[Any]]:
     """Return the options in the model's configurations that have one value for each of ``layers`` layers."""
     seen: dict[int, Any] = {}
-    stack = configs_of(modules_of(model).values())
+    stack = configs_of(model.modules())
     while stack:
         config = stack.pop()
         if config is None or id(config) in seen or not hasattr(config, "__dict__"):

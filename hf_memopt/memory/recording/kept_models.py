@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from hf_memopt.memory.models.loading import LoadedModel, load_model
-from hf_memopt.memory.models.parts import modules_of, parameters_of
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.identical_layers import LayerRun
 from hf_memopt.memory.recording.repeated_layers import RepeatedLayers, runs_to_cut
@@ -56,18 +55,18 @@ class PreparedModel:
     @cached_property
     def parameters(self) -> int:
         """The number of weights; of a 4-bit weight, whose parameter packs two or more of them, its elements."""
-        modules: list[Any] = list(modules_of(self.model).values())
+        modules: list[Any] = list(self.model.modules())
         packed: dict[int, int] = {
             id(module.weight): module.in_features * module.out_features
             for module in modules
             if type(module).__name__ == "Linear4bitStandIn"  # by name: bitsandbytes takes a second to import
         }
-        return sum(packed.get(id(parameter), parameter.numel()) for parameter in parameters_of(self.model).values())
+        return sum(packed.get(id(parameter), parameter.numel()) for parameter in self.model.parameters())
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """What the simulation assumes about the model's modules."""
-        found = {type(module).__name__ for module in modules_of(self.model).values()}
+        found = {type(module).__name__ for module in self.model.modules()}
         return tuple(dict.fromkeys(text for name, text in _NOTES.items() if name in found))
 
     def layers(self, switched_on: Hashable) -> RepeatedLayers | None:

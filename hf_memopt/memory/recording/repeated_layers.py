@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_memopt.memory.models.parts import configs_of, modules_of, parameters_of
-from hf_memopt.memory.recording.identical_layers import KEPT_UNITS, LayerRun, find_runs
+from hf_memopt.memory.recording.identical_layers import KEPT_UNITS, LayerRun, configs_of, find_runs
 from hf_memopt.memory.storage_tracker import StorageTracker
 
 __all__ = ["LayerNames", "NotRepeatableError", "RepeatedLayers", "UnitStart", "runs_to_cut", "state_kept"]
@@ -96,7 +95,7 @@ class RepeatedLayers:
     def __init__(self, model: nn.Module, runs: Sequence[LayerRun]) -> None:
         self.runs = runs
         self.names = LayerNames(runs)
-        self.parameters = [name for name, parameter in parameters_of(model).items() if parameter.requires_grad]
+        self.parameters = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.starts: list[UnitStart] = []
         self._looked_at = False
 
@@ -150,7 +149,7 @@ class RepeatedLayers:
         """Notice when the model's code compares or calculates with the number of layers in its configuration."""
         found = [
             (vars(config), name, value)
-            for config in configs_of(modules_of(model).values())
+            for config in configs_of(model.modules())
             if hasattr(config, "__dict__")
             for name, value in vars(config).items()
             if type(value) is int and value == layers and ("layer" in name or name == "depth")
@@ -182,7 +181,7 @@ def _shares_weights(model: nn.Module, runs: Sequence[LayerRun]) -> bool:
     """Return whether a parameter of the runs has a second place in the model."""
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     layers = [model.get_submodule(run.name) for run in runs]
-    return any(owners[id(parameter)] > 1 for module in layers for parameter in parameters_of(module).values())
+    return any(owners[id(parameter)] > 1 for module in layers for parameter in module.parameters())
 
 
 def _watched(value: int, look: Callable[[], None]) -> int:
@@ -214,10 +213,10 @@ def state_kept(model: nn.Module, idle: Sequence[nn.Module] = ()) -> Iterator[Non
     A weight on the meta device whose dtype changed inside, as bitsandbytes casts biases, gets its own again. Those
     modules that are ``idle`` do not run inside.
     """
-    left_out = {id(module) for outer in idle for module in modules_of(outer).values()}
-    kept = [(vars(module), dict(vars(module))) for module in modules_of(model).values() if id(module) not in left_out]
+    left_out = {id(module) for outer in idle for module in outer.modules()}
+    kept = [(vars(module), dict(vars(module))) for module in model.modules() if id(module) not in left_out]
     inside = [(held, dict(held)) for _, values in kept for held in values.values() if isinstance(held, dict)]
-    dtypes = [(parameter, parameter.dtype) for parameter in parameters_of(model).values()]
+    dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
-from hf_memopt.memory.models.parts import configs_of, modules_of, parameters_of
+from hf_memopt.memory.recording.identical_layers import configs_of
 from hf_memopt.memory.recording.repeated_layers import RepeatedLayers
 from hf_memopt.memory.recording.repeated_slices import repeated_slices
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
@@ -129,14 +129,14 @@ def record_step(
         NotEstimableError: the model's code asks for values that only real data has, or fails; a recurrent layer of
             cuDNN.
     """
-    weights = list(parameters_of(model).values())
+    weights = list(model.parameters())
     parameters = [parameter for parameter in weights if parameter.requires_grad]
     if not parameters:
         raise ValueError(
             f"model=<{type(model).__name__}> has no trainable parameter; expected one or more with requires_grad=True. "
             "Call model.requires_grad_(True)"
         )
-    modules = list(modules_of(model).values())
+    modules = list(model.modules())
     _refuse_recurrent_layers(model, modules)
     tracker = StorageTracker(padding=settings.padding) if tracker is None else tracker
     if semantics is None:

@@ -32,8 +32,8 @@ from hf_memopt.memory.distributed.shares import sharded_step, without_autocast
 from hf_memopt.memory.models.example_batch import cut_batch, example_batch
 from hf_memopt.memory.models.loading import LoadedModel
 from hf_memopt.memory.models.meta_copy import rest_to_meta
-from hf_memopt.memory.models.parts import configs_of, modules_of, parameters_of
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts
+from hf_memopt.memory.recording.identical_layers import configs_of
 from hf_memopt.memory.recording.kept_models import PreparedModel, prepare_or_reuse
 from hf_memopt.memory.recording.longer_trace import lengthen
 from hf_memopt.memory.recording.repeated_layers import NotRepeatableError, RepeatedLayers, state_kept
@@ -266,7 +266,7 @@ def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:
     """Refuse trainable 16-bit weights under the gradient scaler, which raises at the first real step."""
     if settings.precision != "fp16":
         return
-    for name, parameter in parameters_of(model).items():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise ValueError(
@@ -300,7 +300,7 @@ def _code_of(model: nn.Module) -> Hashable:
 
     A configuration's JSON has neither. ``_experts_implementation`` is private, seen in transformers 5.8.1 to 5.23.0.
     """
-    modules = list(modules_of(model).values())
+    modules = list(model.modules())
     code = dict.fromkeys((type(module), type(module).forward) for module in modules)
     return tuple(code), tuple(str(getattr(config, "_experts_implementation", None)) for config in configs_of(modules))
 

@@ -42,7 +42,7 @@ class Candidate:
         seconds: predicted, of an optimizer step at the mean padded length; None where it cannot be predicted.
         low: the least that it may be.
         high: the most.
-        ranking_seconds: by which set-ups are ranked: ``seconds``, else a time that is assumed and not told.
+        ranking_seconds: by which set-ups are ranked: ``seconds``, else an assumed time, which is not shown.
         flops: of an optimizer step.
         examples: of an optimizer step, on all GPUs.
         tokens: of a step, without padding where lengths were given; None for a model without text.

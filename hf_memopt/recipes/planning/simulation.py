@@ -4,7 +4,7 @@ Memory is that of batches of the longest rows. Time is that of the mean padded l
 line with the length but for attention, so the mean of many lengths is close to the time at the mean. The optimizer's
 part does not depend on lengths, so all optimizers of one recording share the difference between the two lengths.
 
-Where no time is predicted, set-ups are ranked by one that is assumed and not told: that with equally many tokens for
+Where no time is predicted, set-ups are ranked by an assumed one, which is not shown: that with equally many tokens for
 each expert, or that of the GPU of the nearest compute capability.
 """
 
