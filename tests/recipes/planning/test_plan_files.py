@@ -55,6 +55,18 @@ def test_the_command_stands_in_the_script_and_what_is_missing_is_said(work: Path
     assert "# FILL IN: the data file and the names of its columns" in lines
 
 
+def test_a_launchers_file_is_not_overwritten_and_the_search_does_not_start(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (work / "run").mkdir()
+    (work / "run/accelerate.yaml").write_text("mine")
+    monkeypatch.setattr(planning, "facts_of", None)  # the search would stop at it
+    done = run(*GPU, *SMALL, "--effective-batch", "2", "--gpus", "2", "--strategy", "fsdp2", "--write", "run")
+    assert done.exit_code == 2
+    assert done.output.startswith("--write run has accelerate.yaml already; expected a folder without")
+    assert [path.name for path in (work / "run").iterdir()] == ["accelerate.yaml"]
+
+
 def test_files_are_overwritten_with_force_alone_and_the_search_does_not_start(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
