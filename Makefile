@@ -27,7 +27,7 @@ test-hard: $(READY)       ## hard use: kills, full disks, storms of out of memor
 test-compat: test $(COMPAT:%=test-compat-%)   ## the suite on every supported transformers, with the oldest of the rest, on other Pythons
 
 test-zero: .venv-zero/.ready  ## the tests that need DeepSpeed, on a CPU: none of them is skipped there
-	.venv-zero/bin/python -m pytest $(PYTEST_ARGS) -k "deepspeed or DeepSpeed or ZeRO" tests/recipes/test_launch.py tests/techniques/test_engines.py
+	.venv-zero/bin/python -m pytest -m "not hard" $(PYTEST_ARGS) -k "deepspeed or DeepSpeed or ZeRO" tests/recipes/test_launch.py tests/techniques/test_engines.py
 
 test-clients: .venv-clients/.ready   ## other people's trainings, stock and with this package; writes docs/clients.md
 	$(CLIENTS)/python -m pytest --write-results $(CLIENTS_ARGS) tests/clients; \

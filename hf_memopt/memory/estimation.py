@@ -10,7 +10,6 @@ What cannot be simulated raises ``NotEstimableError``; ``estimate`` lists it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,29 +22,21 @@ from hf_memopt.binding import versions as compat
 from hf_memopt.devices.gpus import Gpu, current_gpu, find_gpu
 from hf_memopt.memory.allocator.limited_replay import fragmentation_of, replay_on_gpu
 from hf_memopt.memory.allocator.replay import Replayed
-from hf_memopt.memory.allocator.replay_plan import ReplayPlan
+from hf_memopt.memory.allocator.replay_plan import replay_plan, step_optimizer
 from hf_memopt.memory.argument_spellings import in_own_names
 from hf_memopt.memory.batch_lengths import LengthPlan, checked_lengths, plan_lengths
 from hf_memopt.memory.cuda.chip import Chip
-from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
-from hf_memopt.memory.distributed.shares import as_the_engine_steps, bucket_bytes, notes_of_sharing, shard_facts
+from hf_memopt.memory.distributed.shares import as_the_engine_steps, notes_of_sharing, shard_facts
 from hf_memopt.memory.hints import find_hints
 from hf_memopt.memory.models.config_files import check_task
 from hf_memopt.memory.models.example_batch import DEFAULT_LENGTH, default_length
-from hf_memopt.memory.optimizers.optimizer_memory import (
-    OptimizerMemory,
-    ParameterFacts,
-    clipping_temporaries,
-    memory_by_parameter,
-    optimizer_memory,
-)
+from hf_memopt.memory.recording.isolation import collector_paused
 from hf_memopt.memory.recording.kept_models import keeping_models, load_or_reuse
 from hf_memopt.memory.recording.trace_cache import RecordedStep, Shape, record_or_reuse
 from hf_memopt.memory.resolved_settings import own_dtype, settings_of_recipe, sixteen_bits, with_16_bits, with_precision
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.step_time.recorded_step import timing_of_step
-from hf_memopt.memory.storage_tracker import collector_paused
 from hf_memopt.memory.training_arguments import notes_of_arguments, refuse_arguments, settings_of_arguments
 from hf_memopt.plain_data import Count, check_value, checked_array, shown
 
@@ -254,8 +245,8 @@ def _estimate(
     lengths_recorded = () if lengths is None else lengths.recorded[1:]
     others = [recorded(replace(shape, seq_len=length), without_evaluation)[0].trace for length in lengths_recorded]
     trained = shard_facts(step.trainable, settings)
-    optimizer = as_the_engine_steps(_optimizer(trained, settings), trained, step.trainable, settings)
-    plan = _replay_plan(trained, settings, optimizer, shape.batch_size, chip)
+    optimizer = as_the_engine_steps(step_optimizer(trained, settings), trained, step.trainable, settings)
+    plan = replay_plan(trained, settings, optimizer, shape.batch_size, chip)
     fragmentation = None
     if lengths is not None:
         plan = replace(plan, order=lengths.steps)
@@ -334,9 +325,6 @@ def _recorded(
         return record_or_reuse(loaded, settings, shape, chip), loaded.name, settings, shape
 
 
-# ---- Notes ----------------------------------------------------------------------------------------------------------
-
-
 def _length_notes(assumed_length: int | None) -> tuple[str, ...]:
     if assumed_length is None:
         return ()
@@ -364,62 +352,3 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
     if settings.eval_batch_size is None:
         notes.append("evaluation not included: give eval_batch_size")
     return tuple(notes)
-
-
-# ---- The replay -----------------------------------------------------------------------------------------------------
-
-
-def _optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) -> OptimizerMemory:
-    if settings.optimizer_memory is not None:
-        found = settings.optimizer_memory(facts)
-        found = replace(found, releases_gradients=found.releases_gradients or settings.gradient_release)
-    else:
-        options = _optimizer_options(settings)
-        found = optimizer_memory(facts, settings.optim, gradient_release=settings.gradient_release, **options)
-    return found
-
-
-def _optimizer_options(settings: StepSettings) -> dict[str, Any]:
-    return {
-        "optim_args": settings.optim_args,
-        "target_modules": settings.optim_target_modules,
-        "embedding_bits": settings.embedding_bits,
-        "weight_decay": settings.weight_decay,
-        "rounding": settings.rounding,
-    }
-
-
-def _replay_plan(
-    facts: tuple[ParameterFacts, ...],
-    settings: StepSettings,
-    optimizer: OptimizerMemory,
-    batch_size: int,
-    chip: Chip,
-) -> ReplayPlan:
-    releases = optimizer.releases_gradients
-    alone = None
-    if releases and settings.optimizer_memory is not None:
-        alone = [settings.optimizer_memory((fact,)) for fact in facts]
-    elif releases:
-        alone = memory_by_parameter(facts, settings.optim, **_optimizer_options(settings))
-    clips = settings.max_grad_norm > 0 and not releases and not settings.offload
-    clips = clips and not settings.engine.startswith("zero")  # DeepSpeed's norm is counted with its step
-    gathered = settings.eval_batches if settings.eval_batch_size is not None else 0
-    if settings.batch_eval_metrics:
-        gathered = min(gathered, 1)
-    elif settings.eval_accumulation_steps is not None:
-        gathered = min(gathered, settings.eval_accumulation_steps)
-    return ReplayPlan(
-        optimizer=optimizer if alone is None else alone,
-        clipping=clipping_temporaries(facts) if clips else (),
-        batches=settings.gradient_accumulation_steps,
-        micro_batches=math.ceil(batch_size / (settings.micro_batch_size or batch_size)),
-        workspaces=workspace_bytes(chip.capability, settings.cublas_workspace_bytes),
-        eval_batches=gathered,
-        eval_concat=settings.eval_do_concat_batches,
-        empty_cache_steps=settings.torch_empty_cache_steps,
-        is_manual=settings.loop == "manual",
-        keeps_gradients=not settings.zero_grad_to_none,
-        buckets=bucket_bytes(facts, settings),
-        reduces_last=settings.engine == "fsdp2",
-    )

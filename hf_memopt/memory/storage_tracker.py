@@ -10,19 +10,13 @@ differs above autograd on CUDA (``CudaSemantics``).
 
 from __future__ import annotations
 
-import gc
 import inspect
-import random
-import threading
-import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from logging import ERROR
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,15 +25,12 @@ from hf_memopt.memory.meta_outputs import run_on_meta
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.step_time.operations import Operation, operation_of
 
-__all__ = ["RECORDING_LOCK", "Hidden", "StorageTracker", "collector_paused", "recording"]
+__all__ = ["Hidden", "StorageTracker"]
 
 _aten = torch.ops.aten
 _NO_SEQUENCE = 2**64 - 1  # torch's number of nodes that accumulate a gradient
 _next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
 Hidden = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
-
-RECORDING_LOCK = threading.RLock()
-"""Held by ``recording``, which changes process-wide state: garbage collector, warnings, random state, torch's flags."""
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's modes have no types
@@ -348,71 +339,3 @@ def _asker() -> tuple[str, int, str]:
             return module, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
     return "torch", 0, ""
-
-
-@contextmanager
-def recording(*modes: Any) -> Iterator[None]:
-    """Enter the modes, and keep out what would disturb a recording; everything is restored afterwards.
-
-    The garbage collector is paused: it would free storages at random moments and costs more than the recording. Random
-    numbers come from one seed, and the caller's generators continue where they were. transformers logs errors only. One
-    thread records at a time.
-    """
-    import torch.fx.experimental._config as fx_config
-
-    with collector_paused(), ExitStack() as stack:
-        stack.enter_context(_one_seed())
-        stack.enter_context(_only_errors())
-        stack.enter_context(warnings.catch_warnings())
-        # torch's checkpoint enters CUDA's autocast where it recomputes; a build without CUDA warns each time
-        warnings.filterwarnings("ignore", "User provided device_type of 'cuda', but CUDA is not available")
-        # private, pinned by a test, seen in torch 2.6 to 2.13: how many elements are nonzero cannot be known
-        stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
-        for mode in modes:
-            stack.enter_context(mode)
-        yield
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector inside, one thread at a time.
-
-    A replay makes hundreds of thousands of objects, and each of the collections that they cause looks through all that
-    torch and transformers have made.
-    """
-    with RECORDING_LOCK:
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if was_enabled:
-                gc.enable()
-
-
-@contextmanager
-def _one_seed() -> Iterator[None]:
-    """Draw the host's random numbers from one seed inside: models use torch's, Python's or numpy's."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
-
-
-@contextmanager
-def _only_errors() -> Iterator[None]:
-    """Suppress transformers' advice, which belongs to the real run."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(max(verbosity, ERROR))
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)

@@ -20,11 +20,14 @@ from torch.profiler import ProfilerActivity, profile
 from hf_memopt import estimate
 from hf_memopt.binding.fused_loss.vocabulary_slices import each_slice
 from hf_memopt.memory.recording import repeated_slices
+from hf_memopt.memory.recording.isolation import recording
+from hf_memopt.memory.recording.passes import autocast_dtype
 from hf_memopt.memory.recording.repeated_layers import RepeatedLayers
-from hf_memopt.memory.recording.step import StepTrace, autocast_dtype, record_step
+from hf_memopt.memory.recording.step import record_step
+from hf_memopt.memory.recording.step_trace import StepTrace
 from hf_memopt.memory.recording.trace_cache import _prepared, forget_traces
 from hf_memopt.memory.settings import StepSettings
-from hf_memopt.memory.storage_tracker import StorageTracker, recording
+from hf_memopt.memory.storage_tracker import StorageTracker
 
 # torch 2.13 says so whenever the state of oneDNN is read
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")

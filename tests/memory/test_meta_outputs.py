@@ -12,8 +12,9 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_memopt.memory import meta_outputs, storage_tracker
 from hf_memopt.memory.meta_outputs import forget_outputs, run_on_meta
+from hf_memopt.memory.recording.isolation import recording
 from hf_memopt.memory.settings import StepSettings
-from hf_memopt.memory.storage_tracker import StorageTracker, recording
+from hf_memopt.memory.storage_tracker import StorageTracker
 from tests.memory.test_repeated_layers import CONFIGS, facts_of, recorded
 
 aten = torch.ops.aten

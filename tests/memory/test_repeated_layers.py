@@ -23,7 +23,7 @@ from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.recording import trace_cache
 from hf_memopt.memory.recording.identical_layers import find_runs
 from hf_memopt.memory.recording.repeated_layers import RepeatedLayers, state_kept
-from hf_memopt.memory.recording.step import RecordedPass, StepTrace
+from hf_memopt.memory.recording.step_trace import RecordedPass, StepTrace
 from hf_memopt.memory.recording.trace_cache import Shape, record_or_reuse
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.step_time.operations import merged

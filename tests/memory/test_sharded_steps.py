@@ -23,7 +23,8 @@ from hf_memopt.memory.distributed.shares import bucket_bytes, shard_facts, shard
 from hf_memopt.memory.models.example_batch import cut_batch
 from hf_memopt.memory.optimizers.optimizer_memory import parameter_facts
 from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
-from hf_memopt.memory.recording.step import autocast_dtype, record_step
+from hf_memopt.memory.recording.passes import autocast_dtype
+from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.storage_tracker import StorageTracker
 from two_ranks import run_pair
 

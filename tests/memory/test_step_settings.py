@@ -13,7 +13,7 @@ import transformers
 import tiny
 from hf_memopt.binding import versions as compat
 from hf_memopt.binding.refusals import refusal_of
-from hf_memopt.memory.recording.step import autocast_dtype
+from hf_memopt.memory.recording.passes import autocast_dtype
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 
 NAMES = [item.name for item in dataclasses.fields(StepSettings)]

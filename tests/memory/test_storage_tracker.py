@@ -22,8 +22,9 @@ from torch.utils.flop_counter import flop_registry
 from transformers.utils import logging
 
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
+from hf_memopt.memory.recording.isolation import RECORDING_LOCK, recording
 from hf_memopt.memory.settings import NotEstimableError
-from hf_memopt.memory.storage_tracker import RECORDING_LOCK, StorageTracker, recording
+from hf_memopt.memory.storage_tracker import StorageTracker
 
 aten = torch.ops.aten
 

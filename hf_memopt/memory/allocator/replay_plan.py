@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
+from hf_memopt.memory.cuda.chip import Chip
+from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
+from hf_memopt.memory.distributed.shares import bucket_bytes
+from hf_memopt.memory.optimizers.optimizer_memory import (
+    OptimizerMemory,
+    ParameterFacts,
+    clipping_temporaries,
+    memory_by_parameter,
+    optimizer_memory,
+)
+from hf_memopt.memory.settings import StepSettings
 
-__all__ = ["ReplayPlan"]
+__all__ = ["ReplayPlan", "replay_plan", "step_optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +75,67 @@ class ReplayPlan:
         waiting = [(index, min(place, 1)) for place, index in enumerate(every[:count])]
         first = min(count, 2)
         return waiting, [(index, first + min(place + adds, 1)) for place, index in enumerate(every[count:])]
+
+
+def step_optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) -> OptimizerMemory:
+    """Return the bytes of the optimizer that the settings ask for."""
+    if settings.optimizer_memory is None:
+        options = _optimizer_options(settings)
+        return optimizer_memory(facts, settings.optim, gradient_release=settings.gradient_release, **options)
+    found = settings.optimizer_memory(facts)
+    return replace(found, releases_gradients=found.releases_gradients or settings.gradient_release)
+
+
+def _optimizer_options(settings: StepSettings) -> dict[str, Any]:
+    return {
+        "optim_args": settings.optim_args,
+        "target_modules": settings.optim_target_modules,
+        "embedding_bits": settings.embedding_bits,
+        "weight_decay": settings.weight_decay,
+        "rounding": settings.rounding,
+    }
+
+
+def replay_plan(
+    facts: tuple[ParameterFacts, ...],
+    settings: StepSettings,
+    optimizer: OptimizerMemory,
+    batch_size: int,
+    chip: Chip,
+) -> ReplayPlan:
+    """Return the plan of a step.
+
+    Args:
+        facts: of the trainable parameters, as one process holds them.
+        settings: with nothing "auto".
+        optimizer: of these parameters.
+        batch_size: examples of one accumulation step.
+        chip: that of the GPU.
+    """
+    releases = optimizer.releases_gradients
+    alone = None
+    if releases and settings.optimizer_memory is not None:
+        alone = [settings.optimizer_memory((fact,)) for fact in facts]
+    elif releases:
+        alone = memory_by_parameter(facts, settings.optim, **_optimizer_options(settings))
+    clips = settings.max_grad_norm > 0 and not releases and not settings.offload
+    clips = clips and not settings.engine.startswith("zero")  # DeepSpeed's norm is counted with its step
+    gathered = settings.eval_batches if settings.eval_batch_size is not None else 0
+    if settings.batch_eval_metrics:
+        gathered = min(gathered, 1)
+    elif settings.eval_accumulation_steps is not None:
+        gathered = min(gathered, settings.eval_accumulation_steps)
+    return ReplayPlan(
+        optimizer=optimizer if alone is None else alone,
+        clipping=clipping_temporaries(facts) if clips else (),
+        batches=settings.gradient_accumulation_steps,
+        micro_batches=math.ceil(batch_size / (settings.micro_batch_size or batch_size)),
+        workspaces=workspace_bytes(chip.capability, settings.cublas_workspace_bytes),
+        eval_batches=gathered,
+        eval_concat=settings.eval_do_concat_batches,
+        empty_cache_steps=settings.torch_empty_cache_steps,
+        is_manual=settings.loop == "manual",
+        keeps_gradients=not settings.zero_grad_to_none,
+        buckets=bucket_bytes(facts, settings),
+        reduces_last=settings.engine == "fsdp2",
+    )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from hf_memopt.memory.recording.repeated_layers import NotRepeatableError, RepeatedLayers
-from hf_memopt.memory.recording.step import RecordedPass, StepTrace
+from hf_memopt.memory.recording.step_trace import RecordedPass, StepTrace
 from hf_memopt.memory.recording.unit_events import MIDDLE, Sweep, UnitEvents
 
 __all__ = ["lengthen"]

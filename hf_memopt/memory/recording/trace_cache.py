@@ -36,8 +36,10 @@ from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts
 from hf_memopt.memory.recording.identical_layers import configs_of
 from hf_memopt.memory.recording.kept_models import PreparedModel, prepare_or_reuse
 from hf_memopt.memory.recording.longer_trace import lengthen
+from hf_memopt.memory.recording.passes import autocast_dtype
 from hf_memopt.memory.recording.repeated_layers import NotRepeatableError, RepeatedLayers, state_kept
-from hf_memopt.memory.recording.step import StepTrace, autocast_dtype, record_step
+from hf_memopt.memory.recording.step import record_step
+from hf_memopt.memory.recording.step_trace import StepTrace
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.storage_tracker import Hidden, StorageTracker
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_memopt.memory.recording.identical_layers import KEPT_UNITS
 from hf_memopt.memory.recording.repeated_layers import NotRepeatableError, RepeatedLayers, UnitStart
-from hf_memopt.memory.recording.step import RecordedPass, StepTrace
+from hf_memopt.memory.recording.step_trace import RecordedPass, StepTrace
 from hf_memopt.memory.step_time.operations import Operation
 
 __all__ = ["MIDDLE", "Sweep", "UnitEvents"]

@@ -1,0 +1,91 @@
+"""Keep out what would disturb a recording, and restore it afterwards.
+
+What a recording changes belongs to the whole process, so one thread records at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from logging import ERROR
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["RECORDING_LOCK", "collector_paused", "recording"]
+
+RECORDING_LOCK = threading.RLock()
+"""Held by ``recording``, which changes process-wide state: garbage collector, warnings, random state, torch's flags."""
+
+
+@contextmanager
+def recording(*modes: Any) -> Iterator[None]:
+    """Enter the modes, and keep out what would disturb a recording; everything is restored afterwards.
+
+    The garbage collector is paused: it would free storages at random moments and costs more than the recording. Random
+    numbers come from one seed, and the caller's generators continue where they were. transformers logs errors only. One
+    thread records at a time.
+    """
+    import torch.fx.experimental._config as fx_config
+
+    with collector_paused(), ExitStack() as stack:
+        stack.enter_context(_one_seed())
+        stack.enter_context(_only_errors())
+        stack.enter_context(warnings.catch_warnings())
+        # torch's checkpoint enters CUDA's autocast where it recomputes; a build without CUDA warns each time
+        warnings.filterwarnings("ignore", "User provided device_type of 'cuda', but CUDA is not available")
+        # private, pinned by a test, seen in torch 2.6 to 2.13: how many elements are nonzero cannot be known
+        stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector inside, one thread at a time.
+
+    A replay makes hundreds of thousands of objects, and each of the collections that they cause looks through all that
+    torch and transformers have made.
+    """
+    with RECORDING_LOCK:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+@contextmanager
+def _one_seed() -> Iterator[None]:
+    """Draw the host's random numbers from one seed inside: models use torch's, Python's or numpy's."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Suppress transformers' advice, which belongs to the real run."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(max(verbosity, ERROR))
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
