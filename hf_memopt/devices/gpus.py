@@ -11,7 +11,6 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from statistics import median_low
 from types import MappingProxyType
 
@@ -103,10 +102,10 @@ def _typical_context(capability: tuple[int, int]) -> tuple[int | None, str]:
 
 def _typical_usable(memory_bytes: int) -> int:
     """Return how much of a GPU's memory is usable, by the median share of the GPUs nearest in size."""
-    found = [(row.memory_gib * GIB, parse_bytes(row.usable[0])) for row in ROWS if row.usable]
-    nearest_size = min((memory for memory, _ in found), key=lambda memory: abs(memory - memory_bytes))
-    share = median_low([Fraction(usable, memory) for memory, usable in found if memory == nearest_size])
-    return int(memory_bytes * share)
+    known = [row for row in ROWS if row.usable]
+    nearest = min((row.memory_gib for row in known), key=lambda gib: abs(gib * GIB - memory_bytes))
+    usable = median_low([parse_bytes(row.usable[0]) for row in known if row.usable and row.memory_gib == nearest])
+    return memory_bytes * usable // (nearest * GIB)
 
 
 def _peak_rates(row: Row) -> PeakRates:
@@ -128,9 +127,10 @@ def _peak_rates(row: Row) -> PeakRates:
 def _gpu_of_row(row: Row) -> Gpu:
     memory_bytes = row.memory_gib * GIB
     architecture = row.architecture
-    usable_bytes, usable_source = _typical_usable(memory_bytes), "derived from the GPUs nearest in size"
     if row.usable:
         usable_bytes, usable_source = parse_bytes(row.usable[0]), row.usable[1]
+    else:
+        usable_bytes, usable_source = _typical_usable(memory_bytes), "derived from the GPUs nearest in size"
     context_bytes, context_source = (
         (None, "unknown") if architecture.is_amd else _typical_context(architecture.capability)
     )
