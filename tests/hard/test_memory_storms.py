@@ -37,7 +37,7 @@ class Storm:
         self._rows = 0
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         head = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
-        layers = [module for module in model.modules() if type(module).__name__.endswith("Layer")]
+        layers = [module for module in model.modules() if type(module).__name__.endswith(("Layer", "Block"))]
         for place in (*layers, head):
             place.register_forward_pre_hook(lambda *_: self._maybe("forward"))
             place.register_full_backward_pre_hook(lambda *_: self._maybe("backward"))
