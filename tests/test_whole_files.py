@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from resource_limits import resource_limit
 
 import hf_memopt
 from hf_memopt.batching.padding_costs.figures import padding_report
@@ -36,16 +37,6 @@ def raising(error: BaseException) -> Callable[..., None]:
         raise error
 
     return raises
-
-
-@contextmanager
-def file_size_limit(most_bytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextmanager
@@ -157,7 +148,10 @@ def test_a_file_that_may_not_grow_leaves_the_older_one(tmp_path, name) -> None:
     if name.endswith(".png"):
         pytest.importorskip("matplotlib")
     (tmp_path / name).write_text("old")
-    with file_size_limit(2), pytest.raises((OSError, ValueError, RuntimeError), match="File too large"):
+    with (
+        resource_limit(resource.RLIMIT_FSIZE, 2),
+        pytest.raises((OSError, ValueError, RuntimeError), match="File too large"),
+    ):
         WRITERS[name](tmp_path)
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [(name, "old")]
 

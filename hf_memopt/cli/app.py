@@ -82,6 +82,7 @@ app = typer.Typer(
 
 COMMAND_COLUMNS = 8  # of the longest name
 LARGEST = 2**31 - 1  # the product of two such counts still fits into numpy's 64-bit integers
+LARGEST_SEED = 2**32 - 1  # that numpy takes
 DATA, BATCHES, OUTPUT = "Data", "Batches", "Output"
 """The groups of options in the help of ``lengths``."""
 
@@ -108,7 +109,9 @@ def demo(
     epochs: Annotated[
         int, typer.Option("-e", "--epochs", metavar="N", min=1, help="Passes over the training texts.")
     ] = 1,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the weights and the data order.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="Seed of the weights and the data order.")
+    ] = 0,
     max_train: Annotated[
         int | None, typer.Option("-n", "--max-train", metavar="N", min=1, help="Train on the first N texts only.")
     ] = None,

@@ -105,7 +105,12 @@ def in_flags(text: str, flags: Mapping[str, Flag]) -> str:
 
 def _as_typed(value: str) -> str:
     """Return a value as it is typed in a shell; what is not quoted text stays."""
-    return shlex.quote(literal_eval(value)) if value[0] in "'\"" else value
+    if value[0] not in "'\"":
+        return value
+    try:
+        return shlex.quote(literal_eval(value))
+    except SyntaxError:  # a long one that the message cuts before its last quote
+        return value
 
 
 class Command(TyperCommand):

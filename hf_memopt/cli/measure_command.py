@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.cli.script_runner import run_until_training
 from hf_memopt.cli.verdicts import print_coloured
+from hf_memopt.plain_data import checked_path
 from hf_memopt.recipes.measuring.measurement import DEFAULT_STEPS, Measurement, check_new_file
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def run_measure(options: MeasureOptions, console: Console) -> int:
     Raises:
         ValueError: invalid options; the script does not train, or its steps cannot be measured.
     """
-    if not options.script.is_file():
+    if not checked_path("script", options.script).is_file():
         raise ValueError(
             f"script={str(options.script)!r} is not a file; expected a Python script that trains with the stock "
             "Trainer. Call: hf-memopt measure train.py"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.demo.results import TITLES, print_results
-from hf_memopt.plain_data import Count, check_value, parse_object
+from hf_memopt.plain_data import Count, check_value, checked_path, parse_object
 from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ def run_demo(
 
     check_value("epochs", epochs, Count, 1)
     check_value("max_train", max_train, Count | None, None)
-    output = Path(os.path.abspath(output))
+    output = checked_path("output", os.path.abspath(output))
     check_output(output)
     if json_file is not None:
-        check_json_file(json_file, output)
+        check_json_file(checked_path("json_file", json_file), output)
     progress, results = Console(stderr=True, highlight=False), Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         work = Path(folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from hf_memopt.components import COMPONENTS
-from hf_memopt.plain_data import parse_object
+from hf_memopt.plain_data import checked_path, parse_object
 from hf_memopt.reports.bars import CONTEXT, UNUSED
 from hf_memopt.reports.charts import batch_of
 from hf_memopt.reports.estimate_file import ESTIMATE_FORMAT, EstimateData, MeasurementData
@@ -69,8 +69,9 @@ def text_of(path: Path) -> tuple[bytes, Path]:
     """Return the JSON of a file, or of a run's output folder, and its path.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or no file can have this path.
     """
+    path = checked_path("path", path)
     found = run_file_of(path) if path.is_dir() else path
     if not found.is_file():
         raise ValueError(

@@ -34,6 +34,7 @@ FLAGS = {
         ("seq_len=9 is odd; expected 8. Pass seq_len=8.", "--seq-len 9 is odd; expected 8. Pass --seq-len 8."),
         ("gpu='RTX 3050', memory='4GiB' clash", "--gpu 'RTX 3050', --gpu-memory 4GiB clash"),
         ("model='gpt-2' is unknown. Pass model='gpt2'", "'gpt-2' is unknown. Pass 'gpt2'"),
+        ("gpu='a name that is cut... is", "--gpu 'a name that is cut... is"),
         ("checkpointing=True, compare=True", "--checkpointing, --compare"),
         ("checkpointing=False, compare=False", "--no-checkpointing, no --compare"),
         ("gpu=None", "no --gpu"),

@@ -109,6 +109,7 @@ def test_a_script_that_cannot_be_measured_is_exit_code_2(text: str, message: str
     ("arguments", "message"),
     [
         (("none.py",), "'none.py' is not a file; expected a Python script that trains with the stock Trainer."),
+        (("x" * 5000,), "cannot be a path (File name too long); expected text or a pathlib.Path."),
         (("{script}", "--steps", "0"), "Invalid value for '-n' / '--steps'"),
         (
             ("{script}", "--output", "no/folder/run.json"),

@@ -467,6 +467,12 @@ def test_a_json_file_that_cannot_be(tmp_path: Path) -> None:
         assert refusal(output, json_file=file) == f"json_file='{file}' cannot be written; {rule}"
 
 
+def test_names_that_are_too_long(tmp_path: Path) -> None:
+    rule = "cannot be a path (File name too long); expected text or a pathlib.Path. Pass another path"
+    assert refusal(tmp_path / ("x" * 300)).endswith(rule)
+    assert refusal(tmp_path / "out", json_file=tmp_path / ("x" * 300)).endswith(rule)
+
+
 def test_nothing_to_train(tmp_path: Path) -> None:
     assert refusal(tmp_path / "out", epochs=0) == (
         "epochs=0 is invalid; expected an integer of 1 or more. Pass epochs=1"

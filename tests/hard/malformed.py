@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from resource_limits import resource_limit
 
 from hf_memopt import MissingExtraError, NotEstimableError
 from hf_memopt.plain_data import shown
@@ -84,17 +85,15 @@ def limited(seconds: int = 60, more_bytes: int = 2 * 2**30) -> Iterator[None]:
     kinds = signal.SIGPROF, signal.SIGALRM  # of the process's own time; and where it sleeps
     former = [signal.signal(kind, stop) for kind in kinds]
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more_bytes, hard))
+    most_bytes = pages * resource.getpagesize() + more_bytes
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.alarm(10 * seconds)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), resource_limit(resource.RLIMIT_AS, most_bytes):
             warnings.simplefilter("ignore")
             yield
     finally:
         signal.alarm(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         for kind, handler in zip(kinds, former, strict=True):
             signal.signal(kind, handler)

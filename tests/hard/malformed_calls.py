@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from bitsandbytes.nn import Linear4bit
 from bitsandbytes.optim import AdamW8bit
 from tiny_plans import fitting_plan, missing_plan
 from transformers import Trainer
@@ -165,7 +166,8 @@ def _launch_write(**arguments: Any) -> None:
 
 def _preset_trainer(**arguments: Any) -> None:
     made = m.recipe("cpu").trainer(**arguments)
-    made.train()
+    if arguments["train_dataset"] is ROWS:  # data that cannot be bucketed is left as it is: stock reads or refuses it
+        made.train()
 
 
 SETTINGS = {item.name: item.default for item in fields(m.StepSettings)}
@@ -267,7 +269,9 @@ CALLS: dict[str, Call] = {
     "checkpoint_layers": _model_call(m.checkpoint_layers, llama, policy="full", offload=False),
     "freeze": _model_call(m.freeze, bert, patterns="embeddings"),
     "fuse_cross_entropy": _model_call(m.fuse_cross_entropy, llama, chunk_bytes=None),
-    "prepare_quantized": _model_call(m.prepare_quantized, llama),
+    "prepare_quantized": _model_call(
+        m.prepare_quantized, lambda: torch.nn.Sequential(torch.nn.Embedding(4, 64), Linear4bit(64, 64)).bfloat16()
+    ),
     "sparse_tied_embedding": _model_call(
         m.sparse_tied_embedding, lambda: tiny.llama(**SIZES, tie_word_embeddings=True)
     ),

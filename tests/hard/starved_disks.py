@@ -20,6 +20,7 @@ from typing import Any
 
 import tiny_plans
 import torch
+from resource_limits import resource_limit
 from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner
 
@@ -79,12 +80,8 @@ def mount_disk(folder: Path) -> None:
 def starved(way: str, root: Path, most_bytes: int) -> Iterator[None]:
     """Leave this much room on the disk, or let no file grow beyond it."""
     if way == "files that may not grow":
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
-        try:
+        with resource_limit(resource.RLIMIT_FSIZE, most_bytes):
             yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
         return
     filler = root / "filler"
     state = os.statvfs(root)

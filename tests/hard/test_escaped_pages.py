@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,15 @@ FIXED = ("verdict", "state", "format", "precision", "method")  # words of a list
 HOOK = "window.ran = []; window.alert = (what) => window.ran.push(what);"
 
 
-def poisoned(content: Any) -> Any:
-    """Return JSON data with ``EVIL`` in place of each text, and as one more key of each object."""
+def with_text(text: str, content: Any) -> Any:
+    """Return JSON data with this text in place of each, and as one more key of each object."""
     if isinstance(content, str):
-        return EVIL
+        return text
     if isinstance(content, list):
-        return [poisoned(one) for one in content]
+        return [with_text(text, one) for one in content]
     if isinstance(content, dict):
-        found = {key: one if key in FIXED else poisoned(one) for key, one in content.items()}
-        return {**found, EVIL: next(iter(found.values()), EVIL)}
+        found = {key: one if key in FIXED else with_text(text, one) for key, one in content.items()}
+        return {**found, text: next(iter(found.values()), text)}
     return content
 
 
@@ -74,8 +75,9 @@ def _differences(folder: Path, one: dict[str, Any], other: dict[str, Any]) -> st
     return difference_page(compare(read_side(folder / "a.json"), read_side(folder / "b.json")))
 
 
-def _pages(folder: Path, change: Any) -> Iterator[tuple[str, str]]:
-    """Yield each kind of page with its texts changed."""
+def _pages(folder: Path, text: str) -> Iterator[tuple[str, str]]:
+    """Yield each kind of page with this text in place of each."""
+    change = partial(with_text, text)
     for name, content in (("finished", finished_run()), ("lost", lost_run())):
         yield name, run_page(read_run(json.dumps(change(content)), "run.json"))
     for name, found in (("fits", fitting_plan()), ("over", missing_plan())):
@@ -88,22 +90,18 @@ def _pages(folder: Path, change: Any) -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return dict(_pages(tmp_path_factory.mktemp("evil"), poisoned))
+    return dict(_pages(tmp_path_factory.mktemp("evil"), EVIL))
 
 
 def test_texts_make_no_tags_and_no_attributes(pages: dict[str, str], tmp_path: Path) -> None:
-    for name, clean in _pages(tmp_path, lambda content: content):
+    for name, clean in _pages(tmp_path, "plain"):
         evil, plain = Attributes(pages[name]), Attributes(clean)
         assert Page(pages[name]).open == [], name
-        for tag in ("script", "img", "style", "title", "textarea"):
-            assert evil.tags[tag] == plain.tags[tag], (name, tag)
-        assert "autofocus" not in evil.names, name
-        assert not {one for one in evil.names if one.startswith("on")}, name
+        assert evil.tags == plain.tags, name
+        assert evil.names == plain.names, name
         assert evil.urls == plain.urls, name
         assert "alert(1)" in pages[name], name
-        assert "49" not in re.findall(r"onmouseover.{0,20}?(49)", pages[name]), (
-            name
-        )  # no template in a text is filled in
+        assert not re.search("onmouseover.{0,20}?49", pages[name]), name  # no template in a text is filled in
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ def test_drawn_values(call: tuple[str, str, str, Any], tmp_path_factory: pytest.
 
 
 @seed(18)
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1500, suppress_health_check=list(HealthCheck))
 @given(call=calls(SLOW))
 def test_drawn_values_of_what_trains_estimates_and_plans(
     call: tuple[str, str, str, Any], tmp_path_factory: pytest.TempPathFactory

@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,46 @@ def test_any_value_at_any_place(kind: str, whole: dict[str, bytes], tmp_path_fac
         read_broken(kind, content, base / f"{next(numbers)}")
 
     check()
+
+
+class Payload:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return exec, (f"open({str(self.path)!r}, 'w')",)
+
+
+def _with_code(name: str, folder: Path, proof: Path) -> None:
+    """Write a file of its kind whose folder holds Python code and pickles that a careless reader would run."""
+    FILES[name].write(folder)
+    for inside in (folder, folder / "tokenizer"):
+        config = inside / FILES[name].name
+        if not config.exists() or FILES[name].name not in ("config.json", "tokenizer_config.json"):
+            continue
+        own = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "strange.Own")
+        content = {**json.loads(config.read_bytes()), "auto_map": {**own, "AutoTokenizer": ["strange.Own", None]}}
+        config.write_text(json.dumps({**content, "tokenizer_class": "Own"}))
+    for inside in (one for one in (folder, *folder.iterdir()) if one.is_dir()):
+        for script in ("strange.py", "__init__.py", "sitecustomize.py", f"{inside.name}.py"):
+            (inside / script).write_text(f"open({str(proof)!r}, 'w')")
+        for pickled in ("pytorch_model.bin", "training_args.bin", "rows.pkl", "optimizer.pt", "rng_state.pth"):
+            (inside / pickled).write_bytes(pickle.dumps(Payload(proof)))
+        (inside / "model.safetensors").write_bytes(b"\xff" * 64)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_code_and_pickles_beside_a_file_are_not_run(kind: str, tmp_path: Path) -> None:
+    folder, proof = tmp_path / "folder", tmp_path / "proof"
+    folder.mkdir()
+    _with_code(kind, folder, proof)
+    with limited(), harmless(tmp_path), suppress(ValueError):
+        FILES[kind].read(folder / FILES[kind].name)
+    assert not proof.exists()
+    pickle.loads(pickle.dumps(Payload(proof)))
+    assert proof.exists()  # as it would have been
 
 
 @given(content=st.binary(max_size=200))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import T5ForConditionalGeneration, Trainer, TrainerCallback
 
 import tiny
 from hf_memopt import MicrobatchCallback, ShardedCheckpointCallback, attach
@@ -37,7 +37,7 @@ class Storm:
         self._rows = 0
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         head = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
-        layers = [module for module in model.modules() if type(module).__name__.endswith("Layer")]
+        layers = [module for module in model.modules() if type(module).__name__.endswith(("Layer", "Block"))]
         for place in (*layers, head):
             place.register_forward_pre_hook(lambda *_: self._maybe("forward"))
             place.register_full_backward_pre_hook(lambda *_: self._maybe("backward"))
@@ -64,6 +64,15 @@ class Relief(TrainerCallback):
                 limit.limit = limit.last_good = None
 
 
+def _t5_with_gelu() -> nn.Module:
+    config = CASES["t5"].build().config
+    config.dense_act_fn = "gelu"
+    return T5ForConditionalGeneration(config)
+
+
+MODELS = {**CASES, "t5-gelu": CASES["t5"]._replace(build=_t5_with_gelu)}
+
+
 class Run(NamedTuple):
     """A way to train, and how far the weights may be from those of the undisturbed run after 300 steps."""
 
@@ -81,19 +90,22 @@ RUNS = {
     # float64, since AdamW divides by the root of the second moment, and rounding of float32 would show as 1e-6
     "BERT per token, AdamW": Run("bert-tokens", 1e-12, {**ADAMW, "gradient_accumulation_steps": 2}),
     "Llama padded left, AdamW": Run("llama-left", 1e-12, ADAMW),
+    # T5's own ReLU is held in float64: where rounding turns the sign of one of its inputs, that unit's gradient is
+    # there or not, and after 300 steps the weights differ by 7e-6 in float32 (4e-16 in float64). GELU: by 1.2e-7
+    "T5 with ReLU, SGD": Run("t5", 1e-12, SGD),
+    "T5 with GELU, SGD": Run("t5-gelu", 1e-6, SGD),
 }
 
 
 def make(run: Run, folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Trainer:
-    case = CASES[run.case]
+    case = MODELS[run.case]
     torch.manual_seed(0)
     model = case.build()
     args = tiny.arguments(
         folder,
         per_device_train_batch_size=BATCH,
         train_sampling_strategy="sequential",
-        max_steps=STEPS,
-        **{**case.settings, **run.settings, **settings},
+        **{"max_steps": STEPS, **case.settings, **run.settings, **settings},
     )
     return attach(
         Trainer(
@@ -153,7 +165,7 @@ def test_memory_that_runs_out_in_the_optimizer_ends_the_run_and_it_resumes_exact
     settings = {"max_steps": 30, "save_strategy": "steps", "save_steps": 4}
     straight = make(run, tmp_path / "straight", MicrobatchCallback(), **settings)
     straight.train()
-    chance, ended = random.Random(0), 0
+    chance, ended = random.Random(1), 0  # the seed 0 has no draw below 0.1 in 30 steps
     while True:
         trainer = make(run, tmp_path / "out", MicrobatchCallback(), ShardedCheckpointCallback(), **settings)
         trainer.add_callback(_StarvedOptimizer(chance))

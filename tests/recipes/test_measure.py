@@ -401,3 +401,5 @@ def test_a_file_that_is_not_there_is_refused() -> None:
         ValueError, match=r"measured='none\.json' cannot be read: No such file or directory; expected a"
     ):
         read_measurement("none.json")
+    with pytest.raises(ValueError, match=r"measured=True cannot be a path .*; expected text or a pathlib\.Path\."):
+        read_measurement(True)  # type: ignore[arg-type]

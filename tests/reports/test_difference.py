@@ -131,6 +131,7 @@ def test_what_cannot_be_compared_is_refused(files: tuple[Path, Path], tmp_path: 
         (files[0], old): "cannot be read as an estimate (it has format 2, written by hf-memopt 0.2.0); expected what",
         (files[0], tmp_path): "is a folder without memopt_run.json; expected the output folder of a run",
         (files[0], tmp_path / "x.json"): "does not exist; expected the output folder of a run, or the JSON of a plan",
+        (files[0], "x" * 5000): "cannot be a path (File name too long); expected text or a pathlib.Path.",
         (*files, run): "3 files are too many; expected one or two.",
         (*files, "--output", there): "exists already; expected a new file. Pass another name, or --force to replace it",
         (*files, "--force"): "--force has nothing to replace: no file is written; expected --output.",

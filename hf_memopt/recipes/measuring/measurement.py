@@ -211,16 +211,17 @@ def read_measurement(path: str | os.PathLike[str]) -> Measurement:
     Raises:
         ValueError: there is no such file, or it holds something else.
     """
+    file = checked_path("measured", path)
     try:
-        return Measurement.from_json(checked_path("measured", path).read_bytes())
+        return Measurement.from_json(file.read_bytes())
     except OSError as error:
         raise ValueError(
-            f"measured={os.fspath(path)!r} cannot be read: {error.strerror or error}; expected a file that "
+            f"measured={str(file)!r} cannot be read: {error.strerror or error}; expected a file that "
             f"hf-memopt measure wrote. {FIX}"
         ) from None
     except ValueError as error:
         raise ValueError(
-            f"measured={os.fspath(path)!r} is not a measurement ({error}); expected a file that hf-memopt measure "
+            f"measured={str(file)!r} is not a measurement ({error}); expected a file that hf-memopt measure "
             f"wrote. {FIX}"
         ) from None
 
