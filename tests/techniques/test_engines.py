@@ -13,7 +13,9 @@ from slow_cases import slow_except
 
 import technique_table
 from hf_memopt import OverflowCallback, attach
+from hf_memopt.binding.conflicts import OLD_FSDP2
 from hf_memopt.binding.refusals import REFUSALS, TECHNIQUES
+from hf_memopt.binding.versions import fsdp2_keeps_the_head
 from two_ranks import run_pair
 
 PARTS = ("optimizer", "pytorch_model_fsdp")  # of a checkpoint, as accelerate 1.15 names them
@@ -77,7 +79,8 @@ def check_techniques(ranks: Found, folder: Path, case: str) -> None:
     metrics = reference.evaluate()
     for rank in ranks:
         assert rank["metrics"] == pytest.approx([metrics["eval_loss"], metrics["eval_accuracy"]], rel=TOLERANCE)
-    check_resumed(ranks, folder, case)
+    if "resumed" in ranks[0]:  # else the installed accelerate cannot: engine_ranks.resumes
+        check_resumed(ranks, folder, case)
     is_sharded = case in ("techniques", "sharded checkpoints")
     assert all((rank["files"] > 1) is is_sharded for rank in ranks)
 
@@ -120,8 +123,11 @@ def test_a_language_model_in_micro_batches_with_a_fused_loss(found: dict[str, Fo
     ranks = found["causal_lm"]
     settings = {"per_device_train_batch_size": 6, "max_grad_norm": 1.0, "rows": causal_rows(ranks)}
     check_equal(causal_lm(folder / "reference", **settings), ranks, folder / "causal_lm.pt")
-    assert all(rank["fused"] > 6 for rank in ranks)  # more micro-batches than accumulation steps
-    assert all(rank["real"] == {} for rank in ranks)
+    if fsdp2_keeps_the_head():
+        assert all(rank["fused"] > 6 for rank in ranks)  # more micro-batches than accumulation steps
+        assert all(rank["real"] == {} for rank in ranks)
+    else:
+        assert [rank["refused"] for rank in ranks] == [f"ValueError: {OLD_FSDP2}"] * 2
 
 
 def test_adapters(found: dict[str, Found], folder: Path) -> None:
