@@ -54,7 +54,9 @@ def main(environment: str, *arguments: str) -> int:
     pytest = [inside, "-m", "pytest", "-m", "not slow", f"--junit-xml={report}", *let_pass, *arguments]
     code = subprocess.run(pytest, cwd=ROOT, check=False).returncode
     if report.exists():
-        note({"environment": environment, "versions": versions_in(inside), "counts": counts_of(report)})
+        counts = counts_of(report)
+        note({"environment": environment, "versions": versions_in(inside), "counts": counts})
+        print(f"{environment}: {', '.join(f'{count} {name}' for name, count in counts.items())}", flush=True)
     return code
 
 
@@ -108,7 +110,9 @@ def note(result: dict[str, object]) -> None:
     dated = {**result, "date": datetime.now(UTC).date().isoformat()}
     lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
     kept = [line for line in lines if json.loads(line)["environment"] != result["environment"]]
-    RESULTS.write_text("\n".join([*kept, json.dumps(dated)]) + "\n", encoding="utf-8")
+    whole = RESULTS.with_suffix(".part")
+    whole.write_text("\n".join([*kept, json.dumps(dated)]) + "\n", encoding="utf-8")
+    whole.replace(RESULTS)
 
 
 if __name__ == "__main__":
