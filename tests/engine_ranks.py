@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from hf_memopt import (
 from hf_memopt.binding.adapters import add_adapters
 from hf_memopt.binding.handles import override_method
 from hf_memopt.binding.refusals import REFUSALS, TECHNIQUES, refusal_of
-from hf_memopt.binding.versions import fsdp2_keeps_the_head, fsdp_arguments
+from hf_memopt.binding.versions import fsdp_arguments
 
 RANK = int(os.environ.get("RANK", "0"))
 ENGINES: dict[str, dict[str, Any]] = {
@@ -65,22 +64,12 @@ def pair(layer: str | None = None) -> dict[str, Any]:
     return {"ddp_backend": "gloo", **chosen}
 
 
-def fuses() -> bool:
-    """Return whether the loss can be fused under the engine, with the installed accelerate."""
-    return engine() != "FSDP2" or fsdp2_keeps_the_head()
-
-
-def resumes() -> bool:
-    """Return whether stock resumes under the engine: of FSDP2, accelerate before 1.13 loses the optimizer's state."""
-    return engine() != "FSDP2" or tuple(int(part) for part in version("accelerate").split(".")[:2]) >= (1, 13)
-
-
 def allowed(setting: str) -> tuple[str, ...]:
     """Return the techniques that work with an engine and with each other, on the model of most of them."""
     names = [name for name in TECHNIQUES if name in technique_table.GROUPS["with micro-batches"]]
     engines = ("DeepSpeed", setting) if setting == "ZeRO-3" else (setting,)
     names = [name for name in names if all(refusal_of(name, engine) is None for engine in engines)]
-    if setting == "DDP, default flags" or not fuses():  # the first: beside exact_loss
+    if setting == "DDP, default flags":  # beside exact_loss
         names.remove("fused cross-entropy")
     return tuple(name for name in names if technique_table.TABLE[name].model is None)
 
@@ -159,14 +148,13 @@ def of_techniques(folder: Path, case: str) -> dict[str, Any]:
     found = trained(trainer, folder, case)
     metrics = trainer.evaluate()
     last = folder / case / "checkpoint-2"
-    found |= {
+    again = trained(resumed, folder, f"{case}, resumed", resume_from_checkpoint=str(last))
+    return {
+        **found,
         "files": len(list(last.glob("model*.safetensors"))),
+        "resumed": again["losses"],
         "metrics": [metrics["eval_loss"], metrics["eval_accuracy"]],
     }
-    if resumes():
-        again = trained(resumed, folder, f"{case}, resumed", resume_from_checkpoint=str(last))
-        found["resumed"] = again["losses"]
-    return found
 
 
 def of_sharded_state(folder: Path, case: str) -> dict[str, Any]:
@@ -189,13 +177,11 @@ def of_scale(folder: Path, case: str) -> dict[str, Any]:
 
 def of_causal_lm(folder: Path, case: str) -> dict[str, Any]:
     """Micro-batches of a batch that both processes cut differently, with the loss fused and the norm clipped."""
-    fused = FusedCrossEntropyCallback()
-    callbacks = [MicrobatchCallback(max_tokens=12), *([fused] if fuses() else [])]
+    callbacks = [MicrobatchCallback(max_tokens=12), FusedCrossEntropyCallback()]
     trainer = causal_lm(folder / case, *callbacks, max_grad_norm=1.0, **pair())
     found = trained(trainer, folder, case)
-    if not fuses():
-        return {**found, "refused": refused(lambda: attach(trainer, fused))}
-    return {**found, "fused": fused.handle.record.fused, "real": dict(fused.handle.record.real)}
+    record = callbacks[1].handle.record
+    return {**found, "fused": record.fused, "real": dict(record.real)}
 
 
 def of_lora(folder: Path, case: str, **train: Any) -> dict[str, Any]:

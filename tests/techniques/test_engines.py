@@ -13,7 +13,6 @@ from slow_cases import slow_except
 
 import technique_table
 from hf_memopt import OverflowCallback, attach
-from hf_memopt.binding.conflicts import OLD_FSDP2
 from hf_memopt.binding.refusals import REFUSALS, TECHNIQUES
 from hf_memopt.binding.versions import fsdp2_keeps_the_head
 from two_ranks import run_pair
@@ -25,7 +24,13 @@ Found = list[dict[str, Any]]
 
 
 def run_cases(folder: Path, engine: str, *cases: str) -> dict[str, Found]:
-    """Return what each of the two processes found, by case."""
+    """Return what each of the two processes found, by case.
+
+    Older releases of accelerate shard the head again before a fused loss (attach refuses it: ``test_conflicts.py``),
+    lose the state of the optimizer when stock resumes (before 1.13), or write no whole weights (1.6).
+    """
+    if engine == "FSDP2" and not fsdp2_keeps_the_head():
+        pytest.skip("FSDP2 of accelerate before 1.14")
     ranks = run_pair(folder, engine_ranks.__file__, str(folder), engine, *cases, timeout_seconds=120)
     return {case: [rank[case] for rank in ranks] for case in cases}
 
@@ -79,8 +84,7 @@ def check_techniques(ranks: Found, folder: Path, case: str) -> None:
     metrics = reference.evaluate()
     for rank in ranks:
         assert rank["metrics"] == pytest.approx([metrics["eval_loss"], metrics["eval_accuracy"]], rel=TOLERANCE)
-    if "resumed" in ranks[0]:  # else the installed accelerate cannot: engine_ranks.resumes
-        check_resumed(ranks, folder, case)
+    check_resumed(ranks, folder, case)
     is_sharded = case in ("techniques", "sharded checkpoints")
     assert all((rank["files"] > 1) is is_sharded for rank in ranks)
 
@@ -123,11 +127,8 @@ def test_a_language_model_in_micro_batches_with_a_fused_loss(found: dict[str, Fo
     ranks = found["causal_lm"]
     settings = {"per_device_train_batch_size": 6, "max_grad_norm": 1.0, "rows": causal_rows(ranks)}
     check_equal(causal_lm(folder / "reference", **settings), ranks, folder / "causal_lm.pt")
-    if fsdp2_keeps_the_head():
-        assert all(rank["fused"] > 6 for rank in ranks)  # more micro-batches than accumulation steps
-        assert all(rank["real"] == {} for rank in ranks)
-    else:
-        assert [rank["refused"] for rank in ranks] == [f"ValueError: {OLD_FSDP2}"] * 2
+    assert all(rank["fused"] > 6 for rank in ranks)  # more micro-batches than accumulation steps
+    assert all(rank["real"] == {} for rank in ranks)
 
 
 def test_adapters(found: dict[str, Found], folder: Path) -> None:
