@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -40,6 +41,8 @@ def table(monkeypatch) -> ModuleType:
 def test_generated_parts_of_the_pages_are_current(table) -> None:
     texts = {page.name: page.read_text(encoding="utf-8") for page in table.PAGES}
     assert table.unplaced(texts.values()) == []
+    if f"typer=={version('typer')}" not in (ROOT / "constraints.txt").read_text(encoding="utf-8").split():
+        del texts["cli.md"]  # other versions lay the help out differently
     stale = [name for name, text in texts.items() if table.rendered(text) != text]
     assert stale == [], "run: python benchmarks/table.py"
 

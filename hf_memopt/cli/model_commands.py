@@ -158,12 +158,13 @@ def estimate(
 
     Exit code 0 if it fits or no GPU is known, 1 if it does not fit, 2 on errors.
     """
+    given = locals()  # typer before 0.29 has paths as text in context.params
     from rich.console import Console
 
     from hf_memopt.cli.estimate_command import EstimateOptions, run_estimate
 
     # each parameter above that is not handled here is a field of the options
-    options = EstimateOptions(**{item.name: context.params[item.name] for item in fields(EstimateOptions)})
+    options = EstimateOptions(**{item.name: given[item.name] for item in fields(EstimateOptions)})
     flags = flags_of(context.command.params)
     raise typer.Exit(run_estimate(options, Console(), Console(stderr=True), flags))
 
@@ -237,11 +238,12 @@ def plan(
 
     Exit code 0 if one fits, 1 if none does, 2 if it cannot be planned.
     """
+    given = locals()  # as for estimate
     from rich.console import Console
 
     from hf_memopt.cli.plan_command import PlanOptions, run_plan
 
-    options = PlanOptions(**{item.name: context.params[item.name] for item in fields(PlanOptions)})
+    options = PlanOptions(**{item.name: given[item.name] for item in fields(PlanOptions)})
     made_by = typed_command(context, without=("write", "report", "plot", "force", "json_output"))
     flags = flags_of(context.command.params)
     raise typer.Exit(run_plan(options, Console(), Console(stderr=True), flags, made_by))

@@ -75,7 +75,9 @@ def _sharding(args: TrainingArguments, world_size: int | None) -> dict[str, Any]
     """Return what ``fsdp`` and ``fsdp_config`` say; nothing without them."""
     if not args.fsdp:
         return {} if world_size is None else {"world_size": world_size}
-    plugin: dict[str, Any] = getattr(args, "fsdp_plugin_args", None) or {}
+    plugin: dict[str, Any] = dict(getattr(args, "fsdp_plugin_args", None) or {})
+    if isinstance(args.fsdp_config, dict):  # the Trainer of transformers 5.8 reads it here
+        plugin.setdefault("activation_checkpointing", args.fsdp_config.get("activation_checkpointing", False))
     expected = {
         "fsdp_version": ("version", 2),
         "auto_wrap_policy": ("auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
@@ -107,6 +109,11 @@ def notes_of_arguments(args: TrainingArguments) -> tuple[str, ...]:
         notes.append(
             f"{name} changes nothing while training: the Trainer casts the weights only in an evaluate() outside "
             "train()"
+        )
+    if args.fsdp and not compat.fsdp2_keeps_the_head():
+        notes.append(
+            "FSDP2 is simulated as accelerate 1.14 and later wrap a model, with the head gathered once; the installed "
+            "accelerate is older, gathers embeddings and head together, and may need more"
         )
     layers = (getattr(args, "fsdp_plugin_args", None) or {}).get("transformer_cls_names_to_wrap")
     if args.fsdp and layers:

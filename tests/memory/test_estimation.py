@@ -1057,7 +1057,7 @@ FSDP_REFUSED = {
         "fsdp=True, fsdp_config={'reshard_after_forward': True})",
     ),
     "by size": (
-        {"auto_wrap_policy": "SIZE_BASED_WRAP"},
+        {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10},  # 5.8 reads the second, from 5.17 on the first
         2,
         "with fsdp_config['auto_wrap_policy']='SIZE_BASED_WRAP'; expected FSDP2, full shard. Pass "
         "TrainingArguments(..., fsdp=True, fsdp_config={'auto_wrap_policy': 'TRANSFORMER_BASED_WRAP'})",

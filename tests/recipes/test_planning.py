@@ -70,7 +70,7 @@ def found() -> Plan:
 
 
 def test_random_verdicts_are_those_of_a_direct_estimate(found: Plan) -> None:
-    assert len(found.candidates) > 40
+    assert len(found.candidates) > 30  # fewer with transformers 5.8, which keeps no checkpoints in host memory
     gpu = gpu_of("80MiB")
     forget_traces()
     for one in random.Random(0).sample(found.candidates, 20):
@@ -436,9 +436,10 @@ def test_verdicts_have_colours_in_a_terminal_alone(found: Plan) -> None:
     assert plain == f"{found.table(80)}\n"
     terminal = {"force_terminal": True, "color_system": "standard"}
     coloured = printed(**terminal).splitlines()
-    assert [line for line in coloured if line.startswith("\33[1;32m > full, ")]
-    assert [line for line in coloured if line.startswith("\33[1;32mRecommended: full, ")]
-    assert [line for line in coloured if line.startswith("\33[31m x full, ")]
+    # rich 13 ends the colour of a line at the beginning of the next
+    assert [line for line in coloured if "\33[1;32m > full, " in line]
+    assert [line for line in coloured if "\33[1;32mRecommended: full, " in line]
+    assert [line for line in coloured if "\33[31m x full, " in line]
     assert re.sub("\33\\[[01]m", "", printed(**terminal, no_color=True)) == plain  # bold is no colour
 
 

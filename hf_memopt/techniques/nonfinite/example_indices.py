@@ -8,6 +8,7 @@ not for every step.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from itertools import islice
 from math import isclose
@@ -19,6 +20,8 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from transformers import Trainer
 
 __all__ = ["example_indices"]
+
+COPIES_HAVE_THE_EPOCH = "iteration" in inspect.signature(DataLoaderShard.__init__).parameters
 
 
 def example_indices(trainer: Trainer, window_position: int) -> tuple[int, ...] | None:
@@ -32,7 +35,8 @@ def example_indices(trainer: Trainer, window_position: int) -> tuple[int, ...] |
         Indices into ``trainer.train_dataset``; of a bucketed view, into the dataset under it. None where they cannot be
         known: streams, samplers that draw from the global generator (``group_by_length``,
         ``use_seedable_sampler=False``) or that are the user's own, ``dispatch_batches``, ``ignore_data_skip``, epochs
-        after one that a callback cut short, and the epoch in which several processes were resumed.
+        after one that a callback cut short, and the epoch in which several processes were resumed, or one process with
+        accelerate before 1.15, which goes on in the order of the first epoch.
     """
     loader = trainer.callback_handler.train_dataloader
     if not isinstance(loader, DataLoaderShard) or trainer.args.ignore_data_skip:
@@ -40,7 +44,8 @@ def example_indices(trainer: Trainer, window_position: int) -> tuple[int, ...] |
     window = trainer.args.gradient_accumulation_steps
     steps_per_epoch = -(-len(loader) // window)
     epoch, step = divmod(trainer.state.global_step, steps_per_epoch)
-    is_resumed = loader.iteration == 0 and trainer.args.world_size == 1  # there a copy of the loader is read
+    # after a resume a copy of the loader is read, which has the epoch from accelerate 1.15 on
+    is_resumed = loader.iteration == 0 and trainer.args.world_size == 1 and COPIES_HAVE_THE_EPOCH
     epochs_read = epoch + step * window / len(loader)
     if (loader.iteration != epoch and not is_resumed) or not isclose(trainer.state.epoch or 0, epochs_read):
         return None
