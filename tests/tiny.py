@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -127,18 +126,3 @@ def largest_difference(one: torch.nn.Module, other: torch.nn.Module) -> float:
     """Return the maximum absolute difference over all parameters of two models."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return torch.stack([(a.detach() - b.detach()).abs().max().double() for a, b in pairs]).max().item()  # NaN stays
-
-
-def peft_model(model: Any, config: Any) -> Any:
-    """Return the model in peft's wrapper; skip the test where the installed peft is too old for the transformers.
-
-    ``PeftModelForSeq2SeqLM`` of peft 0.19 and 0.20 needs a private name that transformers 5.23 no longer has.
-    """
-    import peft
-
-    try:
-        return peft.get_peft_model(model, config)
-    except AttributeError as error:
-        if "_prepare_encoder_decoder_kwargs_for_generation" not in str(error):
-            raise
-        pytest.skip(f"peft {peft.__version__} cannot wrap this model of transformers {transformers.__version__}")

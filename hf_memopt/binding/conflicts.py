@@ -33,13 +33,6 @@ __all__ = [
     "techniques_in_use",
 ]
 
-OLD_FSDP2 = Refusal(
-    "fused cross-entropy",
-    "FSDP2 of accelerate before 1.14",
-    "the weights of the head are sharded again when the loss needs them",
-    "Install accelerate>=1.14",
-)
-
 
 def check_compatibility(trainer: Trainer, *callbacks: TrainerCallback) -> None:
     """Refuse techniques and settings that are incompatible: those of a Trainer, and callbacks it is to get.
@@ -77,8 +70,6 @@ def refusals_of(trainer: Trainer, *callbacks: TrainerCallback) -> list[Refusal]:
     used += ["ZeRO-3"] * (
         getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", None) == 3
     )
-    if engine == "FSDP2" and "fused cross-entropy" in names and not versions.fsdp2_keeps_the_head():
-        return [OLD_FSDP2]
     used += ["TRL"] * any(kind.__module__.partition(".")[0] == "trl" for kind in type(trainer).__mro__)
     pairs = ((one, other) for one in names for other in used)
     found = dict.fromkeys(refusal_of(one, other) for one, other in pairs)

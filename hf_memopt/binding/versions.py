@@ -24,7 +24,6 @@ __all__ = [
     "checkpointing_arguments",
     "checkpointing_of",
     "enable_checkpointing",
-    "fsdp2_keeps_the_head",
     "fsdp_arguments",
     "is_checkpointing",
     "training_argument_names",
@@ -135,15 +134,6 @@ def fsdp_arguments(*, offload: bool) -> dict[str, Any]:
     if _fsdp_is_a_flag():
         return {"fsdp": True, "fsdp_config": {**config, "cpu_offload": offload}}
     return {"fsdp": f"full_shard auto_wrap{' offload' if offload else ''}", "fsdp_config": config}
-
-
-def fsdp2_keeps_the_head() -> bool:
-    """Return whether accelerate leaves the head's weights whole from the forward to the backward pass: from 1.14 on.
-
-    Before, it shards them again as those of every layer, unless ``reshard_after_forward`` is False.
-    """
-    major, minor = (int(part) for part in version("accelerate").split(".")[:2])
-    return (major, minor) >= (1, 14)
 
 
 @cache

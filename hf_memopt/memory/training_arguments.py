@@ -110,11 +110,6 @@ def notes_of_arguments(args: TrainingArguments) -> tuple[str, ...]:
             f"{name} changes nothing while training: the Trainer casts the weights only in an evaluate() outside "
             "train()"
         )
-    if args.fsdp and not compat.fsdp2_keeps_the_head():
-        notes.append(
-            "FSDP2 is simulated as accelerate 1.14 and later wrap a model, with the head gathered once; the installed "
-            "accelerate is older, gathers embeddings and head together, and may need more"
-        )
     layers = (getattr(args, "fsdp_plugin_args", None) or {}).get("transformer_cls_names_to_wrap")
     if args.fsdp and layers:
         notes.append(

@@ -342,5 +342,5 @@ def test_peft_wrappers_are_looked_into():
     lora = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
     assert needs_position_ids(peft.get_peft_model(copy.deepcopy(gpt2()), lora))
     lora = peft.LoraConfig(target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM")
-    collator = DynamicPaddingCollator(tiny.tokenizer(), model=tiny.peft_model(copy.deepcopy(t5()), lora))
+    collator = DynamicPaddingCollator(tiny.tokenizer(), model=peft.get_peft_model(copy.deepcopy(t5()), lora))
     assert "decoder_input_ids" in collator(tokenized([2], labels=[[5, 6, 7]]))

@@ -13,12 +13,10 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.binding import versions
 from hf_memopt.binding.conflicts import check_compatibility, refusals_of, settings_in_use, techniques_in_use
 from hf_memopt.binding.refusals import ENGINES, SETTINGS, TECHNIQUES, refusal_of
 from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.techniques.freezing.freezing import FreezeCallback
-from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 from hf_memopt.techniques.nonfinite.overflow import OverflowCallback
 from hf_memopt.techniques.optimizers.gradient_release import gradient_release
@@ -110,21 +108,6 @@ def test_fsdp2_is_told_from_other_sharding(tmp_path: Any, monkeypatch: pytest.Mo
     limited.is_fsdp_enabled = unlimited.is_fsdp_enabled = True
     assert refusals_of(limited) == []
     assert refusals_of(unlimited) == [refusal_of("micro-batching without a limit", "FSDP2")]
-
-
-def test_a_fused_loss_needs_the_fsdp2_of_a_new_accelerate(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, fused = make_trainer(tmp_path), FusedCrossEntropyCallback()
-    monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
-    trainer.is_fsdp_enabled = True
-    monkeypatch.setattr(versions, "version", lambda package: "1.14.0")
-    assert refusals_of(trainer, fused) == []
-    monkeypatch.setattr(versions, "version", lambda package: "1.13.2")
-    with pytest.raises(ValueError) as error:
-        check_compatibility(trainer, fused)
-    assert str(error.value) == (
-        "fused cross-entropy and FSDP2 of accelerate before 1.14 are incompatible: the weights of the head are sharded "
-        "again when the loss needs them; expected only one of them. Install accelerate>=1.14"
-    )
 
 
 def test_weights_that_are_sharded_when_they_are_loaded_are_seen(tmp_path: Any) -> None:

@@ -21,7 +21,6 @@ from torch.distributed._tools.mem_tracker import MemTracker  # private package: 
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tiny
 from hf_memopt.binding import versions as compat
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
 from hf_memopt.memory.recording.isolation import recording
@@ -245,7 +244,7 @@ def adapters_by_peft(model: Any, lora: Any, dtype: torch.dtype) -> Any:
         heads = ["classifier"] if model.config.model_type == "vit" else None
         task = task_types.get(model.config.model_type)
         lora = peft.LoraConfig(r=lora, target_modules="all-linear", task_type=task, modules_to_save=heads)
-    return tiny.peft_model(model.to(dtype), lora)
+    return peft.get_peft_model(model.to(dtype), lora)
 
 
 def adapters_by_settings(model: Any, lora: Any, dtype: torch.dtype) -> Any:

@@ -17,7 +17,6 @@ from sharded_ranks import batch, build
 
 from hf_memopt import Estimate, NotEstimableError, Recipe, StepSettings, estimate
 from hf_memopt.binding.fused_loss import row_chunks, vocabulary_slices
-from hf_memopt.binding.versions import fsdp2_keeps_the_head
 from hf_memopt.memory.allocator.replay import replay
 from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.distributed.shares import bucket_bytes, shard_facts, sharded_step
@@ -180,8 +179,6 @@ def test_a_step_has_the_bytes_of_torchs_allocator_in_each_of_two_processes(
     Measured in November 2026 with torch 2.13 and accelerate 1.15: within 0.03 %, but -0.11 % where checkpointing keeps
     the state of random numbers on the host, and -0.84 % of BERT in bf16, where oneDNN takes memory for itself.
     """
-    if not fsdp2_keeps_the_head():
-        pytest.skip("accelerate before 1.14 wraps a model in other units than the estimate has")
     cases = tmp_path / "cases.json"
     cases.write_text(json.dumps({name: CASES[name] for name in names}))
     program = str(Path(__file__).with_name("sharded_ranks.py"))

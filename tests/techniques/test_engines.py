@@ -14,7 +14,6 @@ from slow_cases import slow_except
 import technique_table
 from hf_memopt import OverflowCallback, attach
 from hf_memopt.binding.refusals import REFUSALS, TECHNIQUES
-from hf_memopt.binding.versions import fsdp2_keeps_the_head
 from two_ranks import run_pair
 
 PARTS = ("optimizer", "pytorch_model_fsdp")  # of a checkpoint, as accelerate 1.15 names them
@@ -24,13 +23,7 @@ Found = list[dict[str, Any]]
 
 
 def run_cases(folder: Path, engine: str, *cases: str) -> dict[str, Found]:
-    """Return what each of the two processes found, by case.
-
-    Older releases of accelerate shard the head again before a fused loss (attach refuses it: ``test_conflicts.py``),
-    lose the state of the optimizer when stock resumes (before 1.13), or write no whole weights (1.6).
-    """
-    if engine == "FSDP2" and not fsdp2_keeps_the_head():
-        pytest.skip("FSDP2 of accelerate before 1.14")
+    """Return what each of the two processes found, by case."""
     ranks = run_pair(folder, engine_ranks.__file__, str(folder), engine, *cases, timeout_seconds=120)
     return {case: [rank[case] for rank in ranks] for case in cases}
 

@@ -15,10 +15,8 @@ import peft
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from torch import nn
 from transformers import Trainer
-from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import tiny
 from hf_memopt.binding.attach import attach
@@ -312,9 +310,6 @@ def test_a_tied_head_is_frozen_under_either_name() -> None:
 # ---- PEFT
 
 
-transformers_takes_peft = pytest.mark.skipif(
-    Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason=f"model.add_adapter needs peft {MIN_PEFT_VERSION}"
-)
 # peft 0.21.2 reads the name that transformers 5.23 deprecates
 peft_reads_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -344,7 +339,6 @@ def test_base_of_a_fresh_peft_model_is_frozen_already() -> None:
     assert frozen(model) == before
 
 
-@transformers_takes_peft
 def test_base_never_freezes_adapters_added_by_transformers_itself() -> None:
     model = bert()
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["query"]))
@@ -638,7 +632,6 @@ def test_input_gradients_are_dropped_when_they_were_enabled_twice() -> None:
 
 
 @peft_reads_old_name
-@transformers_takes_peft
 def test_input_gradients_stay_where_they_are_needed() -> None:
     reentrant = six_layers()
     enable_checkpointing(reentrant, use_reentrant=True)
