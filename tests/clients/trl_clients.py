@@ -23,7 +23,7 @@ from trl import (
 )
 
 import tiny
-from client import CUT, Arrange, Client, arguments, llama, no_weighting, not_splittable, texts, words
+from client import CUT, Arrange, Client, arguments, llama, no_weighting, not_splittable, out_of_order, texts, words
 
 
 def tokenizer() -> Any:
@@ -142,10 +142,7 @@ IN_PAIRS = (
 GENERATED = not_splittable(
     "LlamaForCausalLM", "GRPOTrainer makes its batches from a list within the step, so there are no rows to take"
 )
-SHUFFLED = (
-    "positions=[10, 10, 9, 9] ... read a bucketed view out of order; expected one after the other, or the buckets are "
-    'lost. Pass TrainingArguments(..., train_sampling_strategy="sequential"), or shuffle=False to a DataLoader'
-)
+SHUFFLED = out_of_order(10, 10, 9, 9)
 
 CLIENTS = {
     "TRL SFT": Client(sft),
