@@ -154,11 +154,11 @@ def two_tasks(folder: Path, arrange: Arrange) -> Trainer:
     )
 
 
-def causal(folder: Path, arrange: Arrange, **settings: Any) -> Trainer:
+def causal(folder: Path, arrange: Arrange, *, model: Any = None, **settings: Any) -> Trainer:
     """A causal language model, which counts items."""
     encoded = [{"input_ids": ids} for ids in tiny.tokenizer()(texts(16))["input_ids"]]
     return Trainer(
-        model=llama(),
+        model=llama() if model is None else model,
         args=arguments(folder, **settings),
         train_dataset=arrange(Dataset.from_list(encoded)),
         eval_dataset=Dataset.from_list(encoded[:8]),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import adapter_clients
 import embedding_clients
 import head_clients
 import plain_clients
@@ -24,6 +25,7 @@ CLIENTS = {
     **plain_clients.CLIENTS,
     **head_clients.CLIENTS,
     **setting_clients.CLIENTS,
+    **adapter_clients.CLIENTS,
     **trl_clients.CLIENTS,
     **embedding_clients.CLIENTS,
     **signal_clients.CLIENTS,
