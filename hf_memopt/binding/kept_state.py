@@ -37,6 +37,12 @@ FOREIGN = (
 """Packages whose objects keep no readings of a loss, or are looked at in another way."""
 _NO_READINGS = (type, FunctionType, MethodType, BuiltinFunctionType, torch.optim.Optimizer, Dataset, nn.Parameter)
 
+_LEFT_ALONE = {name for name in vars(nn.Module()) if name != "_buffers" and "hook" not in name}
+"""Attributes of every module. Hooks are put back with the rest: transformers registers some in the first forward pass
+that asks for hidden states or router logits and notes so in another attribute, and one without the other would record
+everything twice.
+"""
+
 
 class KeptState:
     """Attributes, containers and tensors as they are now.
@@ -63,10 +69,10 @@ class KeptState:
         self._seen: set[int] = set()
 
     def look_at(self, owner: Any, depth: int = 0) -> None:
-        """Remember the attributes of an object and what their containers hold; of a module its buffers too, while
-        weights, submodules and hooks are left alone.
+        """Remember the attributes of an object and what their containers hold; of a module its buffers and hooks too,
+        while weights and submodules are left alone.
         """
-        of_torch = set(vars(nn.Module())) - {"_buffers"} if isinstance(owner, nn.Module) else set()
+        of_torch = _LEFT_ALONE if isinstance(owner, nn.Module) else set()
         own = {name: value for name, value in vars(owner).items() if name not in of_torch}
         self._mappings.append((vars(owner), own, of_torch))
         for name, value in own.items():

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_memopt.binding.handles import override_method
+from hf_memopt.binding.handles import override_method, set_attribute
 from hf_memopt.binding.kept_state import KeptState
+from hf_memopt.binding.quantized_weights import REPACKS
 
 __all__ = ["undisturbed"]
 
@@ -45,6 +46,8 @@ def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
                 stack.enter_context(override_method(trainer.accelerator, name, _alone))
         for module in modes:
             module.training = False  # not eval(), which a user's module may use to rewrite its weights
+            if getattr(module, REPACKS, False):
+                stack.callback(set_attribute(module, REPACKS, False).remove)
         try:
             yield
         finally:

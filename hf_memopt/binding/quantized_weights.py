@@ -26,7 +26,7 @@ from hf_memopt.binding.layer_names import parameters_outside_adapters
 from hf_memopt.binding.model_tasks import NEW_HEADS
 from hf_memopt.binding.model_traits import unwrap_model
 
-__all__ = ["is_quantized", "prepare_quantized", "quantization_options"]
+__all__ = ["REPACKS", "is_quantized", "prepare_quantized", "quantization_options"]
 
 _LOAD_IN: Mapping[str, Mapping[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
@@ -36,7 +36,7 @@ _LOAD_IN: Mapping[str, Mapping[str, Any]] = {
 
 _PACKED = ("Params4bit", "Int8Params")
 """The classes of bitsandbytes' quantised weights, by name: importing it takes a second."""
-_REPACKS = "support_avx512bf16_for_cpu"
+REPACKS = "support_avx512bf16_for_cpu"
 """By this attribute bitsandbytes 0.50's ``Linear4bit`` repacks its weight for a CPU with AVX-512 BF16 at the first
 forward pass in evaluation mode, and keeps it so: gradients no longer pass the layer when training goes on, with no more
 than a warning. False keeps the weight as it is."""
@@ -121,11 +121,11 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
     for parameter in frozen:
         parameter.requires_grad_(False)
     casts = _trained_to_float32(plain) + _frozen_to_16_bits(model, inside)
-    repacking = [module for module in model.modules() if getattr(module, _REPACKS, False)]
+    repacking = [module for module in model.modules() if getattr(module, REPACKS, False)]
     if not frozen and not casts and not repacking:
         return nothing_to_undo()
     for module in repacking:
-        setattr(module, _REPACKS, False)
+        setattr(module, REPACKS, False)
     repacked = [weakref.ref(module) for module in repacking]
     flags = [weakref.ref(parameter) for parameter in frozen]
     dtypes = [(weakref.ref(parameter), parameter.dtype) for parameter, _ in casts]
@@ -141,7 +141,7 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
                 parameter.data = parameter.data.to(dtype)
         for module_reference in repacked:
             if (module := module_reference()) is not None:
-                setattr(module, _REPACKS, True)
+                setattr(module, REPACKS, True)
 
     return UndoHandle(undo)
 

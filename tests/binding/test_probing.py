@@ -172,3 +172,14 @@ def test_a_dataset_in_a_list_is_neither_copied_in_depth_nor_changed(tmp_path: Pa
         pass
     assert trainer.train_dataset is rows
     assert rows[0] is first
+
+
+def test_what_a_model_records_of_its_layers_is_recorded_once(tmp_path: Path) -> None:
+    """Transformers registers the hooks for hidden states in the first forward pass that asks for them."""
+    ids = torch.arange(5, 11)[None]
+    model = tiny.llama()
+    attached = Trainer(model=model, args=tiny.arguments(tmp_path))
+    with undisturbed(attached, model):
+        model(input_ids=ids, output_hidden_states=True)
+    found = model(input_ids=ids, output_hidden_states=True).hidden_states
+    assert len(found) == model.config.num_hidden_layers + 1

@@ -14,11 +14,12 @@ import transformers
 from bitsandbytes.nn import Linear4bit
 from slow_cases import slow_except
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 
 import tiny
 from hf_memopt import prepare_quantized
 from hf_memopt.binding import versions as compat
+from hf_memopt.binding.probing import undisturbed
 
 pytestmark = [
     # peft 0.21 still asks transformers 5.23 under the names of 5.17
@@ -147,6 +148,19 @@ def test_an_evaluation_leaves_the_gradients_as_they_are(folder: Path) -> None:
     assert all(map(torch.equal, gradients(model), before))
     handle.remove()
     assert [module.support_avx512bf16_for_cpu for module in layers] == had
+
+
+def test_a_probe_leaves_the_gradients_as_they_are(folder: Path, tmp_path: Path) -> None:
+    """``attach`` and micro-batching run the loss in evaluation mode, also of a model that PEFT's function prepared."""
+    model = peft.get_peft_model(load(folder), peft.LoraConfig(**ADAPTERS))
+    trainer = Trainer(model=model, args=tiny.arguments(tmp_path))
+    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    had, before = [module.support_avx512bf16_for_cpu for module in layers], gradients(model)
+    with undisturbed(trainer, model), torch.no_grad():
+        assert not any(module.support_avx512bf16_for_cpu for module in layers)
+        model(input_ids=torch.arange(5, 17)[None])
+    assert [module.support_avx512bf16_for_cpu for module in layers] == had
+    assert all(map(torch.equal, gradients(model), before))
 
 
 def test_the_handle_does_not_keep_the_model_alive(folder: Path) -> None:

@@ -137,3 +137,12 @@ def no_weighting(model: str, rows: int = 3) -> str:
         f"the loss of {rows} rows at once is #, which no weighting of their own losses ({' + '.join('#' * rows)}) "
         "gives, as with a penalty over the whole batch or means over different counts",
     )
+
+
+def out_of_order(*positions: int) -> str:
+    """Return the message of a view whose positions are read in another order."""
+    return (
+        f"positions={list(positions)} ... read a bucketed view out of order; expected one after the other, or the "
+        'buckets are lost. Pass TrainingArguments(..., train_sampling_strategy="sequential"), or shuffle=False to a '
+        "DataLoader"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 import tempfile
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import Trainer, set_seed
 
 import hf_memopt
-from client import BATCH, CUT, SETUPS, VIEW, Client, train_and_evaluate
+from client import BATCH, CUT, SETUPS, STEPS, VIEW, Client, train_and_evaluate
 from hf_memopt import attach, bucketed
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
@@ -111,8 +112,10 @@ def _view(client: Client, dataset: Any) -> Any:
 
 
 def _in_view_order(client: Client, dataset: Any) -> Any:
-    """Return the examples in the order of the view's first epoch, by hand."""
+    """Return the examples in the order of the view's first epoch, by hand; of a stream, as many as are trained."""
     view = _view(client, dataset)
+    if isinstance(dataset, IterableDataset):
+        return Dataset.from_list(list(itertools.islice(view, BATCH * STEPS)))
     indices = [view.indices_of([position])[0] for position in range(len(view))]
     if isinstance(dataset, Dataset):
         return dataset.select(indices)

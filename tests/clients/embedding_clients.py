@@ -13,9 +13,17 @@ import torch
 import transformers
 from datasets import Dataset
 from sentence_transformers import (
+    CrossEncoder,
+    CrossEncoderTrainer,
+    CrossEncoderTrainingArguments,
     SentenceTransformer,
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
+    SparseEncoder,
+    SparseEncoderTrainer,
+    SparseEncoderTrainingArguments,
+    cross_encoder,
+    sparse_encoder,
 )
 from sentence_transformers.base.sampler import DefaultBatchSampler
 from sentence_transformers.sentence_transformer import losses, modules
@@ -65,6 +73,50 @@ def embeddings(folder: Path, arrange: Arrange, *, data: Any, loss: Any) -> Any:
     )
 
 
+def triplets(count: int = 16) -> Dataset:
+    """Texts, one that belongs to each and one that does not."""
+    return pairs(count).add_column("negative", texts(count, seed=2))
+
+
+def judged(count: int = 16) -> Dataset:
+    """Pairs of texts that belong together or not."""
+    return pairs(count).add_column("label", [float(i % 2) for i in range(count)])
+
+
+def reranked(folder: Path, arrange: Arrange) -> Any:
+    """Both texts of a pair in one row."""
+    path = str(folder / "classifier")
+    tiny.bert(num_labels=1).save_pretrained(path)
+    tiny.tokenizer(model_max_length=64).save_pretrained(path)
+    model = CrossEncoder(path, num_labels=1)
+    return CrossEncoderTrainer(
+        model=model,
+        args=arguments(folder, CrossEncoderTrainingArguments, batch_sampler=in_order),
+        train_dataset=arrange(judged()),
+        eval_dataset=judged(8),
+        loss=cross_encoder.losses.BinaryCrossEntropyLoss(model),
+    )
+
+
+def sparse(folder: Path, arrange: Arrange) -> Any:
+    """Embeddings over the vocabulary, most of it 0 (SPLADE)."""
+    path = str(folder / "masked")
+    torch.manual_seed(0)
+    transformers.BertForMaskedLM(tiny.bert_config()).save_pretrained(path)
+    tiny.tokenizer(model_max_length=64).save_pretrained(path)
+    model = SparseEncoder(
+        modules=[modules.Transformer(path, transformer_task="fill-mask"), sparse_encoder.modules.SpladePooling("max")]
+    )
+    inner = sparse_encoder.losses.SparseMultipleNegativesRankingLoss(model)
+    return SparseEncoderTrainer(
+        model=model,
+        args=arguments(folder, SparseEncoderTrainingArguments, batch_sampler=in_order, learning_rate=1e-4),
+        train_dataset=arrange(pairs()),
+        eval_dataset=pairs(8),
+        loss=sparse_encoder.losses.SpladeLoss(model, inner, 0.01, 0.01),
+    )
+
+
 def few_shot(folder: Path, arrange: Arrange, *, inner: bool = True) -> Any:
     """Return the trainer of embeddings inside of setfit's; not ``inner``: setfit's own."""
     model = setfit.SetFitModel(model_body=encoder(folder), model_head=setfit.SetFitHead(in_features=32, out_features=3))
@@ -93,18 +145,34 @@ NOT_A_TRAINER = (
 )
 DATASETS_ALONE = "sentence-transformers takes a datasets.Dataset and refuses every other type by itself"
 OWN_PAIRS = "setfit makes the pairs that it trains on from the texts, and reads them in an order of its own"
+NEGATIVES = not_splittable(
+    "SentenceTransformer", "the loss of 3 rows at once is # and that of each alone 0, as with in-batch negatives"
+)
 
 CLIENTS = {
     "sentence-transformers, in-batch negatives": Client(
         functools.partial(embeddings, data=pairs, loss=losses.MultipleNegativesRankingLoss),
         no_view=DATASETS_ALONE,
-        cannot_cut=not_splittable(
-            "SentenceTransformer",
-            "the loss of 3 rows at once is # and that of each alone 0, as with in-batch negatives",
-        ),
+        cannot_cut=NEGATIVES,
     ),
     "sentence-transformers, scored pairs": Client(
         functools.partial(embeddings, data=scored, loss=losses.CosineSimilarityLoss), no_view=DATASETS_ALONE
+    ),
+    "sentence-transformers, triplets": Client(
+        functools.partial(embeddings, data=triplets, loss=losses.TripletLoss), no_view=DATASETS_ALONE
+    ),
+    "sentence-transformers, cached negatives": Client(
+        functools.partial(
+            embeddings,
+            data=pairs,
+            loss=functools.partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=2),
+        ),
+        no_view=DATASETS_ALONE,
+        cannot_cut=NEGATIVES,
+    ),
+    "sentence-transformers, CrossEncoder": Client(reranked, no_view=DATASETS_ALONE),
+    "sentence-transformers, SparseEncoder": Client(
+        sparse, no_view=DATASETS_ALONE, cannot_cut=NEGATIVES.replace("SentenceTransformer", "SparseEncoder")
     ),
     "setfit": Client(few_shot, drive=train_outer, no_view=OWN_PAIRS),
     "setfit, its own trainer": Client(

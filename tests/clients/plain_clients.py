@@ -53,16 +53,23 @@ def with_metrics(prediction: Any) -> dict[str, float]:
 
 
 def classifier(
-    folder: Path, arrange: Arrange, *, kind: type[Trainer] = Trainer, model: Any = None, **settings: Any
+    folder: Path,
+    arrange: Arrange,
+    *,
+    kind: type[Trainer] = Trainer,
+    model: Any = None,
+    data: Any = None,
+    given: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Trainer:
-    """A BERT with three classes."""
+    """A BERT with three classes; ``given``: other arguments of the Trainer."""
     return kind(
         model=tiny.bert() if model is None else model,
         args=arguments(folder, **settings),
-        train_dataset=arrange(labelled()),
+        train_dataset=arrange(labelled() if data is None else data),
         eval_dataset=labelled(8, seed=1),
         data_collator=DataCollatorWithPadding(tiny.tokenizer()),
-        compute_metrics=with_metrics,
+        **{"compute_metrics": with_metrics, **(given or {})},
     )
 
 
@@ -147,11 +154,11 @@ def two_tasks(folder: Path, arrange: Arrange) -> Trainer:
     )
 
 
-def causal(folder: Path, arrange: Arrange, **settings: Any) -> Trainer:
+def causal(folder: Path, arrange: Arrange, *, model: Any = None, **settings: Any) -> Trainer:
     """A causal language model, which counts items."""
     encoded = [{"input_ids": ids} for ids in tiny.tokenizer()(texts(16))["input_ids"]]
     return Trainer(
-        model=llama(),
+        model=llama() if model is None else model,
         args=arguments(folder, **settings),
         train_dataset=arrange(Dataset.from_list(encoded)),
         eval_dataset=Dataset.from_list(encoded[:8]),
@@ -289,6 +296,9 @@ CLIENTS = {
     "resumed": Client(saving, drive=resume),
     "resumed from a run of stock": Client(resumed_stock, drive=resume_stock),
     "causal language model, two processes": Client(processes, ranks=2),
+    "causal language model, two processes, each with tokens of its own": Client(
+        lambda folder, arrange: processes(folder, arrange, average_tokens_across_devices=False), ranks=2
+    ),
     "classification, two processes": Client(
         lambda folder, arrange: processes(folder, arrange, build=classifier),
         differs=dict.fromkeys(SETUPS, GRADIENT_SCALE),

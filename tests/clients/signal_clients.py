@@ -11,7 +11,7 @@ import transformers
 from transformers import Trainer
 
 import tiny
-from client import STEPS, Arrange, Client, arguments, no_weighting, not_splittable, texts
+from client import CUT, STEPS, Arrange, Client, arguments, no_weighting, not_splittable, texts
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -204,6 +204,119 @@ def clip(folder: Path, arrange: Arrange) -> Trainer:
     return trainer(folder, arrange, transformers.CLIPModel(config), rows, collate)
 
 
+def sounds(folder: Path, arrange: Arrange) -> Trainer:
+    """Sounds to classes."""
+    torch.manual_seed(0)
+    config = transformers.ASTConfig(
+        **SMALL, patch_size=4, frequency_stride=4, time_stride=4, max_length=16, num_mel_bins=8, num_labels=3
+    )
+    rows = [{"input_values": noise(16, 8, seed=i), "labels": i % 3} for i in range(16)]
+    return trainer(folder, arrange, transformers.ASTForAudioClassification(config), rows)
+
+
+def segmentation(folder: Path, arrange: Arrange) -> Trainer:
+    """Images to a class for each pixel; some pixels are ignored."""
+    torch.manual_seed(0)
+    config = transformers.SegformerConfig(
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[2, 1],
+        hidden_sizes=[8, 16],
+        patch_sizes=[7, 3],
+        strides=[4, 2],
+        num_attention_heads=[1, 2],
+        mlp_ratios=[2, 2],
+        decoder_hidden_size=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        classifier_dropout_prob=0.0,
+        drop_path_rate=0.0,
+        num_labels=3,
+    )
+    drawn = torch.randint(0, 3, (16, 32, 32), generator=torch.Generator().manual_seed(1))
+    for i in range(16):
+        drawn[i, : 2 * i] = 255
+    return trainer(folder, arrange, transformers.SegformerForSemanticSegmentation(config), images(labels=list(drawn)))
+
+
+def described(prompts: list[list[int]], image_tokens: list[int]) -> list[dict[str, Any]]:
+    """Return texts that begin with an image's tokens, as token 4 each; the loss is over the rest."""
+    return [
+        {"input_ids": [4] * count + ids, "labels": [-100] * count + ids}
+        for ids, count in zip(prompts, image_tokens, strict=True)
+    ]
+
+
+def texts_padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put texts of different lengths together."""
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    ids, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
+    mask = pad([torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows])
+    return {"input_ids": pad(ids), "attention_mask": mask, "labels": pad(labels, padding_value=-100)}
+
+
+LANGUAGE = {
+    "vocab_size": 100,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+}
+
+
+def llava(folder: Path, arrange: Arrange) -> Trainer:
+    """Images and texts to texts: one image, of 16 tokens, for each text."""
+    torch.manual_seed(0)
+    of_images = {"image_size": 32, "patch_size": 8, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**of_images, num_attention_heads=2),
+        text_config=transformers.LlamaConfig(**LANGUAGE),
+        image_token_id=4,
+        image_seq_length=16,
+        vision_feature_layer=-1,
+    )
+    rows = described(tiny.tokenizer()(texts(16))["input_ids"], [16] * 16)
+    rows = [{**row, "pixel_values": noise(3, 32, 32, seed=i)} for i, row in enumerate(rows)]
+
+    def collate(batch: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**texts_padded(batch), "pixel_values": torch.stack([row["pixel_values"] for row in batch])}
+
+    model = transformers.LlavaForConditionalGeneration(config)
+    return trainer(folder, arrange, model, rows, collate, prediction_loss_only=True)
+
+
+def qwen_vl(folder: Path, arrange: Arrange) -> Trainer:
+    """The same with images of different sizes, whose patches are one long row of the whole batch."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2VLConfig(
+        text_config={**LANGUAGE, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
+        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
+        image_token_id=4,
+        vision_start_token_id=5,
+        vision_end_token_id=6,
+    )
+    grids = [(1, 4, 4 + 2 * (i % 3)) for i in range(16)]
+    counts = [height * width // 4 for _, height, width in grids]
+    rows = described(tiny.tokenizer()(texts(16))["input_ids"], counts)
+    rows = [
+        {**row, "pixel_values": noise(grid[1] * grid[2], 3 * 2 * 4 * 4, seed=i), "image_grid_thw": torch.tensor([grid])}
+        for i, (row, grid) in enumerate(zip(rows, grids, strict=True))
+    ]
+
+    def collate(batch: list[dict[str, Any]]) -> dict[str, Any]:
+        joined = {name: torch.cat([row[name] for row in batch]) for name in ("pixel_values", "image_grid_thw")}
+        found = texts_padded(batch)
+        return {**found, **joined, "mm_token_type_ids": (found["input_ids"] == 4).long()}
+
+    model = transformers.Qwen2VLForConditionalGeneration(config)
+    return trainer(folder, arrange, model, rows, collate, prediction_loss_only=True)
+
+
 def any_length(dataset: Any) -> list[int]:
     """Return lengths for rows that have none: a view has to hand any rows on as they are."""
     return [8 + 8 * (i % 4) for i in range(len(dataset))]
@@ -220,6 +333,15 @@ RANDOM_MASKS = not_splittable(
     "its loss is random in evaluation mode too (masks or noise), so parts cannot be compared with the whole",
 )
 CONTRASTIVE = not_splittable("CLIPModel", "the loss of CLIPModel compares the rows of a batch with each other")
+
+
+def joined(patches: int) -> str:
+    """Return the message where the patches of all images of a batch are one after the other."""
+    return not_splittable(
+        "Qwen2VLForConditionalGeneration",
+        f"pixel_values of shape ({patches}, 96) does not have one entry for each of the 4 rows",
+    )
+
 
 CLIENTS = {
     "speech, Wav2Vec2 CTC": Client(wav2vec, lengths=lambda rows: [len(row["input_values"]) for row in rows]),
@@ -238,4 +360,17 @@ CLIENTS = {
         cannot_cut=no_weighting("YolosForObjectDetection"),
     ),
     "images and texts, CLIP": Client(clip, lengths=any_length, cannot_cut=CONTRASTIVE),
+    "sounds to classes, AST": Client(sounds, lengths=any_length),
+    "segmentation, SegFormer": Client(
+        segmentation,
+        lengths=any_length,
+        cannot_cut=not_splittable(
+            "SegformerForSemanticSegmentation",
+            "BatchNorm2d decode_head.batch_norm takes its statistics over the rows of a batch",
+        ),
+    ),
+    "images and texts to texts, LLaVA": Client(llava),
+    "images and texts to texts, Qwen2-VL": Client(
+        qwen_vl, refuses={**dict.fromkeys(("micro-batching", CUT), joined(88)), "all": joined(104)}
+    ),
 }

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+import adapter_clients
 import embedding_clients
+import head_clients
 import plain_clients
 import ranks
+import setting_clients
 import signal_clients
 import trl_clients
 from client import CUT, SETUPS, WHOLE, Client
@@ -20,6 +23,9 @@ from two_ranks import run_pair
 
 CLIENTS = {
     **plain_clients.CLIENTS,
+    **head_clients.CLIENTS,
+    **setting_clients.CLIENTS,
+    **adapter_clients.CLIENTS,
     **trl_clients.CLIENTS,
     **embedding_clients.CLIENTS,
     **signal_clients.CLIENTS,

@@ -9,7 +9,10 @@ from typing import Any
 
 import transformers
 from datasets import Dataset
+from peft import LoraConfig
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -18,12 +21,14 @@ from trl import (
     KTOTrainer,
     RewardConfig,
     RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
     SFTConfig,
     SFTTrainer,
 )
 
 import tiny
-from client import CUT, Arrange, Client, arguments, llama, no_weighting, not_splittable, texts, words
+from client import CUT, Arrange, Client, arguments, llama, no_weighting, not_splittable, out_of_order, texts, words
 
 
 def tokenizer() -> Any:
@@ -65,7 +70,7 @@ def sft(folder: Path, arrange: Arrange, *, data: Any = plain, count: int = 16, *
     """Supervised fine-tuning."""
     trainer = SFTTrainer(
         model=llama(),
-        args=arguments(folder, SFTConfig, max_length=64, **settings),
+        args=arguments(folder, SFTConfig, **{"max_length": 64, **settings}),
         train_dataset=data(count),
         eval_dataset=data(8),
         processing_class=tokenizer(),
@@ -123,6 +128,43 @@ def grpo(folder: Path, arrange: Arrange) -> Any:
     return arranged(trainer, arrange)
 
 
+def rloo(folder: Path, arrange: Arrange) -> Any:
+    """A policy measured against its other completions of a prompt."""
+    trainer = RLOOTrainer(
+        model=llama(),
+        reward_funcs=lambda completions, **kwargs: [float(len(text) % 7) for text in completions],
+        args=arguments(folder, RLOOConfig, beta=0.0, num_generations=2, max_completion_length=8, max_steps=2),
+        train_dataset=Dataset.from_dict({"prompt": texts(16, longest=6)}),
+        processing_class=tokenizer(),
+    )
+    return arranged(trainer, arrange)
+
+
+def distillation(folder: Path, arrange: Arrange) -> Any:
+    """A policy that learns from a teacher's opinion of its own completions."""
+    trainer = DistillationTrainer(
+        model=llama(),
+        teacher_model=llama(num_attention_heads=4),
+        args=arguments(folder, DistillationConfig, max_completion_length=8, max_steps=2),
+        train_dataset=Dataset.from_dict({"prompt": texts(16, longest=6)}),
+        processing_class=tokenizer(),
+    )
+    return arranged(trainer, arrange)
+
+
+def sft_lora(folder: Path, arrange: Arrange) -> Any:
+    """Supervised fine-tuning of an adapter that TRL makes."""
+    trainer = SFTTrainer(
+        model=llama(),
+        args=arguments(folder, SFTConfig, max_length=64),
+        train_dataset=plain(),
+        eval_dataset=plain(8),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    )
+    return arranged(trainer, arrange)
+
+
 def train_only(trainer: Any) -> Mapping[str, Any]:
     """Train."""
     trainer.train()
@@ -139,18 +181,22 @@ IN_PAIRS = (
     "its rows belong together, as pairs do: the loss of one row alone fails (ValueError: not enough values to unpack "
     "(expected 2, got 1))"
 )
-GENERATED = not_splittable(
-    "LlamaForCausalLM", "GRPOTrainer makes its batches from a list within the step, so there are no rows to take"
-)
-SHUFFLED = (
-    "positions=[10, 10, 9, 9] ... read a bucketed view out of order; expected one after the other, or the buckets are "
-    'lost. Pass TrainingArguments(..., train_sampling_strategy="sequential"), or shuffle=False to a DataLoader'
-)
+
+
+def generated(trainer: str, *positions: int) -> dict[str, str]:
+    """Return what is refused where a trainer makes its own batches, in an order of its own."""
+    reason = f"{trainer} makes its batches from a list within the step, so there are no rows to take"
+    cuts = dict.fromkeys(("micro-batching", CUT), not_splittable("LlamaForCausalLM", reason))
+    return {**cuts, **dict.fromkeys(("bucketed view", "all"), out_of_order(*positions))}
+
 
 CLIENTS = {
     "TRL SFT": Client(sft),
     "TRL SFT, packing": Client(functools.partial(sft, count=64, packing=True), cannot_cut=PACKED),
     "TRL SFT, prompt and completion": Client(functools.partial(sft, data=completions)),
+    "TRL SFT, padding-free": Client(functools.partial(sft, padding_free=True, max_length=None), cannot_cut=PACKED),
+    "TRL SFT, LoRA": Client(sft_lora),
+    "TRL SFT, dft loss": Client(functools.partial(sft, loss_type="dft")),
     "TRL DPO": Client(dpo, lengths=tokens("chosen_ids"), cannot_cut=not_splittable("LlamaForCausalLM", IN_PAIRS)),
     # measured against a mean over the batch, which is 0 as long as the policy is its reference
     "TRL KTO": Client(kto, lengths=tokens("completion_ids"), cannot_cut=no_weighting("LlamaForCausalLM")),
@@ -163,6 +209,18 @@ CLIENTS = {
         grpo,
         drive=train_only,
         lengths=words("prompt"),
-        refuses={"bucketed view": SHUFFLED, "micro-batching": GENERATED, CUT: GENERATED, "all": SHUFFLED},
+        refuses=generated("GRPOTrainer", 10, 10, 9, 9),
+    ),
+    "TRL RLOO": Client(
+        rloo,
+        drive=train_only,
+        lengths=words("prompt"),
+        refuses=generated("RLOOTrainer", 10, 10, 9, 9),
+    ),
+    "TRL Distillation": Client(
+        distillation,
+        drive=train_only,
+        lengths=words("prompt"),
+        refuses=generated("DistillationTrainer", 10, 9, 5, 6),
     ),
 }

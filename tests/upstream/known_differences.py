@@ -30,8 +30,8 @@ KNOWN: dict[str, tuple[str, str]] = {
 """Reasons by the pattern of a test's node id: the variant ("*" for all), and the reason.
 
 Seen with the tests of 5.2.0.dev0 (commit e2372ffabd, 10 February 2026), less the import of three names that are gone,
-against transformers 5.23.0: 285 passed, 27 failed and 67 skipped with stock (282, 25 and 72 against 5.8.1); the same
-attached; 5 fewer passed with the callbacks, which are these.
+against transformers 5.23.0, 5.17.0 and 5.8.1: 285 passed, 27 failed and 67 skipped with stock,
+the same attached; 5 fewer passed with the callbacks, which are these.
 """
 
 

@@ -54,7 +54,7 @@ def restored(trainer: Trainer) -> Iterator[None]:
         random_state = RandomState.capture(trainer.args.device)
         stack.callback(random_state.restore)
         before = unwrap_optimizer(trainer.optimizer)
-        restoring = (_modules(model), _weights(model), _optimizer(before), _scaler(accelerator.scaler))
+        restoring = (_modes(model), _weights(model), _optimizer(before), _scaler(accelerator.scaler))
         for restore in (kept.restore, of_model.restore, *restoring):
             stack.callback(restore)
         handler.callbacks[:] = [one for one in handler.callbacks if not _reports(one)]
@@ -73,19 +73,13 @@ def _reports(callback: Any) -> bool:
     return isinstance(callback, _REPORTING) or type(callback).__module__.startswith(_SINKS)
 
 
-def _modules(model: nn.Module) -> Callable[[], None]:
-    """Return what gives every module its hooks and its mode back."""
+def _modes(model: nn.Module) -> Callable[[], None]:
+    """Return what gives every module its mode back."""
     modes = [(module, module.training) for module in model.modules()]
-    names = [name for name, value in vars(nn.Module()).items() if name.endswith("hooks") and isinstance(value, dict)]
-    before = [(vars(module)[name], vars(module)[name].copy()) for module in model.modules() for name in names]
 
     def restore() -> None:
         for module, training in modes:
             module.training = training
-        for hooks, kept in before:
-            if hooks.keys() != kept.keys():
-                hooks.clear()
-                hooks.update(kept)
 
     return restore
 
