@@ -49,7 +49,7 @@ def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any
     from hf_memopt.devices.memory_reading import read_process
     from hf_memopt.memory.estimation import estimate
     from hf_memopt.memory.models.loading import load_model
-    from hf_memopt.memory.recording.repeated_layers import RepeatedLayers
+    from hf_memopt.memory.recording.kept_models import PreparedModel
 
     load_model("bert-base-uncased")  # transformers imports a model's code when it is first built
     type_of = load_model(model).model
@@ -63,7 +63,7 @@ def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any
     estimate(given, **settings, optim="adamw_8bit")
     again = time.perf_counter() - started
     peak = read_process()[1] or read_process()[0]
-    with mock.patch.object(RepeatedLayers, "of", return_value=None):
+    with mock.patch.object(PreparedModel, "layers", return_value=None):
         whole, expected = _timed(given, settings)
     assert found.to_json() == expected.to_json()
     return {

@@ -21,8 +21,8 @@ from hf_memopt import estimate
 from hf_memopt.binding.fused_loss.vocabulary_slices import each_slice
 from hf_memopt.memory.recording import repeated_slices
 from hf_memopt.memory.recording.isolation import recording
+from hf_memopt.memory.recording.kept_models import PreparedModel
 from hf_memopt.memory.recording.passes import autocast_dtype
-from hf_memopt.memory.recording.repeated_layers import RepeatedLayers
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.recording.step_trace import StepTrace
 from hf_memopt.memory.recording.trace_cache import _prepared, forget_traces
@@ -189,8 +189,9 @@ def test_repeated_layers_are_the_full_recording(settings: dict[str, Any]) -> Non
     forget_traces()
     quick = found(**settings)
     forget_traces()
-    with mock.patch.object(RepeatedLayers, "of", return_value=None):
+    with mock.patch.object(PreparedModel, "layers", return_value=None) as left_out:
         whole = found(**settings)
+    assert left_out.called
     assert quick.to_json() == whole.to_json()
 
 

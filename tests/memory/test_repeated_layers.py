@@ -22,7 +22,7 @@ from hf_memopt.memory.models.known import known_models
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.recording import trace_cache
 from hf_memopt.memory.recording.identical_layers import find_runs
-from hf_memopt.memory.recording.repeated_layers import RepeatedLayers, state_kept
+from hf_memopt.memory.recording.repeated_layers import RepeatedLayers, runs_to_cut, state_kept
 from hf_memopt.memory.recording.step_trace import RecordedPass, StepTrace
 from hf_memopt.memory.recording.trace_cache import Shape, record_or_reuse
 from hf_memopt.memory.settings import StepSettings
@@ -372,8 +372,7 @@ def test_layers_with_other_hooks_are_not_the_same() -> None:
 def test_a_cut_leaves_the_model_as_it_was() -> None:
     model = load_model(CONFIGS["bert"]()).model
     before = str(model), [id(module) for module in model.modules()], model.config.to_dict()
-    layers = RepeatedLayers.of(model)
-    assert layers is not None
+    layers = RepeatedLayers(model, runs_to_cut(model))
     with layers.cut(model, trace_cache.StorageTracker()):
         assert len(model.bert.encoder.layer) == 5
     assert (str(model), [id(module) for module in model.modules()], model.config.to_dict()) == before

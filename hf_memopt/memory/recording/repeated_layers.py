@@ -99,12 +99,6 @@ class RepeatedLayers:
         self.starts: list[UnitStart] = []
         self._looked_at = False
 
-    @classmethod
-    def of(cls, model: nn.Module) -> RepeatedLayers | None:
-        """Return the runs of a model; None where no layer can be left out."""
-        runs = runs_to_cut(model)
-        return cls(model, runs) if runs else None
-
     def left_out(self, model: nn.Module) -> list[nn.Module]:
         """Return the layers that do not run inside ``cut``."""
         return [model.get_submodule(f"{run.name}.{layer}") for run in self.runs for layer in run.dropped]
