@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
-COMPAT = 5.8.1 5.17.0 5.8.1-oldest 5.17.0-oldest 5.23.0-oldest python3.12 python3.13
+COMPAT = 5.8.1 5.17.0 5.23.0 5.8.1-oldest 5.17.0-oldest 5.23.0-oldest python3.12 python3.13
 PYTEST_ARGS ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 HARD_ARGS ?= -m "not nightly"
 
@@ -24,7 +24,7 @@ test-full: $(READY)       ## the test suite with the slow tests
 test-hard: $(READY)       ## hard use: kills, full disks, storms of out of memory; HARD_ARGS= with the nightly ones
 	$(BIN)/python -m pytest $(HARD_ARGS) $(PYTEST_ARGS) tests/hard
 
-test-compat: test $(COMPAT:%=test-compat-%)   ## the suite on every supported transformers, with the oldest of the rest, on other Pythons
+test-compat: $(COMPAT:%=test-compat-%)   ## the suite on every supported transformers, with the oldest of the rest, on other Pythons
 
 test-zero: .venv-zero/.ready  ## the tests that need DeepSpeed, on a CPU: none of them is skipped there
 	.venv-zero/bin/python -m pytest -m "not hard" $(PYTEST_ARGS) -k "deepspeed or DeepSpeed or ZeRO" tests/recipes/test_launch.py tests/techniques/test_engines.py

@@ -34,7 +34,7 @@ from hf_memopt import (
 from hf_memopt.binding.adapters import add_adapters
 from hf_memopt.binding.handles import override_method
 from hf_memopt.binding.refusals import REFUSALS, TECHNIQUES, refusal_of
-from hf_memopt.binding.versions import fsdp_arguments
+from hf_memopt.binding.versions import fsdp_arguments, fsdp_environment
 
 RANK = int(os.environ.get("RANK", "0"))
 ENGINES: dict[str, dict[str, Any]] = {
@@ -161,6 +161,8 @@ def of_sharded_state(folder: Path, case: str) -> dict[str, Any]:
     """Stock's other checkpoint of FSDP2, a file for each process: saved, and resumed from the second step."""
     chosen = pair("BertLayer")
     chosen["fsdp_config"] = {**chosen["fsdp_config"], "state_dict_type": "SHARDED_STATE_DICT"}
+    for variable in fsdp_environment():  # without it transformers 5.8 does so by default
+        del os.environ[variable]
     found = trained(classification(folder / case, **chosen, **SAVING), folder, case)
     last = folder / case / "checkpoint-2"
     resumed = classification(folder / case, **chosen, **SAVING)
@@ -282,6 +284,8 @@ def main(folder: str, engine: str, *cases: str) -> None:
     gc.freeze()  # the Trainer collects garbage at the start of each run
     if "deepspeed" in ENGINES[engine]:
         deepspeed_on_cpu.build_nothing()
+    if engine == "FSDP2":
+        os.environ.update(fsdp_environment())
     with sharding() if engine == "FSDP2" else nullcontext():
         found = {case: CASES[case](Path(folder), case) for case in cases}
     Path(folder, f"rank{RANK}.json").write_text(json.dumps(found))

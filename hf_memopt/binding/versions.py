@@ -25,6 +25,7 @@ __all__ = [
     "checkpointing_of",
     "enable_checkpointing",
     "fsdp_arguments",
+    "fsdp_environment",
     "is_checkpointing",
     "training_argument_names",
 ]
@@ -134,6 +135,14 @@ def fsdp_arguments(*, offload: bool) -> dict[str, Any]:
     if _fsdp_is_a_flag():
         return {"fsdp": True, "fsdp_config": {**config, "cpu_offload": offload}}
     return {"fsdp": f"full_shard auto_wrap{' offload' if offload else ''}", "fsdp_config": config}
+
+
+def fsdp_environment() -> dict[str, str]:
+    """Return the variables that processes need beside ``fsdp_arguments`` where ``accelerate launch`` does not set them.
+
+    5.8 does not hand ``state_dict_type`` on to accelerate, which then takes ``SHARDED_STATE_DICT``.
+    """
+    return {} if _fsdp_is_a_flag() else {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 
 
 @cache

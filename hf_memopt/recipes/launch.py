@@ -86,13 +86,15 @@ class Launch:
 
         ``write`` has the one of accelerate, whose file it writes.
         """
-        return f"torchrun --nproc_per_node={self.world_size} {shlex.quote(script)}"
+        variables = versions.fsdp_environment() if self.strategy == "fsdp2" else {}
+        launch = f"torchrun --nproc_per_node={self.world_size} {shlex.quote(script)}"
+        return " ".join([*(f"{name}={value}" for name, value in variables.items()), launch])
 
     def write(self, folder: str | os.PathLike[str], *, script: str = "train.py", force: bool = False) -> str:
         """Write the files into a folder, and return the command that uses them.
 
-        ``accelerate.yaml`` is for ``accelerate launch``, ``training_arguments.json`` for ``TrainingArguments`` (under
-        ``torchrun`` it is enough), and ``deepspeed.json`` is DeepSpeed's own. Each is written whole or not at all.
+        ``accelerate.yaml`` is for ``accelerate launch``, ``training_arguments.json`` for ``TrainingArguments``; under
+        ``command`` it is enough. ``deepspeed.json`` is DeepSpeed's own. Each is written whole or not at all.
 
         Args:
             folder: is made where it does not exist.

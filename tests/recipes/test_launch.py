@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from slow_cases import slow_except
+from torch.distributed.fsdp import StateDictType
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -114,6 +116,16 @@ def test_auto_is_ddp_or_with_offload_fsdp2() -> None:
         "8gb-gpu on 2 GPUs: ddp, each GPU has the whole model; DistributedDataParallel"
     )
     assert str(launch).splitlines()[-1] == "  launch: torchrun --nproc_per_node=2 train.py"
+
+
+def test_torchrun_saves_weights_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = PLAIN.distributed(2, "fsdp2")
+    variables, torchrun, rest = launch.command().partition("torchrun ")
+    assert (torchrun, rest) == ("torchrun ", "--nproc_per_node=2 train.py")
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    plugin = FullyShardedDataParallelPlugin(**launched(monkeypatch, launch).fsdp_plugin_args)
+    assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT
 
 
 def test_existing_files_stay_unless_forced(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import peft
 import pytest
 import torch
 import transformers
+from slow_cases import resumes_on_a_cpu
 from torch import nn
 from transformers import Trainer
 
@@ -274,10 +275,7 @@ def test_what_this_runs_other_processes_have_written_stays(tmp_path) -> None:
 # ---- Two processes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    transformers.__version__.startswith(("5.8.", "5.17.")),
-    reason="several processes of stock cannot resume on a CPU: they read the state to 'cpu:0', which torch cannot",
-)
+@resumes_on_a_cpu
 def test_two_processes_go_back_to_the_same_complete_checkpoint(tmp_path) -> None:
     for rank in run_pair(tmp_path, __file__, str(tmp_path)):
         assert rank == {"killed": True, "difference": 0.0, "states": ["rng_state_0.pth", "rng_state_1.pth"]}

@@ -9,7 +9,7 @@ import engine_ranks
 import pytest
 import torch
 from engine_ranks import SAVING, allowed, causal_lm, classification, spoil
-from slow_cases import slow_except
+from slow_cases import resumes_on_a_cpu, slow_except
 
 import technique_table
 from hf_memopt import OverflowCallback, attach
@@ -144,7 +144,15 @@ def test_bfloat16_is_as_close_to_stock_as_its_rounding(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["DDP", "DDP, default flags", "DeepSpeed", "ZeRO-3"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("DDP", marks=resumes_on_a_cpu),
+        pytest.param("DDP, default flags", marks=resumes_on_a_cpu),
+        "DeepSpeed",
+        "ZeRO-3",
+    ],
+)
 def test_techniques_and_parts_under_other_engines(engine: str, tmp_path: Path) -> None:
     if engine in ("DeepSpeed", "ZeRO-3"):
         pytest.importorskip("deepspeed")

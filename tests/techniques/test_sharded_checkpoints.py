@@ -16,7 +16,7 @@ import peft
 import pytest
 import torch
 import transformers
-from slow_cases import slow_except
+from slow_cases import resumes_on_a_cpu, slow_except
 from torch import nn
 from transformers import Trainer
 
@@ -615,10 +615,7 @@ def test_size_that_is_none_is_refused(given, message) -> None:
 # ---- Two processes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    transformers.__version__.startswith(("5.8.", "5.17.")),
-    reason="several processes of stock cannot resume on a CPU: they read the state to 'cpu:0', which torch cannot",
-)
+@resumes_on_a_cpu
 def test_two_processes_resume(tmp_path) -> None:
     """One writes, both read, and both end up with the weights of the straight run."""
     for rank in run_pair(tmp_path, __file__, str(tmp_path)):
