@@ -151,7 +151,7 @@ def test_what_has_no_repr_is_shown_by_its_type() -> None:
     ("value", "reason"),
     [
         (5, ""),  # each version of Python says it in other words
-        ("a\0b", "embedded null byte"),
+        ("a\0b", ""),
         ("x" * 300, "File name too long"),
     ],
     ids=["number", "zero byte", "long"],

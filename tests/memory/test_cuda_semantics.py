@@ -681,7 +681,12 @@ def test_learned_bias_is_not_for_cudnn() -> None:
 # ---- Offload --------------------------------------------------------------------------------------------------------
 
 
-def test_offloaded_activations_are_on_the_host_and_come_back_in_the_backward_pass() -> None:
+@pytest.mark.parametrize("accelerator", [None, torch.device("cuda")], ids=["build for the CPU", "build for CUDA"])
+def test_offloaded_activations_are_on_the_host_and_come_back_in_the_backward_pass(
+    accelerator: torch.device | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a build for CUDA names its accelerator on a machine without a GPU too, where save_on_cpu pins no memory
+    monkeypatch.setattr("transformers.modeling_utils.get_current_accelerator", lambda: accelerator, raising=False)
     steps = {}
     for offload in (False, True):
         with torch.device("meta"):

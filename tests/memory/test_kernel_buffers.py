@@ -241,7 +241,7 @@ CUDA_LISTS = (
 def test_autocast_lists_hold_each_registered_operator_once(key: str, lists: Sequence[tuple[str, ...]]) -> None:
     names = [name for names in lists for name in names]
     assert len(names) == len(set(names))
-    assert set(names) == registered(key)
+    assert set(names) == registered(key) - {"_cudnn_rnn"}  # of builds for CUDA: recurrent layers are not estimated
 
 
 @pytest.mark.parametrize(

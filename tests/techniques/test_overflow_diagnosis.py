@@ -208,6 +208,7 @@ class Normed(nn.Module):
         return {"loss": self.norm(self.linear(x)).square().mean()}
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 def test_a_compiled_model_is_repeated_as_it_is_written(tmp_path: Any) -> None:
     graphs: list[int] = []
 

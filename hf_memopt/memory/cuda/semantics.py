@@ -262,8 +262,11 @@ class CudaSemantics(TorchFunctionMode):
     # ---- Copies to the host -----------------------------------------------------------------------------------------
 
     def _empty(self, *size: Any, **kwargs: Any) -> Any:
-        """Return pinned host memory, which ``save_on_cpu`` asks for, as a meta tensor that the tracker ignores."""
-        if not kwargs.get("pin_memory") or self._tracker is None or kwargs.get("device") is not None:
+        """Return host memory, which ``save_on_cpu`` asks for, as a meta tensor that the tracker ignores.
+
+        It asks with ``pin_memory``: True where a GPU is at hand or torch was built without CUDA, else False.
+        """
+        if "pin_memory" not in kwargs or self._tracker is None or kwargs.get("device") is not None:
             return torch.empty(*size, **kwargs)
         pinned = torch.empty(*size, **{**kwargs, "pin_memory": False, "device": "meta"})
         return self.to_host(pinned)
