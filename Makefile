@@ -59,6 +59,7 @@ bench: $(READY)           ## the benchmarks behind the figures; appends to bench
 	$(BIN)/python benchmarks/fused_cross_entropy.py
 	$(BIN)/python benchmarks/large_models.py
 	$(BIN)/python benchmarks/sixteen_bit_weights.py
+	$(BIN)/python benchmarks/quantized.py
 	$(BIN)/python benchmarks/resume.py
 	$(BIN)/python benchmarks/accuracy.py
 	$(BIN)/python benchmarks/command_line.py
@@ -67,6 +68,7 @@ bench: $(READY)           ## the benchmarks behind the figures; appends to bench
 bench-batching: $(READY)  ## samplers side by side: ours, stock, lhotse, fairseq's rule, TRL
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	$(BIN)/python benchmarks/streaming.py
+	$(BIN)/python benchmarks/stream_scale.py
 	$(BIN)/python benchmarks/padding_free.py
 	$(BIN)/python benchmarks/batching.py
 
