@@ -18,7 +18,7 @@ import torch
 import hf_memopt
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("hf-memopt", "torch", "transformers", "accelerate", "bitsandbytes", "datasets")
+PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "datasets")
 PEERS = ("lhotse", "trl")  # written only where they are installed
 
 
@@ -73,7 +73,7 @@ def append(case: str, figures: dict[str, Any], *, path: Path | str | None = None
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of what is installed; of this package also where it runs from a plain checkout."""
+    """Return the versions of what is installed, and that of the code of this package."""
     found = {"python": platform.python_version(), "hf-memopt": hf_memopt.__version__}
     for package in (*PACKAGES, *PEERS):
         try:
