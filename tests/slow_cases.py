@@ -1,4 +1,4 @@
-"""Which tests run by default, the others with ``make test-full``, and which not on a version of transformers."""
+"""Marks of tests: which cases run with ``make test-full`` only, and which are skipped on some versions."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ class Launch:
     def write(self, folder: str | os.PathLike[str], *, script: str = "train.py", force: bool = False) -> str:
         """Write the files into a folder, and return the command that uses them.
 
-        ``accelerate.yaml`` is for ``accelerate launch``, ``training_arguments.json`` for ``TrainingArguments``; under
-        ``command`` it is enough. ``deepspeed.json`` is DeepSpeed's own. Each is written whole or not at all.
+        ``accelerate.yaml`` is for ``accelerate launch``, ``training_arguments.json`` for ``TrainingArguments``, and
+        ``deepspeed.json`` for DeepSpeed. Each is written whole or not at all.
 
         Args:
             folder: is made where it does not exist.

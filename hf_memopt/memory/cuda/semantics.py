@@ -264,12 +264,11 @@ class CudaSemantics(TorchFunctionMode):
     def _empty(self, *size: Any, **kwargs: Any) -> Any:
         """Return host memory, which ``save_on_cpu`` asks for, as a meta tensor that the tracker ignores.
 
-        It asks with ``pin_memory``: True where a GPU is at hand or torch was built without CUDA, else False.
+        Its ``pin_memory`` is False where torch was built for CUDA and no GPU is available.
         """
         if "pin_memory" not in kwargs or self._tracker is None or kwargs.get("device") is not None:
             return torch.empty(*size, **kwargs)
-        pinned = torch.empty(*size, **{**kwargs, "pin_memory": False, "device": "meta"})
-        return self.to_host(pinned)
+        return self.to_host(torch.empty(*size, **{**kwargs, "pin_memory": False, "device": "meta"}))
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a meta tensor that was just created as memory of the host."""
