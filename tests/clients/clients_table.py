@@ -43,16 +43,16 @@ UPSTREAM = """
 
 Its Trainer and data-collator tests (`tests/trainer`), run with stock and with every Trainer attached, without and with
 `MicrobatchCallback`, `OverflowCallback` and `EvaluationGuardCallback`:
-`make test-upstream TRANSFORMERS_SRC=checkout`. The tests are those of transformers 5.2.0.dev0 (commit e2372ffabd, 10
-February 2026), less the import of three names that later versions lack. Most failures with stock need the Hub or
-a name that is gone; `tests/upstream/known_differences.py` has the reason for each of the five that fail with the
-callbacks only.
+`make test-upstream TRANSFORMERS_SRC=checkout`. The tests are those of transformers 5.6.0.dev0 (commit 357f414cae, 13
+April 2026), less the import of three names that later versions lack. Most failures with stock need the Hub or
+a name that is gone, most skips are slow tests, DeepSpeed's and a GPU's; `tests/upstream/known_differences.py` has the
+reason for each of the five that fail with the callbacks only.
 
 | passed / failed / skipped, against | stock | attached | attached with callbacks | run on |
 |---|---|---|---|---|
-| transformers 5.23.0 | 285 / 27 / 67 | 285 / 27 / 67 | 280 / 32 / 67 | 2026-11-22 |
-| transformers 5.17.0 | 285 / 27 / 67 | 285 / 27 / 67 | 280 / 32 / 67 | 2026-11-22 |
-| transformers 5.8.1 | 285 / 27 / 67 | 285 / 27 / 67 | 280 / 32 / 67 | 2026-11-22 |
+| transformers 5.23.0 | 267 / 26 / 262 | 267 / 26 / 262 | 262 / 31 / 262 | 2026-11-23 |
+| transformers 5.17.0 | 268 / 25 / 262 | 268 / 25 / 262 | 263 / 30 / 262 | 2026-11-23 |
+| transformers 5.8.1 | 268 / 25 / 262 | 268 / 25 / 262 | 263 / 30 / 262 | 2026-11-23 |
 """
 
 

@@ -29,9 +29,9 @@ KNOWN: dict[str, tuple[str, str]] = {
 }
 """Reasons by the pattern of a test's node id: the variant ("*" for all), and the reason.
 
-Seen with the tests of 5.2.0.dev0 (commit e2372ffabd, 10 February 2026), less the import of three names that are gone,
-against transformers 5.23.0, 5.17.0 and 5.8.1: 285 passed, 27 failed and 67 skipped with stock,
-the same attached; 5 fewer passed with the callbacks, which are these.
+Seen with the tests of 5.6.0.dev0 (commit 357f414cae, 13 April 2026), less the import of three names that are gone,
+against transformers 5.23.0, 5.17.0 and 5.8.1: what passes with stock passes attached; 5 fewer pass with the callbacks,
+which are these. docs/clients.md has the counts.
 """
 
 
