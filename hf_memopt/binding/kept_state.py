@@ -6,9 +6,11 @@ Limitations: objects of C extensions, closures and files are not seen.
 from __future__ import annotations
 
 import operator
+import random
 import warnings
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -66,6 +68,7 @@ class KeptState:
         self._sequences: list[tuple[Any, Any]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._tensors: list[tuple[str, torch.Tensor, int, torch.Tensor | None]] = []
+        self._generators: list[tuple[Callable[[Any], object], Any]] = []  # what sets its state, and the state
         self._seen: set[int] = set()
 
     def look_at(self, owner: Any, depth: int = 0) -> None:
@@ -76,14 +79,18 @@ class KeptState:
         own = {name: value for name, value in vars(owner).items() if name not in of_torch}
         self._mappings.append((vars(owner), own, of_torch))
         for name, value in own.items():
-            self._keep(value, f"{type(owner).__name__}.{name}", depth + 1)
+            self.keep(value, f"{type(owner).__name__}.{name}", depth + 1)
 
-    def _keep(self, value: Any, name: str, depth: int) -> None:
+    def keep(self, value: Any, name: str, depth: int = 0) -> None:
+        """Remember what a value holds: a tensor, an array, a container, a generator, an object."""
         if id(value) in self._seen or depth > DEEPEST or isinstance(value, _NO_READINGS):
             return
         self._seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            copy = value.detach().to("cpu", copy=True) if value.nbytes <= self._largest_copy_bytes else None
+            copy = None
+            if value.nbytes <= self._largest_copy_bytes:  # small ones on their device, so that nothing is waited for
+                is_small = value.nbytes <= LARGEST_COPY_BYTES
+                copy = value.detach().clone() if is_small else value.detach().to("cpu", copy=True)
             self._tensors.append((name, value, value._version, copy))
         elif isinstance(value, np.ndarray):
             if value.nbytes <= self._largest_copy_bytes:
@@ -95,12 +102,25 @@ class KeptState:
                 self._sequences.append((value, value.copy()))
             if len(value) <= MOST_VISITED:
                 for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-                    self._keep(each, f"{name}[{key!r}]", depth + 1)
+                    self.keep(each, f"{name}[{key!r}]", depth + 1)
+        elif isinstance(value, torch.Generator):
+            self._generators.append((value.set_state, value.get_state()))
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            self._generators.append((partial(setattr, bits, "state"), bits.state))
+        elif isinstance(value, random.Random):
+            self._generators.append((value.setstate, value.getstate()))
         elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in self._foreign:
             self.look_at(value, depth)
 
+    def lost(self) -> list[str]:
+        """Return the names of changed tensors that are too large to be put back."""
+        return [name for name, tensor, version, copy in self._tensors if copy is None and tensor._version != version]
+
     def restore(self) -> None:
         """Put back what has changed, and warn of what cannot be."""
+        for set_state, state in self._generators:
+            set_state(state)
         for mapping, before, left_alone in self._mappings:
             for name in [name for name in mapping if name not in before and name not in left_alone]:
                 del mapping[name]
@@ -115,7 +135,7 @@ class KeptState:
             array[...] = copied
         for name, tensor, version, copy in self._tensors:
             if copy is not None:  # compared: a batch norm changes its statistics without a new version
-                if not torch.equal(tensor.detach().cpu(), copy):
+                if not torch.equal(tensor.detach().to(copy.device), copy):
                     with torch.no_grad():
                         tensor.copy_(copy)
                 continue

@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_memopt.plain_data import shown
 
 __all__ = [
     "IGNORED_LABEL",
+    "TRUSTED",
     "check_model",
+    "foreign_hook",
     "has_decoder",
     "is_causal_lm",
     "label_shifter",
@@ -24,12 +27,42 @@ __all__ = [
     "needs_position_ids",
     "unwrap_model",
     "unwrap_optimizer",
+    "unwrap_parallel",
     "used_columns",
 ]
 
 
 IGNORED_LABEL = -100
 """The label that losses of transformers do not count, and what the ``Trainer`` pads outputs and labels with."""
+
+
+TRUSTED = (
+    "accelerate",
+    "bitsandbytes",
+    "hf_memopt",
+    "peft",
+    "sentence_transformers",
+    "torch",
+    "torchao",
+    "transformers",
+    "trl",
+)
+"""Packages whose modules and hooks treat the rows of a batch alike, but for what is looked for by name."""
+
+
+def foreign_hook(model: nn.Module, *, inside: bool = False) -> str | None:
+    """Return the name of a module with a forward hook, or pre-hook, that none of the ``TRUSTED`` packages defined.
+
+    None if there is none. ``inside``: hooks on ``model`` itself, which see whole calls, do not count. The dicts of
+    hooks are private; the same in torch 2.6 to 2.13, pinned by a test.
+    """
+    for name, module in model.named_modules():
+        if inside and module is model:
+            continue
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if (getattr(hook, "__module__", None) or "").partition(".")[0] not in TRUSTED:
+                return name
+    return None
 
 
 def check_model(model: Any) -> None:
@@ -67,6 +100,13 @@ def unwrap_model(model: Any) -> Any:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def unwrap_parallel(model: nn.Module) -> nn.Module:
+    """Return a model out of ``DistributedDataParallel`` and ``torch.compile``, with its adapters."""
+    while (inner := getattr(model, "_orig_mod", None)) is not None or isinstance(model, DistributedDataParallel):
+        model = model.module if inner is None else inner
+    return model
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:

@@ -27,6 +27,7 @@ from torch import nn
 from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_model
 
 __all__ = [
+    "NotSplittableError",
     "cut",
     "decoder_lengths",
     "padded_tokens",
@@ -297,6 +298,25 @@ def _longest_from(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 # ---- What cannot be cut ---------------------------------------------------------------------------------------------
+
+
+class NotSplittableError(ValueError):
+    """The batches of a model cannot be trained in micro-batches, for this reason.
+
+    Args:
+        model: the model.
+        reason: why not.
+        where: the step and the batch.
+        remedy: what to do, as code.
+    """
+
+    def __init__(self, model: nn.Module, reason: str, *, where: str = "", remedy: str | None = None) -> None:
+        advice = remedy or "Take MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
+        super().__init__(
+            f"model={type(model).__name__} cannot be trained in micro-batches{where}: {reason}; expected rows that do "
+            f"not depend on each other. {advice}"
+        )
+        self.reason = reason
 
 
 def splittable_reason(model: nn.Module) -> str | None:
