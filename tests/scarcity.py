@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,22 +139,30 @@ class Scarcity:
         self.fails = False
 
     def watch(self, model: nn.Module) -> None:
-        """Look at each forward and backward pass of this model."""
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        head = next(module for module in reversed(list(model.modules())) if isinstance(module, nn.Linear))
-        head.register_full_backward_pre_hook(self._before_backward)
+        """Look at each forward and backward pass of this model, by a hook on all modules: none is on the model."""
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        self._model, self._head = weakref.ref(model), weakref.ref(linear[-1])
+        inside = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
+        first = (module for module in inside.modules() if isinstance(module, (nn.Embedding, nn.Conv2d)))
+        self._first = weakref.ref(next(first))
+        handle = nn.modules.module.register_module_forward_pre_hook(self._before_forward)
+        weakref.finalize(model, handle.remove)
 
-    def _before_forward(self, model: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
-        if not (model.training and torch.is_grad_enabled()):
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        model = self._model()
+        if model is None or not (model.training and torch.is_grad_enabled()):
             return
-        self.count += 1
-        held = inputs["input_ids"].numel() if "input_ids" in inputs else len(inputs["pixel_values"])
-        self.fails = held > self.limit or self.count in self.calls
-        if self.fails and self.where == "forward":
-            self.fail()
+        if module is self._first():
+            self.count += 1
+            held = args[0].numel() if isinstance(module, nn.Embedding) else len(args[0])
+            self.fails = held > self.limit or self.count in self.calls
+            if self.fails and self.where == "forward":
+                self.fail()
+        if module is self._head() and self.fails and self.where == "backward" and args[0].requires_grad:
+            args[0].register_hook(self._in_backward)
 
-    def _before_backward(self, module: nn.Module, gradients: Any) -> None:
-        if self.fails and self.where == "backward":
+    def _in_backward(self, gradient: torch.Tensor) -> None:
+        if self.fails:
             self.fail()
 
     def fail(self) -> None:

@@ -23,13 +23,23 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_memopt.binding.handles import function_below
 from hf_memopt.binding.head_losses import Head, assigned, head_loss
-from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_model
+from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_model, unwrap_parallel
 from hf_memopt.errors import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["MEANS", "KnownLoss", "head_counts_items", "known_loss", "stated_loss"]
+__all__ = [
+    "MEANS",
+    "KnownLoss",
+    "foreign_hook",
+    "full_name",
+    "has_stock_step",
+    "head_counts_items",
+    "is_listed",
+    "known_loss",
+    "stated_loss",
+]
 
 MEANS = ("sum", "mean over rows", "mean over labels", "mean over shifted labels")
 """What may be stated of a loss, beside "mean over <column of the batch>"."""
@@ -153,8 +163,8 @@ class KnownLoss:
         column = _column(inputs, over)
         if column is None:
             raise ValueError(
-                f"loss='mean over {over}' needs a column that the batch does not have; expected a tensor with one entry "
-                f"per row, among {', '.join(inputs)}. Return it from the collator"
+                f"loss='mean over {over}' needs a column that the batch does not have; expected a tensor with one "
+                f"entry per row, among {', '.join(inputs)}. Return it from the collator"
             )
         return _per_row(column != IGNORED_LABEL if over == "labels" else column)
 
@@ -195,16 +205,16 @@ def known_loss(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) 
     """
     for name in ("training_step", "_prepare_inputs", "compute_loss_context_manager"):
         function = function_below(trainer, name)
-        if not (_full_name(function) in TRAINING_STEPS if name == "training_step" else _is_trusted(function)):
-            return f"{name} is {_full_name(function)}"
+        if not (full_name(function) in TRAINING_STEPS if name == "training_step" else is_trusted(function)):
+            return f"{name} is {full_name(function)}"
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         return "sequences or tensors are spread over processes"
     function = function_below(trainer, "compute_loss")
-    name = _full_name(function)
+    name = full_name(function)
     is_sft = name == SFT
     if name not in (STOCK, SFT, *EMBEDDINGS):
         return f"compute_loss is {name}"
-    model = _outermost(trainer.model)
+    model = unwrap_parallel(trainer.model)
     reason = _foreign_code(model, ("trl",) if is_sft else ())
     if reason is not None:
         return reason
@@ -215,14 +225,19 @@ def known_loss(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) 
     return _of_stock(trainer, model, num_items_in_batch)
 
 
+def has_stock_step(trainer: Trainer) -> bool:
+    """Return whether the ``training_step`` of a Trainer is stock's: one loss, one backward pass."""
+    return full_name(function_below(trainer, "training_step")) in TRAINING_STEPS
+
+
 def head_counts_items(model: nn.Module) -> bool | None:
     """Return whether the head of a model divides by ``num_items_in_batch`` when it gets it; None: it is not known."""
-    head = _head(_outermost(model))
+    head = _head(unwrap_parallel(model))
     if isinstance(head, str):
         return None
     if head.over != "classes" or not head.counts:
         return head.counts
-    config = unwrap_model(_outermost(model)).config
+    config = unwrap_model(unwrap_parallel(model)).config
     if config.problem_type is None and config.num_labels > 1:
         return None  # the first labels decide
     return bool(config.problem_type == "single_label_classification")
@@ -259,7 +274,7 @@ def _of_stock(trainer: Any, model: Any, items: Any) -> KnownLoss | str:
     config = getattr(unwrap_model(model), "config", None)
     if trainer.compute_loss_func is not None:
         over = getattr(trainer.compute_loss_func, "mean_over", None)
-        if over is None or not _is_trusted(type(trainer.compute_loss_func).__call__):
+        if over is None or not is_trusted(type(trainer.compute_loss_func).__call__):
             return f"compute_loss_func is {trainer.compute_loss_func!r}"
         source = "hf_memopt/batching/exact_losses.py, ExactLoss"
         return KnownLoss(over if items is None else "sum", source, config=config)
@@ -280,8 +295,8 @@ def _of_stock(trainer: Any, model: Any, items: Any) -> KnownLoss | str:
 def _of_smoother(trainer: Any, model: Any, items: Any, *, shifts: bool | None = None) -> KnownLoss | str:
     """Return the same of ``LabelSmoother``, which divides by the count from transformers 5.15 on."""
     call = type(trainer.label_smoother).__call__
-    if _full_name(call) != "transformers.trainer_pt_utils.LabelSmoother.__call__":
-        return f"label_smoother is a {_full_name(call)}"
+    if full_name(call) != "transformers.trainer_pt_utils.LabelSmoother.__call__":
+        return f"label_smoother is a {full_name(call)}"
     source = "transformers/trainer_pt_utils.py, LabelSmoother"
     if items is not None and "num_items_in_batch" in inspect.signature(call).parameters:
         return KnownLoss("sum", source)
@@ -333,29 +348,18 @@ def _over_prompt(model: Any, over: str) -> str:
 # ---- Models ---------------------------------------------------------------------------------------------------------
 
 
-def _outermost(model: Any) -> Any:
-    """Return a model out of DistributedDataParallel and torch.compile, but not out of peft."""
-    while (inner := getattr(model, "_orig_mod", None) or _parallel(model)) is not None:
-        model = inner
-    return model
-
-
-def _parallel(model: Any) -> Any:
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
-
-
 def _head(model: Any) -> Head | str:
     """Return how the head of a transformers model makes its loss, or why that is not known."""
     inside = unwrap_model(model)
     tuner = model.base_model if hasattr(model, "peft_config") else inside  # of prompt learning that is the model
-    if tuner is not inside and _full_name(type(tuner).forward) != "peft.tuners.tuners_utils.BaseTuner.forward":
+    if tuner is not inside and full_name(type(tuner).forward) != "peft.tuners.tuners_utils.BaseTuner.forward":
         return f"{type(tuner).__name__} of peft has a forward of its own"
     config = _prompt_config(model)
     if config is not None and not (config.task_type == "CAUSAL_LM" and config.peft_type in PROMPTS):
         return f"peft's {config.peft_type} of {config.task_type} makes its own loss"
     forward = inspect.unwrap(type(inside).forward)
     if not forward.__globals__["__name__"].startswith("transformers.models."):
-        return f"the forward of {type(inside).__name__} is {_full_name(forward)}"
+        return f"the forward of {type(inside).__name__} is {full_name(forward)}"
     return head_loss(inside, forward)
 
 
@@ -377,14 +381,24 @@ def _foreign_code(model: nn.Module, also: tuple[str, ...]) -> str | None:
     for name, module in model.named_modules():
         where = f"{type(module).__name__} {name}".rstrip()
         for kind in type(module).__mro__:
-            if not _is_listed(kind.__module__, also):
+            if not is_listed(kind.__module__, also):
                 return f"{where} is from {kind.__module__}"
         for function in _layers(vars(module).get("forward")):
-            if not _is_trusted(function, also):
-                return f"the forward of {where} is {_full_name(function)}"
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if not _is_trusted(hook, also) or getattr(hook, "__name__", "") in NEVER:
-                return f"the hook {_full_name(hook)} is on {where}"
+            if not is_trusted(function, also):
+                return f"the forward of {where} is {full_name(function)}"
+        if (hook := foreign_hook(module, also)) is not None:
+            return f"the hook {hook} is on {where}"
+    return None
+
+
+def foreign_hook(module: nn.Module, also: tuple[str, ...] = ()) -> str | None:
+    """Return the name of a forward hook or pre-hook of a module that none of the listed packages defines.
+
+    The dicts of hooks are private; the same in torch 2.6 to 2.13, pinned by a test.
+    """
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        if not is_trusted(hook, also) or getattr(hook, "__name__", "") in NEVER:
+            return full_name(hook)
     return None
 
 
@@ -396,11 +410,12 @@ def _layers(function: Any) -> Iterator[Any]:
         function = inner or getattr(function, "__wrapped__", None)
 
 
-def _is_trusted(function: Any, also: tuple[str, ...] = ()) -> bool:
-    return _is_listed(_module_of(function), also)
+def is_trusted(function: Any, also: tuple[str, ...] = ()) -> bool:
+    return is_listed(_module_of(function), also)
 
 
-def _is_listed(module: str, also: tuple[str, ...]) -> bool:
+def is_listed(module: str, also: tuple[str, ...] = ()) -> bool:
+    """Return whether a module is of a package that treats the rows of a batch alike."""
     return module.partition(".")[0] in (*TRUSTED, *also)
 
 
@@ -413,7 +428,8 @@ def _module_of(function: Any) -> str:
     return str(type(function).__module__ if written_in is None else written_in["__name__"])
 
 
-def _full_name(function: Any) -> str:
+def full_name(function: Any) -> str:
+    """Return where a function is written, and its name there."""
     return f"{_module_of(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 

@@ -17,9 +17,7 @@ from hf_memopt.plain_data import shown
 
 __all__ = [
     "IGNORED_LABEL",
-    "TRUSTED",
     "check_model",
-    "foreign_hook",
     "has_decoder",
     "is_causal_lm",
     "label_shifter",
@@ -34,35 +32,6 @@ __all__ = [
 
 IGNORED_LABEL = -100
 """The label that losses of transformers do not count, and what the ``Trainer`` pads outputs and labels with."""
-
-
-TRUSTED = (
-    "accelerate",
-    "bitsandbytes",
-    "hf_memopt",
-    "peft",
-    "sentence_transformers",
-    "torch",
-    "torchao",
-    "transformers",
-    "trl",
-)
-"""Packages whose modules and hooks treat the rows of a batch alike, but for what is looked for by name."""
-
-
-def foreign_hook(model: nn.Module, *, inside: bool = False) -> str | None:
-    """Return the name of a module with a forward hook, or pre-hook, that none of the ``TRUSTED`` packages defined.
-
-    None if there is none. ``inside``: hooks on ``model`` itself, which see whole calls, do not count. The dicts of
-    hooks are private; the same in torch 2.6 to 2.13, pinned by a test.
-    """
-    for name, module in model.named_modules():
-        if inside and module is model:
-            continue
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if (getattr(hook, "__module__", None) or "").partition(".")[0] not in TRUSTED:
-                return name
-    return None
 
 
 def check_model(model: Any) -> None:
@@ -102,7 +71,7 @@ def unwrap_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def unwrap_parallel(model: nn.Module) -> nn.Module:
+def unwrap_parallel(model: Any) -> Any:
     """Return a model out of ``DistributedDataParallel`` and ``torch.compile``, with its adapters."""
     while (inner := getattr(model, "_orig_mod", None)) is not None or isinstance(model, DistributedDataParallel):
         model = model.module if inner is None else inner

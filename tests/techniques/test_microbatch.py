@@ -33,9 +33,7 @@ from hf_memopt.techniques.microbatching.limits import (
     microbatch_limits,
     read_limits,
 )
-from hf_memopt.techniques.microbatching.loss_rules import LossWeights
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback, run_in_microbatches
-from hf_memopt.techniques.microbatching.row_counts import row_counts
 from hf_memopt.techniques.microbatching.splitting import cut
 from scarcity import CASES, Case, Pad, Scarcity, causal_rows, mixed_rows
 

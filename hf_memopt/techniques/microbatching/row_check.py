@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private, as transformers uses it (2.6 to 2.13)
 
 from hf_memopt.binding.handles import set_attribute
-from hf_memopt.binding.model_traits import foreign_hook
+from hf_memopt.binding.known_losses import foreign_hook
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 
@@ -113,7 +113,7 @@ class ModuleCall:
         if not torch.is_tensor(leaf):
             return repr(leaf) if isinstance(leaf, PLAIN) else type(leaf)
         is_column = leaf.shape == (self.rows,) and not leaf.is_floating_point()
-        has_repeats = is_column and len(leaf.unique()) < self.rows  # rows of one group, perhaps
+        has_repeats = is_column and len(torch.unique(leaf)) < self.rows  # rows of one group, perhaps
         return leaf.dtype, leaf.dim(), self._candidates_of(leaf), has_repeats
 
     def _candidates_of(self, leaf: torch.Tensor) -> tuple[int, ...]:
@@ -166,9 +166,9 @@ def check_rows(call: ModuleCall, size: int, *, draw: random.Random | None = None
         DependentRowsError: rows depend on each other, or something in the module cannot run twice.
         torch.OutOfMemoryError: not even two rows fit, without gradients.
     """
-    name = foreign_hook(call.module, inside=True)
-    if name is not None:
-        raise DependentRowsError(f"the forward hook on its module {name!r} would see parts of a batch, without a graph")
+    for name, module in call.module.named_modules():
+        if name and (hook := foreign_hook(module)) is not None:  # one on the module itself sees whole calls
+            raise DependentRowsError(f"the forward hook {hook} on {name} would see parts of a batch, without a graph")
     count = call.rows
     while True:
         try:
@@ -204,9 +204,7 @@ def _repeatable(call: ModuleCall) -> Iterator[Callable[[], None]]:
             restart()
 
 
-def _check(
-    call: ModuleCall, count: int, size: int, restart: Callable[[], None], draw: random.Random | None
-) -> Layout:
+def _check(call: ModuleCall, count: int, size: int, restart: Callable[[], None], draw: random.Random | None) -> Layout:
     reasons: list[str] = []
     for into in call.candidates():
         try:
@@ -224,7 +222,9 @@ def _check(
     restart()
     twice = [call.run(call.leaves) for _ in range(2)]  # the second goes on with the generators of the first
     if any(_difference(*pair) > 0 for pair in zip(*twice, strict=True) if torch.is_tensor(pair[0])):
-        raise DependentRowsError("it draws random numbers other than dropout's, so that parts draw others than the whole")
+        raise DependentRowsError(
+            "it draws random numbers other than dropout's, so that parts draw others than the whole"
+        )
     raise DependentRowsError(reasons[0])
 
 
@@ -254,7 +254,9 @@ def _autocast_off(call: ModuleCall, into: Sequence[int | None]) -> Iterator[bool
 def _tolerance(module: nn.Module, is_off: bool) -> float:
     """Return the largest error that is tolerated, in parts of the largest value."""
     found = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-    found |= {kind for part in module.modules() if isinstance(kind := getattr(part, "compute_dtype", None), torch.dtype)}
+    found |= {
+        kind for part in module.modules() if isinstance(kind := getattr(part, "compute_dtype", None), torch.dtype)
+    }
     is_narrow = not is_off or any(dtype.itemsize <= 2 for dtype in found)
     if is_narrow:
         return 2**-6
@@ -302,7 +304,8 @@ def _rows_of(index: int, whole: Any, parts: Sequence[Any], sizes: Sequence[int],
     fitting = (
         d
         for d, entries in enumerate(whole.shape)
-        if entries and entries % rows == 0
+        if entries
+        and entries % rows == 0
         and all(
             part.dim() == whole.dim() and part.shape[d] * rows == entries * size
             for part, size in zip(parts, sizes, strict=True)

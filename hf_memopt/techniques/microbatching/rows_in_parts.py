@@ -82,7 +82,9 @@ def run_rows_in_parts(call: ModuleCall, layout: Layout, size: Size) -> Any:
         floats = [i for i, leaf in enumerate(call.leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
         inputs = (*(call.leaves[i] for i in floats), *weights.values())
         joined = _Node.apply(parts, floats, tuple(weights), *inputs)  # type: ignore[no-untyped-call]
-    leaves = [tensor if constant is None else constant for tensor, constant in zip(joined, parts.constants, strict=True)]
+    leaves = [
+        tensor if constant is None else constant for tensor, constant in zip(joined, parts.constants, strict=True)
+    ]
     assert parts.spec is not None  # of the first part
     return tree_unflatten(leaves, parts.spec)
 
@@ -239,7 +241,7 @@ class _Parts:
         done: set[str] = set()
         used = {name: alias.detach() if name in counted else alias for name, alias in aliases.items()}
         hooks = [
-            alias.register_post_accumulate_grad_hook(_noting(name, done))
+            alias.register_post_accumulate_grad_hook(_noting(name, done))  # type: ignore[no-untyped-call]
             for name, alias in used.items()
             if name not in counted
         ]
@@ -284,9 +286,7 @@ class _Parts:
         ]
         return _Part(start, stop, part.states, part.is_random, [], entries), slices
 
-    def _run_part(
-        self, part: _Part, gradients: list[torch.Tensor | None], fresh: Mapping[int, torch.Tensor]
-    ) -> None:
+    def _run_part(self, part: _Part, gradients: list[torch.Tensor | None], fresh: Mapping[int, torch.Tensor]) -> None:
         leaves = self.call.rows_from(self.layout.into, part.start, part.stop)
         for i, leaf in fresh.items():
             leaves[i] = leaf

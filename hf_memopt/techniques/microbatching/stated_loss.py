@@ -43,13 +43,11 @@ def verify_stated_loss(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]
                 summed = [_add(one, other, weight) for one, other in zip(summed, alone, strict=True)]
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name, one, other in zip(names, whole, summed, strict=True):
-        if (error := _error(one, other)) > (
-            LARGEST_ERROR_16_BITS if _is_narrow(trainer, one) else LARGEST_ERROR
-        ):
+        if (error := _error(one, other)) > (LARGEST_ERROR_16_BITS if _is_narrow(trainer, one) else LARGEST_ERROR):
             raise NotSplittableError(
                 trainer.model,
-                f"its loss is not what is stated ({loss.source}): the gradient of {name} for {len(rows)} rows differs by "
-                f"{error:.1e} from that of the rows alone",
+                f"its loss is not what is stated ({loss.source}): the gradient of {name} for {len(rows)} rows differs "
+                f"by {error:.1e} from that of the rows alone",
                 remedy="Leave loss= out: MicrobatchCallback() then cuts below the loss, whatever it is.",
             )
 

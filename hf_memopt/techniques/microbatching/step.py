@@ -8,7 +8,6 @@ while the backbone under it runs the rows in parts (``backbones``).
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.handles import override_method
-from hf_memopt.binding.known_losses import KnownLoss, known_loss
+from hf_memopt.binding.known_losses import KnownLoss, has_stock_step, known_loss
 from hf_memopt.binding.model_traits import unwrap_model, unwrap_parallel
 from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.changes import Change, record_changes
@@ -38,6 +37,7 @@ from hf_memopt.techniques.microbatching.row_check import DependentRowsError
 from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError, Size
 from hf_memopt.techniques.microbatching.splitting import (
     NotSplittableError,
+    copied_batch,
     cut,
     decoder_lengths,
     padded_tokens,
@@ -75,13 +75,13 @@ class _AccumulationStep(NamedTuple):
 class _Failure(NamedTuple):
     """What ran out of memory.
 
-    ``position``: of its accumulation step in the window; ``rows``: of the batch, where they are known; ``count`` rows
-    of ``columns`` tokens each; ``text``: the error's first line; ``hint``: why smaller parts would not help.
+    ``position``: of its accumulation step in the window; ``rows``: of the batch, where they are known; ``size``: how
+    many, with ``tokens`` together; ``text``: the error's first line; ``hint``: why smaller parts would not help.
     """
 
     position: int
     rows: list[int]
-    count: int
+    size: int
     tokens: int | None
     text: str
     hint: str = ""
@@ -225,9 +225,9 @@ class MicrobatchedStep:
             self._state.restore()
             return
         raise torch.OutOfMemoryError(
-            f"memory ran out at step {trainer.state.global_step + 1} ({failure.text}), and the step cannot be repeated, "
-            f"since {shared or f'{changed} was changed within it'}; expected parts that fit from the beginning. Start "
-            f"with smaller ones: MicrobatchCallback({_limit_text(failure)})"
+            f"memory ran out at step {trainer.state.global_step + 1} ({failure.text}), and the step cannot be repeated"
+            f", since {shared or f'{changed} was changed within it'}; expected parts that fit from the beginning. "
+            f"Start with smaller ones: MicrobatchCallback({_limit_text(failure)})"
         )
 
     def _attempt(
@@ -253,13 +253,15 @@ class MicrobatchedStep:
         return loss, None
 
     def _way(self, trainer: Any, step: _AccumulationStep) -> KnownLoss | str:
-        """Return how the loss of a batch is made of its rows', or why the batch has to stay whole above the backbone."""
-        found = self._stated or known_loss(trainer, step.num_items_in_batch)
+        """Return how the loss of a batch is made of its rows', or why the loss has to see the whole batch."""
+        found = known_loss(trainer, step.num_items_in_batch)
+        if self._stated is not None and has_stock_step(trainer):
+            found = self._stated
         if isinstance(found, str):
             return found
         if not isinstance(step.inputs, Mapping):
             return f"its batches are a {type(step.inputs).__name__}"
-        trainer.model.train()  # as the step is about to: a batch norm that a model keeps in evaluation mode does no harm
+        trainer.model.train()  # as the step is about to: a batch norm kept in evaluation mode does no harm
         reason = splittable_reason(trainer.model) or splittable_batch_reason(step.inputs)
         return reason or found.reason_against(step.inputs) or found
 
@@ -267,7 +269,9 @@ class MicrobatchedStep:
         step = self._window[position]
         # An epoch that ended early leaves accumulation steps, and their gradients, to the next epoch's first step.
         trainer.current_gradient_accumulation_steps = step.accumulation_steps
-        return run(model, _copied(inputs), step.num_items_in_batch)  # a copy, since a subclass may pop columns from it
+        return run(
+            model, copied_batch(inputs), step.num_items_in_batch
+        )  # a copy, since a subclass may pop columns from it
 
     # ---- Whole micro-batches ----------------------------------------------------------------------------------------
 
@@ -372,17 +376,19 @@ class MicrobatchedStep:
         self._refuse_logits(trainer, inputs)
         failed_size: tuple[int, int | None] | None = None
         loss = None
-        with self._backbones.cut(unwrap_parallel(model)) as seen:
-            with override_method(trainer.accelerator, "backward", _noting_out_of_memory(seen)):
-                try:
-                    loss = self._call(run, trainer, model, position, inputs)
-                except DependentRowsError as error:
-                    raise NotSplittableError(trainer.model, str(error), where=where, remedy=_remedy(str(error))) from None
-                except Exception as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    seen.error = seen.error or str(error).partition("\n")[0]
-                    failed_size = (error.rows, error.columns) if isinstance(error, PartsFailedError) else None
+        with ExitStack() as stack:
+            seen = stack.enter_context(self._backbones.cut(unwrap_parallel(model)))
+            stack.enter_context(override_method(trainer.accelerator, "backward", _noting_out_of_memory(seen)))
+            try:
+                loss = self._call(run, trainer, model, position, inputs)
+            except DependentRowsError as error:
+                reason = str(error)
+                raise NotSplittableError(trainer.model, reason, where=where, remedy=_remedy(reason)) from None
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                seen.error = seen.error or str(error).partition("\n")[0]
+                failed_size = (error.rows, error.columns) if isinstance(error, PartsFailedError) else None
         self._was_split |= bool(seen.cut)
         if seen.error is None:
             self._check_cut(trainer, seen, where)
@@ -527,26 +533,15 @@ def _noting_out_of_memory(seen: CutStep) -> Callable[[Callable[..., Any]], Calla
     return wrap
 
 
-def _copied(inputs: Any) -> Any:
-    """Return a copy of a batch, also of the dicts inside it; tensors are shared."""
-    if not isinstance(inputs, Mapping):
-        return copy.copy(inputs)
-    copied: Any = copy.copy(inputs)
-    for name, value in inputs.items():
-        if isinstance(value, (dict, list)):
-            copied[name] = _copied(value)
-    return copied
-
-
 def _logits_bytes(model: nn.Module, inputs: Any) -> int:
     """Return the bytes of a batch's logits in float32 and of their gradient; 0 without a language model's head."""
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     ask = getattr(unwrap_model(model), "get_output_embeddings", None)
     head = None if ask is None or not torch.is_tensor(ids) else ask()
-    if head is None or not hasattr(head, "weight"):
+    if ids is None or head is None or not hasattr(head, "weight"):
         return 0
     labels = inputs.get("labels")
-    tokens = labels if torch.is_tensor(labels) and labels.dim() == ids.dim() else ids
+    tokens: torch.Tensor = labels if torch.is_tensor(labels) and labels.dim() == ids.dim() else ids
     return 2 * 4 * tokens.numel() * len(head.weight)
 
 
@@ -561,7 +556,7 @@ def _where(trainer: Any, inputs: Any) -> str:
 
 
 def _limit_text(failure: _Failure) -> str:
-    name, size = ("max_examples", failure.count) if failure.tokens is None else ("max_tokens", failure.tokens)
+    name, size = ("max_examples", failure.size) if failure.tokens is None else ("max_tokens", failure.tokens)
     return f"{name}={max(size // 2, 1)}"
 
 

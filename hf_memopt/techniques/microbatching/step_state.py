@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hf_memopt.binding.kept_state import KeptState
-from hf_memopt.binding.model_traits import TRUSTED
+from hf_memopt.binding.known_losses import is_listed
 from hf_memopt.changes import CHANGES
 
 __all__ = ["StepState"]
@@ -33,8 +33,8 @@ class StepState:
         self._norms: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         seen: set[int] = set()
         for owner, module in _modules_of(trainer):
-            for name, part in module.named_modules():
-                if type(part).__module__.partition(".")[0] not in TRUSTED:
+            for part in module.modules():
+                if not is_listed(type(part).__module__):
                     self._kept.look_at(part)
             for name, buffer in module.named_buffers():
                 self._kept.keep(buffer, f"{owner}.{name}")
@@ -59,7 +59,8 @@ class StepState:
 
 def _norm(weight: torch.Tensor) -> torch.Tensor:
     wide = torch.float32 if weight.device.type == "mps" else torch.float64
-    return torch.linalg.vector_norm(weight.detach(), dtype=wide)
+    norm: torch.Tensor = torch.linalg.vector_norm(weight.detach(), dtype=wide)
+    return norm
 
 
 def _modules_of(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
