@@ -129,7 +129,7 @@ class Scarcity:
     Args:
         limit: the most padded tokens (images: rows) of a forward pass.
         calls: the forward passes, counted from 1, that run out whatever they hold.
-        where: "forward" or "backward".
+        where: "forward" (at its beginning), "head" (at its end) or "backward".
     """
 
     def __init__(self, limit: int = 10**9, calls: Iterable[int] = (), where: str = "forward") -> None:
@@ -158,6 +158,8 @@ class Scarcity:
             self.fails = held > self.limit or self.count in self.calls
             if self.fails and self.where == "forward":
                 self.fail()
+        if module is self._head() and self.fails and self.where == "head":  # late, where activations are there already
+            self.fail()
         if module is self._head() and self.fails and self.where == "backward" and args[0].requires_grad:
             args[0].register_hook(self._in_backward)
 

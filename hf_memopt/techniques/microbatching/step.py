@@ -126,7 +126,7 @@ class MicrobatchedStep:
 
     def _begin_run(self) -> None:
         self._backbones = Backbones(self._names, Size(partial(part_rows, self._limits), self._part_failed))
-        self._is_known: bool | None = None  # whether the loss is: None until the first step
+        self._first_way: KnownLoss | str | None = None  # of the first step, None until then
         self._is_verified = self._stated is None
         self._was_told = False  # that nothing can be cut
         self._begin_window()
@@ -176,11 +176,11 @@ class MicrobatchedStep:
             trainer = self._trainer()
             steps = getattr(trainer, "current_gradient_accumulation_steps", 1)  # a step outside of train has none
             self._window.append(_AccumulationStep(inputs, num_items_in_batch, steps))
-            if self._is_known is None:
-                self._is_known = isinstance(self._way(trainer, self._window[-1]), KnownLoss)
+            if self._first_way is None:
+                self._first_way = self._way(trainer, self._window[-1])
             if self._random is None:
                 self._random = RandomState.capture(trainer.args.device)
-                self._state = None if self._is_known else StepState(trainer)
+                self._state = None if isinstance(self._first_way, KnownLoss) else StepState(trainer)
             try:
                 loss = self._run_until_it_fits(before, trainer, model)
             except BaseException:
@@ -242,11 +242,11 @@ class MicrobatchedStep:
             if is_last and first < position:
                 self._tally.lost_seconds += time.perf_counter() - begin  # of what was repeated
             step = self._window[position]
-            way: KnownLoss | str = "" if not self._is_known and self._stated is None else self._way(trainer, step)
+            way = self._way(trainer, step) if self._limits_are_set() else self._first_way  # asked where it matters
             if isinstance(way, KnownLoss):
                 found = self._run_micro_batches(run, trainer, model, position, way, is_last=is_last)
             else:
-                found = self._run_in_parts(run, trainer, model, position, way)
+                found = self._run_in_parts(run, trainer, model, position, way or "")
             if isinstance(found, _Failure):
                 return None, found
             loss = found
@@ -398,6 +398,8 @@ class MicrobatchedStep:
         hint = ""
         if seen.cut and failed_size is None:
             hint = "outside of the backbone, where all rows are needed" + self._logits_text(trainer, inputs)
+        elif rows == 1 and why.startswith("its examples are packed"):
+            hint = why
         elif self._limits_are_set() and not seen.cut and not seen.fits:
             hint = "; ".join(seen.reasons) or "no module of transformers was called"
         return _Failure(position, [], rows, None if columns is None else rows * columns, seen.error, hint)
