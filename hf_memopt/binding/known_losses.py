@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MEANS",
     "KnownLoss",
-    "foreign_hook",
+    "foreign_hooks",
     "full_name",
     "has_stock_step",
     "head_counts_items",
@@ -386,20 +386,19 @@ def _foreign_code(model: nn.Module, also: tuple[str, ...]) -> str | None:
         for function in _layers(vars(module).get("forward")):
             if not is_trusted(function, also):
                 return f"the forward of {where} is {full_name(function)}"
-        if (hook := foreign_hook(module, also)) is not None:
-            return f"the hook {hook} is on {where}"
     return None
 
 
-def foreign_hook(module: nn.Module, also: tuple[str, ...] = ()) -> str | None:
-    """Return the name of a forward hook or pre-hook of a module that none of the listed packages defines.
+def foreign_hooks(model: nn.Module) -> Iterator[tuple[str, dict[int, Any], int]]:
+    """Yield each forward hook and pre-hook that no listed package defines: what it is called, its dict and its key.
 
     The dicts of hooks are private; the same in torch 2.6 to 2.13, pinned by a test.
     """
-    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        if not is_trusted(hook, also) or getattr(hook, "__name__", "") in NEVER:
-            return full_name(hook)
-    return None
+    for name, module in model.named_modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number, hook in hooks.items():
+                if not is_trusted(hook, ("trl",)) or getattr(hook, "__name__", "") in NEVER:
+                    yield f"the hook {full_name(hook)} on {name or type(module).__name__}", hooks, number
 
 
 def _layers(function: Any) -> Iterator[Any]:

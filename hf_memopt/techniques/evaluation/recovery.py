@@ -32,6 +32,7 @@ from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.backbones import Backbones
+from hf_memopt.techniques.microbatching.observed_hooks import HookChangesError, observed_hooks
 from hf_memopt.techniques.microbatching.rows_in_parts import Size
 from hf_memopt.techniques.microbatching.splitting import (
     copied_batch,
@@ -146,12 +147,16 @@ class _Recovery:
         if loss is None:
             return self._predict_in_parts(model, inputs, predict, state)
         joined = _JoinedRows(count_rows(inputs), _generation_padding(self.trainer.model))
-        while joined.done < joined.rows:
-            stop = min(joined.rows, joined.done + (self._rows_that_fit or joined.rows))
-            _, message = _attempt(partial(_add, joined, predict, inputs, stop))
-            if message is not None:
-                free_failed_step()
-                self._shrink(inputs, joined.done, stop, message)
+        try:
+            with observed_hooks(self.trainer.model):
+                while joined.done < joined.rows:
+                    stop = min(joined.rows, joined.done + (self._rows_that_fit or joined.rows))
+                    _, message = _attempt(partial(_add, joined, predict, inputs, stop))
+                    if message is not None:
+                        free_failed_step()
+                        self._shrink(inputs, joined.done, stop, message)
+        except HookChangesError:
+            return self._predict_in_parts(model, inputs, predict, state)
         value = None if not joined.losses else joined.loss(loss.row_weights(inputs))
         return value, joined.logits, joined.labels
 

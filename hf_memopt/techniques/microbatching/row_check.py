@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private, as transformers uses it (2.6 to 2.13)
 
 from hf_memopt.binding.handles import set_attribute
-from hf_memopt.binding.known_losses import foreign_hook
+from hf_memopt.binding.known_losses import foreign_hooks
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 
@@ -166,9 +166,10 @@ def check_rows(call: ModuleCall, size: int, *, draw: random.Random | None = None
         DependentRowsError: rows depend on each other, or something in the module cannot run twice.
         torch.OutOfMemoryError: not even two rows fit, without gradients.
     """
-    for name, module in call.module.named_modules():
-        if name and (hook := foreign_hook(module)) is not None:  # one on the module itself sees whole calls
-            raise DependentRowsError(f"the forward hook {hook} on {name} would see parts of a batch, without a graph")
+    own = (call.module._forward_pre_hooks, call.module._forward_hooks)  # these see whole calls
+    for name, hooks, _ in foreign_hooks(call.module):
+        if not any(hooks is each for each in own):
+            raise DependentRowsError(f"{name} would see parts of a batch, without a graph")
     count = call.rows
     while True:
         try:
