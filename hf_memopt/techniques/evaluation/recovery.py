@@ -143,7 +143,7 @@ class _Recovery:
                 return output
             self._put_back(state, message)
             self._shrink(inputs, 0, count_rows(inputs), message)
-        loss = self._loss_of(inputs, count.items) if is_stock else None
+        loss = self._loss_of(inputs) if is_stock else None
         if loss is None:
             return self._predict_in_parts(model, inputs, predict, state)
         joined = _JoinedRows(count_rows(inputs), _generation_padding(self.trainer.model))
@@ -187,9 +187,10 @@ class _Recovery:
         kept.restore()
         generators.restore()
 
-    def _loss_of(self, inputs: Any, items: Any) -> KnownLoss | None:
+    def _loss_of(self, inputs: Any) -> KnownLoss | None:
         """Return how the loss of a batch is made of its rows'; None if the batch has to stay whole."""
         trainer = self.trainer
+        items = trainer._get_num_items_in_batch([inputs], trainer.args.device)  # by _ItemCount: once per batch
         found = self._stated or known_loss(trainer, items)
         if isinstance(found, str) or not isinstance(inputs, Mapping):
             return None
