@@ -204,12 +204,12 @@ def known_loss(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) 
         num_items_in_batch: as ``training_step`` gets it.
     """
     for name in ("training_step", "_prepare_inputs", "compute_loss_context_manager"):
-        function = function_below(trainer, name)
+        function = function_below(getattr(trainer, name))
         if not (full_name(function) in TRAINING_STEPS if name == "training_step" else is_trusted(function)):
             return f"{name} is {full_name(function)}"
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         return "sequences or tensors are spread over processes"
-    function = function_below(trainer, "compute_loss")
+    function = function_below(trainer.compute_loss)
     name = full_name(function)
     is_sft = name == SFT
     if name not in (STOCK, SFT, *EMBEDDINGS):
@@ -227,7 +227,7 @@ def known_loss(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) 
 
 def has_stock_step(trainer: Trainer) -> bool:
     """Return whether the ``training_step`` of a Trainer is stock's: one loss, one backward pass."""
-    return full_name(function_below(trainer, "training_step")) in TRAINING_STEPS
+    return full_name(function_below(trainer.training_step)) in TRAINING_STEPS
 
 
 def head_counts_items(model: nn.Module) -> bool | None:

@@ -96,6 +96,7 @@ class _Recovery:
         self._stated = stated
         self._rows_that_fit: int | None = None
         self._batches = 0
+        self._is_stock = False  # whether prediction_step is
         self._backbones = Backbones(
             backbones, Size(lambda columns: self._rows_that_fit or sys.maxsize, self._part_failed)
         )
@@ -129,12 +130,13 @@ class _Recovery:
             self._batches += 1
             count = _ItemCount(trainer, inputs)
             with set_attribute(trainer, RECOVERING, True), count.once_per_batch():
-                return self._predict(model, inputs, predict, count)
+                return self._predict(model, inputs, predict)
 
+        self._is_stock = full_name(function_below(before)) in PREDICTION_STEPS
         return prediction_step
 
-    def _predict(self, model: nn.Module, inputs: Any, predict: Callable[..., Any], count: _ItemCount) -> Any:
-        is_stock = full_name(function_below(self.trainer, "prediction_step")) in PREDICTION_STEPS
+    def _predict(self, model: nn.Module, inputs: Any, predict: Callable[..., Any]) -> Any:
+        is_stock = self._is_stock
         # whatever has to be put back before a user's own step runs again
         state = None if is_stock else (StepState(self.trainer), RandomState.capture(self.trainer.args.device))
         if self._rows_that_fit is None or count_rows(inputs) <= self._rows_that_fit:

@@ -278,9 +278,9 @@ def _compare(
         restart()
         return call.run(call.rows_from(into, start, stop))
 
-    whole = run(0, count)
     ends = [*range(0, count, size), count]
     try:
+        whole = run(0, count)
         parts = [run(start, stop) for start, stop in pairwise(ends)]
     except Exception as error:
         if is_out_of_memory(error):
