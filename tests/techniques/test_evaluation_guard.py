@@ -332,19 +332,11 @@ def test_a_model_without_a_backbone_is_named(tmp_path: Path) -> None:
         model.config = tiny.bert_config()
         return model
 
-    results = []
-    for rows, names in ((None, ()), (3, ()), (3, ("embedding",))):
-        trainer, _ = make_trainer("bert-tokens", tmp_path, rows=rows, build=build, label_names=["targets"])
-        trainer.eval_dataset = [
-            {"input_ids": row["input_ids"], "targets": row["labels"]} for row in uneven(heads.token_examples(16))
-        ]
-        recover_predictions(trainer, names)
-        if rows is None or names:
-            results.append(trainer.evaluate()["eval_loss"])
-            continue
-        with pytest.raises(torch.OutOfMemoryError, match="cannot be split: NamedTargets: rows depend on each other"):
-            trainer.evaluate()
-    assert results[1] == pytest.approx(results[0], abs=1e-6)
+    trainer, _ = make_trainer("bert-tokens", tmp_path, rows=3, build=build, label_names=["targets"])
+    trainer.eval_dataset = [{"input_ids": row["input_ids"], "targets": row["labels"]} for row in trainer.eval_dataset]
+    recover_predictions(trainer)
+    with pytest.raises(torch.OutOfMemoryError, match="cannot be split: NamedTargets: rows depend on each other"):
+        trainer.evaluate()
 
 
 def test_a_step_that_takes_the_labels_out_keeps_them(tmp_path: Path) -> None:

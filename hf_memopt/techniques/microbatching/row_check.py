@@ -221,7 +221,8 @@ def _check(call: ModuleCall, count: int, size: int, restart: Callable[[], None],
         except DependentRowsError as error:
             reasons.append(str(error))
     restart()
-    twice = [call.run(call.leaves) for _ in range(2)]  # the second goes on with the generators of the first
+    leaves = call.rows_from(next(call.candidates()), 0, count)
+    twice = [call.run(leaves) for _ in range(2)]  # the second goes on with the generators of the first
     if any(_difference(*pair) > 0 for pair in zip(*twice, strict=True) if torch.is_tensor(pair[0])):
         raise DependentRowsError(
             "it draws random numbers other than dropout's, so that parts draw others than the whole"
