@@ -137,6 +137,8 @@ class KeptState:
         if id(value) in self._seen or depth > DEEPEST or isinstance(value, _NO_READINGS):
             return
         self._seen.add(id(value))
+        if isinstance(value, (Iterator, IOBase)):
+            self.unseen = self.unseen or name
         if isinstance(value, torch.Tensor):
             copy = value.detach().to("cpu", copy=True) if value.nbytes <= self._largest_copy_bytes else None
             self._tensors.append((name, value, value._version, copy))
@@ -145,8 +147,6 @@ class KeptState:
                 self._arrays.append((value, value.copy()))
             else:
                 self.unseen = self.unseen or name
-        elif isinstance(value, (Iterator, IOBase)):
-            self.unseen = self.unseen or name
         elif isinstance(value, np.random.Generator):
             self._drawn.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
         elif isinstance(value, np.random.RandomState):
