@@ -1,6 +1,6 @@
 """``KeptState``: what objects hold now, to put back later what some code has changed in them.
 
-Limitations: objects of C extensions but generators of random numbers, and what files hold.
+Limitations: objects with ``__slots__`` and of C extensions, but for generators of random numbers; what files hold.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class KeptState:
         elif isinstance(function, partial):
             self._look_into_each([function.func, *function.args, *function.keywords.values()], package)
         elif isinstance(function, FunctionType):
-            of, globals_ = function.__module__.partition(".")[0], function.__globals__
+            of, globals_ = str(function.__module__).partition(".")[0], function.__globals__
             if id(function) in self._seen or package not in ("", of):
                 return
             self._seen.add(id(function))
@@ -175,7 +175,10 @@ class KeptState:
                 or any(now.get(name, self) is not before[name] for name in before)
                 for now, before, left in self._mappings
             )
-            or any(len(now) != len(old) or any(map(operator.is_not, now, old)) for now, old in self._sequences)
+            or any(
+                now != old if isinstance(now, set) else len(now) != len(old) or any(map(operator.is_not, now, old))
+                for now, old in self._sequences
+            )
             or any(array.tobytes() != copied.tobytes() for array, copied in self._arrays)
             or any(
                 tensor._version != version if copy is None else not torch.equal(tensor.detach().cpu(), copy)
