@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,7 +129,7 @@ class Scarcity:
     Args:
         limit: the most padded tokens (images: rows) of a forward pass.
         calls: the forward passes, counted from 1, that run out whatever they hold.
-        where: "forward" or "backward".
+        where: "forward" (at its beginning), "head" and "loss" (at its end, and after it), or "backward".
     """
 
     def __init__(self, limit: int = 10**9, calls: Iterable[int] = (), where: str = "forward") -> None:
@@ -138,22 +139,38 @@ class Scarcity:
         self.fails = False
 
     def watch(self, model: nn.Module) -> None:
-        """Look at each forward and backward pass of this model."""
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        head = next(module for module in reversed(list(model.modules())) if isinstance(module, nn.Linear))
-        head.register_full_backward_pre_hook(self._before_backward)
+        """Look at each forward and backward pass of this model, by a hook on all modules: none is on the model."""
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        self._model, self._head = weakref.ref(model), weakref.ref(linear[-1])
+        inside = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
+        first = (module for module in inside.modules() if isinstance(module, (nn.Embedding, nn.Conv2d)))
+        self._first = weakref.ref(next(first))
+        handle = nn.modules.module.register_module_forward_pre_hook(self._before_forward)
+        weakref.finalize(model, handle.remove)
+        after = nn.modules.module.register_module_forward_hook(self._after_forward)
+        weakref.finalize(model, after.remove)
 
-    def _before_forward(self, model: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
-        if not (model.training and torch.is_grad_enabled()):
-            return
-        self.count += 1
-        held = inputs["input_ids"].numel() if "input_ids" in inputs else len(inputs["pixel_values"])
-        self.fails = held > self.limit or self.count in self.calls
-        if self.fails and self.where == "forward":
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module is self._model() and self.fails and self.where == "loss":
             self.fail()
 
-    def _before_backward(self, module: nn.Module, gradients: Any) -> None:
-        if self.fails and self.where == "backward":
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        model = self._model()
+        if model is None or not (model.training and torch.is_grad_enabled()):
+            return
+        if module is self._first():
+            self.count += 1
+            held = args[0].numel() if isinstance(module, nn.Embedding) else len(args[0])
+            self.fails = held > self.limit or self.count in self.calls
+            if self.fails and self.where == "forward":
+                self.fail()
+        if module is self._head() and self.fails and self.where == "head":  # late, where activations are there already
+            self.fail()
+        if module is self._head() and self.fails and self.where == "backward" and args[0].requires_grad:
+            args[0].register_hook(self._in_backward)
+
+    def _in_backward(self, gradient: torch.Tensor) -> None:
+        if self.fails:
             self.fail()
 
     def fail(self) -> None:
@@ -197,16 +214,6 @@ def _train(name: str, way: str, folder: str, **settings: Any) -> Any:
         **{**FLAGS, **settings},
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=case.rows(72), data_collator=Pad())
-    if scarcity is not None and scarcity.where == "loss":
-        before = trainer.compute_loss
-
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            loss = before(*args, **kwargs)
-            if scarcity.fails:
-                scarcity.fail()
-            return loss
-
-        trainer.compute_loss = compute_loss
     callback = MicrobatchCallback()
     attach(trainer, *([] if scarcity is None else [callback]))
     trainer.train()

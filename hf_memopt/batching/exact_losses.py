@@ -136,7 +136,17 @@ def exact_loss(model: nn.Module, *, label_smoothing: float | None = None, task: 
 
 
 class ExactLoss:
-    """What ``exact_loss`` returns: called by the ``Trainer``, bound to it by ``attach``; pickles."""
+    """What ``exact_loss`` returns: called by the ``Trainer``, bound to it by ``attach``; pickles.
+
+    Attributes:
+        mean_over: what the mean is over where there is no ``num_items_in_batch``; read by
+            ``hf_memopt.binding.known_losses``.
+    """
+
+    @property
+    def mean_over(self) -> str:
+        """Return "labels", or "shifted labels" for those without the first of each row."""
+        return "shifted labels" if self.task == "causal-lm" else "labels"
 
     def __init__(self, model_name: str, config: Any, task: str, label_smoothing: float | None) -> None:
         self.model_name = model_name

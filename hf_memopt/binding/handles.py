@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "UndoHandle",
+    "function_below",
     "is_overridden",
     "nothing_to_undo",
     "override_method",
@@ -172,6 +173,14 @@ def is_overridden(owner: Any, name: str, purpose: str) -> bool:
             return True
         layer = layer._before
     return False
+
+
+def function_below(owner: Any, name: str) -> Any:
+    """Return the function of a method below all overrides: that of the class, or what the object had of its own."""
+    layer = getattr(owner, name)
+    while isinstance(layer, _Override):
+        layer = layer._before
+    return getattr(layer, "__func__", layer)
 
 
 class _Override:

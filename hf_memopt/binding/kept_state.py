@@ -83,8 +83,8 @@ class KeptState:
         self._sequences: list[tuple[Any, Any]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._tensors: list[tuple[str, torch.Tensor, int, torch.Tensor | None]] = []
+        self._generators: list[tuple[Callable[[Any], object], Any]] = []  # what sets its state, and the state
         self._cells: list[tuple[CellType, Any]] = []
-        self._drawn: list[Callable[[], object]] = []  # each puts a generator of random numbers back
         self._seen: set[int] = set()
         self.unseen = ""
 
@@ -96,7 +96,7 @@ class KeptState:
         own = {name: value for name, value in vars(owner).items() if name not in of_torch}
         self._mappings.append((vars(owner), own, of_torch))
         for name, value in own.items():
-            self._keep(value, f"{type(owner).__name__}.{name}", depth + 1)
+            self.keep(value, f"{type(owner).__name__}.{name}", depth + 1)
 
     def look_into(self, function: Any, package: str = "") -> None:
         """Remember what a function can change: its closure, defaults, attributes, the globals that it names, and what
@@ -121,7 +121,7 @@ class KeptState:
             self._look_into_each(held, of)
         else:
             kind = type(function)
-            self._keep(function, kind.__name__, 0)
+            self.keep(function, kind.__name__)
             of_class = (item for one in kind.__mro__ for item in vars(one).items())
             used = [value for name, value in of_class if name == "__call__" or isinstance(value, CONTAINERS)]
             self._look_into_each(used, kind.__module__.partition(".")[0])
@@ -131,30 +131,26 @@ class KeptState:
             if isinstance(value, (FunctionType, MethodType, partial)):
                 self.look_into(value, package)
             else:
-                self._keep(value, type(value).__name__, 0)
+                self.keep(value, type(value).__name__)
 
-    def _keep(self, value: Any, name: str, depth: int) -> None:
+    def keep(self, value: Any, name: str, depth: int = 0) -> None:
+        """Remember what a value holds: a tensor, an array, a container, a generator, an object."""
         if id(value) in self._seen or depth > DEEPEST or isinstance(value, _NO_READINGS):
             return
         self._seen.add(id(value))
         if isinstance(value, (Iterator, IOBase)):
             self.unseen = self.unseen or name
         if isinstance(value, torch.Tensor):
-            copy = value.detach().to("cpu", copy=True) if value.nbytes <= self._largest_copy_bytes else None
+            copy = None
+            if value.nbytes <= self._largest_copy_bytes:  # small ones on their device, so that nothing is waited for
+                is_small = value.nbytes <= LARGEST_COPY_BYTES
+                copy = value.detach().clone() if is_small else value.detach().to("cpu", copy=True)
             self._tensors.append((name, value, value._version, copy))
         elif isinstance(value, np.ndarray):
             if value.nbytes <= self._largest_copy_bytes:
                 self._arrays.append((value, value.copy()))
             else:
                 self.unseen = self.unseen or name
-        elif isinstance(value, np.random.Generator):
-            self._drawn.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif isinstance(value, np.random.RandomState):
-            self._drawn.append(partial(value.set_state, value.get_state(legacy=False)))
-        elif isinstance(value, torch.Generator):
-            self._drawn.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self._drawn.append(partial(value.setstate, value.getstate()))
         elif isinstance(value, CONTAINERS):
             if isinstance(value, dict):
                 self._mappings.append((value, value.copy(), set()))
@@ -162,7 +158,16 @@ class KeptState:
                 self._sequences.append((value, value.copy()))
             if len(value) <= MOST_VISITED:
                 for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-                    self._keep(each, f"{name}[{key!r}]", depth + 1)
+                    self.keep(each, f"{name}[{key!r}]", depth + 1)
+        elif isinstance(value, torch.Generator):
+            self._generators.append((value.set_state, value.get_state()))
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            self._generators.append((partial(setattr, bits, "state"), bits.state))
+        elif isinstance(value, np.random.RandomState):
+            self._generators.append((value.set_state, value.get_state(legacy=False)))
+        elif isinstance(value, random.Random):
+            self._generators.append((value.setstate, value.getstate()))
         elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in self._foreign:
             self.look_at(value, depth)
 
@@ -181,17 +186,21 @@ class KeptState:
             )
             or any(array.tobytes() != copied.tobytes() for array, copied in self._arrays)
             or any(
-                tensor._version != version if copy is None else not torch.equal(tensor.detach().cpu(), copy)
+                tensor._version != version if copy is None else not torch.equal(tensor.detach().to(copy.device), copy)
                 for _, tensor, version, copy in self._tensors
             )
         )
+
+    def lost(self) -> list[str]:
+        """Return the names of changed tensors that are too large to be put back."""
+        return [name for name, tensor, version, copy in self._tensors if copy is None and tensor._version != version]
 
     def restore(self) -> None:
         """Put back what has changed, and warn of what cannot be."""
         for cell, value in self._cells:
             cell.cell_contents = value
-        for put_back in self._drawn:
-            put_back()
+        for set_state, state in self._generators:
+            set_state(state)
         for mapping, before, left_alone in self._mappings:
             for name in [name for name in mapping if name not in before and name not in left_alone]:
                 del mapping[name]
@@ -206,7 +215,7 @@ class KeptState:
             array[...] = copied
         for name, tensor, version, copy in self._tensors:
             if copy is not None:  # compared: a batch norm changes its statistics without a new version
-                if not torch.equal(tensor.detach().cpu(), copy):
+                if not torch.equal(tensor.detach().to(copy.device), copy):
                     with torch.no_grad():
                         tensor.copy_(copy)
                 continue

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_memopt.plain_data import shown
@@ -24,6 +25,7 @@ __all__ = [
     "needs_position_ids",
     "unwrap_model",
     "unwrap_optimizer",
+    "unwrap_parallel",
     "used_columns",
 ]
 
@@ -67,6 +69,13 @@ def unwrap_model(model: Any) -> Any:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def unwrap_parallel(model: Any) -> Any:
+    """Return a model out of ``DistributedDataParallel`` and ``torch.compile``, with its adapters."""
+    while (inner := getattr(model, "_orig_mod", None)) is not None or isinstance(model, DistributedDataParallel):
+        model = model.module if inner is None else inner
+    return model
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:

@@ -35,6 +35,15 @@ class RandomState:
             accelerator = module.get_rng_state(*_arguments(device))
         return cls(device, torch.get_rng_state(), accelerator, np.random.get_state(legacy=False), random.getstate())
 
+    def is_same(self, other: RandomState) -> bool:
+        """Return whether nothing was drawn between two readings."""
+        pairs = ((self.host, other.host), (self.accelerator, other.accelerator))
+        return (
+            all(one is other or torch.equal(one, other) for one, other in pairs)  # type: ignore[arg-type]
+            and self.python == other.python
+            and repr(self.numpy) == repr(other.numpy)
+        )
+
     def restore(self) -> None:
         """Set the generators to the saved state, as often as needed."""
         torch.set_rng_state(self.host)

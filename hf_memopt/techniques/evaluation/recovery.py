@@ -1,42 +1,48 @@
-"""Recover from out of memory in evaluation and prediction: split the batch by rows, and join the outputs.
+"""Recover from out of memory in evaluation and prediction: run the rows of a batch in parts.
 
-Loss, logits and labels are those of the whole batch, so metrics stay what they were, for any ``compute_metrics``. The
-outputs of each micro-batch are written into one tensor for the batch, so joining needs the outputs of one batch and of
-one micro-batch. A micro-batch keeps the batch's columns, since logits would have another shape otherwise.
+Loss, logits and labels are those of the whole batch, so metrics stay what they were, for any ``compute_metrics``:
 
-The losses of the micro-batches are combined as this trainer's own loss needs it, a sum or a weighted mean of its rows
-(``loss_rules`` finds that out with a few rows, in an evaluation that is split).
+- Under stock's ``prediction_step`` and a loss that is known to be a sum or one mean over rows or labels, the batch is
+  split by rows, and the outputs are written into one tensor for the batch, so that joining needs the outputs of one
+  batch and of one part. A part keeps the batch's columns, since logits would have another shape otherwise.
+- Otherwise ``prediction_step`` runs again, with the whole batch, while the backbone runs the rows in parts
+  (``microbatching.backbones``), so that a loss that compares rows sees all of them.
 
 Limitations: sharded weights, which a process cannot gather alone, so a batch that does not fit raises; generation that
-samples, where other rows get the random numbers then. What cannot be split raises, and the
-error says why: a loss that compares rows with each other, an output that does not have one entry per row. Where only
-single rows fit, a loss that ignores the number of labels is taken for a mean over labels.
+samples, where other rows get the random numbers then. What cannot be cut raises, and the error says why.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from hf_memopt.binding.handles import UndoHandle, override_method, remove_all, set_attribute
-from hf_memopt.binding.model_traits import IGNORED_LABEL
+from hf_memopt.binding.handles import UndoHandle, function_below, override_method, remove_all, set_attribute
+from hf_memopt.binding.known_losses import KnownLoss, full_name, known_loss
+from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_parallel
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
-from hf_memopt.techniques.microbatching.loss_rules import LossWeights
-from hf_memopt.techniques.microbatching.probed_loss import Items, NotSplittableError
+from hf_memopt.techniques.microbatching.backbones import Backbones
+from hf_memopt.techniques.microbatching.observed_hooks import HookChangesError, observed_hooks
+from hf_memopt.techniques.microbatching.rows_in_parts import Size
 from hf_memopt.techniques.microbatching.splitting import (
-    row_count,
+    copied_batch,
+    count_rows,
     row_lengths,
     select_rows,
     splittable_batch_reason,
     splittable_reason,
 )
+from hf_memopt.techniques.microbatching.step_state import StepState
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -45,16 +51,27 @@ __all__ = ["recover_predictions"]
 
 logger = logging.getLogger(__name__)
 
+PREDICTION_STEPS = {
+    "transformers.trainer.Trainer.prediction_step",
+    "transformers.trainer_seq2seq.Seq2SeqTrainer.prediction_step",
+}
 RECOVERING = "_memopt_is_recovering"  # the attribute that a trainer has while a batch is predicted
 
 
-def recover_predictions(trainer: Trainer) -> UndoHandle:
+def recover_predictions(
+    trainer: Trainer, backbones: tuple[str, ...] = (), stated: KnownLoss | None = None
+) -> UndoHandle:
     """Let ``trainer.evaluate`` and ``trainer.predict`` survive out of memory, with the results of the whole batch.
 
     Overrides ``prediction_step`` on this instance. A batch that does not fit is run by half as many rows, and so on;
     the number of rows that fit is remembered until the evaluation ends. Works with generation
     (``predict_with_generate``) too, and in each of several processes alone, since stock evaluates without waiting for
     the others within a batch.
+
+    Args:
+        trainer: a Trainer, already built.
+        backbones: names of the modules whose rows run in parts, where the loss is not known; none: found by themselves.
+        stated: the loss as the user states it; None: it is looked up.
 
     Returns:
         A handle that takes it off again. Of several such overrides the outermost recovers.
@@ -63,7 +80,7 @@ def recover_predictions(trainer: Trainer) -> UndoHandle:
         torch.OutOfMemoryError: in evaluation, a single row does not fit, or rows depend on each other; the message says
             what to try.
     """
-    recovery = _Recovery(trainer)
+    recovery = _Recovery(trainer, backbones, stated)
     handles = [
         override_method(trainer, "prediction_step", recovery.wrap_prediction_step),
         override_method(trainer, "evaluation_loop", recovery.wrap_evaluation_loop),
@@ -72,89 +89,135 @@ def recover_predictions(trainer: Trainer) -> UndoHandle:
 
 
 class _Recovery:
-    """What one evaluation has learned: how many rows fit, and how the losses of micro-batches add up."""
+    """What one evaluation has learned: how many rows fit."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer: Any = trainer
-        self._forget()
+    def __init__(self, trainer: Trainer, backbones: tuple[str, ...], stated: KnownLoss | None) -> None:
+        self._reference: Callable[[], Any] = ref(trainer)
+        self._stated = stated
+        self._rows_that_fit: int | None = None
+        self._batches = 0
+        self._backbones = Backbones(
+            backbones, Size(lambda columns: self._rows_that_fit or sys.maxsize, self._part_failed)
+        )
 
-    def _forget(self) -> None:
-        self.rows_that_fit: int | None = None
-        self.weights = LossWeights()
-        self.batches = 0
+    @property
+    def trainer(self) -> Any:
+        """The trainer, which is not kept alive."""
+        return self._reference()
 
     def wrap_evaluation_loop(self, before: Callable[..., Any]) -> Callable[..., Any]:
         """Forget what fits: the next evaluation may have more memory."""
 
         def evaluation_loop(*args: Any, **kwargs: Any) -> Any:
-            self._forget()
+            self._rows_that_fit, self._batches = None, 0
             return before(*args, **kwargs)
 
         return evaluation_loop
 
     def wrap_prediction_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        """Split a batch that does not fit, and join its outputs."""
+        """Run a batch that does not fit in parts."""
 
         def prediction_step(
             model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
         ) -> Any:
-            def predict(rows: Mapping[str, Any]) -> Any:
-                return before(model, rows, prediction_loss_only, *args, **kwargs)
+            def predict(rows: Any) -> Any:  # a copy: a step that takes the labels out is called again
+                return before(model, copied_batch(rows), prediction_loss_only, *args, **kwargs)
 
-            if hasattr(self.trainer, RECOVERING):  # another technique's recovery, around this one
+            trainer = self.trainer
+            if hasattr(trainer, RECOVERING):  # another technique's recovery, around this one
                 return predict(inputs)
-            self.batches += 1
-            count = _ItemCount(self.trainer, inputs)
-            with set_attribute(self.trainer, RECOVERING, True), count.once_per_batch():
+            self._batches += 1
+            count = _ItemCount(trainer, inputs)
+            with set_attribute(trainer, RECOVERING, True), count.once_per_batch():
                 return self._predict(model, inputs, predict, count)
 
         return prediction_step
 
-    def _predict(
-        self, model: nn.Module, inputs: Mapping[str, Any], predict: Callable[..., Any], count: _ItemCount
-    ) -> Any:
-        if self.rows_that_fit is None or row_count(inputs) <= self.rows_that_fit:
+    def _predict(self, model: nn.Module, inputs: Any, predict: Callable[..., Any], count: _ItemCount) -> Any:
+        is_stock = full_name(function_below(self.trainer, "prediction_step")) in PREDICTION_STEPS
+        # whatever has to be put back before a user's own step runs again
+        state = None if is_stock else (StepState(self.trainer), RandomState.capture(self.trainer.args.device))
+        if self._rows_that_fit is None or count_rows(inputs) <= self._rows_that_fit:
             output, message = _attempt(partial(predict, inputs))
             if message is None:
                 return output
-            free_failed_step()
-            self._shrink(inputs, 0, row_count(inputs), message)
-        joined = _JoinedRows(row_count(inputs), _generation_padding(self.trainer.model))
-        while joined.done < joined.rows:
-            stop = min(joined.rows, joined.done + (self.rows_that_fit or joined.rows))
-            _, message = _attempt(partial(_add, joined, predict, inputs, stop))
-            if message is not None:
-                free_failed_step()
-                self._shrink(inputs, joined.done, stop, message)
-        loss = None if not joined.losses else joined.loss(self._weights_of(model, inputs, count.items))
-        return loss, joined.logits, joined.labels
-
-    def _weights_of(self, model: nn.Module, inputs: Mapping[str, Any], items: Items) -> list[float] | None:
-        """Return how much each row weighs in the loss of a batch, shape (rows,); None if losses add up."""
+            self._put_back(state, message)
+            self._shrink(inputs, 0, count_rows(inputs), message)
+        loss = self._loss_of(inputs) if is_stock else None
+        if loss is None:
+            return self._predict_in_parts(model, inputs, predict, state)
+        joined = _JoinedRows(count_rows(inputs), _generation_padding(self.trainer.model))
         try:
-            return self.weights.of_rows(self.trainer, model, inputs, items, self.rows_that_fit or 1)
-        except NotSplittableError as error:
-            raise _unsplit_error(row_count(inputs), error.reason) from error.__cause__
+            with observed_hooks(self.trainer.model):
+                while joined.done < joined.rows:
+                    stop = min(joined.rows, joined.done + (self._rows_that_fit or joined.rows))
+                    _, message = _attempt(partial(_add, joined, predict, inputs, stop))
+                    if message is not None:
+                        free_failed_step()
+                        self._shrink(inputs, joined.done, stop, message)
+        except HookChangesError:
+            return self._predict_in_parts(model, inputs, predict, state)
+        value = None if not joined.losses else joined.loss(loss.row_weights(inputs))
+        return value, joined.logits, joined.labels
 
-    def _shrink(self, inputs: Mapping[str, Any], start: int, stop: int, message: str) -> None:
+    def _predict_in_parts(self, model: nn.Module, inputs: Any, predict: Callable[..., Any], state: Any) -> Any:
+        """Predict the whole batch, with the rows of the backbone in parts."""
+        while True:
+            with self._backbones.cut(unwrap_parallel(model), is_training=False) as seen:
+                output, message = _attempt(partial(predict, inputs))
+            if message is None:
+                return output
+            self._put_back(state, message)
+            if seen.cut or not seen.fits:
+                reason = "; ".join(seen.reasons) or "memory runs out where all rows are needed"
+                raise _unsplit_error(count_rows(inputs), f"{reason} ({message})")
+            self._shrink(inputs, 0, self._rows_that_fit or count_rows(inputs), message)
+
+    def _put_back(self, state: tuple[StepState, RandomState] | None, message: str) -> None:
+        free_failed_step()
+        if state is None:
+            return
+        kept, generators = state
+        if (changed := kept.lost()) is not None:
+            raise torch.OutOfMemoryError(
+                f"memory ran out in batch {self._batches - 1} of this evaluation ({message}), which cannot be run "
+                f"again, since {changed} was changed within it; expected a batch that fits. "
+                "Lower it: TrainingArguments(..., per_device_eval_batch_size=1)"
+            )
+        kept.restore()
+        generators.restore()
+
+    def _loss_of(self, inputs: Any) -> KnownLoss | None:
+        """Return how the loss of a batch is made of its rows'; None if the batch has to stay whole."""
+        trainer = self.trainer
+        items = trainer._get_num_items_in_batch([inputs], trainer.args.device)  # by _ItemCount: once per batch
+        found = self._stated or known_loss(trainer, items)
+        if isinstance(found, str) or not isinstance(inputs, Mapping):
+            return None
+        has_loss = any(inputs.get(name) is not None for name in trainer.label_names)
+        reason = found.reason_against(inputs) if has_loss else None
+        return None if reason or splittable_reason(trainer.model) or splittable_batch_reason(inputs) else found
+
+    def _part_failed(self, rows: int, columns: int | None, text: str) -> None:
+        self._rows_that_fit = max(1, rows // 2)
+
+    def _shrink(self, inputs: Any, start: int, stop: int, message: str) -> None:
         """Remember half of the rows that did not fit; raise if there is no half."""
-        reason = "the processes gather sharded weights together" if self.trainer.is_fsdp_enabled else None
-        reason = reason or splittable_reason(self.trainer.model) or splittable_batch_reason(inputs)
         rows = stop - start
-        if reason is not None:
-            raise _unsplit_error(rows, f"{reason} ({message})")
+        if self.trainer.is_fsdp_enabled:
+            raise _unsplit_error(rows, f"the processes gather sharded weights together ({message})")
         if rows == 1:
-            lengths = row_lengths(inputs)
+            lengths = row_lengths(inputs) if isinstance(inputs, Mapping) else None
             length = "" if lengths is None else f", {lengths[start]} tokens long,"
             raise torch.OutOfMemoryError(
-                f"row {start} of batch {self.batches - 1} of this evaluation{length} does not fit alone; expected a "
+                f"row {start} of batch {self._batches - 1} of this evaluation{length} does not fit alone; expected a "
                 "row that fits. Try shorter text (truncation=True, max_length=...), bf16_full_eval=True outside "
                 f"training, or EvaluationGuardCallback(reduce='argmax'). ({message})"
             )
-        self.rows_that_fit = (rows + 1) // 2
+        self._rows_that_fit = (rows + 1) // 2
         notify(
             logger,
-            f"evaluation: out of memory with {rows} rows; it goes on with {self.rows_that_fit} at a time, and joins "
+            f"evaluation: out of memory with {rows} rows; it goes on with {self._rows_that_fit} at a time, and joins "
             "the results.",
         )
 
@@ -199,7 +262,7 @@ class _ItemCount:
     def __init__(self, trainer: Any, inputs: Mapping[str, Any]) -> None:
         self._trainer, self._inputs = trainer, inputs
         self._is_counted = False
-        self.items: Items = None
+        self.items: Any = None
 
     def once_per_batch(self) -> UndoHandle:
         """Return the context in which ``prediction_step`` gets the count of the whole batch."""

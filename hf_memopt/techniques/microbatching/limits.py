@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Literal
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object, parse_object, shown
 from hf_memopt.whole_files import write_whole
 
-__all__ = ["LIMITS_FILE", "Limit", "microbatch_limits", "read_limits", "write_limits"]
+__all__ = ["LIMITS_FILE", "Limit", "microbatch_limits", "part_rows", "read_limits", "write_limits"]
 
 LIMITS_FILE = "memopt_microbatch.json"
 LIMIT_NAMES = ("max_tokens", "max_examples")
@@ -112,6 +113,18 @@ def microbatch_limits(
         "max_tokens": Limit(None if isinstance(max_tokens, str) else max_tokens),
         "max_examples": Limit(max_examples),
     }
+
+
+def part_rows(limits: Mapping[str, Limit], columns: int | None) -> int:
+    """Return the most rows of so many columns that the limits allow, 1 at least; ``columns=None``: by examples alone.
+
+    Examples:
+        >>> part_rows(microbatch_limits(max_tokens=100, max_examples=8), 30)
+        3
+    """
+    tokens, examples = limits["max_tokens"].limit, limits["max_examples"].limit
+    most = sys.maxsize if examples is None else examples
+    return most if tokens is None or columns is None else min(most, max(1, tokens // max(columns, 1)))
 
 
 def write_limits(folder: Path, limits: Mapping[str, Limit]) -> None:

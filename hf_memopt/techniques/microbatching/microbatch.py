@@ -1,30 +1,36 @@
-"""Train each batch in micro-batches that fit, exactly, and recover from running out of memory within the step.
+"""Train each batch in parts that fit, exactly, and recover from running out of memory within the step.
 
 Use it when the batch size that you want does not fit into memory, or fits only sometimes: ``MicrobatchCallback`` under
 the ``Trainer``, or ``run_in_microbatches`` by itself.
 
 The stock ``Trainer`` sees the true batch: its steps, learning rates, order of the data and logged losses are those of
-the unsplit run. Inside ``training_step`` the rows are sorted by length, split into micro-batches below a limit, freed
-of the padding that a micro-batch does not need, and run one micro-batch after the other through the original
-``training_step``, each weighted so that the gradients add up to those of the batch. When memory runs out, the limit is
-lowered and everything since the last optimizer step is repeated with the same random numbers: nothing is skipped,
-nothing counts twice.
+the unsplit run. When memory runs out, a limit is lowered and everything since the last optimizer step is repeated with
+the same random numbers: nothing is skipped, nothing counts twice. A step is cut in one of two ways:
 
-The trade: nothing while whole batches fit; under a limit, a few waits for the device per accumulation step (lengths and
-labels are counted on the host) and smaller kernels, against less padding.
+- A loss that is known to be a sum or one mean over rows or labels (``binding.known_losses``: stock's heads and losses,
+  TRL's SFT, some of sentence-transformers): rows are sorted by length, freed of the padding that a micro-batch does not
+  need, and run forward and backward one micro-batch after the other, each weighted so that the gradients add up to
+  those of the batch.
+- Any other loss or ``training_step``: the user's code runs once, with the whole batch, while the rows run in parts
+  through the backbone below it (``rows_in_parts``), whose rows are checked to be independent. In-batch negatives, hard
+  examples, pairs, class weights, adversarial steps and routers' losses are exact.
+
+The trade: nothing while whole batches fit; known losses under a limit take a few waits for the device per accumulation
+step and smaller kernels, against less padding; other losses run the backbone forward twice, 1.3 to 1.8 times the CPU
+time, keep its outputs and the head's logits for all rows, and under accumulation hold its gradients twice.
 
 Between processes (DDP with ``ddp_broadcast_buffers=False, ddp_find_unused_parameters=False``) each process recovers by
 itself while the others wait, since gradients are shared only in the backward pass of the last micro-batch; out of
-memory in that one pass cannot be repeated and raises.
+memory in that one pass cannot be repeated and raises. A step whose loss is not known is not repeated there; its parts
+are halved on the spot.
 
 Under FSDP2, where a forward pass gathers the weights from all processes, they run as many micro-batches each
-(``lockstep``), the loss has to be a sum that ``num_items_in_batch`` divides, and nothing recovers: out of memory
+(``lockstep``), the loss has to be a known sum that ``num_items_in_batch`` divides, and nothing recovers: out of memory
 raises, so a limit has to be given.
 
-Limitations: out of memory in the optimizer's step or between steps raises. A loss that is neither a sum nor a mean of
-its rows, weighted by rows, labels or another column of the batch, is refused before a batch is split (see
-``loss_rules``; a loss that is within 1e-4 of such a mean, or 3e-3 under autocast, is taken for one). What a
-``training_step`` of a subclass adds to the loss of ``compute_loss`` would count once for each micro-batch.
+Limitations: out of memory in the optimizer's step or between steps raises, and so does a step that changed weights
+before memory ran out (an attack on the embeddings, a teacher's moving average): with a limit from the first step on it
+does not run out. With dropout the masks of parts are other draws of the same distribution.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,8 +48,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all
+from hf_memopt.binding.known_losses import stated_loss
 from hf_memopt.binding.refusals import NO_LIMIT
 from hf_memopt.changes import Change
+from hf_memopt.plain_data import shown
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.techniques.microbatching.limits import (
     LIMITS_FILE,
@@ -72,6 +80,8 @@ def run_in_microbatches(
     *,
     changes: list[Change] | None = None,
     tally: Tally | None = None,
+    backbone: str | Sequence[str] | None = None,
+    loss: str | None = None,
 ) -> UndoHandle:
     """Let a Trainer run each batch in micro-batches that fit, and repeat a step that ran out of memory in smaller ones.
 
@@ -85,16 +95,17 @@ def run_in_microbatches(
             memory runs out.
         changes: a list to which each change of a limit is appended.
         tally: counts what is done, from 0 in each run.
+        backbone: as ``MicrobatchCallback`` takes it.
+        loss: as ``MicrobatchCallback`` takes it.
 
     Returns:
         A handle whose ``remove()`` gives the Trainer its own methods back.
 
     Raises:
-        ValueError: the Trainer runs in micro-batches already; in training, at the first step, the model or its loss
-            cannot be split.
-        RuntimeError: in training, the ``training_step`` of a subclass does not call ``compute_loss``.
-        torch.OutOfMemoryError: in training, an example does not fit by itself, or memory ran out where several
-            processes share their gradients.
+        ValueError: the Trainer runs in micro-batches already, ``loss`` is unknown; in training, batches above a limit
+            that was given cannot be cut (``NotSplittableError``).
+        torch.OutOfMemoryError: in training, an example does not fit by itself, memory ran out where several processes
+            share their gradients, or after the step had changed weights.
 
     Examples:
         >>> from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
@@ -109,14 +120,27 @@ def run_in_microbatches(
             f"trainer=<{type(trainer).__name__}> runs in micro-batches already; expected a Trainer that does not. Keep "
             "one MicrobatchCallback in callbacks=, or call handle.remove() first"
         )
-    step = MicrobatchedStep(trainer, microbatch_limits() if limits is None else limits, changes, tally)
+    names = _names_of(backbone)
+    stated = None if loss is None else stated_loss(loss)
+    step = MicrobatchedStep(trainer, microbatch_limits() if limits is None else limits, changes, tally, names, stated)
     handles = [
         override_method(trainer, "compute_loss", step.wrap_compute_loss),
         override_method(trainer, "training_step", step.wrap_training_step, purpose=SPLITS),
         override_method(trainer, "train", step.wrap_train),
-        recover_predictions(trainer),
+        recover_predictions(trainer, names, stated),
     ]
     return UndoHandle(partial(remove_all, handles))
+
+
+def _names_of(backbone: Any) -> tuple[str, ...]:
+    """Return the names of modules as a tuple."""
+    names = (backbone,) if isinstance(backbone, str) else () if backbone is None else backbone
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(
+            f"backbone={shown(backbone)} is invalid; expected the name of a module, several of them, or None. "
+            "Pass backbone='encoder'"
+        )
+    return tuple(names)
 
 
 class MicrobatchCallback(TrainerCallback):
@@ -131,6 +155,11 @@ class MicrobatchCallback(TrainerCallback):
         max_tokens: the most padded tokens of a micro-batch, i.e. its rows times its longest row; a longer row is a
             micro-batch by itself. None (or ``"auto"``): no limit until memory runs out.
         max_examples: the most rows of a micro-batch. None: no limit until memory runs out.
+        backbone: the name of the module whose rows run in parts, or its end, or several, where a loss is not known and
+            no ``PreTrainedModel`` is found: "encoder". None: found by itself.
+        loss: what the loss is, where it is not known: "sum" (divided by ``num_items_in_batch``), "mean over rows",
+            "mean over labels", "mean over shifted labels" or "mean over <column of the batch>"; verified once by the
+            gradients of a few rows. Whole micro-batches run then. None: it is looked up.
 
     Attributes:
         limits: the current limits, ``max_tokens`` and ``max_examples``, each a ``Limit``, whose docstring has the rule
@@ -151,9 +180,19 @@ class MicrobatchCallback(TrainerCallback):
 
     technique = "micro-batching"
 
-    def __init__(self, max_tokens: int | Literal["auto"] | None = None, max_examples: int | None = None) -> None:
+    def __init__(
+        self,
+        max_tokens: int | Literal["auto"] | None = None,
+        max_examples: int | None = None,
+        backbone: str | Sequence[str] | None = None,
+        loss: str | None = None,
+    ) -> None:
         self.max_tokens = max_tokens
         self.max_examples = max_examples
+        self.backbone, self.loss = backbone, loss
+        _names_of(backbone)
+        if loss is not None:
+            stated_loss(loss)
         self.limits = microbatch_limits(max_tokens, max_examples)
         self.changes: list[Change] = []
         self.tally = Tally()
@@ -165,7 +204,7 @@ class MicrobatchCallback(TrainerCallback):
         self._resume_from: str | bool | None = None  # the argument of train()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.max_tokens, self.max_examples)  # a copy starts unbound
+        return type(self), (self.max_tokens, self.max_examples, self.backbone, self.loss)  # a copy starts unbound
 
     @property
     def caps(self) -> dict[str, Limit]:
@@ -178,7 +217,14 @@ class MicrobatchCallback(TrainerCallback):
             return self.binding.handle
         self.handle = self.binding.to(
             trainer,
-            run_in_microbatches(trainer, self.limits, changes=self.changes, tally=self.tally),
+            run_in_microbatches(
+                trainer,
+                self.limits,
+                changes=self.changes,
+                tally=self.tally,
+                backbone=self.backbone,
+                loss=self.loss,
+            ),
             override_method(trainer, "train", self._wrap_train),
         )
         return self.handle

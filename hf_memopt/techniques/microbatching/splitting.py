@@ -13,6 +13,7 @@ depends on the padded length of a batch, with micro-batches or without.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from torch import nn
 from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_model
 
 __all__ = [
+    "NotSplittableError",
+    "copied_batch",
+    "count_rows",
     "cut",
     "decoder_lengths",
     "padded_tokens",
@@ -78,6 +82,26 @@ def row_count(inputs: Mapping[str, Any]) -> int:
         f"inputs=<{', '.join(inputs)}> have no tensor with a batch dimension; expected one of "
         f"{', '.join(BATCH_NAMES)}. Return tensors from the collator: return_tensors='pt'."
     )
+
+
+def count_rows(inputs: Any) -> int:
+    """The same of anything; 1 of what has no rows, such as a list."""
+    try:
+        return row_count(inputs) if isinstance(inputs, Mapping) else 1
+    except ValueError:
+        return 1
+
+
+def copied_batch(inputs: Any) -> Any:
+    """Return a copy of a batch and of the containers inside it; tensors are shared."""
+    copied: Any = copy.copy(inputs)
+    if isinstance(copied, list):
+        copied[:] = map(copied_batch, copied)
+    elif isinstance(inputs, Mapping):
+        for name, value in inputs.items():
+            if isinstance(value, (list, Mapping)):
+                copied[name] = copied_batch(value)
+    return copied
 
 
 def row_lengths(inputs: Mapping[str, Any]) -> list[int] | None:
@@ -297,6 +321,25 @@ def _longest_from(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 # ---- What cannot be cut ---------------------------------------------------------------------------------------------
+
+
+class NotSplittableError(ValueError):
+    """The batches of a model cannot be trained in micro-batches, for this reason.
+
+    Args:
+        model: the model.
+        reason: why not.
+        where: the step and the batch.
+        remedy: what to do, as code.
+    """
+
+    def __init__(self, model: nn.Module, reason: str, *, where: str = "", remedy: str | None = None) -> None:
+        advice = remedy or "Take MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
+        super().__init__(
+            f"model={type(model).__name__} cannot be trained in micro-batches{where}: {reason}; expected rows that do "
+            f"not depend on each other. {advice}"
+        )
+        self.reason = reason
 
 
 def splittable_reason(model: nn.Module) -> str | None:

@@ -1,12 +1,18 @@
-"""Run a training step in micro-batches: split, weigh, run, and repeat in smaller ones what ran out of memory."""
+"""Run a training step in parts, and repeat in smaller ones what ran out of memory.
+
+There are two ways. A loss that is known to be a sum or a mean over its rows (``known_losses``) is trained in whole
+micro-batches: rows are sorted by length, freed of padding, and run forward and backward one micro-batch after the
+other, each with its weight. Any other loss, and any ``training_step`` of a user's, is called once with the whole batch,
+while the backbone under it runs the rows in parts (``backbones``).
+"""
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import ref
 
@@ -15,16 +21,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.binding.conflicts import check_compatibility
+from hf_memopt.binding.handles import override_method
+from hf_memopt.binding.known_losses import KnownLoss, has_stock_step, known_loss
+from hf_memopt.binding.model_traits import unwrap_model, unwrap_parallel
 from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.changes import Change, record_changes
+from hf_memopt.devices.memory_reading import read_memory
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
-from hf_memopt.techniques.microbatching.limits import Limit
-from hf_memopt.techniques.microbatching.lockstep import agree_that_losses_add_up, groups_in_lockstep
-from hf_memopt.techniques.microbatching.loss_rules import LossWeights
-from hf_memopt.techniques.microbatching.probed_loss import Items, NotSplittableError
+from hf_memopt.techniques.microbatching.backbones import Backbones, CutStep
+from hf_memopt.techniques.microbatching.limits import Limit, part_rows
+from hf_memopt.techniques.microbatching.lockstep import groups_in_lockstep, refuse_together
+from hf_memopt.techniques.microbatching.observed_hooks import HookChangesError, observed_hooks
+from hf_memopt.techniques.microbatching.row_check import DependentRowsError
+from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError, Size
 from hf_memopt.techniques.microbatching.splitting import (
+    NotSplittableError,
+    copied_batch,
     cut,
     decoder_lengths,
     padded_tokens,
@@ -34,8 +48,11 @@ from hf_memopt.techniques.microbatching.splitting import (
     splittable_reason,
     take_rows,
 )
+from hf_memopt.techniques.microbatching.stated_loss import verify_stated_loss
+from hf_memopt.techniques.microbatching.step_state import StepState
 from hf_memopt.techniques.microbatching.tally import Tally
 from hf_memopt.techniques.nonfinite.example_indices import example_indices
+from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -44,25 +61,33 @@ __all__ = ["MicrobatchedStep"]
 
 logger = logging.getLogger(__name__)
 
+Items = torch.Tensor | int | None
+"""``num_items_in_batch``, as ``training_step`` gets it."""
+
 
 class _AccumulationStep(NamedTuple):
     """The arguments of one call of ``training_step``, and what stock divided its loss by at that time."""
 
-    inputs: Mapping[str, Any]
+    inputs: Any
     num_items_in_batch: Items
     accumulation_steps: int
 
 
-class _MicroBatch(NamedTuple):
-    """Rows that run together.
+class _Failure(NamedTuple):
+    """What ran out of memory.
 
-    ``position``: of their accumulation step in the window; ``weight``: their part of its loss.
+    ``position``: of its accumulation step in the window; ``rows``: of the batch, where they are known; ``size``: how
+    many, with ``tokens`` together; ``text``: the error's first line; ``hint``: why smaller parts would not help;
+    ``hook``: that no memory ran out, but a hook of others changes what passes.
     """
 
     position: int
     rows: list[int]
-    weight: float
-    inputs: Mapping[str, Any]
+    size: int
+    tokens: int | None
+    text: str
+    hint: str = ""
+    hook: str = ""
 
 
 class MicrobatchedStep:
@@ -77,6 +102,8 @@ class MicrobatchedStep:
         limits: ``max_tokens`` and ``max_examples``; lowered and raised in place.
         changes: a list to which each change of a limit is appended.
         tally: counts each run anew.
+        backbones: names of the modules whose rows run in parts; none: found by themselves.
+        stated: the loss as the user states it; None: it is looked up.
     """
 
     technique = "micro-batching"
@@ -87,33 +114,47 @@ class MicrobatchedStep:
         limits: Mapping[str, Limit],
         changes: list[Change] | None = None,
         tally: Tally | None = None,
+        backbones: tuple[str, ...] = (),
+        stated: KnownLoss | None = None,
     ) -> None:
         self._trainer: Callable[[], Any] = ref(trainer)
         self._limits = limits
         self._changes = [] if changes is None else changes
-        self._is_checked = False  # whether the model was examined since training began
-        self._weights = LossWeights()
-        self._window: list[_AccumulationStep] = []
-        self._random: RandomState | None = None  # at the beginning of the window
-        self._was_split = False
+        self._tally = Tally() if tally is None else tally
+        self._names, self._stated = backbones, stated
         self._weight = 1.0  # compute_loss multiplies by it
-        self._has_computed_loss = False  # in the current micro-batch
         self._share_gradients: Callable[[], None] | None = None
         self._is_shared = False  # whether gradients of this attempt were sent to other processes
-        self._tally = Tally() if tally is None else tally
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._backbones = Backbones(self._names, Size(partial(part_rows, self._limits), self._part_failed))
+        self._first_way: KnownLoss | str | None = None  # of the first step, None until then
+        self._is_verified = self._stated is None
+        self._hook = ""  # of others, that changes what passes through the model
+        self._was_told = False  # that nothing can be cut
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._window: list[_AccumulationStep] = []
+        self._random: RandomState | None = None  # at the beginning of the window
+        self._state: StepState | None = None  # the same
+        self._was_split = False
 
     # ---- Overrides --------------------------------------------------------------------------------------------------
 
     def wrap_train(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        """Check the settings again, which may have changed, and examine the model again, which may be new."""
+        """Check the settings again, which may have changed, and look the loss up again: the model may be new."""
 
         def train(*args: Any, **kwargs: Any) -> Any:
             check_compatibility(self._trainer(), cast("TrainerCallback", self))
-            self._is_checked, self._weights = False, LossWeights()
-            self._begin_window()
+            self._begin_run()
             self._tally.restart()
+            begin = time.perf_counter()
             output = before(*args, **kwargs)
-            if self._tally.failures:
+            self._tally.seconds = time.perf_counter() - begin
+            self._tally.check_seconds = self._backbones.seconds
+            if self._tally.failures or self._tally.check_seconds:
                 notify(logger, self._tally.summary(self._limits))
             return output
 
@@ -124,7 +165,6 @@ class MicrobatchedStep:
 
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             loss = before(*args, **kwargs)
-            self._has_computed_loss = True
             if self._share_gradients is not None:
                 self._share_gradients()
             if self._weight == 1.0:
@@ -134,19 +174,17 @@ class MicrobatchedStep:
         return compute_loss
 
     def wrap_training_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        """Run an accumulation step in micro-batches, and repeat what ran out of memory."""
+        """Run an accumulation step in parts, and repeat what ran out of memory."""
 
-        def training_step(
-            model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Items = None
-        ) -> torch.Tensor:
+        def training_step(model: nn.Module, inputs: Any, num_items_in_batch: Items = None) -> torch.Tensor:
             trainer = self._trainer()
-            refusal = None
-            if self._weights.rule is None:
-                refusal = self._examine(trainer, model, inputs, num_items_in_batch)
-            if not self._window:
-                self._random = RandomState.capture(trainer.args.device)
             steps = getattr(trainer, "current_gradient_accumulation_steps", 1)  # a step outside of train has none
             self._window.append(_AccumulationStep(inputs, num_items_in_batch, steps))
+            if self._first_way is None:
+                self._first_way = self._way(trainer, self._window[-1])
+            if self._random is None:
+                self._random = RandomState.capture(trainer.args.device)
+                self._state = None if isinstance(self._first_way, KnownLoss) else StepState(trainer)
             try:
                 loss = self._run_until_it_fits(before, trainer, model)
             except BaseException:
@@ -154,97 +192,150 @@ class MicrobatchedStep:
                 raise
             if trainer.accelerator.sync_gradients:
                 self._end_window(trainer)
-            if refusal is not None:
-                raise refusal from refusal.__cause__
             return loss
 
         return training_step
 
-    def _begin_window(self) -> None:
-        self._window, self._random, self._was_split = [], None, False
+    # ---- Attempts ---------------------------------------------------------------------------------------------------
 
     def _run_until_it_fits(self, run: Callable[..., Any], trainer: Trainer, model: nn.Module) -> torch.Tensor:
-        """Run the newest accumulation step; after out of memory the whole window, in smaller micro-batches."""
+        """Run the newest accumulation step; after out of memory the whole window, in smaller parts."""
         first = len(self._window) - 1  # the gradients of those before are there already
         while True:
             begin = time.perf_counter()
-            loss, failed, text = self._attempt(run, trainer, model, first)
-            if loss is not None:
+            loss, failure = self._attempt(run, trainer, model, first)
+            if failure is None:
+                assert loss is not None  # each attempt ends with the newest accumulation step
                 return loss
-            self._tally.failures += 1
-            self._tally.lost_seconds += time.perf_counter() - begin
             # The except block has ended, and with it the frames that referred to the failed step's tensors.
             model.zero_grad(set_to_none=True)
             free_failed_step()
-            if self._random is not None:
-                self._random.restore()
-            self._lower_limit(trainer, *failed, text)
+            assert self._random is not None
+            has_drawn = not self._random.is_same(RandomState.capture(trainer.args.device))
+            self._put_back(trainer, failure)
+            self._random.restore()
+            if failure.hook:
+                self._first_way = self._hook = failure.hook
+            else:
+                self._lower_limit(trainer, failure, has_drawn=has_drawn)
+                self._tally.failures += 1
+            self._tally.lost_seconds += time.perf_counter() - begin
             first = 0
+
+    def _put_back(self, trainer: Any, failure: _Failure) -> None:
+        """Put back what a user's step has changed, or raise: a step on changed weights is not repeated."""
+        if self._state is None:
+            return
+        changed = self._state.lost()
+        shared = "the processes share its gradients" if trainer.args.world_size > 1 else None
+        if changed is None and shared is None:
+            self._state.restore()
+            return
+        raise torch.OutOfMemoryError(
+            f"memory ran out at step {trainer.state.global_step + 1} ({failure.text}), and the step cannot be repeated"
+            f", since {shared or f'{changed} was changed within it'}; expected parts that fit from the beginning. "
+            f"Start with smaller ones: MicrobatchCallback({_limit_text(failure)})"
+        )
 
     def _attempt(
         self, run: Callable[..., Any], trainer: Trainer, model: nn.Module, first: int
-    ) -> tuple[torch.Tensor | None, tuple[int, list[int]], str]:
-        """Run the window from one accumulation step on.
-
-        Returns:
-            The loss of the last accumulation step, or None with the position and rows that failed and the error's text.
-        """
+    ) -> tuple[torch.Tensor | None, _Failure | None]:
+        """Run the window from one accumulation step on; return the loss of its last, or what failed."""
         self._is_shared = False
-        positions = range(first, len(self._window))
-        splits = [self._split(trainer, model, position) for position in positions]
-        failed = (first, [0])
+        loss: torch.Tensor | None = None
+        begin = time.perf_counter()
+        for position in range(first, len(self._window)):
+            is_last = position == len(self._window) - 1
+            if is_last and first < position:
+                self._tally.lost_seconds += time.perf_counter() - begin  # of what was repeated
+            step = self._window[position]
+            way = self._way(trainer, step) if self._limits_are_set() else self._first_way  # asked where it matters
+            if isinstance(way, KnownLoss):
+                found = self._run_micro_batches(run, trainer, model, position, way, is_last=is_last)
+            else:
+                found = self._run_in_parts(run, trainer, model, position, way or "")
+            if isinstance(found, _Failure):
+                return None, found
+            loss = found
+        return loss, None
+
+    def _way(self, trainer: Any, step: _AccumulationStep) -> KnownLoss | str:
+        """Return how the loss of a batch is made of its rows', or why the loss has to see the whole batch."""
+        if self._hook:
+            return self._hook
+        found = known_loss(trainer, step.num_items_in_batch)
+        if self._stated is not None and has_stock_step(trainer):
+            found = self._stated
+        if isinstance(found, str):
+            return found
+        if not isinstance(step.inputs, Mapping):
+            return f"its batches are a {type(step.inputs).__name__}"
+        trainer.model.train()  # as the step is about to: a batch norm kept in evaluation mode does no harm
+        reason = splittable_reason(trainer.model) or splittable_batch_reason(step.inputs)
+        return reason or found.reason_against(step.inputs) or found
+
+    def _call(self, run: Callable[..., Any], trainer: Any, model: nn.Module, position: int, inputs: Any) -> Any:
+        step = self._window[position]
+        # An epoch that ended early leaves accumulation steps, and their gradients, to the next epoch's first step.
+        trainer.current_gradient_accumulation_steps = step.accumulation_steps
+        return run(
+            model, copied_batch(inputs), step.num_items_in_batch
+        )  # a copy, since a subclass may pop columns from it
+
+    # ---- Whole micro-batches ----------------------------------------------------------------------------------------
+
+    def _run_micro_batches(
+        self, run: Callable[..., Any], trainer: Any, model: nn.Module, position: int, way: KnownLoss, *, is_last: bool
+    ) -> torch.Tensor | _Failure:
+        inputs = self._window[position].inputs
+        micro_batches = self._split(trainer, model, position, way)
+        syncs = is_last and trainer.accelerator.sync_gradients
+        is_limited = any(limit.limit is not None for limit in self._limits.values())
+        loss: torch.Tensor | None = None
+        rows: list[int] = []
         try:
-            for position, micro_batches in zip(positions, splits, strict=True):
-                syncs = position == positions[-1] and trainer.accelerator.sync_gradients
-                loss = None
-                for micro_batch in micro_batches:
-                    failed = (position, micro_batch.rows)
-                    with self._without_sync(trainer, model, shares=syncs and micro_batch is micro_batches[-1]):
-                        part = self._run(run, trainer, model, micro_batch, is_alone=len(micro_batches) == 1)
+            with observed_hooks(trainer.model) if len(micro_batches) > 1 else nullcontext():
+                for number, (rows, weight) in enumerate(micro_batches):
+                    taken = take_rows(inputs, rows) if is_limited else inputs
+                    with self._without_sync(trainer, model, shares=syncs and number == len(micro_batches) - 1):
+                        self._weight = weight
+                        part = self._call(run, trainer, model, position, taken)
+                    del taken
                     loss = part if loss is None else loss + part
+        except HookChangesError as error:
+            return _Failure(position, rows, len(rows), None, "", hook=str(error))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             text = str(error).partition("\n")[0]
         else:
-            return loss, failed, ""
-        return None, failed, text
-
-    def _run(
-        self, run: Callable[..., Any], trainer: Any, model: nn.Module, micro_batch: _MicroBatch, *, is_alone: bool
-    ) -> torch.Tensor:
-        step = self._window[micro_batch.position]
-        self._weight, self._has_computed_loss = micro_batch.weight, False
-        # An epoch that ended early leaves accumulation steps, and their gradients, to the next epoch's first step.
-        trainer.current_gradient_accumulation_steps = step.accumulation_steps
-        try:
-            # a copy, since a subclass may pop columns from it
-            loss: torch.Tensor = run(model, copy.copy(micro_batch.inputs), step.num_items_in_batch)
+            assert loss is not None  # there is one micro-batch at least
+            return loss
         finally:
             self._weight = 1.0
-        if not self._has_computed_loss and (not is_alone or trainer.args.world_size > 1):
-            raise RuntimeError(
-                f"training_step of {type(trainer).__name__} did not call compute_loss, so the loss of a micro-batch "
-                "could not be weighted; expected one call per forward pass. Write loss = self.compute_loss(model, "
-                "inputs, num_items_in_batch=num_items_in_batch) in it."
-            )
-        return loss
+        return _Failure(position, rows, len(rows), padded_tokens(inputs, rows), text)
 
-    def _split(self, trainer: Any, model: nn.Module, position: int) -> list[_MicroBatch]:
-        """Split an accumulation step into micro-batches; all at once, since counting waits for the device."""
-        inputs, num_items_in_batch, _ = self._window[position]
+    def _split(self, trainer: Any, model: nn.Module, position: int, way: KnownLoss) -> list[tuple[list[int], float]]:
+        """Return the rows of each micro-batch of an accumulation step, and their part of its loss."""
+        inputs, items, _ = self._window[position]
         groups, repeats = self._groups(inputs), 0
         if trainer.is_fsdp_enabled:
+            reason = splittable_batch_reason(inputs)
+            if way.over != "sum":
+                reason = (
+                    "under FSDP2 its loss has to be a sum that num_items_in_batch divides, and it is a mean over "
+                    f"{way.over} (compute_loss_func=exact_loss(model) makes it one)"
+                )
+            refuse_together(trainer, reason)
             groups, repeats = groups_in_lockstep(trainer, groups)
         if len(groups) + repeats == 1:
-            is_limited = any(limit.limit is not None for limit in self._limits.values())
-            whole = take_rows(inputs, groups[0]) if is_limited else inputs
-            return [_MicroBatch(position, groups[0], 1.0, whole)]
-        _refuse(trainer.model, splittable_batch_reason(inputs))
+            return [(groups[0], 1.0)]
         self._was_split = True
-        weights = None if trainer.is_fsdp_enabled else self._weights.of_rows(trainer, model, inputs, num_items_in_batch)
-        weighted = _weighted(groups, weights) + [(groups[0][:1], 0.0)] * repeats
-        return [_MicroBatch(position, rows, weight, take_rows(inputs, rows)) for rows, weight in weighted]
+        if not self._is_verified:
+            verify_stated_loss(trainer, model, inputs, items, way)
+            self._is_verified = True
+        weights = way.row_weights(inputs)
+        return _weighted(groups, weights) + [(groups[0][:1], 0.0)] * repeats
 
     def _groups(self, inputs: Mapping[str, Any]) -> list[list[int]]:
         """Return the rows of each micro-batch of a batch; of a single one all of them in their order."""
@@ -285,34 +376,141 @@ class MicrobatchedStep:
                 finally:
                     self._share_gradients = None
 
+    # ---- Rows in parts ----------------------------------------------------------------------------------------------
+
+    def _run_in_parts(
+        self, run: Callable[..., Any], trainer: Any, model: nn.Module, position: int, why: str
+    ) -> torch.Tensor | _Failure:
+        """Run the whole step once, with the rows of the backbone in parts."""
+        inputs, where = self._window[position].inputs, _where(trainer, self._window[position].inputs)
+        if trainer.is_fsdp_enabled:
+            raise NotSplittableError(trainer.model, f"{why}, and FSDP2 gathers weights in each part", where=where)
+        self._refuse_logits(trainer, inputs)
+        failed_size: tuple[int, int | None] | None = None
+        loss = None
+        with ExitStack() as stack:
+            seen = stack.enter_context(self._backbones.cut(unwrap_parallel(model)))
+            stack.enter_context(override_method(trainer.accelerator, "backward", _noting_out_of_memory(seen)))
+            try:
+                loss = self._call(run, trainer, model, position, inputs)
+            except DependentRowsError as error:
+                reason = str(error)
+                raise NotSplittableError(trainer.model, reason, where=where, remedy=_remedy(reason)) from None
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                seen.error = seen.error or str(error).partition("\n")[0]
+                failed_size = (error.rows, error.columns) if isinstance(error, PartsFailedError) else None
+        self._was_split |= bool(seen.cut)
+        if seen.error is None:
+            self._check_cut(trainer, seen, where)
+            assert loss is not None  # the step ran to its end
+            return cast(torch.Tensor, loss)
+        rows, columns = failed_size or seen.largest or (1, None)
+        hint = ""
+        if seen.cut and failed_size is None:
+            hint = "outside of the backbone, where all rows are needed" + self._logits_text(trainer, inputs)
+        elif rows == 1 and why.startswith("its examples are packed"):
+            hint = why
+        elif self._limits_are_set() and not seen.cut and not seen.fits:
+            hint = "; ".join(seen.reasons) or "no module of transformers was called"
+        return _Failure(position, [], rows, None if columns is None else rows * columns, seen.error, hint)
+
+    def _limits_are_set(self) -> bool:
+        return any(limit.limit is not None for limit in self._limits.values())
+
+    def _check_cut(self, trainer: Any, seen: CutStep, where: str) -> None:
+        """Refuse a step whose rows are above the user's limit and that nothing could cut; else say so once."""
+        if seen.cut or seen.fits or not seen.reasons or not self._limits_are_set():
+            return
+        reason = "; ".join(seen.reasons)
+        if any(limit.maximum is not None for limit in self._limits.values()):
+            raise NotSplittableError(trainer.model, reason, where=where, remedy=_remedy(reason))
+        if not self._was_told:
+            self._was_told = True
+            notify(logger, f"micro-batching: batches of {type(trainer.model).__name__} cannot be cut: {reason}")
+
+    def _part_failed(self, rows: int, columns: int | None, text: str) -> None:
+        """Lower the limit after a part ran out of memory, which is run again in smaller ones on the spot."""
+        trainer = self._trainer()
+        name, size = ("max_examples", rows) if columns is None else ("max_tokens", rows * columns)
+        limit, step = self._limits[name], trainer.state.global_step + 1
+        old = limit.limit
+        limit.lower(size)
+        self._record(trainer, name, old, f"out of memory at step {step}")
+        self._tally.failures += 1
+        shown = f"{rows} examples" if columns is None else f"{rows} x {columns} tokens"
+        notify(
+            logger,
+            f"{_process(trainer)}step {step}: out of memory with {shown}; run again in parts of at most "
+            f"{limit.limit:,} {name.removeprefix('max_')}. Same loss and gradient up to rounding.",
+        )
+
+    def _refuse_logits(self, trainer: Any, inputs: Any) -> None:
+        """Refuse a step before it runs whose logits, which exist for all rows, cannot fit."""
+        if not self._limits_are_set():
+            return
+        needed = _logits_bytes(trainer.model, inputs)
+        if needed < 2**28:  # far below any device; asking costs more
+            return
+        reading = read_memory(trainer.args.device)
+        room = reading.host_available_bytes
+        if reading.device_total_bytes is not None:
+            room = reading.device_total_bytes - (reading.allocated_bytes or 0)
+        if needed > room:
+            raise NotSplittableError(
+                trainer.model,
+                f"its loss needs the logits of all rows{self._logits_text(trainer, inputs)}, and {format_bytes(room)} "
+                "are free",
+                where=_where(trainer, inputs),
+                remedy="Add FusedCrossEntropyCallback(), or lower per_device_train_batch_size and raise "
+                "gradient_accumulation_steps.",
+            )
+
+    def _logits_text(self, trainer: Any, inputs: Any) -> str:
+        needed = _logits_bytes(trainer.model, inputs)
+        return f" (its logits and their gradient take {format_bytes(needed)} at least)" if needed else ""
+
     # ---- Limits -----------------------------------------------------------------------------------------------------
 
-    def _lower_limit(self, trainer: Trainer, position: int, rows: list[int], text: str) -> None:
+    def _lower_limit(self, trainer: Trainer, failure: _Failure, *, has_drawn: bool) -> None:
         """Lower the limit after these rows of an accumulation step ran out of memory, or raise if that cannot help."""
+        position, rows, count, tokens, text, hint, _ = failure
         inputs = self._window[position].inputs
-        tokens = padded_tokens(inputs, rows)
-        name, size = ("max_examples", len(rows)) if tokens is None else ("max_tokens", tokens)
+        name, size = ("max_examples", count) if tokens is None else ("max_tokens", tokens)
         if self._is_shared or trainer.is_fsdp_enabled:
             where = "in the backward pass in which the processes share their gradients"
             if trainer.is_fsdp_enabled:
                 where = "under FSDP2, where the processes run each micro-batch together"
             raise torch.OutOfMemoryError(
                 f"memory ran out {where} ({text}); expected micro-batches that fit there. Start with smaller ones: "
-                f"MicrobatchCallback({name}={max(size // 2, 1)})"
+                f"MicrobatchCallback({_limit_text(failure)})"
             )
-        if len(rows) == 1:
-            raise torch.OutOfMemoryError(_too_large(trainer, position, rows[0], tokens, text))
+        if hint:
+            raise torch.OutOfMemoryError(
+                f"memory ran out at step {trainer.state.global_step + 1} ({text}), and smaller parts do not help: "
+                f"{hint}; expected a batch that fits. {_remedy(hint)}"
+            )
+        if count == 1:
+            raise torch.OutOfMemoryError(_too_large(trainer, position, rows, tokens, text))
         limit = self._limits[name]
         old = limit.limit
         limit.lower(size)
         step = trainer.state.global_step + 1
         self._record(trainer, name, old, f"out of memory at step {step}")
-        lengths, unit = row_lengths(inputs), name.removeprefix("max_")
-        failed = f"{len(rows)} examples" if lengths is None else f"{len(rows)} x {max(lengths[r] for r in rows)} tokens"
+        unit = name.removeprefix("max_")
+        if rows:
+            lengths = row_lengths(inputs)
+            shown = f"{count} examples" if lengths is None else f"{count} x {max(lengths[r] for r in rows)} tokens"
+            again = f"repeated in {len(self._groups(inputs))} micro-batches"
+        else:
+            shown = f"{count} examples" if tokens is None else f"{count} x {tokens // count} tokens"
+            again = "repeated with the rows of the backbone in parts"
+        draws = " and the draws of dropout" if has_drawn else ""
         notify(
             logger,
-            f"{_process(trainer)}step {step}: out of memory with {failed}; repeated in "
-            f"{len(self._groups(inputs))} micro-batches of at most {limit.limit:,} {unit}. Same batch, same loss.",
+            f"{_process(trainer)}step {step}: out of memory with {shown}; {again} of at most {limit.limit:,} {unit}. "
+            f"Same loss and gradient up to rounding{draws}.",
         )
 
     def _end_window(self, trainer: Trainer) -> None:
@@ -331,49 +529,61 @@ class MicrobatchedStep:
         record_changes(trainer, [change])
         return change
 
-    # ---- Refusals ---------------------------------------------------------------------------------------------------
 
-    def _examine(
-        self,
-        trainer: Any,
-        model: nn.Module,
-        inputs: Any,
-        num_items_in_batch: Items,
-    ) -> NotSplittableError | None:
-        """Refuse what cannot be split, before anything has run out of memory.
+def _noting_out_of_memory(seen: CutStep) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what notes an out-of-memory error of ``accelerator.backward``, which a user's step may swallow."""
 
-        Returns:
-            A refusal because of an error of the loss. It is raised after the step, which fails with its own error if
-            the loss is wrong for whole batches too.
-        """
-        if not self._is_checked:
-            if not isinstance(inputs, Mapping):
-                made_in = f"{type(trainer).__name__} makes its batches from a {type(inputs).__name__} within the step"
-                _refuse(trainer.model, f"{made_in}, so there are no rows to take")
-            model.train()  # as the step is about to: a batch norm that a model keeps in evaluation mode does no harm
-            _refuse(trainer.model, splittable_reason(trainer.model))
-            self._is_checked = True
-        if trainer.is_fsdp_enabled:
-            self._weights.rule = "sum" if agree_that_losses_add_up(trainer, model, inputs, num_items_in_batch) else None
-            return None
-        _refuse(trainer.model, splittable_batch_reason(inputs))
-        if row_count(inputs) > 1:
+    def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
             try:
-                self._weights.ask(trainer, model, inputs, num_items_in_batch)
-            except NotSplittableError as error:
-                if error.__cause__ is None:
-                    raise
-                return error
-        return None
+                return before(*args, **kwargs)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    seen.error = str(error).partition("\n")[0]
+                raise
+
+        return backward
+
+    return wrap
+
+
+def _logits_bytes(model: nn.Module, inputs: Any) -> int:
+    """Return the bytes of a batch's logits in float32 and of their gradient; 0 without a language model's head."""
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    ask = getattr(unwrap_model(model), "get_output_embeddings", None)
+    head = None if ask is None or not torch.is_tensor(ids) else ask()
+    if ids is None or head is None or not hasattr(head, "weight"):
+        return 0
+    labels = inputs.get("labels")
+    tokens: torch.Tensor = labels if torch.is_tensor(labels) and labels.dim() == ids.dim() else ids
+    return 2 * 4 * tokens.numel() * len(head.weight)
 
 
 def _process(trainer: Any) -> str:
     return f"process {trainer.args.process_index}, " if trainer.args.world_size > 1 else ""
 
 
-def _refuse(model: nn.Module, reason: str | None) -> None:
-    if reason is not None:
-        raise NotSplittableError(model, reason)
+def _where(trainer: Any, inputs: Any) -> str:
+    """Return which step and what kind of batch this is."""
+    names = f"a batch of {', '.join(map(str, inputs))}" if isinstance(inputs, Mapping) else type(inputs).__name__
+    return f" at step {trainer.state.global_step + 1} ({names})"
+
+
+def _limit_text(failure: _Failure) -> str:
+    name, size = ("max_examples", failure.size) if failure.tokens is None else ("max_tokens", failure.tokens)
+    return f"{name}={max(size // 2, 1)}"
+
+
+def _remedy(reason: str) -> str:
+    """Return what to do, as code, where rows cannot run apart for this reason."""
+    if "forward hook" in reason:
+        return "Take the hook off, or name a part of the model without it: MicrobatchCallback(backbone='...')."
+    if "create_graph" in reason or "changed between" in reason:
+        return "Take MicrobatchCallback out of callbacks=."
+    return (
+        "Name a part of the model whose rows are independent: MicrobatchCallback(backbone='...'), or take "
+        "MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
+    )
 
 
 def _weighted(groups: list[list[int]], weights: list[float] | None) -> list[tuple[list[int], float]]:
@@ -387,12 +597,12 @@ def _weighted(groups: list[list[int]], weights: list[float] | None) -> list[tupl
     return [(rows, sum(weights[row] for row in rows)) for rows in kept if rows]
 
 
-def _too_large(trainer: Trainer, position: int, row: int, tokens: int | None, text: str) -> str:
+def _too_large(trainer: Trainer, position: int, rows: list[int], tokens: int | None, text: str) -> str:
     indices = example_indices(trainer, position) or ()
-    which = f"row {row} of the batch"
-    if row < len(indices):
+    which = f"row {rows[0]} of the batch" if rows else "a row of the batch"
+    if rows and rows[0] < len(indices):
         is_view = hasattr(trainer.train_dataset, "indices_of")  # its indices are those of the dataset that it reads
-        index = indices[row]
+        index = indices[rows[0]]
         which = f"example {index} of the dataset given to bucketed()" if is_view else f"train_dataset[{index}]"
     size = "" if tokens is None else f"has {tokens} tokens and "
     checkpointing = next(iter(checkpointing_arguments()))

@@ -1,0 +1,178 @@
+"""Which modules of a model have their rows run in parts while a step runs.
+
+Tried is, from the outside in, every ``PreTrainedModel`` inside the model, or the modules that the user names: the
+outermost one whose rows do not depend on each other runs in parts. A call with labels is left whole, since it returns
+the loss of all rows; what is inside it is tried. No class names: a module counts only if it is called in the step.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_memopt.binding.handles import override_method
+from hf_memopt.devices.out_of_memory import is_out_of_memory
+from hf_memopt.errors import did_you_mean
+from hf_memopt.techniques.microbatching.row_check import DependentRowsError, Layout, ModuleCall, check_rows
+from hf_memopt.techniques.microbatching.rows_in_parts import Size, run_rows_in_parts
+
+__all__ = ["Backbones", "CutStep"]
+
+CHECKED_STEPS = 1 / 200  # of those after the second, drawn at random
+
+
+@dataclass
+class CutStep:
+    """What the modules saw while one step ran.
+
+    Attributes:
+        cut: calls that ran in parts.
+        fits: calls whose rows were few enough.
+        reasons: why the other calls ran whole, as keys.
+        largest: rows and columns of the largest call, columns None for images and sounds.
+        error: the first line of an out-of-memory error that went through a module or through the backward pass.
+    """
+
+    cut: int = 0
+    fits: int = 0
+    reasons: dict[str, None] = field(default_factory=dict)
+    largest: tuple[int, int | None] | None = None
+    error: str | None = None
+
+    def note(self, call: ModuleCall) -> None:
+        """Remember the largest call."""
+        size = (call.rows, call.columns)
+        if call.rows and (self.largest is None or size[0] * (size[1] or 1) > self.largest[0] * (self.largest[1] or 1)):
+            self.largest = size
+
+
+class Backbones:
+    """Runs the rows of a model's backbones in parts, and remembers what is known of them.
+
+    Args:
+        names: modules to cut, by their names or the ends of these; none: found by themselves.
+        size: how large parts may be.
+
+    Attributes:
+        seconds: what the checks took.
+    """
+
+    def __init__(self, names: Sequence[str], size: Size) -> None:
+        self._names, self._size = tuple(names), size
+        self._known: dict[Any, Layout | str] = {}  # by module and kind of call: where the rows are, or why not
+        self._draw = random.Random(0)  # of its own: nobody else's numbers are drawn
+        self._steps = 0
+        self._is_checked = False  # whether what is known is checked again in this step
+        self._is_inside = False
+        self.seconds = 0.0
+
+    def modules_of(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return the modules to try, the outer ones first.
+
+        Raises:
+            ValueError: there is no module of a name that the user gave.
+        """
+        named = list(model.named_modules())
+        if not self._names:
+            return [(name, module) for name, module in named if not name or isinstance(module, PreTrainedModel)]
+        found = []
+        for asked in self._names:
+            fitting = [(name, module) for name, module in named if f".{name}".endswith(f".{asked}")]
+            if not fitting:
+                known = [name for name, _ in named if name.count(".") < 2 and name]
+                raise ValueError(
+                    f"backbone={asked!r} is no module of {type(model).__name__}; expected the name of one, or its end."
+                    f"{did_you_mean(asked, known)} Print them: [name for name, _ in model.named_modules()]"
+                )
+            found += fitting
+        return found
+
+    @contextmanager
+    def cut(self, model: nn.Module, *, is_training: bool = True) -> Iterator[CutStep]:
+        """Run rows in parts inside the context; yields what is seen."""
+        step = CutStep()
+        self._steps += is_training
+        self._is_checked = self._steps == 2 or self._draw.random() < CHECKED_STEPS
+        with ExitStack() as stack:
+            for name, module in self.modules_of(model):
+                stack.enter_context(override_method(module, "forward", self._wrapping(name, module, step)))
+            yield step
+
+    def _wrapping(
+        self, name: str, module: nn.Module, step: CutStep
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if self._is_inside:
+                    return before(*args, **kwargs)
+                try:
+                    call = ModuleCall(module, partial(self._run_inside, before), args, kwargs)
+                    layout = self._layout_of(name, call, step, kwargs)
+                    if layout is None:
+                        return before(*args, **kwargs)
+                    found = run_rows_in_parts(call, layout, self._size)
+                    step.cut += 1
+                    return found
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        step.error = str(error).partition("\n")[0]
+                    raise
+
+            return forward
+
+        return wrap
+
+    def _layout_of(self, name: str, call: ModuleCall, step: CutStep, kwargs: dict[str, Any]) -> Layout | None:
+        """Return where the rows of a call are; None, and note it, if the call has to run whole."""
+        step.note(call)
+        size = self._size.rows(call.columns)
+        if 0 < call.rows <= size:
+            step.fits += 1
+            return None
+        if call.rows == 0:
+            found: Layout | str = "its inputs have no rows"
+        elif kwargs.get("labels") is not None or kwargs.get("return_loss"):
+            found = "it returns the loss of all rows"
+        else:
+            found = self._layout(name, call, size)
+        if isinstance(found, Layout):
+            return found
+        step.reasons[f"{name or type(call.module).__name__}: {found}"] = None
+        return None
+
+    def _layout(self, name: str, call: ModuleCall, size: int) -> Layout | str:
+        """Return where the rows are, checked now if the kind of call is new or it is time; or why they cannot be cut.
+
+        Raises:
+            DependentRowsError: rows that were cut before turn out to depend on each other.
+        """
+        key = name, call.kind()
+        known = self._known.get(key)
+        if known is not None and not (self._is_checked and isinstance(known, Layout)):
+            return known
+        begin = time.perf_counter()
+        try:
+            found: Layout | str = check_rows(call, size, draw=None if known is None else self._draw)
+        except DependentRowsError as error:
+            if known is not None:
+                raise DependentRowsError(f"{error}, which an earlier check of {name} did not show") from None
+            found = str(error)
+        self.seconds += time.perf_counter() - begin
+        self._known[key] = found
+        return found
+
+    def _run_inside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a forward, with the modules inside it as they are."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._is_inside = before

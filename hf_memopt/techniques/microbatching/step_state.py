@@ -1,0 +1,71 @@
+"""What a user's step may have changed by the time memory runs out, so that it can be repeated, or is not.
+
+A step that is repeated must find everything as it was. Random numbers and gradients are put back by the caller; here
+are the rest: values and small tensors that the Trainer and the user's own modules hold are put back, and a changed
+weight or a large tensor, which has no copy, is named.
+
+The price: each floating-point weight is read once for its norm, about 1 % of a step, since a change through ``.data``
+leaves no other trace. Only steps whose code is not known to be stock's need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_memopt.binding.kept_state import KeptState
+from hf_memopt.binding.known_losses import is_listed
+from hf_memopt.changes import CHANGES
+
+__all__ = ["StepState"]
+
+
+class StepState:
+    """What a Trainer holds as a step begins."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._kept = KeptState(what="a step that ran out of memory")
+        self._kept.look_at(trainer)
+        self._norms: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        seen: set[int] = set()
+        for owner, module in _modules_of(trainer):
+            for part in module.modules():
+                if not is_listed(type(part).__module__):
+                    self._kept.look_at(part)
+            for name, buffer in module.named_buffers():
+                self._kept.keep(buffer, f"{owner}.{name}")
+            is_trained = module in (trainer.model, trainer.model_wrapped)
+            for name, weight in module.named_parameters():
+                if id(weight) in seen or not weight.is_floating_point() or not (weight.requires_grad or not is_trained):
+                    continue
+                seen.add(id(weight))
+                self._norms.append((f"{owner}.{name}", weight, _norm(weight)))
+
+    def lost(self) -> str | None:
+        """Return the name of a weight or a large tensor that was changed since, and so cannot be put back."""
+        changed = (name for name, weight, norm in self._norms if bool(_norm(weight) != norm))
+        return next(iter(self._kept.lost()), None) or next(changed, None)
+
+    def restore(self) -> None:
+        """Put back all else, but for what this package has recorded."""
+        changes = getattr(self._trainer, CHANGES, ())
+        self._kept.restore()
+        setattr(self._trainer, CHANGES, changes)
+
+
+def _norm(weight: torch.Tensor) -> torch.Tensor:
+    wide = torch.float32 if weight.device.type == "mps" else torch.float64
+    norm: torch.Tensor = torch.linalg.vector_norm(weight.detach(), dtype=wide)
+    return norm
+
+
+def _modules_of(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that a Trainer holds, the model first; also those in its lists and dicts."""
+    yield "model", trainer.model
+    for name, value in vars(trainer).items():
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        yield from ((f"trainer.{name}", module) for module in inner if isinstance(module, nn.Module))
