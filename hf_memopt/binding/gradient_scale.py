@@ -43,17 +43,18 @@ def repair_gradient_scale(trainer: Any) -> UndoHandle:
     dataset = trainer.train_dataset
     if dataset is None:
         return restore
-    if _is_stream(dataset) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    if _has_no_rows(dataset) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return undo_all(restore, _probe_at_first_step(trainer))
     if len(dataset) > 0:
         _probe(trainer, trainer.model, lambda: _first_batch(trainer), stacklevel=4)
     return restore
 
 
-def _is_stream(dataset: Any) -> bool:
+def _has_no_rows(dataset: Any) -> bool:
+    """Return whether there is no first row: of a stream, and of several data sets by name (sentence-transformers)."""
     from torch.utils.data import IterableDataset
 
-    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    return isinstance(dataset, (IterableDataset, Mapping)) or not hasattr(dataset, "__getitem__")
 
 
 def _probe_at_first_step(trainer: Any) -> UndoHandle:

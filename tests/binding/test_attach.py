@@ -15,11 +15,11 @@ import heads
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from heads import HEADS, gradient_norms, make_trainer
 from slow_cases import slow_except
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, default_data_collator
 
 import hf_memopt
@@ -421,6 +421,25 @@ def test_a_stream_loses_no_example_and_is_repaired_from_the_first_step_on(accumu
     assert "training_step" not in vars(trainer)
     _, _, whole = run(True, tiny.rows())
     assert norms == pytest.approx(whole, rel=1e-5)
+
+
+class SeveralSets(Trainer):
+    """Train on data sets by name, as sentence-transformers does."""
+
+    def get_train_dataloader(self):
+        rows = [row for dataset in self.train_dataset.values() for row in dataset]
+        return self.accelerator.prepare(DataLoader(rows, batch_size=4, collate_fn=self.data_collator))
+
+
+@pytest.mark.parametrize("kind", [dict, DatasetDict])
+def test_of_several_data_sets_the_first_batch_is_probed(kind, tmp_path):
+    sets = kind({name: Dataset.from_list(tiny.rows(8, seed=seed)) for seed, name in enumerate("ab")})
+    settings = {"max_steps": 2, "gradient_accumulation_steps": 2}
+    trainer = SeveralSets(tiny.bert(), tiny.arguments(tmp_path, **settings), train_dataset=sets)
+    attach(trainer)  # and no warning
+    assert trainer.memopt_changes == ()
+    trainer.train()
+    assert trainer.memopt_changes == (BERT_CHANGE,)
 
 
 def test_a_training_step_of_the_instance_comes_back(tmp_path):

@@ -473,18 +473,21 @@ def test_callable_and_datasets_by_name(tmp_path: Path) -> None:
     def first_class(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return logits[..., 0]
 
-    shapes: list[tuple[int, ...]] = []
+    def shape(prediction: Any) -> dict[str, float]:
+        rows, columns = prediction.predictions.shape  # fails of whole logits
+        return {"rows": rows, "columns": columns}
 
-    def note(prediction: Any) -> dict[str, float]:
-        shapes.append(prediction.predictions.shape)
-        return {}
-
-    trainer = token_trainer(tmp_path, EvaluationGuardCallback(first_class), trainer_compute_metrics=note)
+    trainer = token_trainer(tmp_path, EvaluationGuardCallback(first_class), trainer_compute_metrics=shape)
     trainer.eval_dataset = {"long": of_lengths(), "short": of_lengths(3)}
     attach(trainer)
     metrics = trainer.evaluate()
     assert {"eval_long_loss", "eval_short_loss"} <= metrics.keys()
-    assert shapes == [(16, 12), (3, 10)]
+    assert [metrics[f"eval_{name}"] for name in ("long_rows", "long_columns", "short_rows", "short_columns")] == [
+        16,
+        12,
+        3,
+        10,
+    ]
 
 
 def test_sorted_views_and_recovery(tmp_path: Path) -> None:
@@ -578,12 +581,12 @@ def test_a_short_first_batch_is_found_out(tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
-def test_metrics_by_batch_are_left_to_stock(tmp_path: Path) -> None:
+def test_metrics_by_batch_are_left_to_stock(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     counts: list[int] = []
 
     def by_batch(prediction: Any, compute_result: bool) -> dict[str, float]:
         counts.append(len(prediction.predictions))
-        assert prediction.predictions.dim() == 2  # classes, still a tensor
+        assert prediction.predictions.dim() == 3  # logits, still a tensor: nothing is kept that would have to be small
         return {"batches": float(len(counts))} if compute_result else {}
 
     settings = {"batch_eval_metrics": True, "trainer_compute_metrics": by_batch}
@@ -591,6 +594,12 @@ def test_metrics_by_batch_are_left_to_stock(tmp_path: Path) -> None:
     attach(trainer, EvaluationGuardCallback("argmax"))
     assert trainer.evaluate()["eval_batches"] == 4.0
     assert counts == [4, 4, 4, 4]
+    assert [record.getMessage() for record in caplog.records] == [
+        "evaluation: reduce='argmax' and compute_metrics=<by_batch> cannot be checked on one batch: "
+        "batch_eval_metrics=True keeps no predictions, so reducing them saves nothing; expected a function that keeps "
+        "nothing. Predictions stay whole, one batch at a time. To reduce all the same, pass Trainer(..., "
+        "preprocess_logits_for_metrics=...) and reduce=None."
+    ]
 
 
 def loss_of_labelled(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:

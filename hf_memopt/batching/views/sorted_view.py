@@ -272,6 +272,7 @@ def _restoring(compute_metrics: Callable[..., Any], restore: Callable[[Any], Any
             )
         )
 
+    in_order.memopt_function = compute_metrics  # type: ignore[attr-defined]  # for what calls it on a single batch
     return in_order
 
 
