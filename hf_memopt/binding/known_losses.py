@@ -153,7 +153,7 @@ class KnownLoss:
         column = _column(inputs, over)
         if column is None:
             raise ValueError(
-                f"loss='mean over {over}' needs a column that the batch does not have; expected a tensor with one entry "
+                f"loss='mean over {over}' needs a column that the batch lacks; expected a tensor with one entry "
                 f"per row, among {', '.join(inputs)}. Return it from the collator"
             )
         return _per_row(column != IGNORED_LABEL if over == "labels" else column)
@@ -354,7 +354,7 @@ def _head(model: Any) -> Head | str:
     if config is not None and not (config.task_type == "CAUSAL_LM" and config.peft_type in PROMPTS):
         return f"peft's {config.peft_type} of {config.task_type} makes its own loss"
     forward = inspect.unwrap(type(inside).forward)
-    if not forward.__globals__["__name__"].startswith("transformers.models."):
+    if not forward.__globals__["__name__"].startswith("transformers."):
         return f"the forward of {type(inside).__name__} is {_full_name(forward)}"
     return head_loss(inside, forward)
 
