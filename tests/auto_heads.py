@@ -1,4 +1,4 @@
-"""Every head of the auto mappings of transformers that can be made tiny from its config, with batches of uneven rows."""
+"""Every head of the auto mappings of transformers that can be made tiny from its config, with uneven rows."""
 
 from __future__ import annotations
 

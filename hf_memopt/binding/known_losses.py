@@ -29,7 +29,7 @@ from hf_memopt.errors import did_you_mean
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["MEANS", "KnownLoss", "head_counts_items", "known_loss", "stated_loss"]
+__all__ = ["MEANS", "KnownLoss", "counts_items", "head_counts_items", "known_loss", "stated_loss"]
 
 MEANS = ("sum", "mean over rows", "mean over labels", "mean over shifted labels")
 """What may be stated of a loss, beside "mean over <column of the batch>"."""
@@ -139,7 +139,7 @@ class KnownLoss:
         labels = inputs.get("labels")
         over = self.over
         if over == "classes":
-            over = "rows" if self._problem_type(labels) != "single_label_classification" else "labels"
+            over = "rows" if self.problem_type(labels) != "single_label_classification" else "labels"
             over = "sum" if over == "labels" and self.divides else over
         if over == "sum":
             return None
@@ -158,7 +158,7 @@ class KnownLoss:
             )
         return _per_row(column != IGNORED_LABEL if over == "labels" else column)
 
-    def _problem_type(self, labels: Any) -> str:
+    def problem_type(self, labels: Any) -> str:
         """Return what a classification head takes labels for, by the rule of ``ForSequenceClassificationLoss``."""
         if self.config.problem_type is not None:
             return str(self.config.problem_type)
@@ -169,7 +169,7 @@ class KnownLoss:
 
     def _reason_against_classes(self, labels: torch.Tensor) -> str | None:
         rows, wanted = len(labels), self.config.num_labels
-        if self._problem_type(labels) == "single_label_classification":
+        if self.problem_type(labels) == "single_label_classification":
             is_negative = (labels < 0) & (labels != IGNORED_LABEL)
             return "it has labels below 0" if bool(is_negative.any()) else None
         if labels.numel() != rows * wanted:
@@ -215,17 +215,38 @@ def known_loss(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) 
     return _of_stock(trainer, model, num_items_in_batch)
 
 
-def head_counts_items(model: nn.Module) -> bool | None:
-    """Return whether the head of a model divides by ``num_items_in_batch`` when it gets it; None: it is not known."""
+def head_counts_items(model: nn.Module, labels: Any = None) -> bool | None:
+    """Return whether the head of a model divides by ``num_items_in_batch`` when it gets it; None: it is not known.
+
+    ``labels``: as ``counts_items``.
+    """
     head = _head(_outermost(model))
     if isinstance(head, str):
         return None
     if head.over != "classes" or not head.counts:
         return head.counts
     config = unwrap_model(_outermost(model)).config
-    if config.problem_type is None and config.num_labels > 1:
-        return None  # the first labels decide
-    return bool(config.problem_type == "single_label_classification")
+    if config.problem_type is None and config.num_labels > 1 and not torch.is_tensor(labels):
+        return None
+    return KnownLoss("classes", head.source, config=config).problem_type(labels) == "single_label_classification"
+
+
+def counts_items(trainer: Trainer, labels: Any = None) -> bool | None:
+    """Return whether the loss of a Trainer divides by ``num_items_in_batch`` where it gets it; None: it is not known.
+
+    ``labels``: those of a batch, which may decide what a classification head computes. True for a head without labels
+    too, as for question answering: stock counts nothing then.
+    """
+    model = _outermost(trainer.model)
+    if _full_name(function_below(trainer, "compute_loss")) != STOCK or _foreign_code(model, ()) is not None:
+        return None
+    if trainer.label_smoother is not None:
+        loss = _of_smoother(trainer, model, 1)
+        found = None if isinstance(loss, str) else loss.over == "sum"
+    else:
+        found = head_counts_items(model, labels)
+    takes_labels = "labels" in inspect.signature(unwrap_model(model).forward).parameters
+    return found if found is None or takes_labels else True
 
 
 def stated_loss(text: str) -> KnownLoss:
@@ -375,6 +396,8 @@ def _is_put_before(config: Any) -> bool:
 def _foreign_code(model: nn.Module, also: tuple[str, ...]) -> str | None:
     """Return what in a model is from a package that is not listed; None if nothing is."""
     for name, module in model.named_modules():
+        if hasattr(module, "expert_capacity"):  # of a batch, not of a row (NLLB-MoE)
+            return f"{type(module).__name__} {name} lets so many tokens to an expert and no more"
         where = f"{type(module).__name__} {name}".rstrip()
         for kind in type(module).__mro__:
             if not _is_listed(kind.__module__, also):

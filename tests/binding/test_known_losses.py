@@ -1,4 +1,4 @@
-"""Losses known by a table: what is known, how rows weigh, and that cut batches give the loss and gradients of whole ones."""
+"""Losses known by a table: what is known, how rows weigh, and that parts give loss and gradients of the whole."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import auto_heads
 import pytest
 import torch
-import transformers
-from slow_cases import slow_except
 from torch import nn
 from transformers import Trainer
 
-import auto_heads
 import tiny
-from hf_memopt.batching.exact_losses import exact_loss
-from hf_memopt.binding.handles import override_method
-from hf_memopt.binding.known_losses import MEANS, KnownLoss, head_counts_items, known_loss, stated_loss
+from hf_memopt.binding.known_losses import KnownLoss, head_counts_items, known_loss
 from hf_memopt.techniques.microbatching.splitting import splittable_reason
 
 PARTS = ([0, 1], [2, 3], [4])
