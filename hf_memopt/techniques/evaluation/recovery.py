@@ -25,8 +25,9 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from hf_memopt.binding.foreign_code import full_name
 from hf_memopt.binding.handles import UndoHandle, function_below, override_method, remove_all, set_attribute
-from hf_memopt.binding.known_losses import KnownLoss, full_name, known_loss
+from hf_memopt.binding.known_losses import KnownLoss, known_loss
 from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_parallel
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hf_memopt.binding.known_losses import foreign_hooks
+from hf_memopt.binding.foreign_code import foreign_hooks
 
 __all__ = ["HookChangesError", "observed_hooks"]
 

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private, as transformers uses it (2.6 to 2.13)
 
+from hf_memopt.binding.foreign_code import foreign_hooks
 from hf_memopt.binding.handles import set_attribute
-from hf_memopt.binding.known_losses import foreign_hooks
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 
@@ -166,7 +166,7 @@ def check_rows(call: ModuleCall, size: int, *, draw: random.Random | None = None
         DependentRowsError: rows depend on each other, or something in the module cannot run twice.
         torch.OutOfMemoryError: not even two rows fit, without gradients.
     """
-    own = (call.module._forward_pre_hooks, call.module._forward_hooks)  # these see whole calls
+    own = [hooks for kind, hooks in vars(call.module).items() if kind.endswith("_hooks")]  # these see whole calls
     for name, hooks, _ in foreign_hooks(call.module):
         if not any(hooks is each for each in own):
             raise DependentRowsError(f"{name} would see parts of a batch, without a graph")
