@@ -29,6 +29,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import tiny
 from hf_memopt.batching.exact_losses import exact_loss
+from hf_memopt.binding.foreign_code import foreign_hooks
 from hf_memopt.binding.handles import override_method
 from hf_memopt.binding.known_losses import MEANS, KnownLoss, head_counts_items, known_loss, stated_loss
 from hf_memopt.binding.row_weights import CLASSES, POSITIONS
@@ -211,11 +212,18 @@ class OwnInputs(Trainer):
 
 
 class OwnBert(BertForMaskedLM):
-    pass
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+class BertWithMore(BertForMaskedLM):
+    def vocabulary(self) -> int:
+        return int(self.config.vocab_size)
 
 
 class OwnLinear(nn.Linear):
-    pass
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return super().__call__(input) - super().__call__(input).mean(0)
 
 
 def own_layer() -> nn.Module:
@@ -231,9 +239,9 @@ def own_forward() -> nn.Module:
     return model
 
 
-def own_hook(name: str) -> nn.Module:
+def own_hook() -> nn.Module:
     model = tiny.bert()
-    getattr(model.bert.encoder, name)(lambda *args: None)
+    model.classifier.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
     return model
 
 
@@ -257,14 +265,11 @@ UNKNOWN: dict[str, tuple[Callable[[], Any], type[Trainer], str]] = {
     "class": (lambda: OwnBert(tiny.bert_config()), Trainer, f"OwnBert is from {HERE}"),
     "layer": (own_layer, Trainer, f"OwnLinear classifier is from {HERE}"),
     "forward": (own_forward, Trainer, f"the forward of BertPooler bert.pooler is {HERE}.own_forward.<locals>.<lambda>"),
-    **{
-        name: (
-            functools.partial(own_hook, f"register_{name}_hook"),
-            Trainer,
-            f"the hook {HERE}.own_hook.<locals>.<lambda> is on BertEncoder bert.encoder",
-        )
-        for name in ("forward", "forward_pre", "full_backward", "full_backward_pre")
-    },
+    "gradient": (
+        own_hook,
+        Trainer,
+        f"the hook {HERE}.own_hook.<locals>.<lambda> is on the gradient of classifier.weight",
+    ),
     "loss function": (own_loss_function, Trainer, f"its loss_function is {HERE}.<lambda>"),
     "router": (lambda: routed(output_router_logits=True), Trainer, "its output_router_logits may add to the loss"),
 }
@@ -274,6 +279,20 @@ UNKNOWN: dict[str, tuple[Callable[[], Any], type[Trainer], str]] = {
 def test_what_is_not_from_a_listed_package_is_not_known(name: str, tmp_path: Path) -> None:
     build, kind, reason = UNKNOWN[name]
     assert known_loss(trainer_of(tmp_path, build(), kind), ITEMS) == reason
+
+
+def test_a_class_that_changes_nothing_of_the_forward_is_known(tmp_path: Path) -> None:
+    assert over(trainer_of(tmp_path, BertWithMore(tiny.bert_config()))) == "labels"
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_others_are_found(kind: str) -> None:
+    model = tiny.bert()
+    handle = getattr(model.bert.encoder, f"register_{kind}_hook")(lambda *args: None)
+    ((name, hooks, number),) = foreign_hooks(model)
+    assert name == f"the hook {HERE}.test_hooks_of_others_are_found.<locals>.<lambda> on bert.encoder"
+    handle.remove()
+    assert number not in hooks
 
 
 def test_a_loss_of_ones_own_is_not_known(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError, S
 from hf_memopt.techniques.microbatching.splitting import (
     NotSplittableError,
     copied_batch,
+    count_rows,
     cut,
     decoder_lengths,
     padded_tokens,
@@ -406,7 +407,7 @@ class MicrobatchedStep:
             self._check_cut(trainer, seen, where)
             assert loss is not None  # the step ran to its end
             return cast(torch.Tensor, loss)
-        rows, columns = failed_size or seen.largest or (1, None)
+        rows, columns = failed_size or seen.largest or (count_rows(inputs), None)
         hint = ""
         if seen.cut and failed_size is None:
             hint = "outside of the backbone, where all rows are needed" + self._logits_text(trainer, inputs)
