@@ -213,6 +213,7 @@ def _check(call: ModuleCall, count: int, size: int, restart: Callable[[], None],
                 whole, out = _compare(call, into, count, size, restart, limit)
                 if not any(dim is not None for dim in out):
                     raise DependentRowsError("none of its outputs has rows")
+                _refuse_whole_towers(call, into, whole, out)
                 _exchange(call, Layout(tuple(into), tuple(out)), whole, restart, _kept_rows(count, draw), limit)
                 return Layout(tuple(into), tuple(out))
         except _ChangesItselfError:
@@ -226,6 +227,21 @@ def _check(call: ModuleCall, count: int, size: int, restart: Callable[[], None],
             "it draws random numbers other than dropout's, so that parts draw others than the whole"
         )
     raise DependentRowsError(reasons[0])
+
+
+def _refuse_whole_towers(
+    call: ModuleCall, into: Sequence[int | None], whole: Sequence[Any], out: Sequence[int | None]
+) -> None:
+    """Refuse parts of texts beside all images: the outputs of the images are in every part, and so is their gradient.
+
+    A tensor that has as many entries by chance, such as the numbers of columns, is no output of its own.
+    """
+    pairs = zip(call.leaves, into, strict=True)
+    is_left = any(d is None and torch.is_tensor(x) and x.shape[:1] == (call.rows,) for x, d in pairs)
+    for index, (value, dim) in enumerate(zip(whole, out, strict=True)):
+        if is_left and dim is None and torch.is_tensor(value) and value.is_floating_point():
+            shown = f"its output {index} of shape {tuple(value.shape)}"
+            raise DependentRowsError(f"{shown} comes from inputs of which every part needs all rows")
 
 
 class _ChangesItselfError(DependentRowsError):
@@ -307,7 +323,9 @@ def _rows_of(index: int, whole: Any, parts: Sequence[Any], sizes: Sequence[int],
         if entries
         and entries % rows == 0
         and all(
-            part.dim() == whole.dim() and part.shape[d] * rows == entries * size
+            part.dim() == whole.dim()
+            and part.shape[d] * rows == entries * size
+            and part.select(d, 0).shape == parts[0].select(d, 0).shape
             for part, size in zip(parts, sizes, strict=True)
         )
     )
