@@ -9,7 +9,7 @@ import operator
 import random
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -53,6 +53,7 @@ class KeptState:
         foreign: packages whose objects are not looked at unless ``look_at`` gets them.
         largest_copy_bytes: of a tensor that is copied; of a larger one a change is only noticed, with a warning.
         what: runs in between, for that warning.
+        others: tensors that somebody else puts back.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class KeptState:
         foreign: Collection[str] = FOREIGN,
         largest_copy_bytes: int = LARGEST_COPY_BYTES,
         what: str = "a probe of the loss",
+        others: Iterable[torch.Tensor] = (),
     ) -> None:
         self._foreign = foreign
         self._what = what
@@ -69,7 +71,7 @@ class KeptState:
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._tensors: list[tuple[str, torch.Tensor, int, torch.Tensor | None]] = []
         self._generators: list[tuple[Callable[[Any], object], Any]] = []  # what sets its state, and the state
-        self._seen: set[int] = set()
+        self._seen = set(map(id, others))
 
     def look_at(self, owner: Any, depth: int = 0) -> None:
         """Remember the attributes of an object and what their containers hold; of a module its buffers and hooks too,

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
-import json
+import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import row_models
 import tiny
+from hf_memopt.devices.random_state import RandomState
 from hf_memopt.techniques.microbatching.backbones import Backbones, CutStep
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.microbatching.row_check import DependentRowsError, ModuleCall, check_rows
 from hf_memopt.techniques.microbatching.rows_in_parts import Size
-from row_models import ARCHITECTURES, ROWS, STEPS, TRAINED, Batch
+from row_models import ARCHITECTURES, ROWS, STEPS, TRAINED, WORDS
 from two_ranks import run_pair
 
 PART = 3  # of 7 rows: the last part has one
@@ -110,3 +115,283 @@ def test_accumulation_in_two_processes(name: str, loss: str, ranks: list[dict[st
     for difference, cut_steps in (found[f"{name}: {loss}"] for found in ranks):
         assert difference <= FLOAT64
         assert cut_steps == 2
+
+
+# ---- What depends on other rows, or on how often it runs ------------------------------------------------------------
+
+Mix = Callable[[Any, torch.Tensor, torch.Tensor], Any]
+
+
+class Body(nn.Module):
+    """A backbone that does with its rows what a test says: ``mix`` gets it, the hidden states and the ids."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__()
+        self.words, self.linear, self.mix = nn.Embedding(WORDS, 8), nn.Linear(8, 8), mix
+        self.norm = nn.BatchNorm1d(10)
+        self.scaled = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.register_buffer("count", torch.zeros(()))
+        self.calls, self.p = 0, 0.5
+        self.seen: list[Any] = []
+        self.last: dict[str, Any] = {}
+
+    def forward(self, input_ids: torch.Tensor, groups: torch.Tensor | None = None) -> Any:
+        hidden = torch.tanh(self.linear(self.words(input_ids)))
+        return self.mix(self, hidden, input_ids if groups is None else groups)
+
+
+class Model(nn.Module):
+    """A classifier over a body; no class of transformers."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__()
+        self.body, self.head = Body(mix), nn.Linear(8, 3)
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        found = self.body(**inputs)
+        return self.head((found[0] if isinstance(found, tuple) else found).mean(1))
+
+
+def with_body(mix: Mix) -> Model:
+    torch.manual_seed(0)
+    return Model(mix).double().train()
+
+
+IDS = row_models.classified(ROWS).inputs["input_ids"]
+CLASSES = row_models.classified(ROWS).classes
+
+
+def step_with(**inputs: torch.Tensor) -> Callable[[nn.Module], torch.Tensor]:
+    """Return a step whose loss compares rows."""
+
+    def step(model: nn.Module) -> torch.Tensor:
+        loss = row_models.supcon(model(**{"input_ids": IDS, **inputs}), CLASSES)
+        loss.backward()
+        return loss
+
+    return step
+
+
+def doing(change: Callable[[Any, torch.Tensor], object]) -> Mix:
+    """Return what changes a body beside its output."""
+
+    def mix(body: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        change(body, hidden)
+        return hidden
+
+    return mix
+
+
+def grouped(body: Any, hidden: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Rows of a group see each other."""
+    same = (groups[:, None] == groups).to(hidden.dtype)
+    return torch.einsum("ij,jkl->ikl", same, hidden)
+
+
+def masked_by_numpy(body: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return hidden * torch.from_numpy(np.random.random(hidden.shape[:2]) < 0.7)[..., None]
+
+
+def trimmed(body: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return hidden[:, : int(ids.ne(0).any(0).nonzero().max()) + 1]
+
+
+DIFFER = "rows depend on each other: parts of its output 0 of shape (7, 10, 8) differ from the whole by #"
+CHANGES = "its forward pass changes {}, which parts would change several times"
+DRAWS = "it draws random numbers other than dropout's, so that parts draw others than the whole"
+DEPENDENT: dict[str, tuple[Mix, str]] = {
+    "mean of rows": (lambda body, hidden, ids: hidden - hidden.mean(0), DIFFER),
+    "mean, 1e-9 of it": (lambda body, hidden, ids: hidden + 1e-9 * hidden.mean(0), DIFFER),
+    "rows rolled": (lambda body, hidden, ids: hidden + hidden.roll(1, 0), DIFFER),
+    "if any row": (lambda body, hidden, ids: hidden * 2 if (ids > 95).any() else hidden, DIFFER),
+    "by the batch's size": (lambda body, hidden, ids: hidden * len(hidden), DIFFER),
+    "batch norm": (lambda body, hidden, ids: body.norm(hidden), DIFFER),
+    "mean as a second output": (
+        lambda body, hidden, ids: (hidden, hidden.mean()),
+        "rows depend on each other: parts of its output 1 of shape () differ from the whole by #",
+    ),
+    "the longest row": (trimmed, "parts of its output 0 of shape (7, 10, 8) have shapes that do not join"),
+    "no rows": (lambda body, hidden, ids: body.words.weight[:7, None], "none of its outputs has rows"),
+    "permutation": (lambda body, hidden, ids: hidden + hidden[torch.randperm(len(hidden))], DRAWS),
+    "augmentation": (masked_by_numpy, DRAWS),
+    "one number for all rows": (lambda body, hidden, ids: hidden * random.random(), DRAWS),
+    "spectral norm": (
+        lambda body, hidden, ids: body.scaled(hidden),
+        CHANGES.format("scaled.parametrizations.weight.0._u"),
+    ),
+    "buffer in place": (doing(lambda body, hidden: body.count.add_(1)), CHANGES.format("count")),
+    "buffer": (doing(lambda body, hidden: setattr(body, "count", body.count + 1)), CHANGES.format("count")),
+    "number": (doing(lambda body, hidden: setattr(body, "calls", body.calls + 1)), CHANGES.format("calls")),
+    "tensor": (doing(lambda body, hidden: setattr(body, "kept", hidden)), CHANGES.format("kept")),
+    "list": (doing(lambda body, hidden: body.seen.append(1)), CHANGES.format("seen")),
+    "entry of a dict": (doing(lambda body, hidden: body.last.update(x=hidden)), CHANGES.format("last")),
+}
+
+
+def reasons(seen: CutStep) -> list[str]:
+    """Return why calls ran whole, without the sizes of errors."""
+    return [re.sub(r"[\d.]+e[+-]\d+", "#", reason) for reason in seen.reasons]
+
+
+def drawn() -> Any:
+    """Return the states of all generators."""
+    return repr((torch.get_rng_state().tolist(), np.random.get_state(legacy=False), random.getstate()))
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_what_parts_would_change_is_refused_and_runs_as_if_never_checked(name: str) -> None:
+    mix, reason = DEPENDENT[name]
+    finished = []
+    for rows in (99, PART):
+        random.seed(1)
+        np.random.seed(1)
+        model = with_body(mix)
+        outcome = run(step_with(), model, rows, ["body"])
+        own = {key: getattr(outcome.model.body, key) for key in ("calls", "p", "seen", "training")}
+        own["modes"] = [module.training for module in outcome.model.modules()]
+        own["last"] = list(outcome.model.body.last)
+        finished.append((outcome, own, drawn()))
+    (whole, expected, numbers), (parts, own, numbers_of_parts) = finished
+    assert (parts.seen.cut, reasons(parts.seen)) == (0, [f"body: {reason}"])
+    assert torch.equal(whole.loss, parts.loss)
+    assert worst(parts.gradients, whole.gradients) == 0.0
+    assert own == expected
+    assert numbers_of_parts == numbers
+    for key, value in whole.model.state_dict().items():
+        assert torch.equal(value, parts.model.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("groups", [[0, 0, 1, 1, 2, 2, 3], [0, 0, 0, 1, 1, 1, 2], [0, 1, 2, 3, 4, 5, 6]])
+def test_groups_are_refused_though_they_come_apart_at_no_cut_or_have_one_row_each(groups: list[int]) -> None:
+    """The check gives rows the content of others, and their group with it."""
+    outcome = run(step_with(groups=torch.tensor(groups)), with_body(grouped), names=["body"])
+    assert outcome.seen.cut == 0
+    assert reasons(outcome.seen)[0].startswith("body: rows depend on each other: ")
+
+
+def test_a_check_leaves_no_trace() -> None:
+    model = with_body(lambda body, hidden, ids: functional.dropout(hidden, body.p))
+    before, numbers = copy.deepcopy(model.state_dict()), drawn()
+    call = ModuleCall(model.body, model.body.forward, (), {"input_ids": IDS})
+    assert check_rows(call, PART) == ((0,), (0,))
+    assert (model.body.p, drawn(), model.body.training) == (0.5, numbers, True)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def named_hook(module: nn.Module, args: Any, output: Any) -> None:
+    rows_seen.append(len(output))
+
+
+rows_seen: list[int] = []
+
+
+def test_a_hook_inside_is_refused_by_name_and_one_on_the_backbone_sees_all_rows() -> None:
+    rows_seen.clear()
+    model = with_body(lambda body, hidden, ids: hidden)
+    model.body.register_forward_hook(named_hook)
+    assert_exact(step_with(), model, names=["body"])
+    assert rows_seen == [ROWS, ROWS]
+    model.body.linear.register_forward_hook(named_hook)
+    assert reasons(run(step_with(), model, names=["body"]).seen) == [
+        f"body: the forward hook {__name__}.named_hook on linear would see parts of a batch, without a graph"
+    ]
+
+
+def test_a_cache_is_refused_with_advice() -> None:
+    batch = row_models.causal(ROWS)
+    inputs = {**batch.inputs, "use_cache": True}
+
+    def step(model: nn.Module) -> torch.Tensor:
+        loss = row_models.supcon(model(**inputs).logits[:, -1], batch.classes)
+        loss.backward()
+        return loss
+
+    outcome = run(step, row_models.build("llama-tied"))
+    assert list(outcome.seen.reasons) == [
+        f"{name}: its output {place} is a DynamicCache, which has no rows: pass use_cache=False"
+        for name, place in (("LlamaForCausalLM", 1), ("model", 1))
+    ]
+
+
+# ---- What is exact --------------------------------------------------------------------------------------------------
+
+
+class FakeDevice:
+    """A device whose random numbers come from a generator of the host."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+        self.restored = 0
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.restored += 1
+        self.generator.set_state(state)
+
+
+GPU = torch.device("cuda", 0)
+FAKE = FakeDevice()
+DRAWN: dict[str, Callable[[tuple[int, ...]], torch.Tensor]] = {
+    "torch": torch.rand,
+    "numpy": lambda shape: torch.from_numpy(np.random.random(shape)),
+    "python": lambda shape: torch.tensor([[random.random()] for _ in range(shape[0])]),
+    "device": lambda shape: torch.rand(shape, generator=FAKE.generator),
+}
+
+
+def dropping(draw: Callable[[tuple[int, ...]], torch.Tensor]) -> Mix:
+    def mix(body: Any, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return hidden * (draw(hidden.shape[:2]) >= body.p)[..., None] if body.p else hidden
+
+    return mix
+
+
+@pytest.mark.parametrize("is_restored", [True, False])
+@pytest.mark.parametrize("source", DRAWN)
+def test_a_part_draws_its_random_numbers_again(
+    source: str, is_restored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference runs the same parts with a graph. Without restoring, the second draw is noticed."""
+
+    def seed() -> None:
+        torch.manual_seed(1)
+        np.random.seed(1)
+        random.seed(1)
+        FAKE.generator.manual_seed(1)
+
+    model = with_body(dropping(DRAWN[source]))
+    if source == "device":
+        monkeypatch.setattr(torch, "get_device_module", {GPU: FAKE}.get)
+        monkeypatch.setattr(ModuleCall, "devices", lambda self: [GPU])
+    reference = copy.deepcopy(model)
+    backbones = in_parts(PART, ["body"])
+    seed()
+    with backbones.cut(model) as seen:
+        loss = row_models.supcon(model(input_ids=IDS), CLASSES)
+        if not is_restored:
+            monkeypatch.setattr(RandomState, "restore", lambda self: None)
+            with pytest.raises(DependentRowsError, match="a part that was run again gave other values"):
+                loss.backward()
+            return
+        loss.backward()
+    assert seen.cut == 1
+    seed()
+    parts = [reference.body(input_ids=IDS[start : start + PART]) for start in range(0, ROWS, PART)]
+    expected = row_models.supcon(reference.head(torch.cat(parts).mean(1)), CLASSES)
+    expected.backward()
+    assert torch.allclose(loss, expected, rtol=0, atol=FLOAT64)
+    of_reference = dict(reference.named_parameters())
+    used = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert worst(used, {name: of_reference[name].grad for name in used}) <= FLOAT64
+
+
+def test_the_devices_are_those_of_keywords_and_weights() -> None:
+    class OnGpu(torch.Tensor):
+        device = GPU
+
+    model = with_body(lambda body, hidden, ids: hidden)
+    for inputs in ({"input_ids": IDS.as_subclass(OnGpu)}, {"input_ids": IDS}):
+        assert ModuleCall(model.body, model.body.forward, (), inputs).devices() == [GPU]
+        model.body.words.weight = nn.Parameter(model.body.words.weight.detach().as_subclass(OnGpu))

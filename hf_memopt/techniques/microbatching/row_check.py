@@ -28,7 +28,8 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private, as transformers uses it (2.6 to 2.13)
 
 from hf_memopt.binding.handles import set_attribute
-from hf_memopt.binding.known_losses import foreign_hook
+from hf_memopt.binding.kept_state import KeptState
+from hf_memopt.binding.known_losses import foreign_hook, is_listed
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 
@@ -62,6 +63,7 @@ DROPOUTS = (
 """Attributes of modules that hold a probability of dropping something, or the width of a noise."""
 
 MOST_LAYOUTS = 8  # tried, where several dimensions have as many entries as there are rows
+MOST_MARKED = 1000  # entries of a container in an attribute
 PLAIN = (int, float, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
@@ -196,9 +198,14 @@ def _repeatable(call: ModuleCall) -> Iterator[Callable[[], None]]:
             for name in DROPOUTS:
                 if isinstance(getattr(module, name, None), float):
                     stack.callback(set_attribute(module, name, 0.0).remove)
+        kept = KeptState(what="a check that rows are independent", others=call.module.buffers())
+        for module in call.module.modules():
+            if not is_listed(type(module).__module__):  # a user's own
+                kept.look_at(module)
         try:
             yield restart
         finally:
+            kept.restore()
             for buffer, value in buffers:
                 buffer.copy_(value)
             restart()
@@ -214,15 +221,17 @@ def _check(call: ModuleCall, count: int, size: int, restart: Callable[[], None],
                 if not any(dim is not None for dim in out):
                     raise DependentRowsError("none of its outputs has rows")
                 _refuse_whole_towers(call, into, whole, out)
-                _exchange(call, Layout(tuple(into), tuple(out)), whole, restart, _kept_rows(count, draw), limit)
+                _exchange(call, Layout(tuple(into), tuple(out)), whole, _kept_rows(count, draw), limit)
                 return Layout(tuple(into), tuple(out))
         except _ChangesItselfError:
             raise
         except DependentRowsError as error:
             reasons.append(str(error))
     restart()
-    twice = [call.run(call.leaves) for _ in range(2)]  # the second goes on with the generators of the first
-    if any(_difference(*pair) > 0 for pair in zip(*twice, strict=True) if torch.is_tensor(pair[0])):
+    first, before = call.run(call.leaves), _state_of(call.module)
+    second = call.run(call.leaves)  # goes on with the generators of the first
+    if any(_difference(*pair) > 0 for pair in zip(first, second, strict=True) if torch.is_tensor(pair[0])):
+        _refuse_changes(call.module, before)
         raise DependentRowsError(
             "it draws random numbers other than dropout's, so that parts draw others than the whole"
         )
@@ -370,7 +379,6 @@ def _exchange(
     call: ModuleCall,
     layout: Layout,
     whole: Sequence[Any],
-    restart: Callable[[], None],
     exchanges: Sequence[tuple[int, list[int]]],
     limit: float,
 ) -> None:
@@ -383,12 +391,11 @@ def _exchange(
             leaf if dim is None else leaf.index_select(dim, order.to(leaf.device))
             for leaf, dim in zip(call.leaves, layout.into, strict=True)
         ]
-        restart()
         is_last = number == len(exchanges) - 1
         before = _state_of(call.module) if is_last else before
-        found = call.run(moved)
-        if is_last and (changed := _changed(before, _state_of(call.module))):
-            raise _ChangesItselfError(f"its forward pass changes {changed}, which parts would change several times")
+        found = call.run(moved)  # with other random numbers too
+        if is_last:
+            _refuse_changes(call.module, before)
         for index, (value, other, dim) in enumerate(zip(whole, found, layout.out, strict=True)):
             if torch.is_tensor(value) and (error := _difference(*_pair(value, other, dim, kept, count))) > limit:
                 raise DependentRowsError(
@@ -406,6 +413,11 @@ def _pair(
     index = torch.tensor(rows, device=value.device)
     first, second = (tensor.unflatten(dim, (count, -1)).index_select(dim, index) for tensor in (value, other))
     return first, second
+
+
+def _refuse_changes(module: nn.Module, before: Mapping[str, Any]) -> None:
+    if changed := _changed(before, _state_of(module)):
+        raise _ChangesItselfError(f"its forward pass changes {changed}, which parts would change several times")
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
@@ -426,7 +438,10 @@ def _mark(value: Any) -> Any:
         return repr(value)
     if torch.is_tensor(value):
         return id(value), value._version
-    return (id(value), len(value)) if isinstance(value, (list, dict, set, tuple)) else id(value)
+    if isinstance(value, (list, dict, set, tuple)):
+        inside = value.values() if isinstance(value, dict) else value
+        return id(value), len(value), [id(each) for each in islice(inside, MOST_MARKED)]
+    return id(value)
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
