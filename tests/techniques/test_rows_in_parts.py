@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import bitsandbytes
 import numpy as np
 import pytest
 import torch
@@ -395,3 +396,128 @@ def test_the_devices_are_those_of_keywords_and_weights() -> None:
     for inputs in ({"input_ids": IDS.as_subclass(OnGpu)}, {"input_ids": IDS}):
         assert ModuleCall(model.body, model.body.forward, (), inputs).devices() == [GPU]
         model.body.words.weight = nn.Parameter(model.body.words.weight.detach().as_subclass(OnGpu))
+
+
+INPUTS = {name: row_models.causal(ROWS).inputs[name] for name in ("input_ids", "attention_mask")}
+
+
+def _loss(model: nn.Module, **inputs: Any) -> torch.Tensor:
+    outputs = model(**{**INPUTS, "use_cache": False, **inputs})
+    return row_models.supcon(row_models.features(outputs), CLASSES)
+
+
+def _plain(model: nn.Module) -> torch.Tensor:
+    loss = _loss(model)
+    loss.backward()
+    return loss
+
+
+def _two_backward(model: nn.Module) -> torch.Tensor:
+    outputs = row_models.features(model(**INPUTS, use_cache=False))
+    one, two = row_models.supcon(outputs, CLASSES), row_models.hard(outputs, CLASSES)
+    one.backward(retain_graph=True)
+    two.backward()
+    return one + two
+
+
+def _to_inputs(model: nn.Module) -> torch.Tensor:
+    """The gradient of the inputs alone, as PGD takes it, which must not touch that of the weights."""
+    embeddings = model.get_input_embeddings()(INPUTS["input_ids"]).detach().requires_grad_()
+    loss = _loss(model, input_ids=None, inputs_embeds=embeddings)
+    (gradient,) = torch.autograd.grad(loss, embeddings)
+    assert all(p.grad is None for p in model.parameters())
+    moved = embeddings.detach() + gradient.sign() * 0.1
+    attacked = _loss(model, input_ids=None, inputs_embeds=moved.requires_grad_())
+    attacked.backward()
+    return loss + attacked + gradient.abs().sum() + moved.grad.abs().sum()
+
+
+def _square(model: nn.Module) -> torch.Tensor:
+    """As many columns as rows, and one row of positions for all."""
+    inputs = {name: value[:, :ROWS] for name, value in INPUTS.items()}
+    loss = _loss(model, **inputs, position_ids=torch.arange(ROWS)[None] + 1)
+    loss.backward()
+    return loss
+
+
+def _generating(model: nn.Module) -> torch.Tensor:
+    """Text that is generated within the step, which is never cut."""
+    model.eval()
+    settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    text = model.generate(**INPUTS, **settings)
+    model.train()
+    loss = _loss(model, input_ids=text, attention_mask=torch.ones_like(text))
+    loss.backward()
+    return loss + text.sum()
+
+
+def _under_autocast(model: nn.Module) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = _loss(model)
+    loss.backward()
+    return loss.float()
+
+
+def _llama() -> Any:
+    return row_models.build("llama-tied")
+
+
+def _checkpointed(*, use_reentrant: bool) -> Any:
+    model = _llama()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    return model
+
+
+def _lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).train()
+
+
+def _four_bits() -> Any:
+    model = row_models.build("llama-tied").float()
+    for layer in model.model.layers:
+        linear = layer.self_attn.q_proj
+        quantized = bitsandbytes.nn.Linear4bit(32, 32, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+        weights = bitsandbytes.nn.Params4bit(linear.weight.detach(), requires_grad=False, quant_type="nf4")
+        quantized.weight = weights
+        layer.self_attn.q_proj = quantized.to("cpu")
+    return _lora(model)
+
+
+def _partly_frozen() -> Any:
+    model = _llama()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
+def _compiled(backend: str) -> Callable[[nn.Module], torch.Tensor]:
+    def step(model: nn.Module) -> torch.Tensor:
+        torch._dynamo.reset()
+        return _plain(torch.compile(model, backend=backend))  # type: ignore[arg-type]
+
+    return step
+
+
+INTERPLAY: dict[str, tuple[Callable[[], Any], Callable[[nn.Module], torch.Tensor], float]] = {
+    "two backward passes through one graph": (_llama, _two_backward, FLOAT64),
+    "gradient of the inputs alone": (_llama, _to_inputs, FLOAT64),
+    "as many columns as rows": (_llama, _square, FLOAT64),
+    "generation in the step": (_llama, _generating, FLOAT64),
+    "checkpointing": (lambda: _checkpointed(use_reentrant=False), _plain, FLOAT64),
+    "reentrant checkpointing": (lambda: _checkpointed(use_reentrant=True), _plain, FLOAT64),
+    "lora": (lambda: _lora(_llama()), _plain, FLOAT64),
+    "four bits": (_four_bits, _plain, 1e-5),  # float32
+    "frozen layers": (_partly_frozen, _plain, FLOAT64),
+    "compiled": (_llama, _compiled("eager"), FLOAT64),
+    "compiled ahead of time": (_llama, _compiled("aot_eager"), FLOAT64),
+    "bf16 autocast": (lambda: _llama().float(), _under_autocast, 0.1),  # 8 bits, other products per part
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of 5.23, for the old names
+@pytest.mark.parametrize("name", INTERPLAY)
+def test_exact_together_with(name: str) -> None:
+    build, step, tolerance = INTERPLAY[name]
+    assert_exact(step, build(), tolerance)

@@ -18,6 +18,7 @@ values cannot be compared. In 16 bits a dependence below 1 % of the largest valu
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice, pairwise, product
@@ -136,7 +137,10 @@ class ModuleCall:
     def run_with_spec(self, leaves: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
         """The same with what puts them together again."""
         args, kwargs = tree_unflatten(list(leaves), self._spec)
-        found: tuple[list[Any], TreeSpec] = tree_flatten(self._forward(*args, **kwargs))
+        with warnings.catch_warnings():
+            if not torch.is_grad_enabled():  # no graph is wanted, whatever reentrant checkpointing thinks of that
+                warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+            found: tuple[list[Any], TreeSpec] = tree_flatten(self._forward(*args, **kwargs))
         return found
 
     def rows_from(self, into: Sequence[int | None], start: int, stop: int) -> list[Any]:
