@@ -64,6 +64,7 @@ class KeptState:
         foreign: packages whose objects are not looked at unless ``look_at`` gets them.
         largest_copy_bytes: of a tensor that is copied; of a larger one a change is only noticed, with a warning.
         what: runs in between, for that warning.
+        others: tensors that somebody else puts back.
 
     Attributes:
         unseen: name of the first value found whose change cannot be seen or put back: an iterator, a file, a large
@@ -75,6 +76,7 @@ class KeptState:
         foreign: Collection[str] = FOREIGN,
         largest_copy_bytes: int = LARGEST_COPY_BYTES,
         what: str = "a probe of the loss",
+        others: Iterable[torch.Tensor] = (),
     ) -> None:
         self._foreign = foreign
         self._what = what
@@ -85,7 +87,7 @@ class KeptState:
         self._tensors: list[tuple[str, torch.Tensor, int, torch.Tensor | None]] = []
         self._generators: list[tuple[Callable[[Any], object], Any]] = []  # what sets its state, and the state
         self._cells: list[tuple[CellType, Any]] = []
-        self._seen: set[int] = set()
+        self._seen = set(map(id, others))
         self.unseen = ""
 
     def look_at(self, owner: Any, depth: int = 0) -> None:

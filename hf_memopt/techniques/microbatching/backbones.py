@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -110,6 +111,7 @@ class Backbones:
         self, name: str, module: nn.Module, step: CutStep
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
+            @torch.compiler.disable  # checks and parts are no graph; a compiled model runs as it is written
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if self._is_inside:
                     return before(*args, **kwargs)

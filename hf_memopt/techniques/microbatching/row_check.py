@@ -18,6 +18,7 @@ values cannot be compared. In 16 bits a dependence below 1 % of the largest valu
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice, pairwise, product
@@ -27,8 +28,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private, as transformers uses it (2.6 to 2.13)
 
-from hf_memopt.binding.foreign_code import foreign_hooks
+from hf_memopt.binding.foreign_code import foreign_hooks, is_listed_module
 from hf_memopt.binding.handles import set_attribute
+from hf_memopt.binding.kept_state import KeptState
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 
@@ -62,6 +64,7 @@ DROPOUTS = (
 """Attributes of modules that hold a probability of dropping something, or the width of a noise."""
 
 MOST_LAYOUTS = 8  # tried, where several dimensions have as many entries as there are rows
+MOST_MARKED = 1000  # entries of a container in an attribute
 PLAIN = (int, float, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
@@ -134,7 +137,10 @@ class ModuleCall:
     def run_with_spec(self, leaves: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
         """The same with what puts them together again."""
         args, kwargs = tree_unflatten(list(leaves), self._spec)
-        found: tuple[list[Any], TreeSpec] = tree_flatten(self._forward(*args, **kwargs))
+        with warnings.catch_warnings():
+            if not torch.is_grad_enabled():  # no graph is wanted, whatever reentrant checkpointing thinks of that
+                warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+            found: tuple[list[Any], TreeSpec] = tree_flatten(self._forward(*args, **kwargs))
         return found
 
     def rows_from(self, into: Sequence[int | None], start: int, stop: int) -> list[Any]:
@@ -197,9 +203,14 @@ def _repeatable(call: ModuleCall) -> Iterator[Callable[[], None]]:
             for name in DROPOUTS:
                 if isinstance(getattr(module, name, None), float):
                     stack.callback(set_attribute(module, name, 0.0).remove)
+        kept = KeptState(what="a check that rows are independent", others=call.module.buffers())
+        for module in call.module.modules():
+            if not is_listed_module(type(module).__module__):  # a user's own
+                kept.look_at(module)
         try:
             yield restart
         finally:
+            kept.restore()
             for buffer, value in buffers:
                 buffer.copy_(value)
             restart()
@@ -214,7 +225,8 @@ def _check(call: ModuleCall, count: int, size: int, restart: Callable[[], None],
                 whole, out = _compare(call, into, count, size, restart, limit)
                 if not any(dim is not None for dim in out):
                     raise DependentRowsError("none of its outputs has rows")
-                _exchange(call, Layout(tuple(into), tuple(out)), whole, restart, _kept_rows(count, draw), limit)
+                _refuse_whole_towers(call, into, whole, out)
+                _exchange(call, Layout(tuple(into), tuple(out)), whole, _kept_rows(count, draw), limit)
                 return Layout(tuple(into), tuple(out))
         except _ChangesItselfError:
             raise
@@ -222,12 +234,29 @@ def _check(call: ModuleCall, count: int, size: int, restart: Callable[[], None],
             reasons.append(str(error))
     restart()
     leaves = call.rows_from(next(call.candidates()), 0, count)
-    twice = [call.run(leaves) for _ in range(2)]  # the second goes on with the generators of the first
-    if any(_difference(*pair) > 0 for pair in zip(*twice, strict=True) if torch.is_tensor(pair[0])):
+    first, before = call.run(leaves), _state_of(call.module)
+    second = call.run(leaves)  # goes on with the generators of the first
+    if any(_difference(*pair) > 0 for pair in zip(first, second, strict=True) if torch.is_tensor(pair[0])):
+        _refuse_changes(call.module, before)
         raise DependentRowsError(
             "it draws random numbers other than dropout's, so that parts draw others than the whole"
         )
     raise DependentRowsError(reasons[0])
+
+
+def _refuse_whole_towers(
+    call: ModuleCall, into: Sequence[int | None], whole: Sequence[Any], out: Sequence[int | None]
+) -> None:
+    """Refuse parts of texts beside all images: the outputs of the images are in every part, and so is their gradient.
+
+    A tensor that has as many entries by chance, such as the numbers of columns, is no output of its own.
+    """
+    pairs = zip(call.leaves, into, strict=True)
+    is_left = any(d is None and torch.is_tensor(x) and x.shape[:1] == (call.rows,) for x, d in pairs)
+    for index, (value, dim) in enumerate(zip(whole, out, strict=True)):
+        if is_left and dim is None and torch.is_tensor(value) and value.is_floating_point():
+            shown = f"its output {index} of shape {tuple(value.shape)}"
+            raise DependentRowsError(f"{shown} comes from inputs of which every part needs all rows")
 
 
 class _ChangesItselfError(DependentRowsError):
@@ -309,7 +338,9 @@ def _rows_of(index: int, whole: Any, parts: Sequence[Any], sizes: Sequence[int],
         if entries
         and entries % rows == 0
         and all(
-            part.dim() == whole.dim() and part.shape[d] * rows == entries * size
+            part.dim() == whole.dim()
+            and part.shape[d] * rows == entries * size
+            and part.select(d, 0).shape == parts[0].select(d, 0).shape
             for part, size in zip(parts, sizes, strict=True)
         )
     )
@@ -354,7 +385,6 @@ def _exchange(
     call: ModuleCall,
     layout: Layout,
     whole: Sequence[Any],
-    restart: Callable[[], None],
     exchanges: Sequence[tuple[int, list[int]]],
     limit: float,
 ) -> None:
@@ -367,12 +397,11 @@ def _exchange(
             leaf if dim is None else leaf.index_select(dim, order.to(leaf.device))
             for leaf, dim in zip(call.leaves, layout.into, strict=True)
         ]
-        restart()
         is_last = number == len(exchanges) - 1
         before = _state_of(call.module) if is_last else before
-        found = call.run(moved)
-        if is_last and (changed := _changed(before, _state_of(call.module))):
-            raise _ChangesItselfError(f"its forward pass changes {changed}, which parts would change several times")
+        found = call.run(moved)  # with other random numbers too
+        if is_last:
+            _refuse_changes(call.module, before)
         for index, (value, other, dim) in enumerate(zip(whole, found, layout.out, strict=True)):
             if torch.is_tensor(value) and (error := _difference(*_pair(value, other, dim, kept, count))) > limit:
                 raise DependentRowsError(
@@ -390,6 +419,11 @@ def _pair(
     index = torch.tensor(rows, device=value.device)
     first, second = (tensor.unflatten(dim, (count, -1)).index_select(dim, index) for tensor in (value, other))
     return first, second
+
+
+def _refuse_changes(module: nn.Module, before: Mapping[str, Any]) -> None:
+    if changed := _changed(before, _state_of(module)):
+        raise _ChangesItselfError(f"its forward pass changes {changed}, which parts would change several times")
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
@@ -410,7 +444,10 @@ def _mark(value: Any) -> Any:
         return repr(value)
     if torch.is_tensor(value):
         return id(value), value._version
-    return (id(value), len(value)) if isinstance(value, (list, dict, set, tuple)) else id(value)
+    if isinstance(value, (list, dict, set, tuple)):
+        inside = value.values() if isinstance(value, dict) else value
+        return id(value), len(value), [id(each) for each in islice(inside, MOST_MARKED)]
+    return id(value)
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
