@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import bitsandbytes
 import numpy as np
 import pytest
+import row_models
 import torch
+from row_models import ARCHITECTURES, ROWS, STEPS, TRAINED, WORDS
 from torch import nn
 from torch.nn import functional
 
-import row_models
 import tiny
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.techniques.microbatching.backbones import Backbones, CutStep
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 from hf_memopt.techniques.microbatching.row_check import DependentRowsError, ModuleCall, check_rows
 from hf_memopt.techniques.microbatching.rows_in_parts import Size
-from row_models import ARCHITECTURES, ROWS, STEPS, TRAINED, WORDS
 from two_ranks import run_pair
 
 PART = 3  # of 7 rows: the last part has one
@@ -294,7 +294,7 @@ def test_a_hook_inside_is_refused_by_name_and_one_on_the_backbone_sees_all_rows(
     assert rows_seen == [ROWS, ROWS]
     model.body.linear.register_forward_hook(named_hook)
     assert reasons(run(step_with(), model, names=["body"]).seen) == [
-        f"body: the forward hook {__name__}.named_hook on linear would see parts of a batch, without a graph"
+        f"body: the hook {__name__}.named_hook on linear would see parts of a batch, without a graph"
     ]
 
 
