@@ -3,7 +3,8 @@
 Cost: ``MicrobatchCallback`` around a training step that does nothing, over a real step of BERT-tiny (2 layers, hidden
 128) on 8 short texts. Gain: BERT-mini (4 layers, hidden 256) on the docstrings that Python ships with, 32 to an
 optimizer step; stock in 4 accumulation steps of 8, padded to their longest, against one batch that is split into as
-many rows or as many tokens at most. Every arm trains on the same texts at the same step; the arms take turns, and of
+many rows or as many tokens at most. A loss that is not known (hard examples): one batch of 32 whole, and with 8 rows of
+the backbone at a time. Every arm trains on the same texts at the same step; the arms take turns, and of
 each step the median of the turns counts.
 """
 
@@ -33,11 +34,28 @@ ARMS: dict[str, dict[str, int]] = {
 """Arms by name: the limits of ours, none for stock."""
 
 
+OWN: dict[str, dict[str, int] | None] = {
+    "hard examples, 32 rows at once, stock": None,
+    "hard examples, attached, nothing to cut": {},
+    "hard examples, 8 rows of the backbone at a time": {"max_examples": MICROBATCH_ROWS},
+}
+"""Arms of a loss that compares rows: the limits, None for stock alone."""
+
+
+def hard_examples(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """Return the mean of the half of the rows with the largest loss."""
+    import torch
+
+    losses = torch.nn.functional.cross_entropy(outputs["logits"], labels, reduction="none")
+    return losses.topk(len(losses) // 2).values.mean()
+
+
 class StepClock(TrainerCallback):
     """Time of each optimizer step, and the padded tokens that the model saw in it."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.tokens: list[int] = []
 
     def count(self, module: Any, args: Any, inputs: dict[str, Any]) -> None:
@@ -46,9 +64,10 @@ class StepClock(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.tokens.append(0)
-        self._started = time.perf_counter()
+        self._started, self._cpu = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.cpu_seconds.append(time.process_time() - self._cpu)
         self.seconds.append(time.perf_counter() - self._started)
 
 
@@ -150,6 +169,25 @@ def mixed_lengths(tokenizer: Any, rows: list[dict[str, Any]], folder: str) -> di
     }
 
 
+def own_losses(tokenizer: Any, rows: Any, folder: str) -> dict[str, dict[str, float]]:
+    """Train the arms of a loss that compares rows in turns; return the CPU seconds of an optimizer step of each."""
+    seconds: dict[str, list[list[float]]] = defaultdict(list)
+    for _ in range(TURNS):
+        for name, limits in OWN.items():
+            trainer = build_trainer(tokenizer, rows, MINI, output_dir=folder)
+            trainer.compute_loss_func = hard_examples
+            if limits is not None:
+                attached(trainer, **limits)
+            clock = StepClock()
+            trainer.add_callback(clock)
+            trainer.train()
+            seconds[name].append(clock.cpu_seconds[2:])  # the first two check that rows are independent
+    return {
+        name: {"cpu_seconds_per_step": statistics.mean(statistics.median(each) for each in zip(*turns, strict=True))}
+        for name, turns in seconds.items()
+    }
+
+
 def main() -> int:
     """Run both, print two tables, append the figures to the results."""
     from results_file import append
@@ -158,6 +196,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         cost = overhead(tokenizer, rows, folder)
         gain = mixed_lengths(tokenizer, rows, folder)
+        own = own_losses(tokenizer, rows, folder)
     print(f"{'nothing to cut, nothing fails':<44}{'callback':>12}{'real step':>12}{'cost':>8}")
     times = f"{1e6 * cost['callback_seconds']:>9.0f} us{1e3 * cost['step_seconds']:>9.1f} ms"
     print(f"{'BERT-tiny, 8 texts of 64 tokens at most':<44}{times}{cost['fraction']:>8.2%}\n")
@@ -166,7 +205,11 @@ def main() -> int:
     for name, found in gain.items():
         figures = f"{found['seconds_per_step']:>10.3f}{found['padded_tokens_per_step']:>16.0f}"
         print(f"{name:<44}{figures}{stock / found['seconds_per_step']:>7.2f}x")
-    append("microbatch", {"overhead": cost, "mixed_lengths": gain})
+    print(f"\n{'BERT-mini, a loss that compares rows':<50}{'CPU s':>8}{'of stock':>10}")
+    whole = next(iter(own.values()))["cpu_seconds_per_step"]
+    for name, found in own.items():
+        print(f"{name:<50}{found['cpu_seconds_per_step']:>8.3f}{found['cpu_seconds_per_step'] / whole:>9.2f}x")
+    append("microbatch", {"overhead": cost, "mixed_lengths": gain, "own_losses": own})
     return 0
 
 

@@ -8,6 +8,7 @@ the loss of all rows; what is inside it is tried. No class names: a module count
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -127,9 +128,11 @@ class Backbones:
                         step.error = str(error).partition("\n")[0]
                     raise
 
-            # checks and parts are no graph; a compiled model runs as it is written
-            whole: Callable[..., Any] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
-            return whole
+            if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
+                return forward
+            # checks and parts are no graph: a compiled model runs its backbone as it is written
+            eager: Callable[..., Any] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+            return eager
 
         return wrap
 
