@@ -126,6 +126,22 @@ class NamedTargets(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
 
 
+class OwnLoss(torch.nn.Module):
+    """A classifier of one's own, whose loss is a mean or counts what stock counts."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.embedding, self.counts = torch.nn.Embedding(100, 3), counts
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        logits = self.embedding(input_ids).mean(1)
+        reduction = "sum" if self.counts and "num_items_in_batch" in kwargs else "mean"
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
+        if reduction == "sum":
+            loss = loss / kwargs["num_items_in_batch"].to(loss.device)
+        return {"loss": loss, "logits": logits}
+
+
 def _sentences(count: int) -> list[dict[str, Any]]:
     return tiny.rows(count, LENGTH)
 
@@ -148,6 +164,8 @@ HEADS = {
         lambda: transformers.BertForQuestionAnswering(tiny.bert_config(num_labels=2)), span_examples, False
     ),
     "llama-causal-lm": Head(tiny.llama, causal_examples, False),
+    "own mean": Head(lambda: OwnLoss(counts=False), _sentences, True),
+    "own sum": Head(lambda: OwnLoss(counts=True), _sentences, False),
 }
 
 

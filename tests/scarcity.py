@@ -129,7 +129,7 @@ class Scarcity:
     Args:
         limit: the most padded tokens (images: rows) of a forward pass.
         calls: the forward passes, counted from 1, that run out whatever they hold.
-        where: "forward" or "backward".
+        where: "forward" (at its beginning), "head" and "loss" (at its end, and after it), or "backward".
     """
 
     def __init__(self, limit: int = 10**9, calls: Iterable[int] = (), where: str = "forward") -> None:
@@ -147,6 +147,12 @@ class Scarcity:
         self._first = weakref.ref(next(first))
         handle = nn.modules.module.register_module_forward_pre_hook(self._before_forward)
         weakref.finalize(model, handle.remove)
+        after = nn.modules.module.register_module_forward_hook(self._after_forward)
+        weakref.finalize(model, after.remove)
+
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module is self._model() and self.fails and self.where == "loss":
+            self.fail()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         model = self._model()
@@ -158,6 +164,8 @@ class Scarcity:
             self.fails = held > self.limit or self.count in self.calls
             if self.fails and self.where == "forward":
                 self.fail()
+        if module is self._head() and self.fails and self.where == "head":  # late, where activations are there already
+            self.fail()
         if module is self._head() and self.fails and self.where == "backward" and args[0].requires_grad:
             args[0].register_hook(self._in_backward)
 
@@ -206,16 +214,6 @@ def _train(name: str, way: str, folder: str, **settings: Any) -> Any:
         **{**FLAGS, **settings},
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=case.rows(72), data_collator=Pad())
-    if scarcity is not None and scarcity.where == "loss":
-        before = trainer.compute_loss
-
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            loss = before(*args, **kwargs)
-            if scarcity.fails:
-                scarcity.fail()
-            return loss
-
-        trainer.compute_loss = compute_loss
     callback = MicrobatchCallback()
     attach(trainer, *([] if scarcity is None else [callback]))
     trainer.train()

@@ -31,9 +31,9 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     """Add and bind callbacks, check that data, collator and arguments fit, repair the gradient scale.
 
     Call it once the Trainer is built and before ``trainer.train()``, in every process of the run; calling it again is
-    harmless. Each decision is a ``Change`` in the tuple ``trainer.memopt_changes``; a stream is probed with its first
-    batch, so its list is complete after the first step. A repaired scale weighs the accumulation steps of an optimizer
-    step equally, however many labels each has.
+    harmless. Nothing of the data is read. Each decision is a ``Change`` in the tuple ``trainer.memopt_changes``; a loss
+    that is not one of transformers' is watched in the first step, so the list is complete after that. A repaired scale
+    weighs the accumulation steps of an optimizer step equally, however many labels each has.
 
     All of it belongs to this one trainer, and ``trainer.memopt_handle.remove()`` undoes it (not while it trains):
     callbacks that were added are removed, all are unbound, and dataset, collator, loss and arguments are as before. A

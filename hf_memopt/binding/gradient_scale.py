@@ -1,22 +1,28 @@
 """Repair the scale of gradients under accumulation where the model's loss ignores ``num_items_in_batch``.
 
 Stock transformers 5.x multiplies the gradients of such a head (BERT classification, T5, ...) by accumulation steps
-times processes: it leaves the division to a head that never does it. The head itself is asked, with two forward passes
-of a few examples, and stock's own division is switched back on where it is needed, only there.
+times processes: it leaves the division to a head that never does it. Stock's own division is switched back on where it
+is needed, only there. Heads of transformers are looked up (``known_losses``); of any other loss the first training step
+is watched: a count that stock passed and no operation took is ignored. Nothing is run for it, and nothing read before.
+
+Limitations: a count that only a kernel of one's own reads, in a ``torch.autograd.Function``, is taken for ignored; what
+``torch.compile`` has compiled cannot be watched, and a warning says so.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, set_attribute, undo_all
-from hf_memopt.binding.model_traits import used_columns
-from hf_memopt.binding.probing import undisturbed
+from hf_memopt.binding.known_losses import counts_items
 from hf_memopt.changes import Change, record_changes
 
 if TYPE_CHECKING:
@@ -26,10 +32,31 @@ __all__ = ["repair_gradient_scale"]
 
 logger = logging.getLogger(__name__)
 
-PROBE_EXAMPLES = 4
-# A public attribute, named in stock's docstring and read live at every step (5.8.1, 5.17.0, 5.23.0; pinned by a test).
+# A public attribute, named in stock's docstring and read live at every step, after the loss (5.8.1, 5.17.0, 5.23.0;
+# pinned by a test).
 SWITCH = "model_accepts_loss_kwargs"
-PROBES = "gradient scale"  # the purpose of the override that probes at the first step
+WATCHES = "gradient scale"  # the purpose of the override that watches the first step
+
+# Methods of a tensor that give the same numbers on another device, in another dtype or shape.
+SAME_NUMBERS = {
+    "__get__",
+    "clone",
+    "contiguous",
+    "cpu",
+    "cuda",
+    "detach",
+    "double",
+    "expand",
+    "flatten",
+    "float",
+    "long",
+    "reshape",
+    "squeeze",
+    "to",
+    "unsqueeze",
+    "view",
+}
+READ_NUMBERS = {"__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist"}
 
 
 def repair_gradient_scale(trainer: Any) -> UndoHandle:
@@ -37,148 +64,126 @@ def repair_gradient_scale(trainer: Any) -> UndoHandle:
     restore = set_attribute(trainer, SWITCH, trainer.model_accepts_loss_kwargs)
     if not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
         return restore  # stock divides already, or the user's own loss counts
+    if getattr(trainer, "loss_is_scaled_for_ga", None) is not None:  # of 5.23: the user says who divides
+        return restore
     parameters = inspect.signature(trainer.compute_loss).parameters.values()
     if not any(p.name == "num_items_in_batch" or p.kind is p.VAR_KEYWORD for p in parameters):
         return restore  # a subclass that calls its own compute_loss its own way
-    dataset = trainer.train_dataset
-    if dataset is None:
+    if trainer.train_dataset is None:
         return restore
-    if _is_stream(dataset) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return undo_all(restore, _probe_at_first_step(trainer))
-    if len(dataset) > 0:
-        _probe(trainer, trainer.model, lambda: _first_batch(trainer), stacklevel=4)
+    counts = counts_items(trainer)
+    if counts is None:
+        return undo_all(restore, _watch_first_step(trainer))
+    if not counts:
+        _divide_by_steps(trainer)
     return restore
 
 
-def _is_stream(dataset: Any) -> bool:
-    from torch.utils.data import IterableDataset
-
-    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-
-
-def _probe_at_first_step(trainer: Any) -> UndoHandle:
-    """Probe with the first real batch: reading a stream beforehand could lose examples, and FSDP and DeepSpeed give
-    the model its weights only when training begins.
-    """
-    if is_overridden(trainer, "training_step", PROBES):
+def _watch_first_step(trainer: Any) -> UndoHandle:
+    """Watch the first loss of the training, and take out what watches."""
+    if is_overridden(trainer, "compute_loss", WATCHES):
         return undo_all()
 
-    def probing(before: Callable[..., Any]) -> Callable[..., Any]:
-        def probing_step(model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def watching(before: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not model.training:
+                return before(model, inputs, *args, **kwargs)
+            items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
+            # once more, since labels may decide what a classification head computes
+            counts = counts_items(trainer, inputs.get("labels") if isinstance(inputs, Mapping) else None)
+            finding = "" if counts is not None or items is None else _hidden(trainer, model, items)
+            if counts is not None or finding:
+                handle.remove()
+                _decide(trainer, items is not None and counts is False, finding)
+                return before(model, inputs, *args, **kwargs)
+            with _WatchedCount(items) as watched:
+                loss = before(model, inputs, *args, **kwargs)
             handle.remove()
-            _probe(trainer, model, lambda: inputs, stacklevel=4)
-            return before(model, inputs, *args, **kwargs)
+            _decide(trainer, items is not None and not watched.is_used)
+            return loss
 
-        return probing_step
+        return compute_loss
 
-    handle = override_method(trainer, "training_step", probing, purpose=PROBES)
+    handle = override_method(trainer, "compute_loss", watching, purpose=WATCHES)
     return handle
 
 
-def _probe(trainer: Any, model: nn.Module, read_batch: Callable[[], Any], *, stacklevel: int) -> None:
-    """Repair the scale if a few rows show that the head ignores the count; warn if the result is unclear."""
-    ignores, finding = False, ""
-    with undisturbed(trainer, model):
-        try:
-            batch = read_batch()
-        except Exception as error:
-            batch, finding = None, _reading_failure(trainer, error)
-        try:
-            if not finding:
-                rows = _first_rows(batch, _most_rows(trainer))
-                ignores, finding = _head_ignores_item_count(trainer, model, rows)
-        except Exception as error:  # whatever the user's data, collator, model or compute_loss raise
-            finding = f"{type(error).__name__}: {error}"
+def _decide(trainer: Any, ignores: bool, finding: str = "") -> None:
+    """Switch stock's division on if the loss of any process ignores its count; warn where that could not be seen."""
     if _any_process(trainer, ignores):
-        setattr(trainer, SWITCH, False)
-        reason = (
-            f"the loss of {type(trainer.model).__name__} ignores num_items_in_batch, so stock would multiply its "
-            "gradients by accumulation steps x processes"
-        )
-        change = Change(SWITCH, True, False, reason)
-        logger.info("attach changed %s", change)
-        record_changes(trainer, (change,))
+        _divide_by_steps(trainer)
     elif finding:
         warnings.warn(
             f"attach could not find out whether the loss of {type(trainer.model).__name__} is normalised by "
             f"num_items_in_batch ({finding}); its gradients may be multiplied by the accumulation steps. If the loss "
             "is a mean over the batch, set: trainer.model_accepts_loss_kwargs = False",
-            stacklevel=stacklevel,
+            stacklevel=3,
         )
 
 
-def _reading_failure(trainer: Any, error: Exception) -> str:
-    """Return why no batch could be read; stock's collator without a tokenizer only stacks rows of one length."""
-    from transformers import default_data_collator
-
-    cause = f"{type(error).__name__}: {error}"
-    stacks = trainer.processing_class is None and trainer.data_collator is default_data_collator
-    if not (stacks and isinstance(error, ValueError)):
-        return cause
-    return (
-        f"the collator could not make a batch: {cause}; pass processing_class=tokenizer to the Trainer, so that it pads"
+def _divide_by_steps(trainer: Any) -> None:
+    setattr(trainer, SWITCH, False)
+    reason = (
+        f"the loss of {type(trainer.model).__name__} ignores num_items_in_batch, so stock would multiply its "
+        "gradients by accumulation steps x processes"
     )
+    change = Change(SWITCH, True, False, reason)
+    logger.info("attach changed %s", change)
+    record_changes(trainer, (change,))
+
+
+def _hidden(trainer: Any, model: nn.Module, items: Any) -> str:
+    """Return why the use of a count cannot be seen; "" if it can."""
+    if not torch.is_tensor(items):
+        return f"it is {items!r}, not a tensor"
+    # what torch.compile puts around a module, or leaves on it: private, seen in torch 2.13
+    is_compiled = any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in model.modules())
+    return "torch.compile hides what it computes" if is_compiled or trainer.args.torch_compile else ""
 
 
 def _any_process(trainer: Any, ignores: bool) -> bool:
     """Give all processes one answer: those that count items wait for each other, so two answers would hang."""
-    import torch
-
     if trainer.args.world_size == 1:
         return ignores
     votes = trainer.accelerator.gather(torch.tensor([int(ignores)], device=trainer.args.device))
     return bool(votes.any())
 
 
-def _head_ignores_item_count(trainer: Any, model: nn.Module, batch: Mapping[str, Any]) -> tuple[bool, str]:
-    """Return whether the loss stays the same when twice as many items are announced, and what was found if unclear."""
-    import torch
-    from accelerate.utils import send_to_device
+class _WatchedCount(TorchFunctionMode):
+    """See whether an operation takes ``num_items_in_batch``, or a copy of it.
 
-    if not isinstance(batch, Mapping) or not torch.is_tensor(batch.get("labels")):
-        return False, ""  # stock counts no items then, and divides by itself
-    losses = []
-    # under autocast as in training: weights may be of two dtypes
-    with torch.no_grad(), trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
-        for items in (8, 16):
-            inputs = send_to_device(dict(batch), trainer.args.device)
-            count = torch.tensor(items, device=trainer.args.device)
-            losses.append(float(trainer.compute_loss(model, inputs, num_items_in_batch=count)))
-    one, half = losses
-    if one != 0 and math.isclose(one, half, rel_tol=1e-3):
-        return True, ""
-    if one != 0 and math.isclose(one, 2 * half, rel_tol=1e-2):  # bfloat16 has 8 bits
-        return False, ""
-    return False, f"it was {one:.4g} for 8 items and {half:.4g} for 16"
+    Stock's ``compute_loss`` multiplies a loss that it takes for a sum by the number of processes, in place, and nothing
+    else (5.8.1, 5.17.0, 5.23.0; pinned by a test). That is left out if the count was not used up to then: the loss is a
+    mean.
+    """
 
+    def __init__(self, items: Any) -> None:
+        super().__init__()
+        self.items = items
+        self.is_used = False
+        self._same = [items]
+        from transformers import Trainer
 
-def _most_rows(trainer: Any) -> int:
-    """Return how many rows to probe: never more than a training step holds, so the probe needs no more memory."""
-    most: int = min(PROBE_EXAMPLES, trainer.args.per_device_train_batch_size)
-    return most
+        self._stock = Trainer.compute_loss.__code__
 
-
-def _first_batch(trainer: Any) -> Any:
-    """Collate the first examples as the Trainer will, without the columns that it removes."""
-    dataset = trainer.train_dataset
-    rows = [dataset[0]]
-    if isinstance(rows[0], Mapping):  # else it is a whole batch
-        rows += [dataset[i] for i in range(1, min(_most_rows(trainer), len(dataset)))]
-    known = used_columns(trainer)
-    if known is not None:
-        rows = [{k: v for k, v in row.items() if k in known} if isinstance(row, Mapping) else row for row in rows]
-    return trainer.data_collator(rows)
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the function."""
+        name = getattr(function, "__name__", "")
+        if name == "mul_" and not self.is_used and sys._getframe(1).f_code is self._stock:
+            return args[0]
+        is_taken = any(part is one for part in _flat((args, kwargs)) for one in self._same)
+        result = function(*args, **(kwargs or {}))
+        if is_taken and torch.is_tensor(result) and name in SAME_NUMBERS:
+            self._same.append(result)
+        elif is_taken and (torch.is_tensor(result) or name in READ_NUMBERS):
+            self.is_used = True
+        return result
 
 
-def _first_rows(inputs: Any, rows: int) -> Any:
-    """Return copies of the first rows of all tensors that have as many rows as the labels, and the rest as it is."""
-    import torch
-
-    if not isinstance(inputs, Mapping):
-        return inputs
-    labels = inputs.get("labels")
-    batch = labels.shape[0] if torch.is_tensor(labels) and labels.dim() > 0 else None
-    return {
-        key: value[:rows].clone() if torch.is_tensor(value) and value.shape[:1] == (batch,) else value
-        for key, value in inputs.items()
-    }
+def _flat(value: Any) -> list[Any]:
+    """Return what is in nested tuples, lists and dicts."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    return [part for inner in value for part in _flat(inner)] if isinstance(value, (tuple, list)) else [value]

@@ -175,9 +175,8 @@ def is_overridden(owner: Any, name: str, purpose: str) -> bool:
     return False
 
 
-def function_below(owner: Any, name: str) -> Any:
+def function_below(layer: Any) -> Any:
     """Return the function of a method below all overrides: that of the class, or what the object had of its own."""
-    layer = getattr(owner, name)
     while isinstance(layer, _Override):
         layer = layer._before
     return getattr(layer, "__func__", layer)

@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_memopt.binding.row_weights import CLASSES, POSITIONS
+
 __all__ = ["Head", "assigned", "head_loss"]
 
 # The losses of ``transformers.loss``: what one mean is over, and whether num_items_in_batch divides a sum instead.
@@ -29,12 +31,12 @@ LOSS_FUNCTIONS = {
     "ForCausalLMLoss": ("shifted labels", True),
     "ForMaskedLMLoss": ("labels", True),
     "ForTokenClassification": ("labels", True),
-    "ForSequenceClassificationLoss": ("classes", True),
-    "ForQuestionAnsweringLoss": ("positions", True),
+    "ForSequenceClassificationLoss": (CLASSES, True),
+    "ForQuestionAnsweringLoss": (POSITIONS, True),
     "ForCTCLoss": ("ctc", False),
 }
 
-# Tests around a loss that choose among those of ``classes``, or ask for labels.
+# Tests around a loss that choose among the losses of a classification head, or ask for labels.
 TESTS = {
     "labels is not None",
     "start_positions is not None and end_positions is not None",
@@ -62,7 +64,7 @@ CROSS_ENTROPIES = {
 OF_EACH_ELEMENT = {"MSELoss()", "BCEWithLogitsLoss()"}
 SHIFTED = {"labels[..., 1:]", "labels[:, 1:]"}
 UNSHIFTED = {"labels", "shift_labels if shift_labels is not None else labels", "kwargs.pop('shift_labels', labels)"}
-POSITIONS = {
+ANSWERS = {
     "start_loss": "loss_fct(start_logits, start_positions)",
     "end_loss": "loss_fct(end_logits, end_positions)",
     "loss_fct": "CrossEntropyLoss(ignore_index=ignored_index)",
@@ -74,7 +76,7 @@ CTC = {
     "log_probs": "functional.log_softmax(logits, dim=-1, dtype=torch.float32).transpose(0, 1)",
 }
 # Blocks ``if labels is not None:`` read as a whole, by their digest.
-BLOCKS = {"ce037cb76bcf": "classes"}  # DebertaForSequenceClassification, DebertaV2ForSequenceClassification
+BLOCKS = {"ce037cb76bcf": CLASSES}  # DebertaForSequenceClassification, DebertaV2ForSequenceClassification
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,8 @@ class Head:
     """What the statements of a ``forward`` say about its loss.
 
     Attributes:
-        over: what the mean is over: "labels", "shifted labels", "classes" (by the problem type of the config),
-            "positions" (of answers), "ctc" (by the reduction of the config).
+        over: what the mean is over: "labels", "shifted labels", ``CLASSES``, ``POSITIONS``, "ctc" (by the
+            reduction of the config).
         counts: whether ``num_items_in_batch`` reaches a loss that divides by it.
         source: where this stands.
         calls: whether ``self.loss_function`` decides, which is read from the model.
@@ -195,14 +197,14 @@ class _Reading:
             return None
         over, counts, calls = next(iter(self._found))
         source = f"{place}: {next(iter(self._found.values()))}"
-        return Head("classes" if len(overs) > 1 else over, counts, source, calls, tuple(self._off), self._module)
+        return Head(CLASSES if len(overs) > 1 else over, counts, source, calls, tuple(self._off), self._module)
 
     def _kind(self, value: ast.expr | None) -> tuple[str, bool, bool] | None:
         """Return what a loss is over, whether it counts items, and whether the model's loss function decides."""
         if value is None:
             return None
         if _text(value) == "(start_loss + end_loss) / 2":
-            return ("positions", False, False) if POSITIONS.items() <= self._values.items() else None
+            return (POSITIONS, False, False) if ANSWERS.items() <= self._values.items() else None
         if not isinstance(value, ast.Call):
             return None
         callee, given = _text(value.func), [_text(argument) for argument in value.args]

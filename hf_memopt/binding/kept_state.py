@@ -1,6 +1,6 @@
 """``KeptState``: what objects hold now, to put back later what some code has changed in them.
 
-Limitations: objects of C extensions, closures and files are not seen.
+Limitations: objects with ``__slots__`` and of C extensions, but for generators of random numbers; what files hold.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import operator
 import random
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from io import IOBase
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,17 @@ FOREIGN = (
     "transformers",
 )
 """Packages whose objects keep no readings of a loss, or are looked at in another way."""
-_NO_READINGS = (type, FunctionType, MethodType, BuiltinFunctionType, torch.optim.Optimizer, Dataset, nn.Parameter)
+_NO_READINGS = (
+    type,
+    ModuleType,
+    FunctionType,
+    MethodType,
+    BuiltinFunctionType,
+    torch.optim.Optimizer,
+    Dataset,
+    nn.Parameter,
+)
+CONTAINERS = (dict, list, set, deque)
 
 _LEFT_ALONE = {name for name in vars(nn.Module()) if name != "_buffers" and "hook" not in name}
 """Attributes of every module. Hooks are put back with the rest: transformers registers some in the first forward pass
@@ -54,6 +65,10 @@ class KeptState:
         largest_copy_bytes: of a tensor that is copied; of a larger one a change is only noticed, with a warning.
         what: runs in between, for that warning.
         others: tensors that somebody else puts back.
+
+    Attributes:
+        unseen: name of the first value found whose change cannot be seen or put back: an iterator, a file, a large
+            array; "" for none.
     """
 
     def __init__(
@@ -71,7 +86,9 @@ class KeptState:
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._tensors: list[tuple[str, torch.Tensor, int, torch.Tensor | None]] = []
         self._generators: list[tuple[Callable[[Any], object], Any]] = []  # what sets its state, and the state
+        self._cells: list[tuple[CellType, Any]] = []
         self._seen = set(map(id, others))
+        self.unseen = ""
 
     def look_at(self, owner: Any, depth: int = 0) -> None:
         """Remember the attributes of an object and what their containers hold; of a module its buffers and hooks too,
@@ -83,11 +100,48 @@ class KeptState:
         for name, value in own.items():
             self.keep(value, f"{type(owner).__name__}.{name}", depth + 1)
 
+    def look_into(self, function: Any, package: str = "") -> None:
+        """Remember what a function can change: its closure, defaults, attributes, the globals that it names, and what
+        it is bound to. Of the functions among them those of the same package are followed.
+        """
+        if isinstance(function, MethodType):
+            self._look_into_each([function.__func__], package)
+            self.look_into(function.__self__, package)
+        elif isinstance(function, partial):
+            self._look_into_each([function.func, *function.args, *function.keywords.values()], package)
+        elif isinstance(function, FunctionType):
+            of, globals_ = str(function.__module__).partition(".")[0], function.__globals__
+            if id(function) in self._seen or package not in ("", of):
+                return
+            self._seen.add(id(function))
+            cells = [(cell, cell.cell_contents) for cell in function.__closure__ or () if cell != CellType()]
+            named = {name: globals_[name] for name in _names(function.__code__) if name in globals_}
+            self._cells += cells
+            self._mappings += [(globals_, named, set(globals_)), (vars(function), vars(function).copy(), set())]
+            defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+            held = *(value for _, value in cells), *named.values(), *vars(function).values(), *defaults
+            self._look_into_each(held, of)
+        else:
+            kind = type(function)
+            self.keep(function, kind.__name__)
+            of_class = (item for one in kind.__mro__ for item in vars(one).items())
+            used = [value for name, value in of_class if name == "__call__" or isinstance(value, CONTAINERS)]
+            self._look_into_each(used, kind.__module__.partition(".")[0])
+
+    def _look_into_each(self, values: Iterable[Any], package: str) -> None:
+        for value in values:
+            if isinstance(value, (FunctionType, MethodType, partial)):
+                self.look_into(value, package)
+            else:
+                self.keep(value, type(value).__name__)
+
     def keep(self, value: Any, name: str, depth: int = 0) -> None:
         """Remember what a value holds: a tensor, an array, a container, a generator, an object."""
         if id(value) in self._seen or depth > DEEPEST or isinstance(value, _NO_READINGS):
             return
         self._seen.add(id(value))
+        if isinstance(value, (Iterator, IOBase)):
+            self.unseen = self.unseen or name
         if isinstance(value, torch.Tensor):
             copy = None
             if value.nbytes <= self._largest_copy_bytes:  # small ones on their device, so that nothing is waited for
@@ -97,7 +151,9 @@ class KeptState:
         elif isinstance(value, np.ndarray):
             if value.nbytes <= self._largest_copy_bytes:
                 self._arrays.append((value, value.copy()))
-        elif isinstance(value, (dict, list, set, deque)):
+            else:
+                self.unseen = self.unseen or name
+        elif isinstance(value, CONTAINERS):
             if isinstance(value, dict):
                 self._mappings.append((value, value.copy(), set()))
             else:
@@ -110,10 +166,32 @@ class KeptState:
         elif isinstance(value, np.random.Generator):
             bits = value.bit_generator
             self._generators.append((partial(setattr, bits, "state"), bits.state))
+        elif isinstance(value, np.random.RandomState):
+            self._generators.append((value.set_state, value.get_state(legacy=False)))
         elif isinstance(value, random.Random):
             self._generators.append((value.setstate, value.getstate()))
         elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in self._foreign:
             self.look_at(value, depth)
+
+    def has_changed(self) -> bool:
+        """Return whether anything but random numbers has to be put back."""
+        return (
+            any(cell.cell_contents is not value for cell, value in self._cells)
+            or any(
+                not now.keys() <= before.keys() | left
+                or any(now.get(name, self) is not before[name] for name in before)
+                for now, before, left in self._mappings
+            )
+            or any(
+                now != old if isinstance(now, set) else len(now) != len(old) or any(map(operator.is_not, now, old))
+                for now, old in self._sequences
+            )
+            or any(array.tobytes() != copied.tobytes() for array, copied in self._arrays)
+            or any(
+                tensor._version != version if copy is None else not torch.equal(tensor.detach().to(copy.device), copy)
+                for _, tensor, version, copy in self._tensors
+            )
+        )
 
     def lost(self) -> list[str]:
         """Return the names of changed tensors that are too large to be put back."""
@@ -121,6 +199,8 @@ class KeptState:
 
     def restore(self) -> None:
         """Put back what has changed, and warn of what cannot be."""
+        for cell, value in self._cells:
+            cell.cell_contents = value
         for set_state, state in self._generators:
             set_state(state)
         for mapping, before, left_alone in self._mappings:
@@ -149,3 +229,9 @@ class KeptState:
                 "Change it in training mode alone: if model.training: ...",
                 stacklevel=2,
             )
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in a function's code, and in that of the functions inside it."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return {*code.co_names}.union(*map(_names, inner))

@@ -11,57 +11,24 @@ Limitations: none of batch norms, CLIP and BigBird, whose rows depend on each ot
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_memopt.binding.foreign_code import foreign_code, full_name, is_listed
 from hf_memopt.binding.handles import function_below
 from hf_memopt.binding.head_losses import Head, assigned, head_loss
-from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_model, unwrap_parallel
-from hf_memopt.errors import did_you_mean
+from hf_memopt.binding.model_traits import unwrap_model, unwrap_parallel
+from hf_memopt.binding.row_weights import CLASSES, MEANS, KnownLoss, stated_loss
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = [
-    "MEANS",
-    "KnownLoss",
-    "foreign_hook",
-    "full_name",
-    "has_stock_step",
-    "head_counts_items",
-    "is_listed",
-    "known_loss",
-    "stated_loss",
-]
-
-MEANS = ("sum", "mean over rows", "mean over labels", "mean over shifted labels")
-"""What may be stated of a loss, beside "mean over <column of the batch>"."""
-
-TRUSTED = (
-    "accelerate",
-    "bitsandbytes",
-    "builtins",
-    "hf_memopt",
-    "peft",
-    "sentence_transformers",
-    "torch",
-    "torchao",
-    "transformers",
-    "typing",
-    "abc",
-    "contextlib",
-    "functools",
-)
-"""Packages in whose layers the rows of a batch do not meet, unless ``splitting`` says so."""
-
-NEVER = ("neftune_post_forward_hook",)  # noise whose size depends on the width of the batch
+__all__ = ["MEANS", "KnownLoss", "counts_items", "has_stock_step", "head_counts_items", "known_loss", "stated_loss"]
 
 TRAINING_STEPS = {"transformers.trainer.Trainer.training_step", "trl.trainer.sft_trainer.SFTTrainer.training_step"}
 STOCK = "transformers.trainer.Trainer.compute_loss"
@@ -78,7 +45,9 @@ EMBEDDINGS = {
     "sentence_transformers.base.trainer.BaseTrainer.compute_loss",
     "sentence_transformers.cross_encoder.trainer.CrossEncoderTrainer.compute_loss",
 }
-# Its losses that are one mean over rows, and what in them decides on that (sentence-transformers 6.2).
+# Prompt learning of peft that leaves the loss to the model (peft 0.21).
+PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
+# Losses of sentence-transformers that are one mean over rows, and what in them decides on that (6.2).
 OF_EMBEDDINGS = {
     "sentence_transformer.losses.cosine_similarity.CosineSimilarityLoss": "loss_fct",
     "sentence_transformer.losses.triplet.TripletLoss": "",
@@ -91,111 +60,6 @@ OF_EMBEDDINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class KnownLoss:
-    """How the loss of a batch is made of the losses of its rows.
-
-    Attributes:
-        over: what one mean is over: "rows", "labels", "shifted labels" (without the first of each row), "classes" (as
-            the problem type of the config says), "positions" (of answers), a column of the batch; "sum" if losses of
-            parts add up.
-        source: where this is written.
-        divides: whether class labels are a sum that ``num_items_in_batch`` divides; for "classes" alone.
-        config: of the model, for "classes" alone.
-    """
-
-    over: str
-    source: str
-    divides: bool = False
-    config: Any = None
-
-    def row_weights(self, inputs: Mapping[str, Any]) -> list[float] | None:
-        """Return the weight of each row's own loss in the loss of this batch, shape (rows,); they sum to 1.
-
-        Rows weigh the same where none has a label that counts: stock's loss is 0 / 0 then. Waits for the device.
-
-        Args:
-            inputs: a batch for which ``reason_against`` is None.
-
-        Returns:
-            None if the losses of parts add up.
-        """
-        counts = self._counts(inputs)
-        if counts is None:
-            return None
-        found: list[float] = counts.double().cpu().tolist() if counts.device.type != "mps" else counts.cpu().tolist()
-        total = sum(found)
-        return [count / total for count in found] if total else [1 / len(found)] * len(found)
-
-    def reason_against(self, inputs: Mapping[str, Any]) -> str | None:
-        """Return why this one batch does not follow the rule; None if it does. Waits for the device."""
-        given = [name for name in ("ignore_index", "output_router_logits") if inputs.get(name) is not None]
-        if given:
-            return f"its {given[0]} changes the loss"
-        if self.over == "positions":
-            return self._reason_against_positions(inputs)
-        if self.over in ("labels", "shifted labels", "classes"):
-            labels = inputs.get("labels")
-            if not torch.is_tensor(labels) or labels.dim() == 0:
-                return "it has no tensor of labels"
-            if self.over == "classes":
-                return self._reason_against_classes(labels)
-        elif self.over not in ("sum", "rows") and _column(inputs, self.over) is None:
-            return f"it has no column {self.over} with one entry per row"
-        return None
-
-    def _counts(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-        """Return what each row weighs, shape (rows,)."""
-        labels = inputs.get("labels")
-        over = self.over
-        if over == "classes":
-            over = "rows" if self._problem_type(labels) != "single_label_classification" else "labels"
-            over = "sum" if over == "labels" and self.divides else over
-        if over == "sum":
-            return None
-        if over in ("labels", "shifted labels"):
-            if over == "shifted labels":
-                shifted = inputs.get("shift_labels")
-                labels = labels[..., 1:] if shifted is None else shifted  # type: ignore[index]
-            return _per_row(labels != IGNORED_LABEL)
-        if over in ("rows", "positions"):
-            return torch.ones(_rows(inputs))
-        column = _column(inputs, over)
-        if column is None:
-            raise ValueError(
-                f"loss='mean over {over}' needs a column that the batch does not have; expected a tensor with one "
-                f"entry per row, among {', '.join(inputs)}. Return it from the collator"
-            )
-        return _per_row(column != IGNORED_LABEL if over == "labels" else column)
-
-    def _problem_type(self, labels: Any) -> str:
-        """Return what a classification head takes labels for, by the rule of ``ForSequenceClassificationLoss``."""
-        if self.config.problem_type is not None:
-            return str(self.config.problem_type)
-        if self.config.num_labels == 1:
-            return "regression"
-        is_class = labels.dtype in (torch.long, torch.int)
-        return "single_label_classification" if is_class else "multi_label_classification"
-
-    def _reason_against_classes(self, labels: torch.Tensor) -> str | None:
-        rows, wanted = len(labels), self.config.num_labels
-        if self._problem_type(labels) == "single_label_classification":
-            is_negative = (labels < 0) & (labels != IGNORED_LABEL)
-            return "it has labels below 0" if bool(is_negative.any()) else None
-        if labels.numel() != rows * wanted:
-            return f"its labels of shape {tuple(labels.shape)} are not {wanted} for each of {rows} rows"
-        return None
-
-    def _reason_against_positions(self, inputs: Mapping[str, Any]) -> str | None:
-        text = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
-        both = [inputs.get(name) for name in ("start_positions", "end_positions")]
-        if text is None or any(not torch.is_tensor(positions) for positions in both):
-            return "it has no text with positions of answers"
-        if any(bool((positions >= text.shape[1]).any()) for positions in both):
-            return "answers lie beyond its texts, and do not count"
-        return None
-
-
 def known_loss(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) -> KnownLoss | str:
     """Return how the loss of this Trainer is made of its rows', or why it is not known.
 
@@ -204,20 +68,23 @@ def known_loss(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) 
         num_items_in_batch: as ``training_step`` gets it.
     """
     for name in ("training_step", "_prepare_inputs", "compute_loss_context_manager"):
-        function = function_below(trainer, name)
-        if not (full_name(function) in TRAINING_STEPS if name == "training_step" else is_trusted(function)):
+        function = function_below(getattr(trainer, name))
+        if not (full_name(function) in TRAINING_STEPS if name == "training_step" else is_listed(function)):
             return f"{name} is {full_name(function)}"
-    if getattr(trainer.accelerator, "parallelism_config", None) is not None:
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    if any(getattr(parallel, f"{kind}_size", 1) > 1 for kind in ("cp", "sp", "tp")):
         return "sequences or tensors are spread over processes"
-    function = function_below(trainer, "compute_loss")
+    function = function_below(trainer.compute_loss)
     name = full_name(function)
     is_sft = name == SFT
     if name not in (STOCK, SFT, *EMBEDDINGS):
         return f"compute_loss is {name}"
     model = unwrap_parallel(trainer.model)
-    reason = _foreign_code(model, ("trl",) if is_sft else ())
+    reason = foreign_code(model, "trl" if is_sft else "")
     if reason is not None:
         return reason
+    if any(hasattr(module, "expert_capacity") for module in model.modules()):
+        return "its experts take so many tokens of a batch and no more"  # NLLB-MoE; SwitchTransformers, of a row
     if name in EMBEDDINGS:
         return _of_embeddings(trainer)
     if is_sft:
@@ -227,43 +94,41 @@ def known_loss(trainer: Trainer, num_items_in_batch: torch.Tensor | int | None) 
 
 def has_stock_step(trainer: Trainer) -> bool:
     """Return whether the ``training_step`` of a Trainer is stock's: one loss, one backward pass."""
-    return full_name(function_below(trainer, "training_step")) in TRAINING_STEPS
+    return full_name(function_below(trainer.training_step)) in TRAINING_STEPS
 
 
-def head_counts_items(model: nn.Module) -> bool | None:
-    """Return whether the head of a model divides by ``num_items_in_batch`` when it gets it; None: it is not known."""
+def head_counts_items(model: nn.Module, labels: Any = None) -> bool | None:
+    """Return whether the head of a model divides by ``num_items_in_batch`` when it gets it; None: it is not known.
+
+    ``labels``: as ``counts_items``.
+    """
     head = _head(unwrap_parallel(model))
     if isinstance(head, str):
         return None
-    if head.over != "classes" or not head.counts:
+    if head.over != CLASSES or not head.counts:
         return head.counts
     config = unwrap_model(unwrap_parallel(model)).config
-    if config.problem_type is None and config.num_labels > 1:
-        return None  # the first labels decide
-    return bool(config.problem_type == "single_label_classification")
+    if config.problem_type is None and config.num_labels > 1 and not torch.is_tensor(labels):
+        return None
+    return KnownLoss(CLASSES, head.source, config=config).problem_type(labels) == "single_label_classification"
 
 
-def stated_loss(text: str) -> KnownLoss:
-    """Return the loss that a user has stated, as ``MEANS`` names it.
+def counts_items(trainer: Trainer, labels: Any = None) -> bool | None:
+    """Return whether the loss of a Trainer divides by ``num_items_in_batch`` where it gets it; None: it is not known.
 
-    "mean over <column>" weighs each row by what its values of that column add up to: a mask, a weight, a count.
-
-    Raises:
-        ValueError: the text is none of these.
-
-    Examples:
-        >>> stated_loss("mean over rows").row_weights({"labels": torch.tensor([1, 0])})
-        [0.5, 0.5]
-        >>> stated_loss("mean over attention_mask").row_weights({"attention_mask": torch.tensor([[1, 1], [1, 0]])})
-        [0.6666666666666666, 0.3333333333333333]
+    ``labels``: those of a batch, which may decide what a classification head computes. True for a head without labels
+    too, as for question answering: stock counts nothing then.
     """
-    over = text.removeprefix("mean over ") if isinstance(text, str) else ""
-    if text != "sum" and (not over or over == text or over == "sum"):
-        raise ValueError(
-            f"loss={text!r} is unknown; expected one of {', '.join(MEANS)}, or 'mean over <column of the batch>'."
-            f'{did_you_mean(str(text), MEANS)} Call MicrobatchCallback(loss="mean over labels")'
-        )
-    return KnownLoss(over, f"stated as loss={text!r}")
+    model = unwrap_parallel(trainer.model)
+    if full_name(function_below(trainer.compute_loss)) != STOCK or foreign_code(model) is not None:
+        return None
+    if trainer.label_smoother is not None:
+        loss = _of_smoother(trainer, model, 1)
+        found = None if isinstance(loss, str) else loss.over == "sum"
+    else:
+        found = head_counts_items(model, labels)
+    takes_labels = "labels" in inspect.signature(unwrap_model(model).forward).parameters
+    return found if found is None or takes_labels else True
 
 
 # ---- Trainers -------------------------------------------------------------------------------------------------------
@@ -274,7 +139,7 @@ def _of_stock(trainer: Any, model: Any, items: Any) -> KnownLoss | str:
     config = getattr(unwrap_model(model), "config", None)
     if trainer.compute_loss_func is not None:
         over = getattr(trainer.compute_loss_func, "mean_over", None)
-        if over is None or not is_trusted(type(trainer.compute_loss_func).__call__):
+        if over is None or not is_listed(type(trainer.compute_loss_func).__call__):
             return f"compute_loss_func is {trainer.compute_loss_func!r}"
         source = "hf_memopt/batching/exact_losses.py, ExactLoss"
         return KnownLoss(over if items is None else "sum", source, config=config)
@@ -287,8 +152,8 @@ def _of_stock(trainer: Any, model: Any, items: Any) -> KnownLoss | str:
     if head.over == "ctc":
         reduction = config.ctc_loss_reduction  # type: ignore[union-attr]
         return KnownLoss("sum" if reduction == "sum" else "rows", head.source)
-    if head.over == "classes":
-        return KnownLoss("classes", head.source, adds_up, config)
+    if head.over == CLASSES:
+        return KnownLoss(CLASSES, head.source, adds_up, config)
     return KnownLoss("sum" if adds_up else _over_prompt(model, head.over), head.source)
 
 
@@ -327,7 +192,7 @@ def _of_embeddings(trainer: Any) -> KnownLoss | str:
         kind = f"{type(loss).__module__}.{type(loss).__qualname__}".removeprefix("sentence_transformers.")
         if kind not in OF_EMBEDDINGS:
             return f"its loss is {kind}"
-        reason = _foreign_code(loss, ())
+        reason = foreign_code(loss)
         if reason is not None:
             return reason
         inner = getattr(loss, OF_EMBEDDINGS[kind]) if OF_EMBEDDINGS[kind] else True
@@ -339,117 +204,32 @@ def _of_embeddings(trainer: Any) -> KnownLoss | str:
     return KnownLoss("rows", f"sentence_transformers, {type(losses[0]).__name__}")
 
 
-def _over_prompt(model: Any, over: str) -> str:
-    """Return what a mean is over where virtual tokens stand before the text: its first label is predicted too."""
-    config = _prompt_config(model)
-    return "labels" if over == "shifted labels" and config is not None and _is_put_before(config) else over
-
-
 # ---- Models ---------------------------------------------------------------------------------------------------------
 
 
 def _head(model: Any) -> Head | str:
     """Return how the head of a transformers model makes its loss, or why that is not known."""
     inside = unwrap_model(model)
-    tuner = model.base_model if hasattr(model, "peft_config") else inside  # of prompt learning that is the model
+    tuner = model.base_model if hasattr(model, "get_base_model") else inside  # of prompt learning that is the model
     if tuner is not inside and full_name(type(tuner).forward) != "peft.tuners.tuners_utils.BaseTuner.forward":
         return f"{type(tuner).__name__} of peft has a forward of its own"
     config = _prompt_config(model)
     if config is not None and not (config.task_type == "CAUSAL_LM" and config.peft_type in PROMPTS):
         return f"peft's {config.peft_type} of {config.task_type} makes its own loss"
     forward = inspect.unwrap(type(inside).forward)
-    if not forward.__globals__["__name__"].startswith("transformers.models."):
+    if not forward.__globals__["__name__"].startswith("transformers."):
         return f"the forward of {type(inside).__name__} is {full_name(forward)}"
     return head_loss(inside, forward)
 
 
-PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
-
-
 def _prompt_config(model: Any) -> Any:
     """Return the configuration of peft's prompt learning; None if there is none."""
-    config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
+    config = getattr(model, "active_peft_config", None) if hasattr(model, "get_base_model") else None
     return config if getattr(config, "is_prompt_learning", False) else None
 
 
-def _is_put_before(config: Any) -> bool:
-    return bool(config.peft_type != "PREFIX_TUNING")
-
-
-def _foreign_code(model: nn.Module, also: tuple[str, ...]) -> str | None:
-    """Return what in a model is from a package that is not listed; None if nothing is."""
-    for name, module in model.named_modules():
-        where = f"{type(module).__name__} {name}".rstrip()
-        for kind in type(module).__mro__:
-            if not is_listed(kind.__module__, also):
-                return f"{where} is from {kind.__module__}"
-        for function in _layers(vars(module).get("forward")):
-            if not is_trusted(function, also):
-                return f"the forward of {where} is {full_name(function)}"
-        if (hook := foreign_hook(module, also)) is not None:
-            return f"the hook {hook} is on {where}"
-    return None
-
-
-def foreign_hook(module: nn.Module, also: tuple[str, ...] = ()) -> str | None:
-    """Return the name of a forward hook or pre-hook of a module that none of the listed packages defines.
-
-    The dicts of hooks are private; the same in torch 2.6 to 2.13, pinned by a test.
-    """
-    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        if not is_trusted(hook, also) or getattr(hook, "__name__", "") in NEVER:
-            return full_name(hook)
-    return None
-
-
-def _layers(function: Any) -> Iterator[Any]:
-    """Yield a function and those inside it, as decorators, partial functions and overrides have them."""
-    while function is not None:
-        yield function
-        inner = getattr(function, "__func__", None) or getattr(function, "func", None)
-        function = inner or getattr(function, "__wrapped__", None)
-
-
-def is_trusted(function: Any, also: tuple[str, ...] = ()) -> bool:
-    return is_listed(_module_of(function), also)
-
-
-def is_listed(module: str, also: tuple[str, ...] = ()) -> bool:
-    """Return whether a module is of a package that treats the rows of a batch alike."""
-    return module.partition(".")[0] in (*TRUSTED, *also)
-
-
-def _module_of(function: Any) -> str:
-    """Return the module in which a function is written, which ``functools.wraps`` does not change."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = getattr(function, "__func__", function)
-    written_in = getattr(function, "__globals__", None)
-    return str(type(function).__module__ if written_in is None else written_in["__name__"])
-
-
-def full_name(function: Any) -> str:
-    """Return where a function is written, and its name there."""
-    return f"{_module_of(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-
-
-# ---- Batches --------------------------------------------------------------------------------------------------------
-
-
-def _rows(inputs: Mapping[str, Any]) -> int:
-    names = ("labels", "input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features", *inputs)
-    found = (inputs[name] for name in names if torch.is_tensor(inputs.get(name)) and inputs[name].dim() > 0)
-    return len(next(found))
-
-
-def _column(inputs: Mapping[str, Any], name: str) -> torch.Tensor | None:
-    """Return a column with one entry per row; of nested ones by a dotted name."""
-    value: Any = inputs
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value if torch.is_tensor(value) and value.dim() > 0 and len(value) == _rows(inputs) else None
-
-
-def _per_row(values: Any) -> torch.Tensor:
-    summed: torch.Tensor = values.reshape(len(values), -1).sum(1)
-    return summed
+def _over_prompt(model: Any, over: str) -> str:
+    """Return what a mean is over: with virtual tokens before the text, the first label of a row is predicted too."""
+    config = _prompt_config(model)
+    is_put_before = config is not None and config.peft_type != "PREFIX_TUNING"
+    return "labels" if over == "shifted labels" and is_put_before else over

@@ -20,6 +20,7 @@ import tiny
 from hf_memopt.batching.collation.collators import BucketedCollator
 from hf_memopt.batching.views.bucketed_stream import BucketedStream
 from hf_memopt.batching.views.bucketed_view import bucketed
+from hf_memopt.batching.views.sorted_view import sorted_by_length
 from hf_memopt.binding.attach import attach
 from hf_memopt.changes import Change
 
@@ -426,7 +427,17 @@ def test_a_view_describes_its_dataset_and_has_none_of_its_methods(kind):
     assert (view.features, view.info, view.split) == (dataset.features, dataset.info, None)
     with pytest.raises(AttributeError) as error:
         view.map(len)  # would be of the rows in another order
-    assert str(error.value) == f"{type(view).__name__!r} object has no attribute 'map'"
+    assert str(error.value) == (
+        f"{type(view).__name__!r} object has no attribute 'map': a view is read as it is; expected its dataset to be "
+        "changed before. Call: bucketed(dataset.map(...), ...)"
+    )
+    assert not hasattr(view, "remove_columns")
+    with pytest.raises(AttributeError, match=r"Call: sorted_by_length\(dataset\.remove_columns\(\.\.\.\), \.\.\.\)"):
+        sorted_by_length(dataset).remove_columns([])
+    with pytest.raises(AttributeError, match=r"no attribute 'mapp'$"):
+        _ = view.mapp
+    shorter = bucketed(dataset.remove_columns("labels"), **VIEWS[kind])
+    assert shorter.column_names == ["input_ids"]
 
 
 @pytest.mark.parametrize(("kind", "item"), [("examples", "an example"), ("batches", "a batch")])

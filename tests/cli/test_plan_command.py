@@ -11,7 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 import tiny
+from hf_memopt import NotEstimableError, estimate, plan
 from hf_memopt.cli.app import app
+from hf_memopt.recipes.planning import simulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -97,3 +99,39 @@ def test_what_cannot_be_planned_is_said_in_one_line(options: tuple[str, ...], sa
     assert found.exit_code == 2
     assert says in found.output
     assert len(found.output.splitlines()) == 1
+
+
+LORA = "LoRA could not be simulated for {model}: its pass fails"
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)], ids=["text", "json"])
+@pytest.mark.parametrize(
+    ("gpu", "method", "said"),
+    [
+        ("24GiB", "lora", f"{LORA}. Measure a few steps of your own script instead: hf-memopt measure train.py"),
+        (
+            "160MiB",
+            "auto",
+            "full training does not fit, and LoRA and QLoRA could not be simulated for {model}: its pass fails. "
+            "To plan what can be simulated, pass --method full",
+        ),
+    ],
+    ids=["no method", "one method"],
+)
+def test_what_could_not_be_simulated_is_no_answer(
+    gpu: str, method: str, said: str, as_json: tuple[str, ...], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2, as for what cannot be planned: not known to fit, and not known not to."""
+
+    def refuse(*args: Any, recipe: Any, **settings: Any) -> Any:
+        if recipe.lora:
+            raise NotEstimableError("not estimable: its pass fails")
+        return estimate(*args, recipe=recipe, **settings)
+
+    monkeypatch.setattr(simulation, "estimate", refuse)
+    options = ("--gpu", gpu, "--effective-batch", "1", "--seq-len", "8", "--method", method, *as_json)
+    found = run(model, *options)
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert found.stderr == f"not estimable: {said.format(model=model)}\n"
+    with pytest.raises(NotEstimableError, match="could not be simulated"):
+        plan(model, gpu=gpu, effective_batch_size=1, seq_len=8, method=method)

@@ -42,18 +42,26 @@ TOLERANCE = 1e-6  # float32: matrix products of other shapes, sums in another or
 
 
 class Limit:
-    """Let every forward pass of more than ``rows`` rows run out of memory."""
+    """Let the first layer of a model run out of memory in every forward pass of more than ``rows`` rows.
+
+    By a hook on all modules: one on the model itself would see whole batches.
+    """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
         self.rows, self.failures = rows, 0
         self.sizes: list[int] = []
         self.failed: list[weakref.ref[torch.Tensor]] = []
-        model.register_forward_pre_hook(self._run_out, with_kwargs=True)
+        inside = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
+        layers = (module for module in inside.modules() if isinstance(module, (nn.Embedding, nn.Conv2d)))
+        self._first = weakref.ref(next(layers))
+        handle = nn.modules.module.register_module_forward_pre_hook(self._run_out)
+        weakref.finalize(model, handle.remove)
 
-    def _run_out(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        first = next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value) and value.dim() > 1)
-        self.sizes.append(len(first))
-        if len(first) > self.rows:
+    def _run_out(self, module: nn.Module, args: Any) -> None:
+        if module is not self._first():
+            return
+        self.sizes.append(len(args[0]))
+        if len(args[0]) > self.rows:
             activation = torch.zeros(8)  # what the traceback would keep alive
             self.failed.append(weakref.ref(activation))
             self.failures += 1
@@ -183,17 +191,11 @@ def test_loss_alone_and_no_labels(tmp_path: Path) -> None:
     assert "test_loss" not in found.metrics
 
 
-def test_single_rows_are_taken_for_means_over_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_single_rows_weigh_as_their_labels_do(tmp_path: Path) -> None:
     whole, _ = make_trainer("bert-tokens", tmp_path)
     split, _ = make_trainer("bert-tokens", tmp_path, rows=1)
     recover_predictions(split)
-    expected = whole.predict(whole.eval_dataset)
-    with caplog.at_level(logging.INFO, logger="hf_memopt"):
-        assert_same_output(expected, split.predict(split.eval_dataset))
-    assert [record.getMessage() for record in caplog.records][3:] == [
-        "only single rows fit into memory, which do not show how the losses of BertForTokenClassification add up; "
-        "taken for a mean over labels"
-    ]
+    assert_same_output(whole.predict(whole.eval_dataset), split.predict(split.eval_dataset))
 
 
 def generating_trainer(output_dir: Any, generation_max_length: int) -> Seq2SeqTrainer:
@@ -296,75 +298,80 @@ def test_a_row_that_does_not_fit_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_rows_that_depend_on_each_other_are_not_split(tmp_path: Path) -> None:
+def test_a_loss_that_compares_rows_sees_all_of_them(tmp_path: Path) -> None:
     def in_batch(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         return (outputs.logits @ outputs.logits.T).logsumexp(-1).mean()
 
-    trainer, _ = make_trainer("bert", tmp_path, rows=3, trainer_compute_loss_func=in_batch)
-    recover_predictions(trainer)
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        trainer.evaluate()
-    start, figures = str(error.value).split(" is ", 1)
-    assert start == ("a batch of 7 rows does not fit into memory and cannot be split: the loss of 2 rows at once")
-    assert figures.partition(") gives")[2] == (
-        ", as with a penalty over the whole batch or means over different counts; expected a batch that fits. Lower "
-        "it: TrainingArguments(..., per_device_eval_batch_size=3)"
-    )
+    whole, _ = make_trainer("bert", tmp_path, trainer_compute_loss_func=in_batch)
+    split, limit = make_trainer("bert", tmp_path, rows=3, trainer_compute_loss_func=in_batch)
+    recover_predictions(split)
+    assert_same_output(whole.predict(whole.eval_dataset), split.predict(split.eval_dataset))
+    assert limit is not None
+    assert limit.failures >= 2
 
 
 class Contrastive(transformers.BertForSequenceClassification):
-    """As CLIP: the loss may be asked for."""
+    """As CLIP: the loss may be asked for, and compares rows."""
 
     def forward(self, input_ids: Any, attention_mask: Any, labels: Any = None, return_loss: bool = True) -> Any:
-        return super().forward(input_ids, attention_mask, labels=labels)
+        found = super().forward(input_ids, attention_mask, labels=labels)
+        return {**found, "loss": found.loss + (found.logits @ found.logits.T).logsumexp(-1).mean()}
 
 
-def test_contrastive_models_are_not_split(tmp_path: Path) -> None:
-    trainer, _ = make_trainer("bert", tmp_path, rows=3, build=lambda: Contrastive(tiny.bert_config()))
+def test_contrastive_models_are_cut_below_their_loss(tmp_path: Path) -> None:
+    build = lambda: Contrastive(tiny.bert_config())  # noqa: E731
+    whole, _ = make_trainer("bert", tmp_path, build=build)
+    split, _ = make_trainer("bert", tmp_path, rows=3, build=build)
+    recover_predictions(split)
+    assert_same_output(whole.predict(whole.eval_dataset), split.predict(split.eval_dataset))
+
+
+def test_a_model_without_a_backbone_is_named(tmp_path: Path) -> None:
+    def build() -> Any:
+        model = heads.NamedTargets()
+        model.config = tiny.bert_config()
+        return model
+
+    trainer, _ = make_trainer("bert-tokens", tmp_path, rows=3, build=build, label_names=["targets"])
+    trainer.eval_dataset = [{"input_ids": row["input_ids"], "targets": row["labels"]} for row in trainer.eval_dataset]
     recover_predictions(trainer)
-    with pytest.raises(torch.OutOfMemoryError) as error:
+    with pytest.raises(torch.OutOfMemoryError, match="cannot be split: NamedTargets: rows depend on each other"):
         trainer.evaluate()
-    assert str(error.value) == (
-        "a batch of 7 rows does not fit into memory and cannot be split: the loss of Contrastive compares the rows of "
-        f"a batch with each other ({FAKE}); expected a batch that fits. Lower it: "
-        "TrainingArguments(..., per_device_eval_batch_size=3)"
-    )
 
 
-def test_labels_of_another_name_count_as_well(tmp_path: Path) -> None:
-    results = []
+def test_a_step_that_takes_the_labels_out_keeps_them(tmp_path: Path) -> None:
+    class Popping(Trainer):
+        def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+            labels = inputs.pop("labels")
+            with torch.no_grad():
+                outputs = model(**inputs)
+            return nn.functional.cross_entropy(outputs.logits, labels), outputs.logits, labels
+
+    found = []
     for rows in (None, 3):
-        trainer, _ = make_trainer("bert-tokens", tmp_path, rows=rows, build=heads.NamedTargets, label_names=["targets"])
-        trainer.eval_dataset = [
-            {"input_ids": row["input_ids"], "targets": row["labels"]} for row in uneven(heads.token_examples(16))
-        ]
-        if rows is not None:
-            recover_predictions(trainer)
-        torch.manual_seed(0)
-        nn.init.normal_(trainer.model.embedding.weight)
-        results.append(trainer.evaluate()["eval_loss"])
-    assert results[1] == pytest.approx(results[0], abs=1e-6)
+        trainer, _ = make_trainer("bert", tmp_path, rows=rows)
+        popping = Popping(
+            trainer.model, trainer.args, eval_dataset=trainer.eval_dataset, data_collator=default_data_collator
+        )
+        recover_predictions(popping)
+        found.append(popping.predict(popping.eval_dataset))
+    assert_same_output(*found)
 
 
 @pytest.mark.parametrize("shape", [(5, 2), ()], ids=["table", "number"])
-def test_an_output_without_rows_is_named(shape: tuple[int, ...], tmp_path: Path) -> None:
-    trainer, _ = make_trainer("bert", tmp_path, rows=3, remove_unused_columns=False)
-    before = trainer.model.forward
+def test_an_output_without_rows_is_not_joined(shape: tuple[int, ...], tmp_path: Path) -> None:
+    class WithTable(transformers.BertForSequenceClassification):
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any = None) -> Any:
+            output = super().forward(input_ids, attention_mask, labels=labels)
+            output["table"] = torch.zeros(shape)
+            return output
 
-    def forward(**kwargs: Any) -> Any:
-        output = before(**kwargs)
-        output["table"] = torch.zeros(shape)
-        return output
-
-    trainer.model.forward = forward
-    recover_predictions(trainer)
-    with pytest.raises(ValueError, match="shape") as error:
-        trainer.evaluate()
-    assert str(error.value) == (
-        f"an output of the model (shape {shape}) does not have one entry for each of 2 rows, so the batch, which "
-        "does not fit into memory, cannot be split; expected outputs of shape (batch, ...). Leave it out: "
-        'trainer.evaluate(ignore_keys=["name_of_output"])'
-    )
+    build = lambda: WithTable(tiny.bert_config())  # noqa: E731
+    whole, _ = make_trainer("bert", tmp_path, build=build, remove_unused_columns=False)
+    split, _ = make_trainer("bert", tmp_path, rows=3, build=build, remove_unused_columns=False)
+    recover_predictions(split)
+    ignored = {"ignore_keys": ["table"]}
+    assert split.evaluate(**ignored)["eval_loss"] == pytest.approx(whole.evaluate(**ignored)["eval_loss"], abs=1e-6)
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
@@ -466,18 +473,21 @@ def test_callable_and_datasets_by_name(tmp_path: Path) -> None:
     def first_class(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return logits[..., 0]
 
-    shapes: list[tuple[int, ...]] = []
+    def shape(prediction: Any) -> dict[str, float]:
+        rows, columns = prediction.predictions.shape  # fails of whole logits
+        return {"rows": rows, "columns": columns}
 
-    def note(prediction: Any) -> dict[str, float]:
-        shapes.append(prediction.predictions.shape)
-        return {}
-
-    trainer = token_trainer(tmp_path, EvaluationGuardCallback(first_class), trainer_compute_metrics=note)
+    trainer = token_trainer(tmp_path, EvaluationGuardCallback(first_class), trainer_compute_metrics=shape)
     trainer.eval_dataset = {"long": of_lengths(), "short": of_lengths(3)}
     attach(trainer)
     metrics = trainer.evaluate()
     assert {"eval_long_loss", "eval_short_loss"} <= metrics.keys()
-    assert shapes == [(16, 12), (3, 10)]
+    assert [metrics[f"eval_{name}"] for name in ("long_rows", "long_columns", "short_rows", "short_columns")] == [
+        16,
+        12,
+        3,
+        10,
+    ]
 
 
 def test_sorted_views_and_recovery(tmp_path: Path) -> None:
@@ -571,12 +581,12 @@ def test_a_short_first_batch_is_found_out(tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
-def test_metrics_by_batch_are_left_to_stock(tmp_path: Path) -> None:
+def test_metrics_by_batch_are_left_to_stock(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     counts: list[int] = []
 
     def by_batch(prediction: Any, compute_result: bool) -> dict[str, float]:
         counts.append(len(prediction.predictions))
-        assert prediction.predictions.dim() == 2  # classes, still a tensor
+        assert prediction.predictions.dim() == 3  # logits, still a tensor: nothing is kept that would have to be small
         return {"batches": float(len(counts))} if compute_result else {}
 
     settings = {"batch_eval_metrics": True, "trainer_compute_metrics": by_batch}
@@ -584,6 +594,12 @@ def test_metrics_by_batch_are_left_to_stock(tmp_path: Path) -> None:
     attach(trainer, EvaluationGuardCallback("argmax"))
     assert trainer.evaluate()["eval_batches"] == 4.0
     assert counts == [4, 4, 4, 4]
+    assert [record.getMessage() for record in caplog.records] == [
+        "evaluation: reduce='argmax' and compute_metrics=<by_batch> cannot be checked on one batch: "
+        "batch_eval_metrics=True keeps no predictions, so reducing them saves nothing; expected a function that keeps "
+        "nothing. Predictions stay whole, one batch at a time. To reduce all the same, pass Trainer(..., "
+        "preprocess_logits_for_metrics=...) and reduce=None."
+    ]
 
 
 def loss_of_labelled(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import bitsandbytes
 import numpy as np
 import pytest
+import row_models
 import torch
+from row_models import ARCHITECTURES, ROWS, STEPS, TRAINED, WORDS
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import row_models
 import tiny
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.techniques.microbatching import backbones as backbones_module
@@ -27,7 +28,6 @@ from hf_memopt.techniques.microbatching.backbones import Backbones, CutStep
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 from hf_memopt.techniques.microbatching.row_check import DependentRowsError, ModuleCall, check_rows
 from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError, Size
-from row_models import ARCHITECTURES, ROWS, STEPS, TRAINED, WORDS
 from two_ranks import run_pair
 
 PART = 3  # of 7 rows: the last part has one
@@ -298,7 +298,7 @@ def test_a_hook_inside_is_refused_by_name_and_one_on_the_backbone_sees_all_rows(
     assert rows_seen == [ROWS, ROWS]
     model.body.linear.register_forward_hook(named_hook)
     assert reasons(run(step_with(), model, names=["body"]).seen) == [
-        f"body: the forward hook {__name__}.named_hook on linear would see parts of a batch, without a graph"
+        f"body: the hook {__name__}.named_hook on linear would see parts of a batch, without a graph"
     ]
 
 
@@ -682,7 +682,7 @@ def test_a_part_that_drew_random_numbers_is_halved_forward_and_not_backward(monk
     raised = []
     for place in range(0, count, 83):
         try:
-            found, _ = halving.run(place)
+            halving.run(place)
             assert halving.failed[0][:2] in ((4, row_models.COLUMNS), (3, row_models.COLUMNS))
         except PartsFailedError as error:
             raised.append((error.rows, error.columns, str(error)))
@@ -772,7 +772,7 @@ def test_rows_that_depend_on_each_other_from_some_step_on_are_found(monkeypatch:
 
 @pytest.mark.parametrize("is_autocast", [False, True])
 def test_a_check_runs_no_more_passes_than_promised(is_autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """3 + 2 log2(8) for a new kind of call and 4 for a later check, of which each has all rows; one row for autocast."""
+    """3 + 2 log2(8) for a new kind of call, 4 for a later check, each with all rows; one row more under autocast."""
     monkeypatch.setattr(backbones_module, "CHECKED_STEPS", 1)
     rows: list[int] = []
 

@@ -40,4 +40,11 @@ class DescribedByDataset:
     def __getattr__(self, name: str) -> Any:
         if name in DESCRIPTIONS:
             return getattr(vars(self)["dataset"], name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if not name.startswith("_") and callable(getattr(vars(self).get("dataset"), name, None)):
+            make = "sorted_by_length" if type(self).__name__ == "SortedExamples" else "bucketed"
+            message += (
+                ": a view is read as it is; expected its dataset to be changed before. "
+                f"Call: {make}(dataset.{name}(...), ...)"
+            )
+        raise AttributeError(message)

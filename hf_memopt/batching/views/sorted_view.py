@@ -41,7 +41,7 @@ from hf_memopt.batching.plan.checks import checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
 from hf_memopt.batching.views.descriptions import DescribedByDataset, is_map_style
 from hf_memopt.batching.views.trainer_checks import is_padding_free
-from hf_memopt.binding.handles import set_attribute
+from hf_memopt.binding.handles import override_method, set_attribute
 from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm
 
 if TYPE_CHECKING:
@@ -229,12 +229,12 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
             return restored[id(values)]
 
         loss = _ExactLoss(trainer, len(self))
-        replaced = {"prediction_step": loss.prediction_step, "compute_loss": loss.compute_loss}
-        if trainer.compute_metrics is not None and not trainer.args.batch_eval_metrics:
-            replaced["compute_metrics"] = _restoring(trainer.compute_metrics, restore)
         with ExitStack() as stack:
-            for name, value in replaced.items():
-                stack.enter_context(set_attribute(trainer, name, value))
+            if trainer.compute_metrics is not None and not trainer.args.batch_eval_metrics:
+                in_order = _restoring(trainer.compute_metrics, restore)
+                stack.enter_context(set_attribute(trainer, "compute_metrics", in_order))
+            for name, wrap in loss.overrides().items():
+                stack.enter_context(override_method(trainer, name, wrap))
             stack.enter_context(set_attribute(trainer.args, "average_tokens_across_devices", False))
             stack.enter_context(set_attribute(self, "_restored_for", id(dataloader)))
             stack.enter_context(self._without_unused_columns(dataloader))
@@ -272,6 +272,7 @@ def _restoring(compute_metrics: Callable[..., Any], restore: Callable[[Any], Any
             )
         )
 
+    in_order.memopt_function = compute_metrics  # type: ignore[attr-defined]  # for what calls it on a single batch
     return in_order
 
 
@@ -291,27 +292,39 @@ def _check_sequential(dataloader: Any) -> None:
 class _ExactLoss:
     """Sum the loss of one evaluation over its labels: the mean loss of a batch times the number of its labels.
 
-    The model does not get ``num_items_in_batch``, so that its loss is a mean over the batch whatever the head does with
-    it; the user's ``compute_loss_func``, which may rely on it, gets the count of this batch.
+    Nothing is counted for the model, so that its loss is a mean over the batch whatever the head does with a count; the
+    user's ``compute_loss_func``, which may rely on it, gets the count of this batch.
     """
 
     def __init__(self, trainer: Any, examples: int) -> None:
         self.trainer, self.examples = trainer, examples
         self.shifts = is_causal_lm(trainer.model)
-        self._predict, self._compute = trainer.prediction_step, trainer.compute_loss
+        self._predict: Callable[..., Any] = trainer.prediction_step
         self._seen = 0  # rows of all processes, in reading order
         self._unit = ""
         self._losses: list[torch.Tensor] = []  # on the device, as the counts: reading them would wait for it
         self._counts: list[torch.Tensor] = []
 
-    def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as a mean over the labels of this batch."""
+    def overrides(self) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+        """Return what wraps the methods of the trainer, by name."""
         loss_func = self.trainer.compute_loss_func
         if loss_func is None or isinstance(loss_func, ExactLoss):  # the latter then takes the mean over these labels
-            kwargs["num_items_in_batch"] = None
-        elif self._unit == "token":  # 5.8.1 counts the first label of a causal LM's row as well
-            kwargs["num_items_in_batch"] = self._count(inputs["labels"])
-        return self._compute(model, inputs, *args, **kwargs)
+            # private; prediction_step calls it so in 5.8.1, 5.17.0 and 5.23.0, pinned by a test
+            uncounted = {"_get_num_items_in_batch": lambda before: lambda *args, **kwargs: None}
+            return {"prediction_step": self._wrap_prediction_step, **uncounted}
+        return {"prediction_step": self._wrap_prediction_step, "compute_loss": self._wrap_compute_loss}
+
+    def _wrap_compute_loss(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            if self._unit == "token":  # 5.8.1 counts the first label of a causal LM's row as well
+                kwargs["num_items_in_batch"] = self._count(inputs["labels"])
+            return before(model, inputs, *args, **kwargs)
+
+        return compute_loss
+
+    def _wrap_prediction_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        self._predict = before
+        return self.prediction_step
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Take the step and note its loss, without the rows that only fill up the last step of several processes."""

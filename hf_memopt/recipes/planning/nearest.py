@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices.gpus import GPUS
+from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.recipes.planning.candidates import MARGIN_SHARE
 from hf_memopt.recipes.planning.texts import MULTIPLE
 from hf_memopt.units import format_bytes
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.set_ups import ModelFacts, SetUp
     from hf_memopt.recipes.planning.simulation import Simulation
 
-__all__ = ["Shortfall", "shortfall_of"]
+__all__ = ["NAMES", "Shortfall", "shortfall_of"]
+
+NAMES = {"full": "full training", "freeze": "freezing", "lora": "LoRA", "qlora": "QLoRA"}
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,11 @@ def shortfall_of(
     """Return what is missing.
 
     Raises:
-        ValueError: no set-up can be simulated; the budget does not hold the weights of any.
+        NotEstimableError: of a method every simulation failed, so that nobody knows whether it fits.
+        ValueError: the budget does not hold the weights of any set-up.
     """
     own = [one for one in candidates if not one.consents]
-    if not own:
-        reason = next(iter(simulation.refused.values()), "no set-up applies to it")
-        raise ValueError(reason)
+    _check_methods(own, simulation, set_ups)
     least = min(own, key=lambda one: one.total_bytes)
     simulation.announce("nothing fits: looking for what would")
     weights = min(one.components["weights"] + one.context_bytes for one in own)
@@ -80,6 +82,26 @@ def shortfall_of(
         parameters=_parameters(least, simulation.parameters),
         gpu=_smallest_gpu(least, simulation),
         consents=with_consent[0].consents if with_consent else (),
+    )
+
+
+def _check_methods(own: Sequence[Candidate], simulation: Simulation, set_ups: Sequence[SetUp]) -> None:
+    failed = [one for one in set_ups if one.name in simulation.refused and not set(one.consents) - {*simulation.allow}]
+    unknown = list(dict.fromkeys(one.stage for one in failed if one.stage not in {known.stage for known in own}))
+    if own and not unknown:
+        return
+    reason = next((simulation.refused[one.name] for one in failed if one.stage in unknown), "no set-up applies to it")
+    methods = " and ".join(NAMES[stage] for stage in unknown) or "training"
+    model = simulation.model if isinstance(simulation.model, str) else type(simulation.model).__name__
+    does_not_fit = "".join(f"{NAMES[stage]} does not fit, and " for stage in dict.fromkeys(one.stage for one in own))
+    action = ". Measure a few steps of your own script instead: hf-memopt measure train.py"
+    if "Call: " in reason:
+        action = ""  # it has one
+    elif own:
+        action = f". To plan what can be simulated, pass method='{'lora' if own[-1].stage == 'lora' else 'full'}'"
+    raise NotEstimableError(
+        f"not estimable: {does_not_fit}{methods} could not be simulated for {model}: "
+        f"{reason.removeprefix('not estimable: ').rstrip('.')}{action}"
     )
 
 

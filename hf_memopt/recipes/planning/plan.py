@@ -27,7 +27,7 @@ from hf_memopt.recipes.measuring.measurement import named_measurement
 from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.measured import Corrections
 from hf_memopt.recipes.planning.model_facts import facts_of, name_to_load
-from hf_memopt.recipes.planning.nearest import shortfall_of
+from hf_memopt.recipes.planning.nearest import NAMES, shortfall_of
 from hf_memopt.recipes.planning.reasons import with_reasons
 from hf_memopt.recipes.planning.request import (
     GOALS,
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.measuring.measurement import Measurement
 
 __all__ = ["plan"]
-
-NAMES = {"full": "full training", "freeze": "freezing", "lora": "LoRA", "qlora": "QLoRA"}
 
 
 def plan(
@@ -109,7 +107,7 @@ def plan(
         ValueError: an unknown word, GPU or model; words that contradict each other; lengths beyond the model's
             positions; an effective batch that cannot be cut over the GPUs; a budget below the weights; ``measured`` is
             no measurement, or one of another GPU.
-        NotEstimableError: no set-up of the model can be simulated.
+        NotEstimableError: nothing that was simulated fits, and of a method every simulation failed.
 
     Examples:
         >>> found = plan("bert-base-uncased", gpu="RTX 3060 12GB", seq_len=128)

@@ -3,7 +3,8 @@
 Stock keeps the logits of every batch on the GPU until the evaluation ends, and then on the host: 160 rows of 128
 tokens over 50,000 classes take 4.1 GB, at the moment of concatenation twice that. Here they are
 
-- reduced on the GPU as the user says (``preprocess_logits_for_metrics``): of 50,000 numbers per token one stays;
+- reduced on the GPU as the user says (``preprocess_logits_for_metrics``): of 50,000 numbers per token one stays, unless
+  ``compute_metrics`` returns something else of them (``metric_check``);
 - moved to the host (``eval_accumulation_steps``) before more than ``card_budget`` of them is on the GPU;
 - refused with an error before the host's memory runs out: at the first batch if its outputs times the number of
   batches are too many, else at the batch that makes them too many.
@@ -16,12 +17,13 @@ batched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import has_length
 
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility
@@ -48,7 +50,9 @@ class EvaluationGuardCallback(TrainerCallback):
         reduce: how logits are reduced on the GPU, before anything is kept. ``"argmax"``: the predicted class
             (``class_predictions``). A callable: as stock's ``preprocess_logits_for_metrics``, takes logits and labels.
             None: they stay as they are, since ``compute_metrics`` may need any of them, or are reduced by the
-            ``preprocess_logits_for_metrics`` that the Trainer was given.
+            ``preprocess_logits_for_metrics`` that the Trainer was given. In the first evaluation of each data set
+            ``compute_metrics`` is called on one batch both ways; unless it returns the same to 1e-6, predictions stay
+            whole if they fit. A function that keeps state always gets them whole.
         card_budget: bytes of outputs on the GPU before they are moved to the host, unless ``eval_accumulation_steps``
             is set. Each move waits for the GPU; while outputs are concatenated twice as much is allocated.
 
@@ -57,7 +61,7 @@ class EvaluationGuardCallback(TrainerCallback):
 
     Raises:
         ValueError: an argument is invalid; when bound, ``reduce`` is given and so is
-            ``preprocess_logits_for_metrics``.
+            ``preprocess_logits_for_metrics``; in an evaluation, predictions have to stay whole and do not fit.
         MemoryError: in an evaluation whose outputs need more than half of the host memory that is available (all of it
             with ``eval_do_concat_batches=False``, which concatenates nothing).
     """
@@ -113,7 +117,7 @@ def guard_evaluation(
     _refuse_two_reductions(trainer, settings.reduce)
     handles = [
         recover_predictions(trainer),
-        override_method(trainer, "evaluation_loop", partial(_wrap_evaluation_loop, trainer, settings)),
+        override_method(trainer, "evaluation_loop", partial(_wrap_evaluation_loop, trainer, settings, {})),
     ]
     return UndoHandle(partial(remove_all, handles))
 
@@ -149,7 +153,12 @@ def _largest(logits: Any) -> Any:
     return logits.argmax(dim=-1)
 
 
-def _wrap_evaluation_loop(trainer: Any, settings: OutputSettings, before: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_evaluation_loop(
+    trainer: Any,
+    settings: OutputSettings,
+    checked: dict[tuple[Any, ...], tuple[str, ...]],
+    before: Callable[..., Any],
+) -> Callable[..., Any]:
     def evaluation_loop(
         dataloader: Any,
         description: str,
@@ -158,13 +167,30 @@ def _wrap_evaluation_loop(trainer: Any, settings: OutputSettings, before: Callab
         metric_key_prefix: str = "eval",
     ) -> Any:
         _refuse_two_reductions(trainer, settings.reduce)
-        outputs = KeptOutputs(trainer, settings, dataloader, description)
+        is_to_check = settings.reduce is not None and trainer.compute_metrics is not None
+        function = getattr(trainer.compute_metrics, "memopt_function", trainer.compute_metrics)
+        case = metric_key_prefix, _data_set(dataloader), id(function), trainer.args.batch_eval_metrics
+        outputs = KeptOutputs(trainer, settings, dataloader, description, checked.get(case) if is_to_check else ())
         args = trainer.args
-        with _restored(trainer, "preprocess_logits_for_metrics"), _restored(args, "eval_accumulation_steps"):
+        with ExitStack() as stack:
+            stack.enter_context(_restored(trainer, "preprocess_logits_for_metrics"))
+            stack.enter_context(_restored(args, "eval_accumulation_steps"))
+            if outputs.why_whole is None and args.include_for_metrics:
+                stack.enter_context(override_method(trainer, "prediction_step", outputs.wrap_prediction_step))
             trainer.preprocess_logits_for_metrics = outputs.reduce_and_check
-            return before(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+            found = before(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if outputs.why_whole is not None:
+            checked[case] = outputs.why_whole
+        return found
 
     return evaluation_loop
+
+
+def _data_set(dataloader: Any) -> Any:
+    """Return what tells a data set from others; None for a stream, of which each evaluation makes a new object."""
+    dataset = getattr(dataloader, "dataset", None)
+    # `_fingerprint` is private, of datasets 5.2: a data set without its unused columns is a new object each time
+    return getattr(dataset, "_fingerprint", id(dataset)) if has_length(dataset) else None
 
 
 def _checked(reduce: Any, card_budget: Any) -> OutputSettings:
@@ -173,15 +199,21 @@ def _checked(reduce: Any, card_budget: Any) -> OutputSettings:
             f"reduce={reduce!r} is not a reduction of logits; expected None, 'argmax' or a callable that takes logits "
             "and labels. Write: EvaluationGuardCallback(reduce='argmax')"
         )
-    return OutputSettings(class_predictions if reduce == "argmax" else reduce, parse_bytes(card_budget))
+    function = class_predictions if reduce == "argmax" else reduce
+    return OutputSettings(function, parse_bytes(card_budget), _name(function))
+
+
+def _name(function: Any, *, short: bool = True) -> str:
+    """Return how a reduction is shown: as it was given, or by its name."""
+    is_argmax = short and function is class_predictions
+    return "'argmax'" if is_argmax else f"<{getattr(function, '__name__', type(function).__name__)}>"
 
 
 def _refuse_two_reductions(trainer: Any, reduce: Reduce | None) -> None:
     theirs = trainer.preprocess_logits_for_metrics
     if reduce is not None and theirs is not None:
-        name = "'argmax'" if reduce is class_predictions else f"<{getattr(reduce, '__name__', type(reduce).__name__)}>"
         raise ValueError(
-            f"reduce={name} and preprocess_logits_for_metrics=<{getattr(theirs, '__name__', type(theirs).__name__)}> "
+            f"reduce={_name(reduce)} and preprocess_logits_for_metrics={_name(theirs, short=False)} "
             "would both reduce the logits; expected one of them. Write: EvaluationGuardCallback(reduce=None)"
         )
 

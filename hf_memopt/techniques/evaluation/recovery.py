@@ -25,13 +25,15 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from hf_memopt.binding.foreign_code import full_name
 from hf_memopt.binding.handles import UndoHandle, function_below, override_method, remove_all, set_attribute
-from hf_memopt.binding.known_losses import KnownLoss, full_name, known_loss
+from hf_memopt.binding.known_losses import KnownLoss, known_loss
 from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_parallel
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.backbones import Backbones
+from hf_memopt.techniques.microbatching.observed_hooks import HookChangesError, observed_hooks
 from hf_memopt.techniques.microbatching.rows_in_parts import Size
 from hf_memopt.techniques.microbatching.splitting import (
     copied_batch,
@@ -95,6 +97,7 @@ class _Recovery:
         self._stated = stated
         self._rows_that_fit: int | None = None
         self._batches = 0
+        self._is_stock = False  # whether prediction_step is
         self._backbones = Backbones(
             backbones, Size(lambda columns: self._rows_that_fit or sys.maxsize, self._part_failed)
         )
@@ -128,12 +131,13 @@ class _Recovery:
             self._batches += 1
             count = _ItemCount(trainer, inputs)
             with set_attribute(trainer, RECOVERING, True), count.once_per_batch():
-                return self._predict(model, inputs, predict, count)
+                return self._predict(model, inputs, predict)
 
+        self._is_stock = full_name(function_below(before)) in PREDICTION_STEPS
         return prediction_step
 
-    def _predict(self, model: nn.Module, inputs: Any, predict: Callable[..., Any], count: _ItemCount) -> Any:
-        is_stock = full_name(function_below(self.trainer, "prediction_step")) in PREDICTION_STEPS
+    def _predict(self, model: nn.Module, inputs: Any, predict: Callable[..., Any]) -> Any:
+        is_stock = self._is_stock
         # whatever has to be put back before a user's own step runs again
         state = None if is_stock else (StepState(self.trainer), RandomState.capture(self.trainer.args.device))
         if self._rows_that_fit is None or count_rows(inputs) <= self._rows_that_fit:
@@ -142,16 +146,20 @@ class _Recovery:
                 return output
             self._put_back(state, message)
             self._shrink(inputs, 0, count_rows(inputs), message)
-        loss = self._loss_of(inputs, count.items) if is_stock else None
+        loss = self._loss_of(inputs) if is_stock else None
         if loss is None:
             return self._predict_in_parts(model, inputs, predict, state)
         joined = _JoinedRows(count_rows(inputs), _generation_padding(self.trainer.model))
-        while joined.done < joined.rows:
-            stop = min(joined.rows, joined.done + (self._rows_that_fit or joined.rows))
-            _, message = _attempt(partial(_add, joined, predict, inputs, stop))
-            if message is not None:
-                free_failed_step()
-                self._shrink(inputs, joined.done, stop, message)
+        try:
+            with observed_hooks(self.trainer.model):
+                while joined.done < joined.rows:
+                    stop = min(joined.rows, joined.done + (self._rows_that_fit or joined.rows))
+                    _, message = _attempt(partial(_add, joined, predict, inputs, stop))
+                    if message is not None:
+                        free_failed_step()
+                        self._shrink(inputs, joined.done, stop, message)
+        except HookChangesError:
+            return self._predict_in_parts(model, inputs, predict, state)
         value = None if not joined.losses else joined.loss(loss.row_weights(inputs))
         return value, joined.logits, joined.labels
 
@@ -182,9 +190,10 @@ class _Recovery:
         kept.restore()
         generators.restore()
 
-    def _loss_of(self, inputs: Any, items: Any) -> KnownLoss | None:
+    def _loss_of(self, inputs: Any) -> KnownLoss | None:
         """Return how the loss of a batch is made of its rows'; None if the batch has to stay whole."""
         trainer = self.trainer
+        items = trainer._get_num_items_in_batch([inputs], trainer.args.device)  # by _ItemCount: once per batch
         found = self._stated or known_loss(trainer, items)
         if isinstance(found, str) or not isinstance(inputs, Mapping):
             return None

@@ -111,7 +111,6 @@ class Backbones:
         self, name: str, module: nn.Module, step: CutStep
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
-            @torch.compiler.disable  # checks and parts are no graph; a compiled model runs as it is written
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if self._is_inside:
                     return before(*args, **kwargs)
@@ -128,7 +127,9 @@ class Backbones:
                         step.error = str(error).partition("\n")[0]
                     raise
 
-            return forward
+            # checks and parts are no graph; a compiled model runs as it is written
+            whole: Callable[..., Any] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+            return whole
 
         return wrap
 

@@ -28,9 +28,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private, as transformers uses it (2.6 to 2.13)
 
+from hf_memopt.binding.foreign_code import foreign_hooks, is_listed_module
 from hf_memopt.binding.handles import set_attribute
 from hf_memopt.binding.kept_state import KeptState
-from hf_memopt.binding.known_losses import foreign_hook, is_listed
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 
@@ -172,9 +172,10 @@ def check_rows(call: ModuleCall, size: int, *, draw: random.Random | None = None
         DependentRowsError: rows depend on each other, or something in the module cannot run twice.
         torch.OutOfMemoryError: not even two rows fit, without gradients.
     """
-    for name, module in call.module.named_modules():
-        if name and (hook := foreign_hook(module)) is not None:  # one on the module itself sees whole calls
-            raise DependentRowsError(f"the forward hook {hook} on {name} would see parts of a batch, without a graph")
+    own = [hooks for kind, hooks in vars(call.module).items() if kind.endswith("_hooks")]  # these see whole calls
+    for name, hooks, _ in foreign_hooks(call.module):
+        if not any(hooks is each for each in own):
+            raise DependentRowsError(f"{name} would see parts of a batch, without a graph")
     count = call.rows
     while True:
         try:
@@ -204,7 +205,7 @@ def _repeatable(call: ModuleCall) -> Iterator[Callable[[], None]]:
                     stack.callback(set_attribute(module, name, 0.0).remove)
         kept = KeptState(what="a check that rows are independent", others=call.module.buffers())
         for module in call.module.modules():
-            if not is_listed(type(module).__module__):  # a user's own
+            if not is_listed_module(type(module).__module__):  # a user's own
                 kept.look_at(module)
         try:
             yield restart
@@ -232,8 +233,9 @@ def _check(call: ModuleCall, count: int, size: int, restart: Callable[[], None],
         except DependentRowsError as error:
             reasons.append(str(error))
     restart()
-    first, before = call.run(call.leaves), _state_of(call.module)
-    second = call.run(call.leaves)  # goes on with the generators of the first
+    leaves = call.rows_from(next(call.candidates()), 0, count)
+    first, before = call.run(leaves), _state_of(call.module)
+    second = call.run(leaves)  # goes on with the generators of the first
     if any(_difference(*pair) > 0 for pair in zip(first, second, strict=True) if torch.is_tensor(pair[0])):
         _refuse_changes(call.module, before)
         raise DependentRowsError(
@@ -306,9 +308,9 @@ def _compare(
         restart()
         return call.run(call.rows_from(into, start, stop))
 
-    whole = run(0, count)
     ends = [*range(0, count, size), count]
     try:
+        whole = run(0, count)
         parts = [run(start, stop) for start, stop in pairwise(ends)]
     except Exception as error:
         if is_out_of_memory(error):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import ref
@@ -33,11 +33,13 @@ from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.backbones import Backbones, CutStep
 from hf_memopt.techniques.microbatching.limits import Limit, part_rows
 from hf_memopt.techniques.microbatching.lockstep import groups_in_lockstep, refuse_together
+from hf_memopt.techniques.microbatching.observed_hooks import HookChangesError, observed_hooks
 from hf_memopt.techniques.microbatching.row_check import DependentRowsError
 from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError, Size
 from hf_memopt.techniques.microbatching.splitting import (
     NotSplittableError,
     copied_batch,
+    count_rows,
     cut,
     decoder_lengths,
     padded_tokens,
@@ -76,7 +78,8 @@ class _Failure(NamedTuple):
     """What ran out of memory.
 
     ``position``: of its accumulation step in the window; ``rows``: of the batch, where they are known; ``size``: how
-    many, with ``tokens`` together; ``text``: the error's first line; ``hint``: why smaller parts would not help.
+    many, with ``tokens`` together; ``text``: the error's first line; ``hint``: why smaller parts would not help;
+    ``hook``: that no memory ran out, but a hook of others changes what passes.
     """
 
     position: int
@@ -85,6 +88,7 @@ class _Failure(NamedTuple):
     tokens: int | None
     text: str
     hint: str = ""
+    hook: str = ""
 
 
 class MicrobatchedStep:
@@ -126,8 +130,9 @@ class MicrobatchedStep:
 
     def _begin_run(self) -> None:
         self._backbones = Backbones(self._names, Size(partial(part_rows, self._limits), self._part_failed))
-        self._is_known: bool | None = None  # whether the loss is: None until the first step
+        self._first_way: KnownLoss | str | None = None  # of the first step, None until then
         self._is_verified = self._stated is None
+        self._hook = ""  # of others, that changes what passes through the model
         self._was_told = False  # that nothing can be cut
         self._begin_window()
 
@@ -176,11 +181,11 @@ class MicrobatchedStep:
             trainer = self._trainer()
             steps = getattr(trainer, "current_gradient_accumulation_steps", 1)  # a step outside of train has none
             self._window.append(_AccumulationStep(inputs, num_items_in_batch, steps))
-            if self._is_known is None:
-                self._is_known = isinstance(self._way(trainer, self._window[-1]), KnownLoss)
+            if self._first_way is None:
+                self._first_way = self._way(trainer, self._window[-1])
             if self._random is None:
                 self._random = RandomState.capture(trainer.args.device)
-                self._state = None if self._is_known else StepState(trainer)
+                self._state = None if isinstance(self._first_way, KnownLoss) else StepState(trainer)
             try:
                 loss = self._run_until_it_fits(before, trainer, model)
             except BaseException:
@@ -210,8 +215,11 @@ class MicrobatchedStep:
             has_drawn = not self._random.is_same(RandomState.capture(trainer.args.device))
             self._put_back(trainer, failure)
             self._random.restore()
-            self._lower_limit(trainer, failure, has_drawn=has_drawn)
-            self._tally.failures += 1
+            if failure.hook:
+                self._first_way = self._hook = failure.hook
+            else:
+                self._lower_limit(trainer, failure, has_drawn=has_drawn)
+                self._tally.failures += 1
             self._tally.lost_seconds += time.perf_counter() - begin
             first = 0
 
@@ -242,11 +250,11 @@ class MicrobatchedStep:
             if is_last and first < position:
                 self._tally.lost_seconds += time.perf_counter() - begin  # of what was repeated
             step = self._window[position]
-            way: KnownLoss | str = "" if not self._is_known and self._stated is None else self._way(trainer, step)
+            way = self._way(trainer, step) if self._limits_are_set() else self._first_way  # asked where it matters
             if isinstance(way, KnownLoss):
                 found = self._run_micro_batches(run, trainer, model, position, way, is_last=is_last)
             else:
-                found = self._run_in_parts(run, trainer, model, position, way)
+                found = self._run_in_parts(run, trainer, model, position, way or "")
             if isinstance(found, _Failure):
                 return None, found
             loss = found
@@ -254,6 +262,8 @@ class MicrobatchedStep:
 
     def _way(self, trainer: Any, step: _AccumulationStep) -> KnownLoss | str:
         """Return how the loss of a batch is made of its rows', or why the loss has to see the whole batch."""
+        if self._hook:
+            return self._hook
         found = known_loss(trainer, step.num_items_in_batch)
         if self._stated is not None and has_stock_step(trainer):
             found = self._stated
@@ -285,13 +295,16 @@ class MicrobatchedStep:
         loss: torch.Tensor | None = None
         rows: list[int] = []
         try:
-            for number, (rows, weight) in enumerate(micro_batches):
-                taken = take_rows(inputs, rows) if is_limited else inputs
-                with self._without_sync(trainer, model, shares=syncs and number == len(micro_batches) - 1):
-                    self._weight = weight
-                    part = self._call(run, trainer, model, position, taken)
-                del taken
-                loss = part if loss is None else loss + part
+            with observed_hooks(trainer.model) if len(micro_batches) > 1 else nullcontext():
+                for number, (rows, weight) in enumerate(micro_batches):
+                    taken = take_rows(inputs, rows) if is_limited else inputs
+                    with self._without_sync(trainer, model, shares=syncs and number == len(micro_batches) - 1):
+                        self._weight = weight
+                        part = self._call(run, trainer, model, position, taken)
+                    del taken
+                    loss = part if loss is None else loss + part
+        except HookChangesError as error:
+            return _Failure(position, rows, len(rows), None, "", hook=str(error))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -394,10 +407,12 @@ class MicrobatchedStep:
             self._check_cut(trainer, seen, where)
             assert loss is not None  # the step ran to its end
             return cast(torch.Tensor, loss)
-        rows, columns = failed_size or seen.largest or (1, None)
+        rows, columns = failed_size or seen.largest or (count_rows(inputs), None)
         hint = ""
         if seen.cut and failed_size is None:
             hint = "outside of the backbone, where all rows are needed" + self._logits_text(trainer, inputs)
+        elif rows == 1 and why.startswith("its examples are packed"):
+            hint = why
         elif self._limits_are_set() and not seen.cut and not seen.fits:
             hint = "; ".join(seen.reasons) or "no module of transformers was called"
         return _Failure(position, [], rows, None if columns is None else rows * columns, seen.error, hint)
@@ -461,7 +476,7 @@ class MicrobatchedStep:
 
     def _lower_limit(self, trainer: Trainer, failure: _Failure, *, has_drawn: bool) -> None:
         """Lower the limit after these rows of an accumulation step ran out of memory, or raise if that cannot help."""
-        position, rows, count, tokens, text, hint = failure
+        position, rows, count, tokens, text, hint, _ = failure
         inputs = self._window[position].inputs
         name, size = ("max_examples", count) if tokens is None else ("max_tokens", tokens)
         if self._is_shared or trainer.is_fsdp_enabled:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_memopt.binding.foreign_code import is_listed_module
 from hf_memopt.binding.kept_state import KeptState
-from hf_memopt.binding.known_losses import is_listed
 from hf_memopt.changes import CHANGES
 
 __all__ = ["StepState"]
@@ -34,7 +34,7 @@ class StepState:
         seen: set[int] = set()
         for owner, module in _modules_of(trainer):
             for part in module.modules():
-                if not is_listed(type(part).__module__):
+                if not is_listed_module(type(part).__module__):
                     self._kept.look_at(part)
             for name, buffer in module.named_buffers():
                 self._kept.keep(buffer, f"{owner}.{name}")

@@ -1,0 +1,528 @@
+"""What ``reduce`` does to ``compute_metrics``: metrics, early stopping and the best model are stock's, or refused."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import random
+import re
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import EarlyStoppingCallback, Trainer, default_data_collator
+
+import tiny
+from hf_memopt import EvaluationGuardCallback, attach, sorted_by_length
+from hf_memopt.devices.memory_reading import read_memory
+from hf_memopt.techniques.evaluation import outputs as kept_outputs
+from hf_memopt.techniques.evaluation.metric_check import FOR_CLASSES
+from two_ranks import run_pair
+
+LOGGER = "hf_memopt.techniques.evaluation.outputs"
+REMEDY = f"Let it take both: {FOR_CLASSES}; or pass EvaluationGuardCallback(reduce=None), or another reduce"
+
+
+def usual(prediction: Any) -> dict[str, float]:
+    """As the tutorials write it."""
+    logits, labels = prediction
+    return {"accuracy": float((np.argmax(logits, -1) == labels).mean())}
+
+
+def of_ids(prediction: Any) -> dict[str, float]:
+    """Of class ids alone."""
+    assert isinstance(prediction.predictions == prediction.label_ids, np.ndarray)
+    return {"accuracy": float((prediction.predictions == prediction.label_ids).mean())}
+
+
+def of_both(prediction: Any) -> dict[str, float]:
+    ids = prediction.predictions if prediction.predictions.ndim == 1 else prediction.predictions.argmax(-1)
+    return {"accuracy": float((ids == prediction.label_ids).mean())}
+
+
+def make(folder: Any, metrics: Any, *callbacks: Any, rows: Any = None, **settings: Any) -> Trainer:
+    """Return a Trainer of a tiny BERT with three classes, whose predictions are not all of one class."""
+    torch.manual_seed(0)
+    model = tiny.bert()
+    with torch.no_grad():
+        model.classifier.weight.mul_(50)
+    args = tiny.arguments(folder, **{"per_device_eval_batch_size": 4, **settings})
+    return Trainer(
+        model=model,
+        args=args,
+        train_dataset=tiny.rows(16, seed=1),
+        eval_dataset=tiny.rows(14) if rows is None else rows,
+        data_collator=default_data_collator,
+        compute_metrics=metrics,
+        callbacks=list(callbacks),
+    )
+
+
+def guarded(folder: Any, metrics: Any, *callbacks: Any, reduce: Any = "argmax", **settings: Any) -> Trainer:
+    trainer = make(folder, metrics, *callbacks, EvaluationGuardCallback(reduce=reduce), **settings)
+    attach(trainer)
+    return trainer
+
+
+def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == LOGGER]
+
+
+def little_memory(available_bytes: int) -> Callable[[Any], Any]:
+    return lambda device=None: replace(read_memory("cpu"), host_available_bytes=available_bytes)
+
+
+# ---- Decisions ------------------------------------------------------------------------------------------------------
+
+
+def test_an_ordinary_function_gets_whole_predictions_and_one_notice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = make(tmp_path, usual).evaluate()
+    trainer = guarded(tmp_path, usual)
+    found = [trainer.evaluate() for _ in range(3)]
+    assert {each["eval_accuracy"] for each in found} == {expected["eval_accuracy"]}
+    output = trainer.predict(tiny.rows(5, seed=3))
+    assert output.predictions.shape == (5, 3)
+    first, second = notices(caplog)  # one for each data set
+    assert first == (  # by chance both return 0.5 of the batch as it is
+        "evaluation: reduce='argmax' and compute_metrics=<usual> do not agree: for one batch with other predictions it "
+        "returns {'accuracy': 1.0} of whole predictions and {'accuracy': 0.25} of reduced ones; expected the same. "
+        f"Predictions stay whole, 192 B of host memory. {REMEDY}."
+    )
+    assert "for one batch it returns {'accuracy': 0.0} of whole predictions and {'accuracy': 0.5} of reduced" in second
+
+
+def test_early_stopping_and_the_best_model_are_those_of_stock(tmp_path: Path) -> None:
+    training = {
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "num_train_epochs": 8,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "accuracy",
+        "learning_rate": 0.3,
+    }
+    found = []
+    for make_one, folder in ((make, "stock"), (guarded, "guarded")):
+        trainer = make_one(tmp_path / folder, usual, EarlyStoppingCallback(2), **training)
+        trainer.train()
+        best = Path(trainer.state.best_model_checkpoint).name
+        log = [(entry["epoch"], entry["eval_accuracy"]) for entry in trainer.state.log_history if "eval_loss" in entry]
+        found.append((log, best, [weight.tolist() for weight in trainer.model.parameters()]))
+    assert found[0] == found[1]
+    assert 2 < len(found[0][0]) < 8
+
+
+def test_what_does_not_fit_whole_is_refused_with_both_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_outputs, "read_memory", little_memory(300))
+    trainer = guarded(tmp_path, usual)
+    with pytest.raises(ValueError, match="do not agree") as error:
+        trainer.evaluate()
+    assert str(error.value) == (
+        "reduce='argmax' and compute_metrics=<usual> do not agree: for one batch with other predictions it returns "
+        "{'accuracy': 1.0} of whole predictions and {'accuracy': 0.25} of reduced ones; expected the same. Whole "
+        f"predictions need 192 B of host memory; only 150 B may be used. {REMEDY}"
+    )
+
+
+def test_a_later_batch_that_does_not_fit_whole_is_refused_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = guarded(tmp_path, usual)
+    trainer.evaluate()
+    monkeypatch.setattr(kept_outputs, "read_memory", little_memory(300))
+    with pytest.raises(ValueError, match=r"^reduce='argmax' and .* need 192 B of host memory; only 150 B may"):
+        trainer.evaluate()
+
+
+def test_the_remedy_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = re.search(r"(ids = .*?argmax\(-1\))", REMEDY)
+    assert found is not None
+
+    def metrics(p: Any) -> dict[str, float]:
+        names: dict[str, Any] = {"p": p}
+        exec(found[1], names)
+        return {"accuracy": float((names["ids"] == p.label_ids).mean())}
+
+    expected = make(tmp_path, usual).predict(tiny.rows(14)).metrics
+    output = guarded(tmp_path, metrics).predict(tiny.rows(14))
+    assert output.metrics["test_accuracy"] == expected["test_accuracy"]
+    assert output.predictions.shape == (14,)
+    unreduced = guarded(tmp_path, usual, reduce=None).predict(tiny.rows(14))
+    assert unreduced.metrics["test_accuracy"] == expected["test_accuracy"]
+    assert notices(caplog) == []
+
+
+@pytest.mark.parametrize("classes", [3, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_a_function_of_class_ids_alone_gets_them(rows: int, classes: int, tmp_path: Path) -> None:
+    """With as many rows as classes, or a single one, ids broadcast against logits and nothing fails."""
+    labelled = tiny.rows(14, labels=classes)
+    trainer = make(tmp_path, of_ids, EvaluationGuardCallback("argmax"), rows=labelled, per_device_eval_batch_size=rows)
+    trainer.model, trainer.train_dataset = tiny.bert(num_labels=classes), labelled
+    attach(trainer)
+    assert trainer.predict(trainer.eval_dataset).predictions.shape == (14,)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("predicted", [0, 1, 2])
+def test_agreement_by_chance_is_found_out(rows: int, predicted: int, tmp_path: Path) -> None:
+    """At first a model predicts one class, and where that is the first one both ways agree on every batch."""
+    trainer = guarded(tmp_path, usual, per_device_eval_batch_size=rows)
+    with torch.no_grad():
+        trainer.model.classifier.bias[predicted] = 1e4
+    assert trainer.predict(tiny.rows(14)).predictions.shape == (14, 3)
+
+
+def test_own_reductions_are_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def halved(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return logits.half()
+
+    def reversed_classes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return logits.flip(-1)
+
+    expected = make(tmp_path, usual).evaluate()["eval_accuracy"]
+    same = guarded(tmp_path, usual, reduce=halved)
+    assert same.evaluate()["eval_accuracy"] == expected
+    assert same.predict(tiny.rows(4)).predictions.dtype == np.float16
+    assert notices(caplog) == []
+    assert guarded(tmp_path, usual, reduce=reversed_classes).evaluate()["eval_accuracy"] == expected
+    assert notices(caplog)[0].startswith("evaluation: reduce=<reversed_classes> and compute_metrics=<usual> do not")
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        lambda p: {f"of {p.predictions.ndim} axes": 1.0},
+        lambda p: {"shape": list(p.predictions.shape)},
+        lambda p: {"mean": float(p.predictions.sum()), "nan": float("nan")},
+        lambda p: {"first": p.predictions[0, 0].item()},
+        lambda p: {"text": str(p.predictions.dtype)},
+    ],
+    ids=["keys", "lists", "values", "failure", "text"],
+)
+def test_each_kind_of_difference_keeps_predictions_whole(metrics: Any, tmp_path: Path) -> None:
+    expected = make(tmp_path, metrics).evaluate()
+    found = guarded(tmp_path, metrics).evaluate()
+    names = {name for name in expected if "time" not in name and "per_second" not in name}
+    assert repr({name: found[name] for name in names}) == repr({name: expected[name] for name in names})
+
+
+def describe(path: str, prediction: Any) -> dict[str, float]:
+    """Add a line with what the function got."""
+    given = {name: value for name, value in vars(prediction).items() if name != "elements" and value is not None}
+    arrays = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
+    shown = {
+        name: [(type(value).__name__, str(each.dtype), each.tolist()) for each in value]
+        for name, value in arrays.items()
+    }
+    with open(path, "a") as file:
+        file.write(json.dumps([type(prediction.predictions).__name__, shown]) + "\n")
+    return {"rows": float(len(prediction.label_ids))}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"eval_do_concat_batches": False}, {"include_for_metrics": ["inputs", "loss"]}]
+)
+def test_the_function_gets_what_stock_gives_it(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Of one batch: whole and reduced in the check, the same with other predictions, and reduced by stock."""
+    lines = []
+    for make_one in (make, guarded):
+        path = tmp_path / make_one.__name__
+        trainer = make_one(tmp_path, functools.partial(describe, str(path)), rows=tiny.rows(4), **settings)
+        trainer.evaluate()
+        lines.append(path.read_text().splitlines())
+    [stock], (whole, reduced, _, _, last) = lines
+    assert whole == stock
+    assert reduced == last != whole
+    assert ("losses" in stock) == ("include_for_metrics" in settings)
+
+
+def test_what_the_function_does_to_its_arrays_stays_there(tmp_path: Path) -> None:
+    def overwrites(prediction: Any) -> dict[str, float]:
+        found = of_both(prediction)
+        prediction.predictions[:] = 0
+        prediction.label_ids[:] = 9
+        return found
+
+    expected = make(tmp_path, of_both, rows=tiny.rows(4)).evaluate()["eval_accuracy"]
+    assert guarded(tmp_path, overwrites, rows=tiny.rows(4)).evaluate()["eval_accuracy"] == expected
+
+
+def test_each_data_set_is_checked_once(tmp_path: Path) -> None:
+    path = tmp_path / "calls"
+    trainer = guarded(tmp_path, functools.partial(describe, str(path)))
+
+    def calls() -> int:
+        count = len(path.read_text().splitlines())
+        path.unlink()
+        return count
+
+    named = {"a": Dataset.from_list(tiny.rows(5)), "b": sorted_by_length(tiny.rows(6)), "c": tiny.rows(5)}
+    trainer.evaluate(named)
+    assert calls() == 15
+    trainer.evaluate(named)
+    assert calls() == 3
+    trainer.evaluate(Dataset.from_list(tiny.rows(5)))
+    trainer.evaluate(Dataset.from_list(tiny.rows(5, seed=4)))  # another one of as many rows
+    assert calls() == 1 + 5 + 4
+    trainer.predict(named["a"])
+    assert calls() == 5
+    trainer.compute_metrics = functools.partial(describe, str(path))
+    trainer.predict(named["a"])
+    assert calls() == 5
+
+
+def test_nothing_is_checked_where_the_function_is_not_called(tmp_path: Path) -> None:
+    def never(prediction: Any) -> dict[str, float]:
+        raise AssertionError
+
+    guarded(tmp_path, never, prediction_loss_only=True).evaluate()
+    unlabelled = [{"input_ids": row["input_ids"]} for row in tiny.rows(4)]
+    assert guarded(tmp_path, never).predict(unlabelled).predictions.shape == (4,)
+    assert guarded(tmp_path, None).predict(tiny.rows(4)).predictions.shape == (4,)
+
+
+# ---- Functions that keep state --------------------------------------------------------------------------------------
+
+SEEN: list[float] = []
+COUNT = 0
+
+
+class Metric:
+    """Has state of every kind, in the object, its class and its parts."""
+
+    of_class: ClassVar[list[float]] = []
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.last, self.parts = kind, 0.0, {"all": [deque(maxlen=3), np.zeros(2), torch.zeros(2)]}
+
+    def __call__(self, prediction: Any) -> dict[str, float]:
+        found = of_both(prediction)
+        self.add(found["accuracy"])
+        return found
+
+    def add(self, value: float) -> None:
+        recent, array, tensor = self.parts["all"]
+        if self.kind == "attribute":
+            self.last = value
+        elif self.kind == "deque":
+            recent.append(value)
+        elif self.kind == "array":
+            array[0] += 1
+        elif self.kind == "tensor":
+            tensor += 1
+        else:
+            self.of_class.append(value)
+
+
+def keeping(kind: str) -> Any:
+    """Return a function that keeps something, and one that shows what."""
+    kept: list[float] = []
+    count = 0
+
+    def in_closure(prediction: Any) -> dict[str, float]:
+        kept.append(1.0)
+        return of_both(prediction)
+
+    def in_cell(prediction: Any) -> dict[str, float]:
+        nonlocal count
+        count += 1
+        return of_both(prediction)
+
+    def in_global(prediction: Any) -> dict[str, float]:
+        SEEN.append(1.0)
+        return of_both(prediction)
+
+    def in_global_name(prediction: Any) -> dict[str, float]:
+        global COUNT
+        COUNT += 1
+        return of_both(prediction)
+
+    def in_helper(prediction: Any) -> dict[str, float]:
+        return in_global(prediction)
+
+    def in_attribute(prediction: Any) -> dict[str, float]:
+        in_attribute.calls = getattr(in_attribute, "calls", 0) + 1
+        return of_both(prediction)
+
+    def in_argument(prediction: Any, kept: list[float]) -> dict[str, float]:
+        kept.append(1.0)
+        return of_both(prediction)
+
+    def in_default(prediction: Any, kept: list[float] = kept) -> dict[str, float]:
+        kept.append(1.0)
+        return of_both(prediction)
+
+    def shown() -> Any:
+        return [list(kept), count, list(SEEN), COUNT, getattr(in_attribute, "calls", 0), list(Metric.of_class)]
+
+    of_object = Metric(kind)
+    functions = {
+        "closure": in_closure,
+        "cell": in_cell,
+        "global": in_global,
+        "global name": in_global_name,
+        "helper": in_helper,
+        "function attribute": in_attribute,
+        "partial": functools.partial(in_argument, kept=kept),
+        "default": in_default,
+        "method": of_object.__call__,
+    }
+    return functions.get(kind, of_object), lambda: repr([shown(), vars(of_object)])
+
+
+KINDS = ("closure", "cell", "global", "global name", "helper", "function attribute", "partial", "default", "method")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "attribute", "deque", "array", "tensor", "class"])
+def test_what_keeps_state_is_called_on_whole_predictions_only(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = []
+    for make_one in (make, guarded):
+        monkeypatch.setitem(globals(), "SEEN", [])
+        monkeypatch.setitem(globals(), "COUNT", 0)
+        monkeypatch.setattr(Metric, "of_class", [])
+        metrics, shown = keeping(kind)
+        output = make_one(tmp_path, metrics).predict(tiny.rows(14))
+        kept.append(shown())
+        assert output.predictions.shape == (14, 3)
+    assert kept[0] == kept[1]
+    [notice] = notices(caplog)
+    name = getattr(metrics, "__name__", type(metrics).__name__)
+    assert notice == (
+        f"evaluation: reduce='argmax' and compute_metrics=<{name}> cannot be checked on one batch: a call changes what "
+        "it holds; expected a function that keeps nothing. Predictions stay whole, 192 B of host memory. To reduce all "
+        "the same, pass Trainer(..., preprocess_logits_for_metrics=...) and reduce=None."
+    )
+
+
+@pytest.mark.parametrize("kind", ["iterator", "file", "large array"])
+def test_what_cannot_be_put_back_is_not_touched(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    counter = itertools.count()
+    path = tmp_path / "log"
+    with path.open("w") as file:
+        values = {"iterator": counter, "file": file, "large array": np.zeros(2**23 + 1)}
+        value, calls = values[kind], []
+
+        def metrics(prediction: Any) -> dict[str, float]:
+            assert value is not None
+            assert prediction.predictions.shape == (14, 3)
+            return {"calls": float(next(value)) if kind == "iterator" else 0.0}
+
+        metrics.calls = calls
+        assert guarded(tmp_path, metrics).evaluate()["eval_calls"] == 0.0
+    assert notices(caplog)[0].startswith(
+        "evaluation: reduce='argmax' and compute_metrics=<metrics> cannot be checked on one batch: it uses "
+        f"<{type(value).__name__}>, which cannot be put back after a check; expected"
+    )
+
+
+def test_hidden_state_shows_in_two_calls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def metrics(prediction: Any) -> dict[str, float]:
+        sys.hidden_count = getattr(sys, "hidden_count", 0) + 1
+        return {"count": float(sys.hidden_count)}
+
+    try:
+        assert guarded(tmp_path, metrics).predict(tiny.rows(4)).predictions.shape == (4, 3)
+    finally:
+        del sys.hidden_count
+    assert "two calls on the same predictions differ; expected" in notices(caplog)[0]
+
+
+def test_a_stateful_function_of_class_ids_alone_gets_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        calls.append(1)
+        return of_ids(prediction)
+
+    output = guarded(tmp_path, metrics).predict(tiny.rows(14))
+    assert (output.predictions.shape, len(calls), notices(caplog)) == ((14,), 1, [])
+
+
+def test_a_stateful_function_whose_predictions_do_not_fit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_outputs, "read_memory", little_memory(300))
+    metrics, shown = keeping("closure")
+    before = shown()
+    with pytest.raises(ValueError, match="cannot be checked") as error:
+        guarded(tmp_path, metrics).evaluate()
+    assert str(error.value).endswith(
+        "Whole predictions need 192 B of host memory; only 150 B may be used. To reduce all the same, pass "
+        "Trainer(..., preprocess_logits_for_metrics=...) and reduce=None"
+    )
+    assert shown() == before
+    trainer = make(tmp_path, metrics, EvaluationGuardCallback(reduce=None))
+    trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+    attach(trainer)
+    assert trainer.predict(tiny.rows(14)).predictions.shape == (14,)
+
+
+def test_random_numbers_are_those_of_stock(tmp_path: Path) -> None:
+    def drawing() -> Any:
+        own, old, theirs = np.random.default_rng(1), np.random.RandomState(1), random.Random(1)
+        of_torch = torch.Generator().manual_seed(1)
+
+        def metrics(prediction: Any) -> dict[str, float]:
+            drawn = [np.random.rand(), random.random(), torch.rand(1).item(), own.random(), old.rand(), theirs.random()]
+            drawn.append(torch.rand(1, generator=of_torch).item())
+            return {**of_both(prediction), **{f"drawn_{i}": value for i, value in enumerate(drawn)}}
+
+        return metrics
+
+    found = []
+    for make_one in (make, guarded):
+        trainer = make_one(tmp_path, drawing())
+        random.seed(3), np.random.seed(3), torch.manual_seed(3)
+        outputs = [trainer.predict(tiny.rows(14)) for _ in range(2)]
+        found.append([{k: v for k, v in each.metrics.items() if "drawn" in k or "acc" in k} for each in outputs])
+    assert outputs[0].predictions.shape == (14,)
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 8
+
+
+# ---- Two processes --------------------------------------------------------------------------------------------------
+
+
+def test_processes_decide_together(tmp_path: Path) -> None:
+    """The rows of one process alone show that the function needs whole predictions."""
+    one, other = run_pair(tmp_path, __file__, str(tmp_path))
+    assert one["shapes"] == other["shapes"]
+    assert other["refused"].startswith(one["refused"].split("only ")[0])
+    assert one["shapes"] == [[8, 3], [8]]
+    assert one["refused"].startswith("reduce='argmax' and compute_metrics=<of_rank> do not agree: for one batch ")
+
+
+def of_rank(prediction: Any) -> dict[str, float]:
+    return usual(prediction) if os.environ["RANK"] == "1" else of_both(prediction)
+
+
+def main(folder: str) -> None:
+    """Evaluate with a function that is right in process 0 alone, with one that is right, and with too little memory."""
+    settings = {"ddp_backend": "gloo", "per_device_eval_batch_size": 4}
+    shapes = [guarded(folder, each, **settings).predict(tiny.rows(8)).predictions.shape for each in (of_rank, of_both)]
+    trainer, refused = guarded(folder, of_rank, **settings), ""
+    if trainer.args.process_index == 0:  # the host of the other process has enough
+        kept_outputs.read_memory = little_memory(160)
+    try:
+        trainer.predict(tiny.rows(8))
+    except ValueError as error:
+        refused = str(error)
+    found = {"shapes": shapes, "refused": refused}
+    Path(folder, f"rank{trainer.args.process_index}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
