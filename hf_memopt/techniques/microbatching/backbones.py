@@ -148,7 +148,13 @@ class Backbones:
         elif kwargs.get("labels") is not None or kwargs.get("return_loss"):
             found = "it returns the loss of all rows"
         else:
-            found = self._layout(name, call, size)
+            try:
+                found = self._layout(name, call, size)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    reason = "not even two rows fit, without gradients, so that none can be compared"
+                    step.reasons[f"{name or type(call.module).__name__}: {reason}"] = None
+                raise
         if isinstance(found, Layout):
             return found
         step.reasons[f"{name or type(call.module).__name__}: {found}"] = None

@@ -1,0 +1,524 @@
+"""Losses and steps of users under the Trainer: cut below the loss, exact; or raised, with what to do instead."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import Trainer
+
+import tiny
+from hf_memopt.binding.attach import attach
+from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.microbatching.splitting import NotSplittableError
+from scarcity import Pad, Scarcity, mixed_rows
+
+FLOAT32 = 2**-22  # gradients of rows added in another order, over steps of 0.1
+BATCHES, ROWS = 3, 4
+OUT = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def each(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits, labels, reduction="none")
+
+
+class OwnLoss(Trainer):
+    """A trainer whose loss is ``loss(logits, inputs)``, which takes columns that the model does not."""
+
+    loss: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = type(self).loss(outputs["logits"], inputs)
+        return (loss, outputs) if return_outputs else loss
+
+
+def weighted_mean(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    return (each(logits, inputs["labels"]) * inputs["weight"]).sum() / inputs["weight"].sum()
+
+
+def masked_tokens(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    """A mean over the tokens of a mask that is not the labels'."""
+    mask = inputs["loss_mask"]
+    return (logits.square().mean(1) * mask.sum(1) / mask.sum()).sum()
+
+
+def over_boxes(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    """A mean over objects, of which each row has a list."""
+    pairs = zip(logits, inputs["boxes"], strict=True)
+    losses = [each(row.expand(len(boxes), -1), boxes).sum() for row, boxes in pairs]
+    return torch.stack(losses).sum() / sum(map(len, inputs["boxes"]))
+
+
+def two_means(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    """A mean over rows, and one over those rows that have a second label."""
+    return functional.cross_entropy(logits, inputs["labels"]) + functional.cross_entropy(logits, inputs["second"])
+
+
+def weighted_classes(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    return functional.cross_entropy(logits, inputs["labels"], weight=torch.tensor([1.0, 1.0, 5.0]))
+
+
+def in_batch_negatives(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    return functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+
+
+def penalty(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    """A term over the whole batch."""
+    return functional.cross_entropy(logits, inputs["labels"]) + logits.mean(0).square().sum()
+
+
+def pairs(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    """Chosen rows first, rejected ones after them."""
+    chosen, rejected = logits[:, 0].chunk(2)
+    return -functional.logsigmoid(chosen - rejected).mean()
+
+
+def hard_examples(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    return each(logits, inputs["labels"]).topk(2).values.mean()
+
+
+def random_mask(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    """A mask drawn anew at each pass: once per step, in parts or not."""
+    return (each(logits, inputs["labels"]) * torch.rand(len(logits))).mean()
+
+
+LOSSES = {
+    loss.__name__: loss
+    for loss in (
+        weighted_mean,
+        masked_tokens,
+        over_boxes,
+        two_means,
+        weighted_classes,
+        in_batch_negatives,
+        penalty,
+        pairs,
+        hard_examples,
+        random_mask,
+    )
+}
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pad what has columns; keep lists of tensors as they are."""
+    boxes = [row["boxes"] for row in rows]
+    return {**Pad()([{name: value for name, value in row.items() if name != "boxes"} for row in rows]), "boxes": boxes}
+
+
+def rows_of_all_columns() -> list[dict[str, Any]]:
+    rows = mixed_rows(BATCHES * ROWS)
+    for i, row in enumerate(rows):
+        row |= {"weight": (1.0, 9.0, 0.1, 3.0)[i % 4], "second": i % 3 if i % 2 else -100}
+        row |= {"boxes": torch.arange((1, 5, 1, 4, 2, 6)[i % 6]) % 3, "loss_mask": [1.0, 0.0] * (1 + i % 3)}
+    return rows
+
+
+def make(
+    kind: type[Trainer],
+    folder: Path,
+    *callbacks: Any,
+    model: nn.Module | None = None,
+    data: Any = None,
+    **settings: Any,
+) -> Trainer:
+    """Return a trainer of 3 steps of 4 rows."""
+    args = tiny.arguments(
+        folder,
+        per_device_train_batch_size=ROWS,
+        per_device_eval_batch_size=ROWS,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        **settings,
+    )
+    model = tiny.bert() if model is None else model
+    vars(model)["accepts_loss_kwargs"] = False  # stock then counts no labels
+    data = rows_of_all_columns() if data is None else data
+    trainer = kind(model=model, args=args, train_dataset=data, eval_dataset=data, data_collator=collate)
+    return attach(trainer, *callbacks)
+
+
+def trained(kind: type[Trainer], folder: Path, *callbacks: Any, **settings: Any) -> Trainer:
+    torch.manual_seed(0)
+    trainer = make(kind, folder, *callbacks, **settings)
+    torch.manual_seed(0)
+    trainer.train()
+    return trainer
+
+
+def own(name: str) -> type[Trainer]:
+    return type(name, (OwnLoss,), {"loss": staticmethod(LOSSES[name])})
+
+
+def assert_same(kind: type[Trainer], folder: Path, callback: MicrobatchCallback, **settings: Any) -> Trainer:
+    """Hold a run whose steps are all cut against stock's."""
+    whole = trained(kind, folder, **{**settings, "model": copy.deepcopy(settings.get("model"))})
+    parts = trained(kind, folder, callback, **settings)
+    assert callback.tally.cut_steps == BATCHES
+    assert 0.0 <= tiny.largest_difference(whole.model, parts.model) <= FLOAT32
+    return parts
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_over_the_batch_is_exact(name: str, tmp_path: Path) -> None:
+    assert_same(own(name), tmp_path, MicrobatchCallback(max_examples=2))
+
+
+# ---- Steps ----------------------------------------------------------------------------------------------------------
+
+
+class MakesItsBatches(OwnLoss):
+    """Gets a list of rows in its step, as trainers do that generate."""
+
+    loss = staticmethod(in_batch_negatives)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return super().training_step(model, collate(inputs), num_items_in_batch)
+
+
+class WithOutputs(OwnLoss):
+    """Asks for the outputs with the loss, as a subclass that logs metrics does."""
+
+    loss = staticmethod(hard_examples)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        loss, outputs = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
+        assert outputs["logits"].shape[0] == ROWS
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Popping(Trainer):
+    """Takes columns of its own out of the batch."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        for name in ("weight", "second", "boxes", "loss_mask"):
+            assert len(inputs.pop(name)) == ROWS
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class NoComputeLoss(Trainer):
+    """Computes its loss by itself, and calls backward by itself."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        loss = penalty(model(inputs["input_ids"], attention_mask=inputs["attention_mask"])["logits"], inputs)
+        loss.backward()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("kind", [MakesItsBatches, WithOutputs, Popping, NoComputeLoss])
+def test_a_step_of_its_own_is_exact(kind: type[Trainer], limit: int | None, tmp_path: Path) -> None:
+    """With a limit, and without one when memory runs out in the first step."""
+    model, scarcity = tiny.bert(), Scarcity(limit=30)
+    if limit is None:
+        scarcity.watch(model)
+    whole = make(kind, tmp_path)
+    callback = MicrobatchCallback(max_examples=limit)
+    parts = make(kind, tmp_path, callback, model=model)
+    for trainer in (whole, parts):
+        if kind is MakesItsBatches:
+            trainer.data_collator = list
+        trainer.train()
+    assert (scarcity.errors > 0) == (limit is None)
+    assert callback.tally.cut_steps > 0
+    assert tiny.largest_difference(whole.model, parts.model) <= FLOAT32
+
+
+class Attacks(OwnLoss):
+    """FGM: the word embeddings are moved for a second backward pass."""
+
+    loss = staticmethod(in_batch_negatives)
+    changed = "model.bert.embeddings.word_embeddings.weight"
+
+    def moved(self, model: nn.Module) -> list[nn.Parameter]:
+        return [model.get_input_embeddings().weight]
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        kept = [weight.detach().clone() for weight in self.moved(model)]
+        for weight in self.moved(model):
+            weight.data.add_(0.5 * weight.grad / (weight.grad.norm() + 1e-9))
+        super().training_step(model, inputs, num_items_in_batch)
+        for weight, value in zip(self.moved(model), kept, strict=True):
+            weight.data.copy_(value)
+        return loss
+
+
+class AttacksAll(Attacks):
+    """AWP: all matrices are."""
+
+    def moved(self, model: nn.Module) -> list[nn.Parameter]:
+        return [p for name, p in model.named_parameters() if p.dim() == 2 and p.grad is not None]
+
+
+class Teaches(OwnLoss):
+    """A teacher that is a moving average of the model, made before the loss is."""
+
+    loss = staticmethod(hard_examples)
+    changed = "trainer.teacher.bert.embeddings.word_embeddings.weight"
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.teacher = copy.deepcopy(self.model).eval().requires_grad_(False)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        with torch.no_grad():
+            for own, other in zip(self.teacher.parameters(), model.parameters(), strict=True):
+                own.lerp_(other + 0.1, 0.5)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        with torch.no_grad():
+            expected = self.teacher(inputs["input_ids"], attention_mask=inputs["attention_mask"])["logits"]
+        loss = loss + functional.mse_loss(outputs["logits"], expected)
+        return (loss, outputs) if return_outputs else loss
+
+
+class KeepsAMean(OwnLoss):
+    """A running mean of the logits, which a repeated step finds as it was."""
+
+    loss = staticmethod(hard_examples)
+    mean: Any = 0.0
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        self.mean = 0.9 * self.mean + 0.1 * outputs["logits"].mean(0).detach()
+        loss = loss + (outputs["logits"] - self.mean).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("kind", [Attacks, AttacksAll, Teaches, KeepsAMean])
+def test_a_step_that_changes_weights_is_exact_under_a_limit(kind: type[Trainer], tmp_path: Path) -> None:
+    assert_same(kind, tmp_path, MicrobatchCallback(max_examples=2))
+
+
+@pytest.mark.parametrize(("kind", "call"), [(Attacks, 2), (AttacksAll, 2), (Teaches, 1)])
+def test_memory_that_runs_out_after_a_change_is_raised_and_the_remedy_helps(
+    kind: Any, call: int, tmp_path: Path
+) -> None:
+    model = tiny.bert()
+    Scarcity(calls=(call,)).watch(model)
+    trainer = make(kind, tmp_path, MicrobatchCallback(), model=model)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trainer.train()
+    found = re.fullmatch(
+        rf"memory ran out at step 1 \({re.escape(OUT)}\), and the step cannot be repeated, since "
+        rf"{re.escape(kind.changed)} was changed within it; expected parts that fit from the beginning. Start with "
+        r"smaller ones: (MicrobatchCallback\(max_tokens=\d+\))",
+        str(error.value),
+    )
+    assert found is not None, error.value
+    assert_same(kind, tmp_path, eval(found[1]))
+
+
+def test_a_running_mean_is_put_back_for_the_repetition(tmp_path: Path) -> None:
+    model, scarcity = tiny.bert(), Scarcity(calls=(2,), where="backward")
+    scarcity.watch(model)
+    whole = trained(KeepsAMean, tmp_path)
+    parts = trained(KeepsAMean, tmp_path, MicrobatchCallback(), model=model)
+    assert scarcity.errors == 1
+    assert tiny.largest_difference(whole.model, parts.model) <= FLOAT32
+
+
+class Swallows(OwnLoss):
+    """Skips a batch that does not fit, as some loops do."""
+
+    loss = staticmethod(in_batch_negatives)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        except torch.OutOfMemoryError:
+            return torch.zeros(())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_swallows_the_error_is_repeated_all_the_same(where: str, tmp_path: Path) -> None:
+    model, scarcity = tiny.bert(), Scarcity(calls=(2,), where=where)
+    scarcity.watch(model)
+    whole = trained(Swallows, tmp_path)
+    parts = trained(Swallows, tmp_path, MicrobatchCallback(), model=model)
+    assert scarcity.errors == 1
+    assert tiny.largest_difference(whole.model, parts.model) <= FLOAT32
+
+
+# ---- Stated losses --------------------------------------------------------------------------------------------------
+
+
+def plain_mean(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    return functional.cross_entropy(logits, inputs["labels"])
+
+
+LOSSES_STATED = [
+    (plain_mean, "mean over rows"),
+    (plain_mean, "mean over labels"),
+    (weighted_mean, "mean over weight"),
+    (masked_tokens, "mean over loss_mask"),
+]
+
+
+@pytest.mark.parametrize(("loss", "text"), LOSSES_STATED)
+def test_a_stated_loss_runs_whole_micro_batches(loss: Any, text: str, tmp_path: Path) -> None:
+    model = tiny.bert()
+    scarcity = Scarcity()
+    scarcity.watch(model)
+    kind = type("Stated", (OwnLoss,), {"loss": staticmethod(loss)})
+    assert_same(kind, tmp_path, MicrobatchCallback(max_examples=2, loss=text), model=model)
+    assert scarcity.count == 2 * BATCHES + 5  # and once: four rows together, and each alone
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [(weighted_mean, "mean over rows"), (in_batch_negatives, "mean over labels"), (plain_mean, "sum")],
+)
+def test_a_wrong_statement_is_raised_with_the_weight_that_shows_it(loss: Any, text: str, tmp_path: Path) -> None:
+    kind = type("Stated", (OwnLoss,), {"loss": staticmethod(loss)})
+    trainer = make(kind, tmp_path, MicrobatchCallback(max_examples=2, loss=text))
+    with pytest.raises(NotSplittableError) as error:
+        trainer.train()
+    assert re.sub(r"by [-\d.e+]+ ", "by # ", str(error.value)) == (
+        "model=BertForSequenceClassification cannot be trained in micro-batches: its loss is not what is stated (stated "
+        f"as loss={text!r}): the gradient of bert.embeddings.word_embeddings.weight for 4 rows differs by # from that "
+        "of the rows alone; expected rows that do not depend on each other. Leave loss= out: MicrobatchCallback() then "
+        "cuts below the loss, whatever it is."
+    )
+    assert trainer.state.global_step == 0
+
+
+def test_an_unknown_statement_is_refused_at_once() -> None:
+    with pytest.raises(ValueError) as error:
+        MicrobatchCallback(loss="mean over")
+    assert str(error.value).startswith(
+        "loss='mean over' is unknown; expected one of sum, mean over rows, mean over labels, mean over shifted labels, "
+        "or 'mean over <column of the batch>'."
+    )
+
+
+# ---- Names ----------------------------------------------------------------------------------------------------------
+
+
+class TwoTowers(nn.Module):
+    """A model of a user, without any class of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(100, 16)
+        self.encoder = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.encoder(self.words(input_ids))
+        return {"logits": self.head((hidden * attention_mask[..., None]).mean(1))}
+
+
+class Norms(TwoTowers):
+    """The same, whose rows meet in every module that could be found."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = super().forward(input_ids, attention_mask)["logits"]
+        return {"logits": logits - logits.mean(0)}
+
+
+def test_a_module_of_a_user_is_named(tmp_path: Path) -> None:
+    callback = MicrobatchCallback(max_examples=2, backbone="encoder")
+    assert_same(own("in_batch_negatives"), tmp_path, callback, model=Norms())
+
+
+def test_a_model_of_a_user_whose_rows_are_independent_needs_no_name(tmp_path: Path) -> None:
+    assert_same(own("in_batch_negatives"), tmp_path, MicrobatchCallback(max_examples=2), model=TwoTowers())
+
+
+def test_an_unknown_name_lists_the_nearest(tmp_path: Path) -> None:
+    trainer = make(own("penalty"), tmp_path, MicrobatchCallback(max_examples=2, backbone="encodr"), model=TwoTowers())
+    with pytest.raises(ValueError) as error:
+        trainer.train()
+    assert str(error.value) == (
+        "backbone='encodr' is no module of TwoTowers; expected the name of one, or its end. Did you mean 'encoder'? "
+        "Print them: [name for name, _ in model.named_modules()]"
+    )
+
+
+def test_without_any_backbone_the_remedy_is_named(tmp_path: Path) -> None:
+    trainer = make(own("penalty"), tmp_path, MicrobatchCallback(max_examples=2), model=Norms())
+    with pytest.raises(NotSplittableError) as error:
+        trainer.train()
+    assert re.sub(r"[\d.]+e[+-]\d+", "#", str(error.value)) == (
+        "model=Norms cannot be trained in micro-batches at step 1 (a batch of input_ids, attention_mask, labels, weight, "
+        "second, loss_mask, boxes): Norms: rows depend on each other: parts of its output 0 of shape (4, 3) differ from "
+        "the whole by #; expected rows that do not depend on each other. Name a part of the model whose rows are "
+        "independent: MicrobatchCallback(backbone='...'), or take MicrobatchCallback out of callbacks= and lower "
+        "per_device_train_batch_size."
+    )
+
+
+# ---- Evaluation -----------------------------------------------------------------------------------------------------
+
+
+class PopsLabels(OwnLoss):
+    """Predicts with the labels taken out of the batch."""
+
+    loss = staticmethod(hard_examples)
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        with torch.no_grad():
+            logits = model(inputs["input_ids"], attention_mask=inputs["attention_mask"])["logits"]
+        return hard_examples(logits, {"labels": labels}), logits, labels
+
+
+class Full(Scarcity):
+    """Run out of memory above a number of rows, in evaluation too."""
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module is self._first():
+            self.count += 1
+            if len(args[0]) > self.limit:
+                self.fail()
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+@pytest.mark.parametrize("kind", [own("in_batch_negatives"), own("hard_examples"), PopsLabels])
+def test_an_evaluation_that_runs_out_of_memory_gives_what_stock_gives(
+    kind: type[Trainer], limit: int, tmp_path: Path
+) -> None:
+    def figures(predictions: Any) -> dict[str, float]:
+        assert predictions.label_ids.shape == (BATCHES * ROWS,)
+        return {"accuracy": float((predictions.predictions.argmax(1) == predictions.label_ids).mean())}
+
+    found = []
+    for callbacks in ((), (MicrobatchCallback(),)):
+        trainer = make(kind, tmp_path, *callbacks, label_names=["labels"])
+        trainer.compute_metrics = figures
+        scarcity = Full(limit=limit if callbacks else 100)
+        scarcity.watch(trainer.model)
+        predictions = trainer.predict(trainer.eval_dataset)
+        found.append((predictions.metrics["test_loss"], predictions.metrics["test_accuracy"], predictions.label_ids))
+        assert (scarcity.errors > 0) == bool(callbacks)
+    (loss, accuracy, labels), (loss_of_parts, accuracy_of_parts, labels_of_parts) = found
+    assert loss_of_parts == pytest.approx(loss, abs=1e-6)
+    assert accuracy_of_parts == accuracy
+    assert labels_of_parts.tolist() == labels.tolist()
+
+
+def test_an_evaluation_of_which_only_one_row_fits_says_why_it_cannot_be_compared(tmp_path: Path) -> None:
+    trainer = make(own("hard_examples"), tmp_path, MicrobatchCallback())
+    Full(limit=1).watch(trainer.model)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trainer.evaluate()
+    assert str(error.value) == (
+        "a batch of 4 rows does not fit into memory and cannot be split: BertForSequenceClassification: not even two "
+        f"rows fit, without gradients, so that none can be compared ({OUT}); expected a batch that fits. Lower it: "
+        "TrainingArguments(..., per_device_eval_batch_size=2)"
+    )
