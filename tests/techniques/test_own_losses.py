@@ -518,7 +518,7 @@ def test_an_evaluation_of_which_only_one_row_fits_says_why_it_cannot_be_compared
     with pytest.raises(torch.OutOfMemoryError) as error:
         trainer.evaluate()
     assert str(error.value) == (
-        "a batch of 4 rows does not fit into memory and cannot be split: BertForSequenceClassification: not even two "
+        "batch 0 of this evaluation, of 4 rows, does not fit into memory and cannot be split: BertForSequenceClassification: not even two "
         f"rows fit, without gradients, so that none can be compared ({OUT}); expected a batch that fits. Lower it: "
         "TrainingArguments(..., per_device_eval_batch_size=2)"
     )

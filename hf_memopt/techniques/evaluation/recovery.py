@@ -173,7 +173,7 @@ class _Recovery:
             self._put_back(state, message)
             if seen.cut or not seen.fits:
                 reason = "; ".join(seen.reasons) or "memory runs out where all rows are needed"
-                raise _unsplit_error(count_rows(inputs), f"{reason} ({message})")
+                raise _unsplit_error(self._batches - 1, count_rows(inputs), f"{reason} ({message})")
             self._shrink(inputs, 0, self._rows_that_fit or count_rows(inputs), message)
 
     def _put_back(self, state: tuple[StepState, RandomState] | None, message: str) -> None:
@@ -208,7 +208,7 @@ class _Recovery:
         """Remember half of the rows that did not fit; raise if there is no half."""
         rows = stop - start
         if self.trainer.is_fsdp_enabled:
-            raise _unsplit_error(rows, f"the processes gather sharded weights together ({message})")
+            raise _unsplit_error(self._batches - 1, rows, f"the processes gather sharded weights together ({message})")
         if rows == 1:
             lengths = row_lengths(inputs) if isinstance(inputs, Mapping) else None
             length = "" if lengths is None else f", {lengths[start]} tokens long,"
@@ -229,9 +229,9 @@ def _add(joined: _JoinedRows, predict: Callable[..., Any], inputs: Mapping[str, 
     joined.add(predict(select_rows(inputs, slice(joined.done, stop), joined.rows)), stop)
 
 
-def _unsplit_error(rows: int, reason: str) -> torch.OutOfMemoryError:
+def _unsplit_error(batch: int, rows: int, reason: str) -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(
-        f"a batch of {rows} rows does not fit into memory and cannot be split: {reason}; expected a batch that fits. "
+        f"batch {batch} of this evaluation, of {rows} rows, does not fit into memory and cannot be split: {reason}; expected a batch that fits. "
         f"Lower it: TrainingArguments(..., per_device_eval_batch_size={max(1, rows // 2)})"
     )
 

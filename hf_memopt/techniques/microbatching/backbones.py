@@ -37,6 +37,7 @@ class CutStep:
 
     Attributes:
         cut: calls that ran in parts.
+        names: the modules that these were of, as keys.
         fits: calls whose rows were few enough.
         reasons: why the other calls ran whole, as keys.
         largest: rows and columns of the largest call, columns None for images and sounds.
@@ -44,6 +45,7 @@ class CutStep:
     """
 
     cut: int = 0
+    names: dict[str, None] = field(default_factory=dict)
     fits: int = 0
     reasons: dict[str, None] = field(default_factory=dict)
     largest: tuple[int, int | None] | None = None
@@ -122,6 +124,7 @@ class Backbones:
                         return before(*args, **kwargs)
                     found = run_rows_in_parts(call, layout, self._size)
                     step.cut += 1
+                    step.names[name or type(module).__name__] = None
                     return found
                 except Exception as error:
                     if is_out_of_memory(error):

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.binding.conflicts import check_compatibility
-from hf_memopt.binding.handles import override_method
+from hf_memopt.binding.handles import is_overridden, override_method
 from hf_memopt.binding.known_losses import KnownLoss, has_stock_step, known_loss
 from hf_memopt.binding.model_traits import unwrap_model, unwrap_parallel
 from hf_memopt.binding.versions import checkpointing_arguments
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 __all__ = ["MicrobatchedStep"]
 
 logger = logging.getLogger(__name__)
+
+FUSED = "fused cross entropy"  # the purpose of the override that never makes logits
 
 Items = torch.Tensor | int | None
 """``num_items_in_batch``, as ``training_step`` gets it."""
@@ -405,6 +407,7 @@ class MicrobatchedStep:
         self._was_split |= bool(seen.cut)
         if seen.error is None:
             self._check_cut(trainer, seen, where)
+            self._tell_cut(trainer, seen, why)
             assert loss is not None  # the step ran to its end
             return cast(torch.Tensor, loss)
         rows, columns = failed_size or seen.largest or (count_rows(inputs), None)
@@ -430,6 +433,24 @@ class MicrobatchedStep:
         if not self._was_told:
             self._was_told = True
             notify(logger, f"micro-batching: batches of {type(trainer.model).__name__} cannot be cut: {reason}")
+
+    def _tell_cut(self, trainer: Any, seen: CutStep, why: str) -> None:
+        """Record once why the backbone is cut and not the whole batch, and say what accumulation then needs."""
+        if not seen.cut or self._was_told:
+            return
+        self._was_told = True
+        names = ", ".join(seen.names)
+        change = Change("micro-batches", "whole", f"rows of {names} in parts", f"the loss is not known: {why}")
+        logger.info("micro-batching: %s", change)
+        record_changes(trainer, [change])
+        if trainer.args.gradient_accumulation_steps > 1:
+            modules = [module for name, module in self._backbones.modules_of(trainer.model) if name in seen.names]
+            weights = {weight for module in modules for weight in module.parameters() if weight.requires_grad}
+            twice = format_bytes(sum(weight.nbytes for weight in weights))
+            notify(
+                logger,
+                f"micro-batching: from the second accumulation step on, gradients of {names} exist twice: {twice}",
+            )
 
     def _part_failed(self, rows: int, columns: int | None, text: str) -> None:
         """Lower the limit after a part ran out of memory, which is run again in smaller ones on the spot."""
@@ -554,6 +575,8 @@ def _logits_bytes(model: nn.Module, inputs: Any) -> int:
     ask = getattr(unwrap_model(model), "get_output_embeddings", None)
     head = None if ask is None or not torch.is_tensor(ids) else ask()
     if ids is None or head is None or not hasattr(head, "weight"):
+        return 0
+    if is_overridden(head, "forward", FUSED):
         return 0
     labels = inputs.get("labels")
     tokens: torch.Tensor = labels if torch.is_tensor(labels) and labels.dim() == ids.dim() else ids
