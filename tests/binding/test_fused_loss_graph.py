@@ -239,6 +239,38 @@ def test_a_checkpoint_around_the_head(inside: str, reentrant: bool) -> None:
     assert distance(found(), expected) <= 1e-12
 
 
+def test_gradients_given_to_the_logits() -> None:
+    """By all three ways to start a backward pass at them."""
+    model = llama()
+    weight, vector = model.lm_head.weight, torch.randn(2, 9, VOCABULARY, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(model(IDS).logits * 2, weight, vector)
+    fuse_cross_entropy(model)
+    (found,) = torch.autograd.grad(model(IDS).logits * 2, weight, vector)
+    assert torch.equal(found, expected)
+    for start in (lambda logits: logits.backward(vector), lambda logits: torch.autograd.backward([logits], [vector])):
+        model.zero_grad()
+        start(model(IDS).logits * 2)
+        assert torch.equal(weight.grad, expected)
+
+
+@pytest.mark.parametrize("settings", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+# torch looks for unused parameters, of which a model of one process has none
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
+def test_ddps_own_function_leaves_them_deferred(settings: dict[str, bool], tmp_path: Any) -> None:
+    """It copies each output, in a Function; the loss here is outside of the model's forward."""
+    model = llama()
+    expected = gradients(loss_of(model(IDS).logits), model)
+    record = fuse_cross_entropy(model).record
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, **settings)
+        for _ in range(2):
+            assert distance(gradients(loss_of(wrapped(IDS).logits), model), expected) <= 1e-12
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (record.fused, dict(record.real)) == (2, {})
+
+
 def test_what_a_hook_keeps_can_be_read_after_the_optimizers_step() -> None:
     model, seen = llama(), []
     logits = model(IDS).logits

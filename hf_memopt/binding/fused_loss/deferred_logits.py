@@ -197,7 +197,7 @@ class DeferredLogits(_Remembered):
         return [self._real] if self._real._version else [self, self._real]
 
     @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # in a compiled loss
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # which else compiles what is below, in a compiled loss
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _OF_GRADIENTS:
@@ -253,7 +253,7 @@ class _LogitsGradient(_Remembered):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.add.Tensor and all(_is_unmade(one) for one in args):
+        if func is torch.ops.aten.add.Tensor and not kwargs and all(_is_unmade(one) for one in args):
             one, other = args
             return _LogitsGradient(one.like, one.terms + other.terms, lambda: one.elements() + other.elements())
         return super().__torch_dispatch__(func, types, args, kwargs)
