@@ -18,7 +18,7 @@ from host_semantics import HostSemantics
 from torch.profiler import ProfilerActivity, profile
 
 from hf_memopt import estimate
-from hf_memopt.binding.fused_loss.vocabulary_slices import each_slice
+from hf_memopt.binding.fused_loss.chunked_loss import each_slice
 from hf_memopt.memory.recording import repeated_slices
 from hf_memopt.memory.recording.isolation import recording
 from hf_memopt.memory.recording.kept_models import PreparedModel

@@ -16,7 +16,7 @@ from host_semantics import HostSemantics
 from sharded_ranks import batch, build
 
 from hf_memopt import Estimate, NotEstimableError, Recipe, StepSettings, estimate
-from hf_memopt.binding.fused_loss import row_chunks, vocabulary_slices
+from hf_memopt.binding.fused_loss import chunked_loss
 from hf_memopt.memory.allocator.replay import replay
 from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.distributed.shares import bucket_bytes, shard_facts, sharded_step
@@ -132,8 +132,7 @@ def products_of_the_cpu() -> Iterator[None]:
         with torch._C.DisableTorchFunction():  # and with it the autocast of ``HostSemantics``
             return one.to(dtype) @ other.to(dtype)
 
-    patched = [mock.patch.object(module, "wide_product", wide_product) for module in (row_chunks, vocabulary_slices)]
-    with patched[0], patched[1]:
+    with mock.patch.object(chunked_loss, "wide_product", wide_product):
         yield
 
 

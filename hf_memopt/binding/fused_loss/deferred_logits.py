@@ -1,43 +1,46 @@
-"""Logits that are remembered instead of computed: a tensor with a shape and no storage.
+"""Logits that are remembered instead of computed: tensors with a shape and no storage, in autograd's graph.
 
-The head returns ``DeferredLogits``. What the model does to them (views and slices of rows, casts, scaling, a softcap,
-an added bias) gives ``DeferredLogits`` again, which remember it as an ``Expression``; ``cross_entropy`` computes the
-loss from the hidden states (``chunked_loss``). There is no rule for an architecture: whatever else is done to them
-makes the real logits, with the very operations of the model, and notes what did.
+The head returns ``DeferredLogits``, the output of a ``Function`` of (hidden, weight, bias) whose backward pass is the
+linear layer's. What the model does to them (views and slices of rows, casts, scaling, a softcap, an added constant)
+gives ``DeferredLogits`` again, each a node of the graph; ``cross_entropy`` computes the loss from the hidden states
+(``chunked_loss``), and its gradient with respect to the logits is remembered as well (``LogitsGradient``): it passes
+through the graph to the head's node, which makes of it the gradients of the linear layer, chunk by chunk.
 
-Real for good: from then on this tensor is its real one in every later operation, and so are all tensors that come from
-the same head's output. An in-place operation therefore reaches just those that it would reach in stock, through shared
-memory (a slice of logits, ``.float()`` of float32 logits).
+There is no rule for an architecture: whatever needs the elements gets the real logits, made with the model's own
+operations, and is noted. Python functions of torch make them for good: from then on this tensor is its real one in
+every later operation, and so are all that come from the same head's output, so that an in-place operation reaches just
+those that it would reach in stock. What runs below torch's Python functions (a custom ``Function``, TorchScript,
+``torch.func``) reads the elements only. A gradient of either kind comes back to the node that it belongs to.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves, tree_map_only  # private: pinned by a test, seen in torch 2.6 to 2.13
 
-from hf_memopt.binding.fused_loss.chunked_loss import chunked_cross_entropy
-from hf_memopt.binding.fused_loss.engine_hooks import is_engine_hook, register_hooks
-from hf_memopt.binding.fused_loss.expression import Expression, Logits, Pointwise, Product, Sum
-from hf_memopt.binding.fused_loss.loss import Loss
-from hf_memopt.binding.fused_loss.record import FusionRecord
-from hf_memopt.binding.handles import nothing_to_undo
+from hf_memopt.binding.fused_loss.chunked_loss import (
+    Loss,
+    gradient_of_logits,
+    gradients_by_slices,
+    loss_by_rows,
+    without_autocast,
+)
+from hf_memopt.binding.fused_loss.steps import Step, step_of
+from hf_memopt.binding.handles import UndoHandle, remove_all
+
+if TYPE_CHECKING:
+    from hf_memopt.binding.fused_loss.fuse import FusionRecord
 
 __all__ = ["DeferredLogits", "defer"]
 
-_T = torch.Tensor
-_CASTS = {_T.float: torch.float32, _T.double: torch.float64, _T.half: torch.float16, _T.bfloat16: torch.bfloat16}
-_POINTWISE: dict[Any, str] = {
-    **dict.fromkeys((_T.mul, _T.__mul__, _T.__rmul__, torch.mul, _T.multiply, torch.multiply), "multiply"),
-    **dict.fromkeys((_T.div, _T.__truediv__, torch.div, _T.true_divide, torch.true_divide), "divide"),
-    **dict.fromkeys((_T.add, _T.__add__, _T.__radd__, torch.add), "add"),
-    **dict.fromkeys((_T.tanh, torch.tanh), "tanh"),
-}
-_IDENTITIES = {_T.contiguous, _T.clone, torch.clone}
-_RESHAPES = {_T.view, _T.reshape, torch.reshape}
+_T: Any = torch.Tensor  # whose properties a type checker takes for their values
 
 
 def _getters(*names: str) -> set[Any]:
@@ -47,8 +50,220 @@ def _getters(*names: str) -> set[Any]:
 _DESCRIPTIONS = {_T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.__len__, _T.is_floating_point, _T.is_complex}
 _DESCRIPTIONS |= {torch.is_floating_point, torch.is_complex, torch.numel, _T.element_size, _T.get_device}
 _DESCRIPTIONS |= _getters("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_meta", "is_cuda", "is_cpu")
-_DESCRIPTIONS |= _getters("is_sparse", "is_quantized", "itemsize", "is_mps", "is_xpu", "_base")
+_DESCRIPTIONS |= _getters("is_sparse", "is_quantized", "itemsize", "is_mps", "is_xpu", "_base", "grad_fn", "is_leaf")
 """What the shell of the tensor answers, without its elements."""
+_ENGINES = ("torch.distributed.fsdp", "hf_memopt.memory.distributed")
+"""Packages whose hooks look at no gradient: FSDP2 (torch 2.6 to 2.13; pinned by a test) and its simulation."""
+
+
+class _Remembered(torch.Tensor):
+    """A tensor with a shape and no storage, whose elements are made when something needs them."""
+
+    @staticmethod
+    def __new__(cls, like: tuple[Any, ...], *args: Any) -> Any:
+        shape, dtype, device = like
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+    def elements(self) -> torch.Tensor:
+        """Return a tensor outside of the graph."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(_Remembered, _elements, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.elements() if isinstance(tensor, _Remembered) else tensor
+
+
+def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _below(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch with the tensors as they are."""
+    with torch._C.DisableTorchFunction():  # private: pinned by a test, seen in torch 2.6 to 2.13
+        return func(*args, **kwargs)
+
+
+class _Call:
+    """One call of the head: what it computes, and all deferred logits that come from its output, weakly."""
+
+    def __init__(
+        self, tensors: tuple[Any, ...], dtype: torch.dtype, chunk_bytes: int | None, record: FusionRecord
+    ) -> None:
+        self.tensors, self.dtype, self.chunk_bytes, self.record = tensors, dtype, chunk_bytes, record
+        self.family: list[weakref.ref[DeferredLogits]] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self.watch(tensors)
+
+    def watch(self, values: Any) -> None:
+        """Remember tensors that the logits are computed from."""
+        plain = [one for one in tree_leaves(values) if type(one) in (torch.Tensor, torch.nn.Parameter)]
+        self._versions += [(one, one._version) for one in plain]
+
+    def check_unchanged(self, shape: torch.Size) -> None:
+        """Raise RuntimeError if the logits would be those of other weights than the forward pass had."""
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"logits of shape {tuple(shape)} are read after a tensor of shape {tuple(tensor.shape)} that they "
+                    "are computed from was changed, by an optimizer step for example; expected to be read before. Read "
+                    "them before loss.backward(), or keep them there: logits = outputs.logits.detach().clone()"
+                )
+
+    def relatives(self) -> list[DeferredLogits]:
+        """Return the deferred logits that still exist."""
+        return [one for reference in self.family if (one := reference()) is not None]
+
+
+class DeferredLogits(_Remembered):
+    """The output of a language model's head, (..., vocabulary), computed when something needs its elements.
+
+    Args:
+        like: shape, dtype and device.
+        call: of the head.
+        node: of the head's output in the graph.
+        parent: what the last of the ``steps`` was done to; None of the head's output itself.
+        steps: what was done to the head's output.
+        rows: the numbers of these rows among the head's; None: all, in their order.
+    """
+
+    def __init__(
+        self,
+        like: tuple[Any, ...],
+        call: _Call,
+        node: Any,
+        parent: DeferredLogits | None = None,
+        steps: tuple[Step, ...] = (),
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        self._call, self._node, self._parent, self._steps, self._rows = call, node, parent, steps, rows
+        self._read: torch.Tensor | None = None
+        self._real: torch.Tensor | None = None
+        self._is_source = parent is None  # the real logits come after this tensor in the graph
+        self._of_real: tuple[Any, int] = None, 0  # node of this tensor and version of the real one when they were tied
+        call.family.append(weakref.ref(self))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        name = f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return name if self._real is None else repr(self._real)
+
+    def elements(self) -> torch.Tensor:
+        if self._real is not None:
+            return self._real.detach()
+        if self._read is None and self._parent is None:
+            self._call.check_unchanged(self.shape)
+            self._read = _linear(self._call.tensors, self._call.dtype)
+        elif self._read is None:
+            with torch.no_grad():
+                self._read = self._steps[-1].function(self._parent.elements())  # type: ignore[union-attr]
+        return self._read.detach()
+
+    def as_real(self) -> torch.Tensor:
+        """Return the real logits, in the graph, as the model's own operations make them."""
+        node = _below(_T.grad_fn.__get__, self)
+        if self._real is not None and node is not self._of_real[0]:  # a Function changed this tensor in place
+            self._read, self._real, self._is_source = self._real.detach().clone(), None, True
+        if self._real is None:
+            self._call.check_unchanged(self.shape)
+            with torch.inference_mode(False), torch.enable_grad():
+                if self._is_source:
+                    self._real = _Real.apply(self)  # type: ignore[no-untyped-call]
+                else:
+                    self._real = self._steps[-1].function(self._parent.as_real())  # type: ignore[union-attr]
+            self._of_real = node, self._real._version
+        return self._real
+
+    def make_real(self, operation: str) -> None:
+        """Make these logits real for good, and all that come from the same head's output."""
+        self._call.record.note(operation)
+        for relative in self._call.relatives():
+            relative.as_real()
+
+    def follow(self) -> None:
+        """Come after the real logits in the graph, where they were changed in place."""
+        if self._real is not None and self._real._version != self._of_real[1]:
+            with torch.enable_grad():
+                _below(_Changed.apply, self, self._real)
+            self._of_real = _below(_T.grad_fn.__get__, self), self._real._version
+
+    def places(self) -> list[torch.Tensor]:
+        """Return the tensors of the graph whose gradients add up to that of these logits."""
+        if self._real is None or (self._is_source and not self._real._version):
+            return [self]
+        return [self._real] if self._real._version else [self, self._real]
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # which else compiles what is below, in a compiled loss
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_GRADIENTS:
+            return _OF_GRADIENTS[func](*args, **kwargs)
+        mine = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredLogits)]
+        if all(logits._real is None for logits in mine):
+            if func in _DESCRIPTIONS:
+                return _below(func, *args, **kwargs)
+            if (found := _remembered(func, args, kwargs)) is not None:
+                return found
+            mine[0].make_real(_name(func))
+        args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.as_real, (args, kwargs))
+        found = func(*args, **kwargs)
+        for logits in mine:
+            for relative in logits._call.relatives():
+                relative.follow()
+        return next((logits for logits in mine if logits._real is found), found)  # of an operation in place
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        name = func.overloadpacket.__name__
+        if func._schema.is_mutable:
+            raise RuntimeError(
+                f"{name} was called below torch's Python functions to change logits that are fused with the loss; "
+                "expected an operation that makes new ones. Make them real first: logits = logits.view_as(logits)"
+            )
+        logits = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredLogits))
+        if logits._read is logits._real is None:
+            logits._call.record.note(name)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _LogitsGradient(_Remembered):
+    """The gradient of deferred logits that comes from fused losses alone.
+
+    Args:
+        like: shape, dtype and device.
+        terms: each makes the gradients of a linear layer's tensors, given these.
+        make: makes the elements.
+    """
+
+    def __init__(self, like: tuple[Any, ...], terms: list[Any], make: Callable[[], torch.Tensor]) -> None:
+        self.like, self.terms, self._make = like, terms, make
+        self.made: torch.Tensor | None = None  # perhaps changed in place since
+
+    # as torch's documentation of subclasses has it (2.6 to 2.13)
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def elements(self) -> torch.Tensor:
+        if self.made is None:
+            self.made = self._make()
+        return self.made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.add.Tensor and not kwargs and all(_is_unmade(one) for one in args):
+            one, other = args
+            return _LogitsGradient(one.like, one.terms + other.terms, lambda: one.elements() + other.elements())
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _is_unmade(gradient: Any) -> bool:
+    return isinstance(gradient, _LogitsGradient) and gradient.made is None
+
+
+# ---- The graph ------------------------------------------------------------------------------------------------------
 
 
 def defer(
@@ -59,154 +274,239 @@ def defer(
     chunk_bytes: int | None,
     record: FusionRecord,
 ) -> DeferredLogits:
-    """Return the output of a linear layer, remembered."""
+    """Return the output of a linear layer, remembered; ``chunk_bytes`` as in ``Loss``."""
     # One row and one class tell the dtype, under autocast of any kind; an autocast cache does not keep a slice.
     row = hidden.detach()[(slice(0, 1),) * (hidden.dim() - 1)]
     dtype = F.linear(row, weight.detach()[:1], None if bias is None else bias.detach()[:1]).dtype
-    product = Product(hidden, weight, bias, dtype)
-    return DeferredLogits(
-        (product,), Logits(0, dtype), (F.linear, (), {}), chunk_bytes=chunk_bytes, record=record, family=[]
-    )
+    call = _Call((hidden, weight, bias), dtype, chunk_bytes, record)
+    found: DeferredLogits = _Linear.apply(hidden, weight, bias, call)  # type: ignore[no-untyped-call]
+    return found
 
 
-class DeferredLogits(torch.Tensor):
-    """The output of a language model's head, (..., vocabulary), computed when something needs its elements.
-
-    Args:
-        products: the linear layers it comes from; all have hidden states of one shape but for the last dimension.
-        expression: what was done to their outputs.
-        made_by: the function and arguments that make it from other deferred logits; of the head's output itself
-            ``F.linear``.
-        chunk_bytes: as ``Loss``.
-        record: notes what makes logits real.
-        family: all deferred logits that come from the same head's output, weakly.
-    """
+class _Linear(torch.autograd.Function):
+    """The linear layer: its output is deferred."""
 
     @staticmethod
-    def __new__(
-        cls, products: tuple[Product, ...], expression: Expression, *args: Any, **kwargs: Any
-    ) -> DeferredLogits:
-        hidden, weight = products[0].hidden, products[0].weight
-        learns = any(t is not None and t.requires_grad for p in products for t in (p.hidden, p.weight, p.bias))
-        shape = (*hidden.shape[:-1], weight.shape[0])
-        made: DeferredLogits = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=expression.dtype, device=hidden.device, requires_grad=learns
-        )
-        return made
+    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, call: _Call) -> DeferredLogits:
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.dtype, ctx.unpacked = call.dtype, None
+        return DeferredLogits(((*hidden.shape[:-1], len(weight)), call.dtype, hidden.device), call, ctx)
 
-    def __init__(
-        self,
-        products: tuple[Product, ...],
-        expression: Expression,
-        made_by: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
-        *,
-        chunk_bytes: int | None,
-        record: FusionRecord,
-        family: list[weakref.ref[DeferredLogits]],
-    ) -> None:
-        self._products, self._expression, self._made_by = products, expression, made_by
-        self._chunk_bytes, self._record, self._family = chunk_bytes, record, family
-        self._real: torch.Tensor | None = None
-        self._hooks: list[Callable[[torch.Tensor], Any]] = []
-        self._versions = [(tensor, tensor._version) for tensor in self._tensors()]
-        family.append(weakref.ref(self))
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[torch.Tensor | None, ...]:
+        (hidden, weight, bias), ctx.unpacked = _unpacked(ctx), None
+        rows = hidden.reshape(-1, hidden.shape[-1])  # (rows, hidden)
+        if _is_unmade(gradient):
+            terms = [term((rows.detach(), weight.detach(), bias)) for term in gradient.terms]
+            found = [_sum(list(of_one)) for of_one in zip(*terms, strict=True)]
+        else:
+            of_rows, needed = _elements(gradient).reshape(-1, len(weight)), ctx.needs_input_grad
+            with without_autocast(hidden.device.type):
+                found = [
+                    (of_rows @ weight.to(ctx.dtype)).to(hidden.dtype) if needed[0] else None,
+                    (of_rows.t() @ rows.to(ctx.dtype)).to(weight.dtype) if needed[1] else None,
+                    of_rows.sum(0).to(bias.dtype) if needed[2] else None,
+                ]
+        return (None if found[0] is None else found[0].view(hidden.shape), *found[1:], None)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return (
-            f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})" if self._real is None else repr(self._real)
-        )
 
-    # ---- The real logits --------------------------------------------------------------------------------------------
+class _Derived(torch.autograd.Function):
+    """A step from deferred logits to others."""
 
-    def _tensors(self) -> list[torch.Tensor]:
-        """Return what the logits are computed from, besides other deferred logits."""
-        found = [t for p in self._products for t in (p.hidden, p.weight, p.bias) if t is not None]
-        _, args, _ = self._made_by
-        found += [value for value in args if type(value) is torch.Tensor]
+    @staticmethod
+    def forward(ctx: Any, parent: DeferredLogits, shape: torch.Size, step: Step) -> DeferredLogits:
+        steps, rows = (*parent._steps, step), parent._rows
+        if step.kind == "rows" and step.operand is not None:
+            rows = step.operand if rows is None else rows[step.operand]
+        ctx.node, ctx.steps, ctx.like = parent._node, steps, _like(parent)
+        return DeferredLogits((shape, step.dtype, parent.device), parent._call, parent._node, parent, steps, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        def of_parent() -> Any:
+            (shape, dtype, _), step, given = ctx.like, ctx.steps[-1], _elements(gradient)
+            if step.kind != "rows":
+                return step.backward(given, _logits_of(ctx) if step.kind == "tanh" else None).to(dtype)
+            if step.operand is None:
+                return given.reshape(shape)
+            rows = given.new_zeros((shape[:-1].numel(), shape[-1]))
+            return rows.index_add_(0, step.operand, given.reshape(-1, shape[-1])).view(shape)
+
+        if _is_unmade(gradient):
+            return _LogitsGradient(ctx.like, gradient.terms, of_parent), None, None
+        return of_parent(), None, None
+
+
+class _Real(torch.autograd.Function):
+    """The real logits of the head's output."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: DeferredLogits) -> Any:
+        logits.elements()
+        found, logits._read = logits._read, None
         return found
 
-    def _check_unchanged(self) -> None:
-        """Raise RuntimeError if the logits would be those of other weights than the forward pass had."""
-        for tensor, version in self._versions:
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"logits of shape {tuple(self.shape)} are read after a tensor of shape {tuple(tensor.shape)} that "
-                    "they are computed from was changed, by an optimizer step for example; expected to be read before. "
-                    "Read them before loss.backward(), or keep them there: logits = outputs.logits.detach().clone()"
-                )
-
-    def _make_real(self) -> torch.Tensor:
-        """Return the real logits, in autograd's graph, as the model's own operations make them."""
-        if self._real is None:
-            self._check_unchanged()
-            function, args, kwargs = self._made_by
-            if function is F.linear:
-                (product,) = self._products
-                parts = (product.hidden, product.weight, product.bias)
-                args = tuple(None if tensor is None else tensor.to(product.dtype) for tensor in parts)
-            self._real = function(*(_real(value) for value in args), **kwargs)
-            register_hooks(self._real, self._hooks)
-        return self._real
-
-    def _is_real(self) -> bool:
-        """Return whether the real logits exist, of this tensor or of one that it comes from."""
-        return self._real is not None or any(
-            isinstance(value, DeferredLogits) and value._is_real() for value in self._made_by[1]
-        )
-
-    # ---- What is done to them ---------------------------------------------------------------------------------------
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        mine = [value for value in _flat((args, kwargs)) if isinstance(value, DeferredLogits)]
-        if not any(logits._is_real() for logits in mine):
-            if func in _DESCRIPTIONS:
-                with torch._C.DisableTorchFunction():  # private: pinned by a test, seen in torch 2.6 to 2.13
-                    return func(*args, **kwargs)
-            if is_engine_hook(func, args):
-                mine[0]._hooks.append(args[1])
-                return nothing_to_undo()
-            if (found := _remembered(func, args, kwargs)) is not None:
-                return found
-            mine[0]._record.note(_name(func))
-            for relative in [reference() for logits in mine for reference in logits._family]:
-                if relative is not None:
-                    relative._make_real()
-        real_args, real_kwargs = _real(args), _real(kwargs)
-        found = func(*real_args, **real_kwargs)
-        # ``logits += 1`` and ``logits.mul_(2)`` return the tensor that they were called on
-        return next((logits for logits in mine if logits._real is not None and found is logits._real), found)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> NoReturn:
-        raise RuntimeError(
-            f"{func} was called below torch's Python functions with logits that are fused with the loss; expected an "
-            "operation of torch. Take a copy of the logits first: logits = logits.clone().detach()"
-        )
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _flat(item)]
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in _flat(item)]
-    return [value]
+class _Changed(torch.autograd.Function):
+    """Deferred logits whose real ones were changed in place: their gradient is that of the changed ones."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: DeferredLogits, real: torch.Tensor) -> DeferredLogits:
+        ctx.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient
 
 
-def _real(value: Any) -> Any:
-    """Return the value with real logits for deferred ones, also inside lists, tuples and dicts."""
-    if isinstance(value, DeferredLogits):
-        return value._make_real()
-    if type(value) in (list, tuple):
-        return type(value)(_real(item) for item in value)
-    if type(value) is dict:
-        return {key: _real(item) for key, item in value.items()}
-    return value
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of deferred logits (rows, vocabulary) and labels (rows,)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: DeferredLogits, target: torch.Tensor, loss: Loss) -> torch.Tensor:
+        hidden, weight, bias = logits._call.tensors
+        ctx.needed = [tensor is not None and tensor.requires_grad for tensor in logits._call.tensors]
+        ctx.waits, ctx.loss = loss.waits(ctx.needed), loss
+        needed = (False,) * 3 if ctx.waits else ctx.needed
+        tensors = (hidden.detach().reshape(-1, hidden.shape[-1]), weight.detach(), bias)
+        total, labelled, ctx.found = loss_by_rows(loss, target, logits._rows, tensors, needed)
+        ctx.node, ctx.steps, ctx.like, ctx.count = logits._node, logits._steps, _like(logits), max(1, len(labelled[0]))
+        ctx.save_for_backward(target, *(labelled if ctx.waits else ()))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        loss, found = ctx.loss, ctx.found
+        if found is None:
+            raise RuntimeError(
+                "loss.backward() was called a second time and the gradients of the first were given away; expected one "
+                "backward pass, or retain_graph=True in all but the last. Call loss.backward(retain_graph=True) first"
+            )
+        target, *labelled = ctx.saved_tensors
+        scale = gradient / ctx.count if loss.mean else gradient
+        if ctx.waits:
+            term = partial(gradients_by_slices, loss, labelled, scale, needed=ctx.needed)
+        else:
+            of_mean = gradient if loss.mean else gradient * ctx.count
+            if _keeps_graph():
+                found = [None if one is None else one * of_mean for one in found]
+            else:  # there is no second gradient of the vocabulary's size
+                ctx.found = None
+                found = [None if one is None else one.mul_(of_mean) for one in found]
+            term = partial(_taken, found)
+        make = partial(gradient_of_logits, loss, target, scale, partial(_logits_of, ctx))
+        return _LogitsGradient(ctx.like, [term], make), None, None
+
+
+def _taken(found: list[Any], tensors: tuple[Any, ...]) -> list[torch.Tensor | None]:
+    """Return gradients that were made before, in the dtypes of their tensors, and keep none."""
+    given = [None if one is None else one.to(tensor.dtype) for one, tensor in zip(found, tensors, strict=True)]
+    found.clear()
+    return given
+
+
+def _sum(gradients: list[torch.Tensor | None]) -> torch.Tensor | None:
+    found = [gradient for gradient in gradients if gradient is not None]
+    return sum(found[1:], found[0]) if found else None
+
+
+def _unpacked(node: Any) -> tuple[Any, ...]:
+    """Return the tensors that a head's node saved; checkpointing lets them be unpacked once."""
+    if node.unpacked is None:
+        node.unpacked = node.saved_tensors
+    return node.unpacked  # type: ignore[no-any-return]
+
+
+def _logits_of(ctx: Any) -> torch.Tensor:
+    """Return the deferred logits of a node, once more."""
+    logits = _linear(_unpacked(ctx.node), ctx.node.dtype)
+    for step in ctx.steps:
+        logits = step.function(logits)
+    return logits
+
+
+def _linear(tensors: Any, dtype: torch.dtype) -> torch.Tensor:
+    hidden, weight, *bias = (tensor.detach().to(dtype) for tensor in tensors if tensor is not None)
+    with without_autocast(hidden.device.type):
+        return F.linear(hidden, weight, *bias)
+
+
+def _keeps_graph() -> bool:
+    """Return whether the backward pass that runs was asked to retain its graph.
+
+    ``_get_current_graph_task_keep_graph`` is private, pinned by a test, seen in torch 2.6 to 2.13; torch's own compiled
+    functions ask it for the same reason.
+    """
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else bool(ask())
+
+
+# ---- Gradients that are asked for -----------------------------------------------------------------------------------
+
+
+def _noted_places(logits: DeferredLogits, operation: str) -> list[torch.Tensor]:
+    """Return where the gradient of logits arrives, and note that it is made."""
+    if logits._parent is None:
+        logits._call.record.note(operation)
+    elif logits._real is None:  # whose operations from now on are not these logits'
+        logits.make_real(operation)
+    return logits.places()
+
+
+def _register_hook(logits: DeferredLogits, hook: Any) -> UndoHandle:
+    """Register a hook, which gets the elements of the gradient; one that looks at none waits at the head's node."""
+    if str(getattr(hook, "__module__", "")).startswith(_ENGINES):
+        while logits._parent is not None:
+            logits = logits._parent
+        return _below(_T.register_hook, logits, hook)  # type: ignore[no-any-return]
+    places = _noted_places(logits, "register_hook")
+    handles = [_below(_T.register_hook, place, lambda gradient: hook(_elements(gradient))) for place in places]
+    return UndoHandle(lambda: remove_all(handles))
+
+
+def _retain_grad(logits: DeferredLogits) -> None:
+    for place in _noted_places(logits, "retain_grad"):
+        _below(_T.retain_grad, place)
+
+
+def _retained(logits: DeferredLogits) -> torch.Tensor | None:
+    places = [place for place in logits.places() if _below(_T.retains_grad.__get__, place)]
+    return _sum([_below(_T.grad.__get__, place) for place in places])
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, allow_unused: bool | None = None, **kwargs: Any) -> Any:
+    """Do ``torch.autograd.grad``, which may ask for the gradients of deferred logits."""
+    listed = [inputs] if isinstance(inputs, (torch.Tensor, torch.autograd.graph.GradientEdge)) else list(inputs)
+    places = [_noted_places(one, "grad") if isinstance(one, DeferredLogits) else [one] for one in listed]
+    flat = [place for each in places for place in each]
+    # made while the graph still has what they are made of
+    handles = [_below(_T.register_hook, one, _elements) for one in flat if isinstance(one, DeferredLogits)]
+    outputs = tree_map_only(DeferredLogits, lambda one: one.places()[-1], outputs)
+    kwargs["allow_unused"] = True if len(flat) > len(listed) else allow_unused
+    try:
+        found = iter(_below(torch.autograd.grad, outputs, flat, *args, **kwargs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tuple(_sum([next(found) for _ in each]) for each in places)
+
+
+_OF_GRADIENTS: dict[Any, Callable[..., Any]] = {
+    _T.register_hook: _register_hook,
+    _T.retain_grad: _retain_grad,
+    _T.grad.__get__: _retained,
+    torch.autograd.grad: _grad,
+}
+
+
+# ---- What is remembered ---------------------------------------------------------------------------------------------
 
 
 def _name(func: Any) -> str:
@@ -217,158 +517,27 @@ def _name(func: Any) -> str:
 
 
 def _remembered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operation that is remembered or fused; None if it needs the elements."""
+    """Return the result of an operation that is remembered or fused; None if it needs the elements.
+
+    Without gradients that is a copy, which DDP's own ``Function`` makes of each output (torch 2.6 to 2.13).
+    """
+    if not torch.is_grad_enabled() and func not in (_T.clone, torch.clone):
+        return None
     if func is F.cross_entropy:
         return _fused(*args, **kwargs)
-    if func in _POINTWISE:
-        return None if kwargs else _pointwise(func, args)
-    me = args[0] if args else None
-    if not isinstance(me, DeferredLogits) or any(isinstance(value, DeferredLogits) for value in _flat(args[1:])):
+    place = next((place for place, one in enumerate(args) if isinstance(one, DeferredLogits)), 0)
+    before, me, after = args[:place], args[place], args[place + 1 :]
+    others = tree_leaves((before, after, kwargs))
+    if not isinstance(me, DeferredLogits) or any(isinstance(one, DeferredLogits) for one in others):
         return None
-    if func in _IDENTITIES:
-        return _derived(me, me._expression, func, args, kwargs)
-    if func in _CASTS or func is _T.to:
-        dtype = _CASTS.get(func) or _dtype_of(me, args[1:], kwargs)
-        return None if dtype is None else _derived(me, _cast(me, dtype), func, args, kwargs)
-    if func in _RESHAPES:
-        return None if kwargs else _reshaped(me, func, args)
-    if func in (_T.flatten, torch.flatten) and args[1:] == (0, me.dim() - 2) and not kwargs:
-        return _reshaped(me, _T.reshape, (me, -1, me.shape[-1]))
-    if func is _T.__getitem__:
-        return _indexed(me, func, args)
-    return None
-
-
-def _derived(
-    me: DeferredLogits, expression: Expression, func: Any, args: Any, kwargs: Any, products: Any = None
-) -> DeferredLogits:
-    return DeferredLogits(
-        products or me._products,
-        expression,
-        (func, args, kwargs),
-        chunk_bytes=me._chunk_bytes,
-        record=me._record,
-        family=me._family,
-    )
-
-
-def _cast(me: DeferredLogits, dtype: torch.dtype) -> Expression:
-    return me._expression if dtype == me._expression.dtype else Pointwise("cast", me._expression, dtype)
-
-
-def _dtype_of(me: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return the floating dtype that ``Tensor.to`` casts to; None if it does something else."""
-    dtype = me._expression.dtype
-    for value in (*args, kwargs.get("dtype"), kwargs.get("device"), kwargs.get("other")):
-        if isinstance(value, torch.dtype):
-            dtype = value
-        elif isinstance(value, torch.Tensor):
-            if value.device != me.device:
-                return None
-            dtype = value.dtype
-        elif isinstance(value, (str, torch.device)):
-            device = torch.device(value)
-            if device.type != me.device.type or device.index not in (None, me.device.index):
-                return None
-        elif isinstance(value, int) and not isinstance(value, bool) and value != me.device.index:
-            return None
-    return dtype if dtype.is_floating_point else None
-
-
-def _pointwise(func: Any, args: tuple[Any, ...]) -> DeferredLogits | None:
-    kind = _POINTWISE[func]
-    if kind == "tanh":
-        me = args[0]
-        expression: Expression = Pointwise("tanh", me._expression, me._expression.dtype)
-        return _derived(me, expression, func, args, {})
-    one, other = args if len(args) == 2 else (None, None)
-    if isinstance(one, DeferredLogits) and isinstance(other, DeferredLogits):
-        return _summed(one, other, func, args) if kind == "add" else None
-    me, operand = (one, other) if isinstance(one, DeferredLogits) else (other, one)
-    if not isinstance(me, DeferredLogits) or (me is other and kind == "divide") or not _is_constant(operand, me):
+    with torch._C.DisableTorchFunction():
+        found = step_of(func, before, me, after, kwargs)
+    if found is None:
         return None
-    like = torch.empty((1,) * me.dim(), dtype=me._expression.dtype, device=me.device)
-    dtype = torch.result_type(like, operand)  # type: ignore[arg-type]
-    if not dtype.is_floating_point:
-        return None
-    return _derived(me, Pointwise(kind, me._expression, dtype, operand), func, args, {})
-
-
-def _is_constant(operand: Any, me: DeferredLogits) -> bool:
-    """Return whether an operand is the same for every row and needs no gradient."""
-    if isinstance(operand, torch.Tensor):
-        if operand.requires_grad or operand.dim() > me.dim() or (operand.dim() and operand.device != me.device):
-            return False
-        rows, last = operand.shape[:-1], operand.shape[-1:]
-        return all(size == 1 for size in rows) and last in ((), (1,), (me.shape[-1],))
-    return isinstance(operand, (int, float)) and not isinstance(operand, bool)
-
-
-def _summed(one: DeferredLogits, other: DeferredLogits, func: Any, args: Any) -> DeferredLogits | None:
-    """Return the sum of two products: a layer and the adapter on it."""
-    shapes = {tuple(product.hidden.shape[:-1]) for product in (*one._products, *other._products)}
-    weights = [id(product.weight) for product in (*one._products, *other._products)]
-    if one.shape != other.shape or len(shapes) > 1 or len(set(weights)) < len(weights):
-        return None
-    shift = len(one._products)
-    dtype = torch.promote_types(one._expression.dtype, other._expression.dtype)
-    expression = Sum(one._expression, _shifted(other._expression, shift), dtype)
-    if one._family is not other._family:
-        one._family.extend(other._family)
-        for reference in list(other._family):
-            if (relative := reference()) is not None:
-                relative._family = one._family
-    return _derived(one, expression, func, args, {}, one._products + other._products)
-
-
-def _shifted(expression: Expression, shift: int) -> Expression:
-    if isinstance(expression, Logits):
-        return Logits(expression.index + shift, expression.dtype)
-    if isinstance(expression, Sum):
-        return Sum(_shifted(expression.one, shift), _shifted(expression.other, shift), expression.dtype)
-    return Pointwise(expression.kind, _shifted(expression.source, shift), expression.dtype, expression.operand)
-
-
-def _with_hidden(me: DeferredLogits, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Product, ...]:
-    return tuple(product._replace(hidden=change(product.hidden)) for product in me._products)
-
-
-def _reshaped(me: DeferredLogits, func: Any, args: tuple[Any, ...]) -> DeferredLogits | None:
-    given = args[1:]
-    shape = tuple(given[0]) if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
-    whole = all(isinstance(size, int) for size in shape) and len(shape) > 1
-    if not whole or shape[-1] not in (me.shape[-1], -1) or 0 in me.shape:
-        return None
-    if shape[-1] == -1:
-        rows = 1
-        for size in shape[:-1]:
-            rows *= size
-        if rows * me.shape[-1] != me.numel():
-            return None
-    products = _with_hidden(me, lambda hidden: hidden.reshape(*shape[:-1], hidden.shape[-1]))
-    return _derived(me, me._expression, func, args, {}, products)
-
-
-def _indexed(me: DeferredLogits, func: Any, args: tuple[Any, ...]) -> DeferredLogits | None:
-    """Return rows of the logits, if the index leaves the vocabulary whole."""
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    if not all(isinstance(i, (int, slice, type(...), torch.Tensor)) and not isinstance(i, bool) for i in index):
-        return None
-    if any(isinstance(i, torch.Tensor) and (i.dtype == torch.uint8 or i.is_floating_point()) for i in index):
-        return None
-    masks = [i for i in index if isinstance(i, torch.Tensor) and i.dtype == torch.bool]
-    chosen = [i for i in index if i is not ...]
-    taken = len(chosen) - len(masks) + sum(mask.dim() for mask in masks)
-    to_the_end = len(chosen) < len(index) and index[-1] is not ...
-    if (taken >= me.dim() or to_the_end) and not (isinstance(chosen[-1], slice) and chosen[-1] == slice(None)):
-        return None
-    return _derived(me, me._expression, func, args, {}, _with_hidden(me, lambda hidden: hidden[args[1]]))
-
-
-def _hooks_of(logits: DeferredLogits) -> list[Callable[[torch.Tensor], Any]]:
-    """Return the hooks of these logits and of those that they come from."""
-    sources = [value for value in logits._made_by[1] if isinstance(value, DeferredLogits)]
-    return [*(hook for source in sources for hook in _hooks_of(source)), *logits._hooks]
+    me._call.watch(others)
+    made: DeferredLogits = _Derived.apply(me, *found)  # type: ignore[no-untyped-call]
+    made._is_source = not torch.is_grad_enabled()
+    return made
 
 
 def _fused(
@@ -389,12 +558,12 @@ def _fused(
         return None
     if not 0 <= label_smoothing <= 1:
         return None
-    input._check_unchanged()
-    dtypes = tuple(product.dtype for product in input._products)
-    loss = Loss(input._expression, dtypes, input._chunk_bytes, ignore_index, reduction == "mean", label_smoothing)
-    total = chunked_cross_entropy(input._products, target, loss)
-    register_hooks(total, _hooks_of(input))
-    input._record.note_fused()
+    call = input._call
+    call.check_unchanged(input.shape)
+    steps = tuple(step for step in input._steps if step.kind != "rows")
+    loss = Loss(steps, call.dtype, call.chunk_bytes, ignore_index, reduction == "mean", label_smoothing)
+    total: torch.Tensor = _CrossEntropy.apply(input, target, loss)  # type: ignore[no-untyped-call]
+    call.record.note_fused()
     # One row tells the dtype of stock's loss, which autocast may widen.
-    row = torch.zeros((1, 2), dtype=input._expression.dtype, device=target.device)
+    row = torch.zeros((1, 2), dtype=input.dtype, device=target.device)
     return total.to(F.cross_entropy(row, torch.zeros(1, dtype=torch.long, device=target.device)).dtype)

@@ -6,33 +6,83 @@ trains, and the loss is computed chunk by chunk over the rows that have a label 
 are stock's to rounding; the model's code is not touched and no architecture has a rule.
 
 Real logits are made, as if nothing was fused: in evaluation mode and without gradients; by label smoothing of the
-``Trainer`` (its own loss calls ``log_softmax``), class weights and ``reduction="none"``; by anything that reads or
-changes them in training.
+``Trainer`` (its own loss calls ``log_softmax``), class weights and ``reduction="none"``; by LoRA on the head, whose
+output is added to them; by a custom ``autograd.Function``, TorchScript, and anything else that reads or changes them in
+training. They are in autograd's graph like stock's, and so are the fused ones: a gradient of them that arrives by any
+way reaches the model, and one that is asked for (``register_hook``, ``retain_grad``, ``autograd.grad``) is made.
 
-Limitations: first derivatives only; the logits of a training step have to be read before the optimizer's step;
-``torch.compile`` is refused, since a tensor without storage breaks its graph. Where the head computes in 16 bits,
-autocast included, its logits are computed a second time in the backward pass: four products instead of stock's three
-(a frozen head in bfloat16 has stock's two).
+Limitations: first derivatives of a fused loss only; the logits of a training step have to be read before the
+optimizer's step; a model that ``torch.compile`` wraps is refused, since a tensor without storage breaks its graph.
+Where the head computes in 16 bits, autocast included, its logits are computed a second time in the backward pass: four
+products instead of stock's three (a frozen head in bfloat16 has stock's two).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_memopt.binding.fused_loss.chunked_loss import CHUNK_BYTES
 from hf_memopt.binding.fused_loss.deferred_logits import defer
-from hf_memopt.binding.fused_loss.loss import CHUNK_BYTES
-from hf_memopt.binding.fused_loss.record import FusionRecord
 from hf_memopt.binding.handles import UndoHandle, override_method, remove_all
 from hf_memopt.binding.model_traits import unwrap_model
+from hf_memopt.changes import Change
 from hf_memopt.units import format_bytes
 
-__all__ = ["FusedHandle", "checked_chunk_bytes", "fuse_cross_entropy"]
+__all__ = ["FusedHandle", "FusionRecord", "checked_chunk_bytes", "fuse_cross_entropy"]
 
 PURPOSE = "fused cross entropy"
+
+
+class FusionRecord:
+    """Counts of one fused model.
+
+    Attributes:
+        fused: losses that were computed without logits.
+        real: how often each operation of the training forward pass made real logits, by its name.
+        warned: whether the user was told that nothing was fused.
+    """
+
+    def __init__(self, layers: str, chunks: str) -> None:
+        self.fused = 0
+        self.real: Counter[str] = Counter()
+        self.warned = False
+        self._layers, self._chunks = layers, chunks
+
+    def note_fused(self) -> None:
+        """Count a loss without logits."""
+        self.fused += 1
+
+    def note(self, operation: str) -> None:
+        """Count an operation that needed the real logits."""
+        self.real[operation] += 1
+
+    def changes(self) -> list[Change]:
+        """Return what was done so far, one ``Change`` for each kind."""
+        found = []
+        if self.fused:
+            reason = f"{self._layers} and the loss are one operation over labelled rows"
+            found.append(Change("cross entropy", "logits of the whole batch", self._chunks, reason))
+        for operation in self.real:
+            found.append(Change("fused cross entropy", "no logits", "real logits", _reason(operation)))
+        return found
+
+
+def _reason(operation: str) -> str:
+    """Return why an operation needs the elements of the logits."""
+    if operation == "cross_entropy":
+        return (
+            "cross_entropy was called with class weights, probabilities, reduction='none' or more than two dimensions"
+        )
+    if operation == "add":
+        return "another activation is added to them: LoRA on the head, or a term of the user's"
+    if operation == "log_softmax":
+        return "log_softmax reads them: label smoothing by the Trainer, or a loss of the user's"
+    return f"{operation} reads or changes them"
 
 
 class FusedHandle(UndoHandle):
@@ -47,8 +97,7 @@ def fuse_cross_entropy(model: nn.Module, *, chunk_bytes: int | None = None) -> F
     """Compute the model's cross entropy in training without its logits, chunk by chunk over the labelled rows.
 
     It changes the forward of the head's linear layer, of this model alone: a deep copy and an unpickled model are plain
-    stock. It may be called before or after PEFT wraps the model; adapters on the head itself are fused when it is
-    called after.
+    stock. It may be called before or after PEFT wraps the model.
 
     Args:
         model: a causal, masked or sequence-to-sequence language model of transformers, also inside PEFT.

@@ -132,7 +132,7 @@ class CudaSemantics(TorchFunctionMode):
         kwargs = kwargs or {}
         if DeferredLogits in types:  # what they do then is seen like a model's code
             if self.deferred_at is None and self._tracker is not None:
-                self.deferred_at = len(self._tracker.events), self._tracker.sequence()
+                self.deferred_at = len(self._tracker.events), self._tracker.sequence() - 1  # of the head, just called
             with self._on_again():
                 return DeferredLogits.__torch_function__(func, types, args, kwargs)
         handler = self._handlers.get(func)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from hf_memopt.binding.fused_loss.vocabulary_slices import each_slice
+from hf_memopt.binding.fused_loss.chunked_loss import each_slice
 from hf_memopt.memory.step_time.operations import Operation
 from hf_memopt.memory.storage_tracker import StorageTracker
 

@@ -1,0 +1,388 @@
+"""Fused logits in autograd's graph: a gradient that arrives by any way reaches the model, as in stock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch.utils.checkpoint import checkpoint
+from transformers import Trainer
+
+import tiny
+from hf_memopt import FusedCrossEntropyCallback, attach, fuse_cross_entropy
+from language_models import distance, gradients
+
+VOCABULARY = 100
+IDS = torch.randint(5, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+FLAT = IDS.view(-1)
+Use = Callable[[torch.Tensor], torch.Tensor]
+
+
+def llama(dtype: torch.dtype = torch.float64) -> Any:
+    return tiny.llama().to(dtype).train()
+
+
+def loss_of(logits: torch.Tensor, **settings: Any) -> torch.Tensor:
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY), FLAT, **settings)
+
+
+def z_loss(logits: torch.Tensor) -> torch.Tensor:
+    return 0.1 * logits.logsumexp(-1).pow(2).mean()
+
+
+class OwnCrossEntropy(torch.autograd.Function):
+    """A cross entropy with a backward pass of its own, of rows with a label."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        probabilities = logits.float().softmax(-1)
+        ctx.save_for_backward(probabilities, target)
+        ctx.dtype = logits.dtype
+        return F.nll_loss(probabilities.log(), target)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        probabilities, target = ctx.saved_tensors
+        labelled = target != -100
+        change = probabilities.clone()
+        change[labelled, target[labelled]] -= 1
+        return (gradient * change * (labelled / labelled.sum())[:, None]).to(ctx.dtype), None
+
+
+class Tripled(torch.autograd.Function):
+    """Three times its argument, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(logits.mul_(3))
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 3
+
+
+def own(logits: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = OwnCrossEntropy.apply(logits.reshape(-1, VOCABULARY), FLAT)
+    return found
+
+
+@torch.jit.script
+def scripted(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(logits, -1).mean() - logits.gather(1, target.unsqueeze(1)).mean()
+
+
+@torch.jit.script
+def scripted_in_place(logits: torch.Tensor) -> torch.Tensor:
+    return logits.mul_(2.0).logsumexp(-1).sum()
+
+
+def straight_through(logits: torch.Tensor) -> torch.Tensor:
+    hard = F.one_hot(logits.argmax(-1), VOCABULARY).to(logits.dtype)
+    return ((logits + (hard - logits).detach()) * torch.arange(VOCABULARY)).sum() + loss_of(logits)
+
+
+def asked(logits: torch.Tensor) -> torch.Tensor:
+    """Ask for gradients of the logits and of what comes from them, fused and real, and use them."""
+    scaled = logits * 0.5 + 0.25
+    loss = loss_of(scaled)
+    (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (second,) = torch.autograd.grad(loss + z_loss(scaled) + z_loss(logits), scaled, retain_graph=True)
+    assert type(first) is type(second) is torch.Tensor
+    return loss + (10 * (first + second).detach() * logits).sum()
+
+
+def retained(logits: torch.Tensor) -> torch.Tensor:
+    scaled = torch.tanh(logits)
+    for kept in (logits, scaled):
+        kept.retain_grad()
+    (loss_of(scaled) + z_loss(logits)).backward(retain_graph=True)
+    assert logits.grad is not None
+    assert scaled.grad is not None
+    return ((logits.grad + scaled.grad) * logits).sum()
+
+
+def hooked(logits: torch.Tensor) -> torch.Tensor:
+    """Hooks of the logits and of what comes from them, after a first loss; one is removed."""
+    scaled = logits * 2.0
+    loss = loss_of(scaled)
+    scaled.register_hook(lambda gradient: gradient * 5)
+    logits.register_hook(lambda gradient: gradient.pow(2) * 100)
+    logits.register_hook(lambda gradient: [gradient.mul_(3)].clear())
+    logits.register_hook(lambda gradient: gradient * 0).remove()
+    return loss + z_loss(logits) + scaled.pow(2).mean()
+
+
+def twice(logits: torch.Tensor) -> torch.Tensor:
+    """A gradient of a gradient, of real logits."""
+    capped = torch.tanh(logits * 2.0)
+    (gradient,) = torch.autograd.grad(capped.softmax(-1).pow(2).sum(), capped, create_graph=True)
+    return gradient.pow(2).sum()
+
+
+def changed_in_place(logits: torch.Tensor) -> torch.Tensor:
+    logits.div_(2.0)
+    view = logits[:, :]
+    view.mul_(3.0)
+    return own(logits) + own(view)
+
+
+def read_in_inference_mode(logits: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        logits.argmax(-1)
+    return loss_of(logits)
+
+
+WAYS: dict[str, tuple[int, set[str], Use]] = {
+    "own Function": (0, {"float"}, lambda logits: own(logits[:, :])),
+    "own Function of chosen rows": (
+        0,
+        {"float"},
+        lambda logits: OwnCrossEntropy.apply(logits[:, torch.tensor([2, 2, 0])].flatten(0, 1), FLAT[:6]),
+    ),
+    "own Function of a softcap": (0, {"float"}, lambda logits: own(torch.tanh(logits.to(torch.float64) / 3 + 1) * 3)),
+    "own Function and fused loss": (1, {"float"}, lambda logits: loss_of(logits) + own(logits) + logits.sum()),
+    "own Function in place": (0, {"mul_"}, lambda logits: own(Tripled.apply(logits))),
+    "straight-through": (0, {"argmax"}, straight_through),
+    "TorchScript": (0, {"gather", "logsumexp"}, lambda logits: scripted(logits.view(-1, VOCABULARY), FLAT)),
+    "reentrant checkpoint": (
+        0,
+        {"mul"},
+        lambda logits: checkpoint(lambda x: loss_of(x * 2), logits, use_reentrant=True),
+    ),
+    "checkpoint": (1, set(), lambda logits: checkpoint(lambda x: loss_of(x * 2), logits, use_reentrant=False)),
+    "autograd.grad": (1, {"grad", "logsumexp"}, asked),
+    "retain_grad": (0, {"retain_grad"}, retained),
+    "register_hook": (1, {"register_hook"}, hooked),
+    "two losses": (1, {"logsumexp"}, lambda logits: loss_of(logits) + z_loss(logits)),
+    "two fused losses": (2, set(), lambda logits: loss_of(logits) + loss_of(logits * 2, label_smoothing=0.1)),
+    "sum": (0, {"sum"}, lambda logits: logits.sum()),
+    "in place": (0, {"div_"}, changed_in_place),
+    "gradient of a gradient": (0, {"softmax"}, twice),
+    "inference mode": (0, {"argmax"}, read_in_inference_mode),
+    "vmap": (0, {"logsumexp"}, lambda logits: torch.vmap(lambda row: row.logsumexp(-1).sum())(logits).sum()),
+    "torch.func": (
+        0,
+        {"view", "reshape", "_log_softmax", "mul"},
+        lambda logits: (torch.func.grad(loss_of)(logits) * logits).sum(),
+    ),
+    "compiled loss": (0, {"logsumexp"}, lambda logits: torch.compile(z_loss, backend="eager")(logits)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile asks for it
+@pytest.mark.parametrize("name", WAYS)
+def test_a_gradient_by_any_way_is_stocks(name: str) -> None:
+    fused, operations, use = WAYS[name]
+    model = llama()
+    expected = use(model(IDS).logits)
+    expected_gradients = gradients(expected, model)
+    record = fuse_cross_entropy(model, chunk_bytes=VOCABULARY * 8 * 4).record
+    model.zero_grad()
+    found = use(model(IDS).logits)
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+    found_gradients = gradients(found, model)
+    assert any(bool(gradient.any()) for gradient in found_gradients.values())
+    assert distance(found_gradients, expected_gradients) <= 1e-12
+    assert record.fused == fused
+    assert set(record.real) <= operations
+    assert bool(record.real) == bool(operations)
+    assert len(record.changes()) == len(record.real) + bool(fused)
+
+
+@pytest.mark.parametrize("name", ["own Function", "TorchScript", "sum", "straight-through", "in place"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+def test_real_logits_are_stocks_bit_for_bit(name: str, precision: str) -> None:
+    use, model = WAYS[name][2], llama(torch.bfloat16 if precision == "bfloat16" else torch.float32)
+
+    def found() -> dict[str, torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+            loss = use(model(IDS).logits)
+        return gradients(loss, model)
+
+    expected = found()
+    fuse_cross_entropy(model)
+    for parameter, gradient in found().items():
+        assert torch.equal(gradient, expected[parameter]), parameter
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_fused_and_real_gradients_add_up_in_16_bits_too(precision: torch.dtype) -> None:
+    model = llama(precision)
+    use = WAYS["two losses"][2]
+    expected = gradients(use(model(IDS).logits), model)
+    fuse_cross_entropy(model, chunk_bytes=2 * 4 * 32 * 30)
+    assert distance(gradients(use(model(IDS).logits), model), expected) <= (2**-6 if precision.itemsize == 2 else 1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", ["head", "head and loss", "head and two losses"])
+def test_a_checkpoint_around_the_head(inside: str, reentrant: bool) -> None:
+    model = llama()
+
+    def run(hidden: torch.Tensor) -> torch.Tensor:
+        logits = model.lm_head(hidden)
+        if inside == "head":
+            return logits
+        return loss_of(logits) + (z_loss(logits) if "two" in inside else 0)
+
+    def found() -> dict[str, torch.Tensor]:
+        result = checkpoint(run, model.model(IDS).last_hidden_state, use_reentrant=reentrant)
+        return gradients(loss_of(result) if inside == "head" else result, model)
+
+    expected = found()
+    fuse_cross_entropy(model)
+    assert distance(found(), expected) <= 1e-12
+
+
+def test_gradients_given_to_the_logits() -> None:
+    """By all three ways to start a backward pass at them."""
+    model = llama()
+    weight, vector = model.lm_head.weight, torch.randn(2, 9, VOCABULARY, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(model(IDS).logits * 2, weight, vector)
+    fuse_cross_entropy(model)
+    (found,) = torch.autograd.grad(model(IDS).logits * 2, weight, vector)
+    assert torch.equal(found, expected)
+    for start in (lambda logits: logits.backward(vector), lambda logits: torch.autograd.backward([logits], [vector])):
+        model.zero_grad()
+        start(model(IDS).logits * 2)
+        assert torch.equal(weight.grad, expected)
+
+
+@pytest.mark.parametrize("settings", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+# torch looks for unused parameters, of which a model of one process has none
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
+def test_ddps_own_function_leaves_them_deferred(settings: dict[str, bool], tmp_path: Any) -> None:
+    """It copies each output, in a Function; the loss here is outside of the model's forward."""
+    model = llama()
+    expected = gradients(loss_of(model(IDS).logits), model)
+    record = fuse_cross_entropy(model).record
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, **settings)
+        for _ in range(2):
+            assert distance(gradients(loss_of(wrapped(IDS).logits), model), expected) <= 1e-12
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (record.fused, dict(record.real)) == (2, {})
+
+
+def test_what_a_hook_keeps_can_be_read_after_the_optimizers_step() -> None:
+    model, seen = llama(), []
+    logits = model(IDS).logits
+    logits.register_hook(seen.append)
+    loss_of(logits).backward()
+    fuse_cross_entropy(model)
+    logits = model(IDS).logits
+    logits.register_hook(seen.append)
+    loss_of(logits).backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert type(seen[1]) is torch.Tensor
+    assert float((seen[1] - seen[0]).abs().max()) <= 1e-15
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_of_rows_without_a_label_and_smoothing(dtype: torch.dtype) -> None:
+    model = llama(dtype)
+    labels = FLAT.where(FLAT > 40, -100)
+
+    def found(**settings: Any) -> torch.Tensor:
+        logits = model(IDS).logits
+        loss = F.cross_entropy(logits.view(-1, VOCABULARY), labels, label_smoothing=0.2, **settings)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        return gradient
+
+    for settings in ({}, {"reduction": "sum"}):
+        expected = found(**settings)
+        handle = fuse_cross_entropy(model)
+        largest = float(expected.abs().max())
+        assert float((found(**settings) - expected).abs().max()) <= largest * (
+            1e-12 if dtype == torch.float64 else 2**-7
+        )
+        handle.remove()
+
+
+def test_anomaly_detection_reads_every_gradient() -> None:
+    model = llama()
+    expected = gradients(loss_of(model(IDS).logits), model)
+    fuse_cross_entropy(model)
+    with pytest.warns(UserWarning, match="Anomaly Detection has been enabled"), torch.autograd.detect_anomaly():
+        found = gradients(loss_of(model(IDS).logits * 2.0 / 2.0), model)
+    assert distance(found, expected) <= 1e-12
+
+
+def test_an_operation_in_place_below_torchs_python_is_refused_with_a_remedy() -> None:
+    def in_place(logits: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: row.mul_(2).logsumexp(-1).sum())(logits).sum()
+
+    model = llama()
+    expected = gradients(in_place(model(IDS).logits), model)
+    fuse_cross_entropy(model)
+    logits = model(IDS).logits
+    assert repr(logits) == "DeferredLogits(shape=(2, 9, 100), dtype=torch.float64)"
+    with pytest.raises(RuntimeError) as error:
+        in_place(logits)
+    assert str(error.value) == (
+        "mul_ was called below torch's Python functions to change logits that are fused with the loss; expected an "
+        "operation that makes new ones. Make them real first: logits = logits.view_as(logits)"
+    )
+    with pytest.raises(RuntimeError):  # TorchScript keeps no message
+        scripted_in_place(logits)
+    variables = {"logits": logits}
+    exec(str(error.value).partition("Make them real first: ")[2], variables)
+    assert distance(gradients(in_place(variables["logits"]), model), expected) <= 1e-12
+
+
+# peft 0.21 asks a transformers 5.23 model for is_gradient_checkpointing, which that version renamed
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("before", [True, False], ids=["fused before PEFT", "fused after PEFT"])
+def test_lora_on_the_head_is_stocks_bit_for_bit_and_says_so(before: bool) -> None:
+    def run(fused: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+        torch.manual_seed(1)
+        model = tiny.llama()
+        handle = fuse_cross_entropy(model) if fused and before else None
+        config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], lora_dropout=0.0, init_lora_weights=False)
+        model = get_peft_model(model, config).train()
+        handle = fuse_cross_entropy(model) if fused and not before else handle
+        found = gradients(model(input_ids=IDS, labels=IDS).loss, model)
+        return found, [] if handle is None else [str(change) for change in handle.record.changes()]
+
+    (expected, _), (found, changes) = run(False), run(True)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert changes == [
+        "fused cross entropy: 'no logits' -> 'real logits' "
+        "(another activation is added to them: LoRA on the head, or a term of the user's)"
+    ]
+
+
+class OwnLoss(Trainer):
+    """A Trainer whose loss is an autograd.Function of the user's."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = OwnCrossEntropy.apply(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_trainer_with_a_loss_of_its_own_trains_as_stock(tmp_path: Any) -> None:
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in tiny.rows(8)]
+
+    def trained(*callbacks: Any) -> tuple[Any, OwnLoss]:
+        model = tiny.llama()
+        trainer = OwnLoss(model=model, args=tiny.arguments(tmp_path, max_steps=3), train_dataset=rows)
+        attach(trainer, *callbacks).train()
+        return model, trainer
+
+    untrained = tiny.llama()
+    plain, _ = trained()
+    with pytest.warns(UserWarning, match="fused no loss in a training step"):
+        model, trainer = trained(FusedCrossEntropyCallback())
+    assert tiny.largest_difference(plain, model) == 0.0
+    assert tiny.largest_difference(untrained, model) > 0.0
+    changes = [str(change) for change in trainer.memopt_changes if "cross entropy" in change.name]
+    assert changes == ["fused cross entropy: 'no logits' -> 'real logits' (float reads or changes them)"]
