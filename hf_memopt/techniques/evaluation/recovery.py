@@ -231,8 +231,8 @@ def _add(joined: _JoinedRows, predict: Callable[..., Any], inputs: Mapping[str, 
 
 def _unsplit_error(batch: int, rows: int, reason: str) -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(
-        f"batch {batch} of this evaluation, of {rows} rows, does not fit into memory and cannot be split: {reason}; expected a batch that fits. "
-        f"Lower it: TrainingArguments(..., per_device_eval_batch_size={max(1, rows // 2)})"
+        f"batch {batch} of this evaluation, of {rows} rows, does not fit into memory and cannot be split: {reason}; "
+        f"expected a batch that fits. Lower it: TrainingArguments(..., per_device_eval_batch_size={max(1, rows // 2)})"
     )
 
 
