@@ -44,7 +44,9 @@ class Outcome(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
+    """What is compared of a training, by name, and its warnings."""
+
     values: dict[str, Any]
     warnings: tuple[str, ...]
 
@@ -60,16 +62,21 @@ def outcome_of(client: Client, setup: str) -> Outcome:
             lambda trainer: attach(trainer, *(make() for make in SETUPS[setup])),
         )
     except Exception as error:  # whatever the client, or what stands over it, raises
-        is_refusal = isinstance(error, (ValueError, TypeError, RuntimeError)) and _is_raised_by_us(error)
-        text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-        return Outcome("refused" if is_refusal else "error", without_figures(text))
+        return outcome_of_error(error)
     new = tuple(dict.fromkeys(text for text in ours.warnings if text not in stock.warnings))
     if (
         client.correct is not None
-        and _comparison(ours.values, _stock_run(client, is_view, False).values).verdict == "same"
+        and compared(ours.values, _stock_run(client, is_view, False).values).verdict == "same"
     ):
         return Outcome("error", "the same as stock without the correction")
-    return _comparison(ours.values, stock.values, is_cut=setup == CUT)._replace(warnings=new)
+    return compared(ours.values, stock.values, is_cut=setup == CUT)._replace(warnings=new)
+
+
+def outcome_of_error(error: Exception) -> Outcome:
+    """Return whether an error is a refusal of this package, and its message."""
+    is_refusal = isinstance(error, (ValueError, TypeError, RuntimeError)) and _is_raised_by_us(error)
+    text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+    return Outcome("refused" if is_refusal else "error", without_figures(text))
 
 
 def without_figures(text: str) -> str:
@@ -82,24 +89,33 @@ def without_figures(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _stock_run(client: Client, is_ordered: bool, is_corrected: bool) -> _Run:
+def _stock_run(client: Client, is_ordered: bool, is_corrected: bool) -> Run:
     """Train with stock; ``is_ordered``: on the examples in the order in which a view would give them."""
     arrange = functools.partial(_in_view_order, client) if is_ordered else _unchanged
     return _run(client, arrange, client.correct if is_corrected else None)
 
 
-def _run(client: Client, arrange: Callable[[Any], Any], prepare: Callable[[Any], object] | None) -> _Run:
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        set_seed(0)
-        trainer = client.build(Path(folder), arrange)
+def _run(client: Client, arrange: Callable[[Any], Any], prepare: Callable[[Any], object] | None) -> Run:
+    def build(folder: Path) -> Any:
+        trainer = client.build(folder, arrange)
         if arrange is not _unchanged:
             trainer.args.train_sampling_strategy = "sequential"
         if prepare is not None:
             prepare(trainer)
-        metrics = (client.drive or train_and_evaluate)(trainer)
+        return trainer
+
+    return run(build, client.drive or train_and_evaluate)
+
+
+def run(build: Callable[[Path], Any], drive: Callable[[Any], Mapping[str, Any]]) -> Run:
+    """Build a trainer in a folder for its output, and train it."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        set_seed(0)
+        trainer = build(Path(folder))
+        metrics = drive(trainer)
         values = dict(_values(trainer, metrics))
-    return _Run(values, tuple(without_figures(str(warning.message)) for warning in caught))
+    return Run(values, tuple(without_figures(str(warning.message)) for warning in caught))
 
 
 def _unchanged(dataset: Any) -> Any:
@@ -148,9 +164,14 @@ def _values(trainer: Any, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any
             yield f"weights of {name}", value.clone()
 
 
-def _comparison(ours: Mapping[str, Any], stock: Mapping[str, Any], *, is_cut: bool = False) -> Outcome:
-    """Compare by name; what ours has more, such as a memory report's readings, is left out."""
-    names = [name for name in stock if not is_cut or _OF_A_CUT_STEP.match(name)]
+def compared(
+    ours: Mapping[str, Any], stock: Mapping[str, Any], *, is_cut: bool = False, compares_all: bool = False
+) -> Outcome:
+    """Compare by name; what ours has more, such as a memory report's readings, is left out.
+
+    ``is_cut``: within the tolerance; ``compares_all``: also what a cut step may log otherwise.
+    """
+    names = [name for name in stock if compares_all or not is_cut or _OF_A_CUT_STEP.match(name)]
     missing = [name for name in names if name not in ours]
     if missing:
         return Outcome("differs", f"without {', '.join(missing[:3])}")

@@ -1,0 +1,28 @@
+"""Every pattern in its set-ups: as with stock, or refused with a message whose remedy makes it so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import loss_patterns
+from pattern import is_right, outcomes_of
+
+SUBJECTS = (loss_patterns,)
+PATTERNS = {name: pattern for subject in SUBJECTS for name, pattern in subject.PATTERNS.items()}
+CELLS = [(name, setup) for name, pattern in PATTERNS.items() for setup in pattern.setups]
+
+
+def test_no_two_patterns_have_one_name() -> None:
+    assert len(PATTERNS) == sum(len(subject.PATTERNS) for subject in SUBJECTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "setup"), [pytest.param(*cell, marks=pytest.mark.xdist_group(cell[0])) for cell in CELLS]
+)
+def test_a_pattern_trains_as_with_stock(name: str, setup: str, record_outcome: Callable[..., None]) -> None:
+    found, remedied = outcomes_of(PATTERNS[name], setup)
+    fine = is_right(PATTERNS[name], setup, found, remedied)
+    record_outcome(CELLS.index((name, setup)), name, setup, found, is_right=fine)
+    assert fine, f"found {found}, and by its remedy {remedied}"

@@ -1,0 +1,56 @@
+"""Try patterns by hand: ``python try_pattern.py [--stock] [NAME [SETUP ...]]``.
+
+Without names, every pattern; ``--stock``: stock alone, twice, to see that it is deterministic. A name may be a part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from pattern import is_right, outcomes_of, repeated
+from test_patterns import PATTERNS
+
+
+def main() -> int:
+    """Print what comes of each cell; return how many are wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", nargs="?", default="")
+    parser.add_argument("setups", nargs="*")
+    parser.add_argument("--stock", action="store_true")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    gc.freeze()
+    wrong = 0
+    for name, pattern in PATTERNS.items():
+        if asked.name not in name:
+            continue
+        for setup in ["stock"] if asked.stock else asked.setups or pattern.setups:
+            before = time.perf_counter()
+            try:
+                with contextlib.redirect_stdout(None):  # what the trainer logs
+                    found, remedied = (repeated(pattern), None) if asked.stock else outcomes_of(pattern, setup)
+                is_fine = found.verdict == "same" if asked.stock else is_right(pattern, setup, found, remedied)
+                shown = f"{found.verdict} {found.detail} {remedied or ''}"
+            except Exception:
+                is_fine, shown = False, traceback.format_exc()
+            wrong += not is_fine
+            seconds = time.perf_counter() - before
+            print(f"{'ok   ' if is_fine else 'WRONG'} {seconds:5.2f} s  {name} | {setup} | {shown}", flush=True)
+    print(f"{wrong} wrong")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 1))
