@@ -89,9 +89,8 @@ class Pattern:
 
 
 def halve_batches(trainer: Trainer) -> None:
-    """Take half as many rows to a batch, and two batches to a step."""
+    """Take half as many rows to a batch."""
     trainer.args.per_device_train_batch_size //= 2
-    trainer.args.gradient_accumulation_steps *= 2
     trainer._train_batch_size = trainer.args.train_batch_size
 
 
@@ -204,6 +203,7 @@ def built(
     settings: type[Any] = TrainingArguments,
     given: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callable[[], TrainerCallback]] = (),
+    evaluated: bool = True,
     **more: Any,
 ) -> Callable[[Path], Trainer]:
     """Return what builds a trainer of this kind.
@@ -217,6 +217,7 @@ def built(
         settings: the class of the training arguments.
         given: other arguments of the trainer.
         callbacks: make the trainer's own callbacks.
+        evaluated: whether it has examples to evaluate.
         **more: training arguments.
     """
 
@@ -226,7 +227,7 @@ def built(
             model=model(),
             args=arguments(folder, settings, **more),
             train_dataset=data(16),
-            eval_dataset=data(8, seed=1),
+            eval_dataset=data(8, seed=1) if evaluated else None,
             data_collator=collate(),
             compute_metrics=metrics,
             callbacks=[make() for make in callbacks],

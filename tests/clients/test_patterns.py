@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+import contrastive_patterns
 import loss_patterns
 from pattern import is_right, outcomes_of
 
-SUBJECTS = (loss_patterns,)
+SUBJECTS = (loss_patterns, contrastive_patterns)
 PATTERNS = {name: pattern for subject in SUBJECTS for name, pattern in subject.PATTERNS.items()}
 CELLS = [(name, setup) for name, pattern in PATTERNS.items() for setup in pattern.setups]
 

@@ -43,8 +43,9 @@ def main() -> int:
                     found, remedied = (repeated(pattern), None) if asked.stock else outcomes_of(pattern, setup)
                 is_fine = found.verdict == "same" if asked.stock else is_right(pattern, setup, found, remedied)
                 shown = f"{found.verdict} {found.detail} {remedied or ''}"
-            except Exception:
-                is_fine, shown = False, traceback.format_exc()
+            except Exception as error:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                is_fine, shown = False, f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
             wrong += not is_fine
             seconds = time.perf_counter() - before
             print(f"{'ok   ' if is_fine else 'WRONG'} {seconds:5.2f} s  {name} | {setup} | {shown}", flush=True)
