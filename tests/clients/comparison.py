@@ -24,6 +24,8 @@ RELATIVE, ABSOLUTE = 1e-4, 1e-6
 """What a cut may change: its sums run in another order and over shorter rows, one rounding of float32 (6e-8) each, and
 four steps pass them on from weight to gradient to weight. Everything else is compared bit for bit.
 """
+NARROW = (2e-2, 1e-3)
+"""The same in bfloat16, whose one rounding is 4e-3."""
 
 _TIMES = re.compile("time|per_second")
 _OF_A_CUT_STEP = re.compile("loss|grad_norm|learning_rate|eval_.*|weights.*")
@@ -165,7 +167,12 @@ def _values(trainer: Any, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any
 
 
 def compared(
-    ours: Mapping[str, Any], stock: Mapping[str, Any], *, is_cut: bool = False, compares_all: bool = False
+    ours: Mapping[str, Any],
+    stock: Mapping[str, Any],
+    *,
+    is_cut: bool = False,
+    compares_all: bool = False,
+    tolerance: tuple[float, float] = (RELATIVE, ABSOLUTE),
 ) -> Outcome:
     """Compare by name; what ours has more, such as a memory report's readings, is left out.
 
@@ -178,9 +185,9 @@ def compared(
     different = [name for name in names if not _is_equal(ours[name], stock[name])]
     if not different:
         return Outcome("same")
-    if is_cut and all(_is_close(ours[name], stock[name]) for name in different):
+    if is_cut and all(_is_close(ours[name], stock[name], *tolerance) for name in different):
         return Outcome("equal")
-    shown = next((name for name in different if not _is_close(ours[name], stock[name])), different[0])
+    shown = next((name for name in different if not _is_close(ours[name], stock[name], *tolerance)), different[0])
     return Outcome("differs", f"{len(different)} of {len(names)}, {shown}: {_told(ours[shown], stock[shown])}")
 
 
@@ -190,11 +197,11 @@ def _is_equal(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)  # NaN
 
 
-def _is_close(one: Any, other: Any) -> bool:
+def _is_close(one: Any, other: Any, relative: float, absolute: float) -> bool:
     if torch.is_tensor(one) and torch.is_tensor(other):
-        return one.shape == other.shape and torch.allclose(one, other, rtol=RELATIVE, atol=ABSOLUTE)
+        return one.shape == other.shape and torch.allclose(one, other, rtol=relative, atol=absolute)
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        return math.isclose(one, other, rel_tol=relative, abs_tol=absolute)
     return False
 
 

@@ -16,7 +16,7 @@ from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, Trai
 
 import tiny
 from client import arguments, labelled, train_and_evaluate
-from comparison import Outcome, Run, compared, outcome_of_error, run
+from comparison import ABSOLUTE, NARROW, RELATIVE, Outcome, Run, compared, outcome_of_error, run
 from hf_memopt import EvaluationGuardCallback, FusedCrossEntropyCallback, MicrobatchCallback, attach
 from starvation import Place, Starvation
 
@@ -66,6 +66,7 @@ class Pattern:
         trains: whether it is tried in the set-ups that train in micro-batches.
         evaluates: whether it is tried in an evaluation that runs out of memory.
         is_text: whether it is tried with a fused cross-entropy, as language models are.
+        is_narrow: whether it computes in bfloat16, so that "equal" is wider.
         refuses: what each refusal's message has to contain, a regular expression by set-up. Without an entry a
             refusal is right as well, as long as its remedy works.
         remedies: what is done about the refusal in a set-up, where ``REMEDIES`` does not know its message.
@@ -76,6 +77,7 @@ class Pattern:
     trains: bool = True
     evaluates: bool = False
     is_text: bool = False
+    is_narrow: bool = False
     refuses: Mapping[str, str] = field(default_factory=dict)
     remedies: Mapping[str, Remedy] = field(default_factory=dict)
 
@@ -147,7 +149,8 @@ def _outcome(pattern: Pattern, setup: Setup, remedy: Remedy | None = None) -> Ou
         return Outcome("error", "memory did not run out")
     is_exact = setup.starves is None and not setup.callbacks()
     new = tuple(dict.fromkeys(text for text in ours.warnings if text not in stock.warnings))
-    found = compared(ours.values, stock.values, is_cut=not is_exact, compares_all=True)
+    tolerance = NARROW if pattern.is_narrow else (RELATIVE, ABSOLUTE)
+    found = compared(ours.values, stock.values, is_cut=not is_exact, compares_all=True, tolerance=tolerance)
     return found._replace(warnings=new)
 
 
