@@ -10,11 +10,20 @@ import contrastive_patterns
 import language_patterns
 import loss_patterns
 import model_patterns
+import sequence_patterns
 import state_patterns
 import step_patterns
 from pattern import is_right, outcomes_of
 
-SUBJECTS = (loss_patterns, contrastive_patterns, step_patterns, state_patterns, model_patterns, language_patterns)
+SUBJECTS = (
+    loss_patterns,
+    contrastive_patterns,
+    step_patterns,
+    state_patterns,
+    model_patterns,
+    language_patterns,
+    sequence_patterns,
+)
 PATTERNS = {name: pattern for subject in SUBJECTS for name, pattern in subject.PATTERNS.items()}
 CELLS = [(name, setup) for name, pattern in PATTERNS.items() for setup in pattern.setups]
 
