@@ -390,7 +390,7 @@ PATTERNS = {
     "SimCSE, noise of an own generator": Pattern(of_pairs(SimCse, "text")),
     "Barlow Twins": Pattern(of_pairs(BarlowTwins, "one", "other")),
     "VICReg": Pattern(of_pairs(VarianceInvariance, "one", "other")),
-    "late interaction, ColBERT": Pattern(of_pairs(LateInteraction, "query", "passage", model=encoder, evaluated=False)),
+    "late interaction, ColBERT": Pattern(of_pairs(LateInteraction, "query", "passage", model=encoder, evaluated=0)),
     "sparse penalty over the batch, SPLADE": Pattern(of_pairs(SparsePenalty, "query", "passage")),
     "queue of earlier batches, MoCo": Pattern(of_pairs(Queue, "one", "other"), drive=telling("queue")),
     "memory of every example": Pattern(

@@ -431,7 +431,7 @@ def adapted() -> Any:
     return get_peft_model(llama(), config)
 
 
-pairs = functools.partial(causal, data=groups("chosen", "rejected"), evaluated=False)
+pairs = functools.partial(causal, data=groups("chosen", "rejected"), evaluated=0)
 
 PATTERNS = {
     "tokens, own shift": causal(OwnShift),
@@ -455,9 +455,9 @@ PATTERNS = {
     "preferences, DPO by hand": pairs(Preferences, collate=nested),
     "preferences, one stack of chosen and rejected": pairs(OneStack, collate=stacked),
     "preferences, rewards": pairs(Rewards, model=reward_model, collate=nested),
-    "answers, REINFORCE with the batch's mean": causal(Reinforce, data=rewarded, evaluated=False),
-    "answers, GRPO": causal(GroupAdvantages, data=rewarded, evaluated=False),
-    "answers, KTO": causal(Desirable, data=rewarded, evaluated=False),
+    "answers, REINFORCE with the batch's mean": causal(Reinforce, data=rewarded, evaluated=0),
+    "answers, GRPO": causal(GroupAdvantages, data=rewarded, evaluated=0),
+    "answers, KTO": causal(Desirable, data=rewarded, evaluated=0),
     "two words ahead": causal(model=TwoAhead),
     "early exit": causal(EarlyExit),
     "forward overridden, a penalty on hidden states": causal(model=own_forward),

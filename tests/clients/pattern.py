@@ -206,7 +206,7 @@ def built(
     settings: type[Any] = TrainingArguments,
     given: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callable[[], TrainerCallback]] = (),
-    evaluated: bool = True,
+    evaluated: int = 8,
     **more: Any,
 ) -> Callable[[Path], Trainer]:
     """Return what builds a trainer of this kind.
@@ -220,7 +220,7 @@ def built(
         settings: the class of the training arguments.
         given: other arguments of the trainer.
         callbacks: make the trainer's own callbacks.
-        evaluated: whether it has examples to evaluate.
+        evaluated: how many examples it has to evaluate.
         **more: training arguments.
     """
 
@@ -230,7 +230,7 @@ def built(
             model=model(),
             args=arguments(folder, settings, **more),
             train_dataset=data(16),
-            eval_dataset=data(8, seed=1) if evaluated else None,
+            eval_dataset=data(evaluated, seed=1) if evaluated else None,
             data_collator=collate(),
             compute_metrics=metrics,
             callbacks=[make() for make in callbacks],

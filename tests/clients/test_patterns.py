@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+import collator_patterns
 import contrastive_patterns
+import evaluation_patterns
+import image_patterns
 import language_patterns
 import loss_patterns
 import model_patterns
@@ -23,6 +26,9 @@ SUBJECTS = (
     model_patterns,
     language_patterns,
     sequence_patterns,
+    image_patterns,
+    collator_patterns,
+    evaluation_patterns,
 )
 PATTERNS = {name: pattern for subject in SUBJECTS for name, pattern in subject.PATTERNS.items()}
 CELLS = [(name, setup) for name, pattern in PATTERNS.items() for setup in pattern.setups]
