@@ -25,7 +25,7 @@ from contrastive_patterns import Embedder, encoder
 from language_patterns import OwnShift, causal, llama, sentences
 from loss_patterns import Focal
 from model_patterns import Headed
-from pattern import Pattern, built
+from pattern import STARVED, Pattern, built
 
 Rows = list[dict[str, Any]]
 Collate = Callable[[Rows], dict[str, Any]]
@@ -392,7 +392,9 @@ PATTERNS = {
     "collator, strings and lists": Pattern(
         built(BySource, collate=with_strings, remove_unused_columns=False, learning_rate=0.01)
     ),
-    "collator, a list of rows": Pattern(built(model=Ragged, collate=ragged, remove_unused_columns=False)),
+    "collator, a list of rows": Pattern(
+        built(model=Ragged, collate=ragged, remove_unused_columns=False), left_out=STARVED
+    ),
     "collator, labels by name": Pattern(built(model=LabelsByName, collate=two_labels)),
     "text pairs": Pattern(built(Focal, data=paired)),
     "choices": Pattern(
@@ -405,6 +407,9 @@ PATTERNS = {
         OwnShift, model=functools.partial(llama, attn_implementation="eager"), collate=with_square_masks
     ),
     "one long row of all texts": causal(
-        OwnShift, model=functools.partial(llama, max_position_embeddings=128), collate=one_long_row
+        OwnShift,
+        model=functools.partial(llama, max_position_embeddings=128),
+        collate=one_long_row,
+        left_out=STARVED,
     ),
 }

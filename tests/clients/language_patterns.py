@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,11 +39,14 @@ def causal(
     model: Any = llama,
     data: Any = sentences,
     is_narrow: bool = False,
+    left_out: Sequence[str] = (),
     **more: Any,
 ) -> Pattern:
     """Return the pattern of a causal language model."""
     settings = {"collate": with_words, "remove_unused_columns": False, **more}
-    return Pattern(built(kind, model=model, data=data, **settings), is_text=True, is_narrow=is_narrow)
+    return Pattern(
+        built(kind, model=model, data=data, **settings), is_text=True, is_narrow=is_narrow, left_out=left_out
+    )
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,11 +245,11 @@ class AlikeTokens(Trainer):
 
 
 class Preferences(Trainer):
-    """DPO by hand: chosen and rejected in two passes each, with a frozen copy."""
+    """DPO by hand: chosen and rejected in two passes each, with a frozen model of another training."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.reference = copy.deepcopy(self.model).eval().requires_grad_(False)
+        self.reference = llama(seed=1).eval().requires_grad_(False)
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         better, worse = (log_probabilities(model, inputs[name]) for name in ("chosen", "rejected"))

@@ -43,6 +43,10 @@ SETUPS: Mapping[str, Setup] = {
 }
 
 
+STARVED = ("out of memory, forward", "out of memory, backward")
+"""Left out where a batch has one row, or the model gets one at a time: too many rows are what memory runs out of."""
+
+
 @dataclass(frozen=True)
 class Remedy:
     """What a refusal's message says to do.
@@ -66,6 +70,7 @@ class Pattern:
         trains: whether it is tried in the set-ups that train in micro-batches.
         evaluates: whether it is tried in an evaluation that runs out of memory.
         is_text: whether it is tried with a fused cross-entropy, as language models are.
+        left_out: other set-ups in which it is not tried.
         is_narrow: whether it computes in bfloat16, so that "equal" is wider.
         refuses: what each refusal's message has to contain, a regular expression by set-up. Without an entry a
             refusal is right as well, as long as its remedy works.
@@ -78,13 +83,14 @@ class Pattern:
     evaluates: bool = False
     is_text: bool = False
     is_narrow: bool = False
+    left_out: Sequence[str] = ()
     refuses: Mapping[str, str] = field(default_factory=dict)
     remedies: Mapping[str, Remedy] = field(default_factory=dict)
 
     @property
     def setups(self) -> list[str]:
         """The names of the set-ups in which it is tried."""
-        left_out = {*(() if self.is_text else OF_TEXT), *(() if self.evaluates else OF_EVALUATION)}
+        left_out = {*self.left_out, *(() if self.is_text else OF_TEXT), *(() if self.evaluates else OF_EVALUATION)}
         if not self.trains:
             left_out |= {name for name in SETUPS if name not in ("attach", *OF_EVALUATION)}
         return [name for name in SETUPS if name not in left_out]

@@ -134,7 +134,7 @@ class VirtualAdversarial(Trainer):
         if not model.training:
             return (outputs.loss, outputs) if return_outputs else outputs.loss
         clean = outputs.logits.detach().softmax(-1)
-        delta = torch.full_like(embedded, 0.01).requires_grad_()
+        delta = torch.sin(torch.arange(embedded.numel()).float()).view_as(embedded).requires_grad_()
         first = model(inputs_embeds=embedded.detach() + delta, **rest).logits.log_softmax(-1)
         (uphill,) = torch.autograd.grad(F.kl_div(first, clean, reduction="batchmean"), delta)
         moved = embedded + 0.5 * F.normalize(uphill, dim=-1)
@@ -199,7 +199,7 @@ class PenaltyAfter(Trainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         loss = super().training_step(model, inputs, num_items_in_batch)
-        penalty = 1e-3 * sum(parameter.abs().sum() for parameter in model.parameters())
+        penalty = 1e-3 * sum(parameter.pow(2).sum() for parameter in model.parameters())
         self.accelerator.backward(penalty)
         return loss + penalty.detach()
 
@@ -351,7 +351,7 @@ class LossTimesNothing(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        if model.training and loss.item() > 2.0:
+        if model.training and loss.item() > 1.45:
             loss = loss * 0.0
         return (loss, outputs) if return_outputs else loss
 
@@ -452,7 +452,7 @@ PATTERNS = {
     "penalty added in training_step": Pattern(built(PenaltyAdded)),
     "penalty by a backward of its own": Pattern(built(PenaltyAfter)),
     "two backwards of one pass": Pattern(built(TwoBackwards)),
-    "accumulated by hand": Pattern(built(AccumulatedByHand)),
+    "accumulated by hand": Pattern(built(AccumulatedByHand, per_device_train_batch_size=8)),
     "gradients by torch.autograd.grad": Pattern(built(GradientsByHand)),
     "PCGrad": Pattern(built(ProjectedConflicts)),
     "GradNorm": Pattern(built(BalancedNorms)),
