@@ -383,11 +383,12 @@ PATTERNS = {
         built(MixedByOrder, collate=MixedByCollator, remove_unused_columns=False)
     ),
     "collator, negatives drawn for the batch": Pattern(
-        built(AgainstDrawn, model=Embedder, data=asked, collate=DrawnNegatives, remove_unused_columns=False)
+        built(AgainstDrawn, model=Embedder, data=asked, collate=DrawnNegatives, remove_unused_columns=False),
+        fits=3,
     ),
     "dataset, augmented when read": Pattern(built(Focal, data=Augmented)),
     "dataset, a stream": Pattern(built(Focal, data=streamed)),
-    "collator, two rows for each text": Pattern(built(TwoRowsEach, model=Embedder, collate=twice)),
+    "collator, two rows for each text": Pattern(built(TwoRowsEach, model=Embedder, collate=twice), fits=4),
     "collator, sorted by length": Pattern(built(Focal, collate=longest_first)),
     "collator, strings and lists": Pattern(
         built(BySource, collate=with_strings, remove_unused_columns=False, learning_rate=0.01)

@@ -35,9 +35,9 @@ def predict(trainer: Trainer) -> Mapping[str, Any]:
     return {**found.metrics, **{f"predictions {i}": torch.as_tensor(array) for i, array in enumerate(arrays)}}
 
 
-def evaluated(kind: Any = Trainer, *, drive: Any = evaluate, **more: Any) -> Pattern:
+def evaluated(kind: Any = Trainer, *, drive: Any = evaluate, is_narrow: bool = False, **more: Any) -> Pattern:
     """Return the pattern of an evaluation of ten examples, four at a time."""
-    return Pattern(built(kind, evaluated=10, **more), drive=drive, trains=False, evaluates=True)
+    return Pattern(built(kind, evaluated=10, **more), drive, trains=False, evaluates=True, is_narrow=is_narrow)
 
 
 # ---- Own prediction steps -------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ PATTERNS = {
         given={"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)},
     ),
     "evaluation, label smoothing": evaluated(label_smoothing_factor=0.1, metrics=correct),
-    "evaluation, bf16": evaluated(bf16_full_eval=True, metrics=correct),
+    "evaluation, bf16": evaluated(bf16_full_eval=True, metrics=correct, is_narrow=True),
     "metrics that remember": evaluated(functools.partial(measured, Remembering)),
     "metrics batch by batch": evaluated(functools.partial(measured, BatchByBatch), batch_eval_metrics=True),
     "metrics of inputs and losses": evaluated(metrics=with_inputs_and_losses, include_for_metrics=["inputs", "loss"]),

@@ -70,6 +70,7 @@ class Pattern:
         trains: whether it is tried in the set-ups that train in micro-batches.
         evaluates: whether it is tried in an evaluation that runs out of memory.
         is_text: whether it is tried with a fused cross-entropy, as language models are.
+        fits: rows of the model that fit into memory, half of those of a batch.
         left_out: other set-ups in which it is not tried.
         is_narrow: whether it computes in bfloat16, so that "equal" is wider.
         refuses: what each refusal's message has to contain, a regular expression by set-up. Without an entry a
@@ -83,6 +84,7 @@ class Pattern:
     evaluates: bool = False
     is_text: bool = False
     is_narrow: bool = False
+    fits: int = 2
     left_out: Sequence[str] = ()
     refuses: Mapping[str, str] = field(default_factory=dict)
     remedies: Mapping[str, Remedy] = field(default_factory=dict)
@@ -102,9 +104,18 @@ def halve_batches(trainer: Trainer) -> None:
     trainer._train_batch_size = trainer.args.train_batch_size
 
 
+def halve_evaluated_batches(trainer: Trainer) -> None:
+    """Evaluate half as many rows at a time."""
+    trainer.args.per_device_eval_batch_size //= 2
+
+
 REMEDIES: Mapping[str, Remedy] = {
     r"Pass MicrobatchCallback\(max_examples=\d+\)": Remedy(lambda: (MicrobatchCallback(max_examples=2),)),
     "Take MicrobatchCallback out of callbacks= and lower per_device_train_batch_size": Remedy(tuple, halve_batches),
+    r"Lower it: TrainingArguments\(\.\.\., per_device_eval_batch_size=": Remedy(
+        SETUPS["evaluation, out of memory"].callbacks, halve_evaluated_batches
+    ),
+    "Leave fuse_cross_entropy out": Remedy(tuple),
 }
 """The remedy of every message that matches a regular expression."""
 
@@ -140,7 +151,7 @@ def _outcome(pattern: Pattern, setup: Setup, remedy: Remedy | None = None) -> Ou
     def drive(trainer: Trainer) -> Mapping[str, Any]:
         nonlocal raised
         attach(trainer, *setup.callbacks())
-        starved = contextlib.nullcontext() if setup.starves is None else Starvation(trainer, setup.starves)
+        starved = contextlib.nullcontext() if setup.starves is None else Starvation(trainer, pattern.fits, setup.starves)
         with starved:
             try:
                 return pattern.drive(trainer)

@@ -11,18 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # private in torch 2.6 to 2.13, and used by its own tests
 from transformers import Trainer
 
-ROWS = 2  # as many fit
+import tiny
+
+WORDS = len(tiny.VOCABULARY)  # tables with fewer entries are of positions, whose indices have no rows
 Place = Literal["forward", "backward", "evaluation"]
 aten = torch.ops.aten
 
-_LOOKUP, _CONVOLUTION = aten.embedding.default, aten.convolution.default
-_BACKWARD = {
-    aten.embedding_dense_backward.default: 1,
-    aten.convolution_backward.default: 0,
-    aten.native_layer_norm_backward.default: 0,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 0,
-}
-"""Operations of a backward pass, and which of their arguments has a dimension of rows."""
+_BACKWARD = (
+    aten.convolution_backward.default,
+    aten.native_layer_norm_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
 
 
 class Starvation(TorchDispatchMode):
@@ -30,22 +29,24 @@ class Starvation(TorchDispatchMode):
 
     Args:
         trainer: whose model runs out of memory.
+        rows: as many fit.
         place: "forward" and "backward" raise once, in the second step; "evaluation" raises each time.
 
     Attributes:
         raised: how often.
     """
 
-    def __init__(self, trainer: Trainer, place: Place) -> None:
+    def __init__(self, trainer: Trainer, rows: int, place: Place) -> None:
         super().__init__()
         self.raised = 0
+        self._rows = rows
         self._trainer = trainer
         self._place = place
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._rows_of(func, args) > ROWS and self._is_now():
+        if self._rows_of(func, args) > self._rows and self._is_now():
             self.raised += 1
-            raise torch.OutOfMemoryError(f"CUDA out of memory: no more than {ROWS} rows fit, on purpose")
+            raise torch.OutOfMemoryError(f"CUDA out of memory: no more than {self._rows} rows fit, on purpose")
         return func(*args, **(kwargs or {}))
 
     def _is_now(self) -> bool:
@@ -58,18 +59,22 @@ class Starvation(TorchDispatchMode):
         """Return the rows of an operation of the place, or 0."""
         # private in torch 2.6 to 2.13: -1 outside of backward passes
         is_backward = torch._C._current_graph_task_id() != -1
-        if self._place == "backward":
-            rows = args[_BACKWARD[func]] if is_backward and func in _BACKWARD else None
-            least = 2 if func == aten.embedding_dense_backward.default else 3
-        else:
-            rows = None if is_backward else self._looked_up_or_convolved(func, args)
-            least = 2
-        return 0 if rows is None or rows.dim() < least else len(rows)
+        if is_backward != (self._place == "backward"):
+            return 0
+        tensor = self._backward(func, args) if is_backward else self._forward(func, args)
+        return 0 if tensor is None else len(tensor)
 
-    def _looked_up_or_convolved(self, func: Any, args: Any) -> torch.Tensor | None:
-        if func == _CONVOLUTION:
+    def _forward(self, func: Any, args: Any) -> torch.Tensor | None:
+        """Return the ids that are looked up in a table of words of the model, or what is convolved."""
+        if func == aten.convolution.default:
             return args[0]
-        if func != _LOOKUP:
+        if func != aten.embedding.default or args[1].dim() < 2 or len(args[0]) < WORDS:
             return None
         own = {weight.data_ptr() for weight in self._trainer.model.parameters()}  # a teacher's are others
         return args[1] if args[0].data_ptr() in own else None
+
+    def _backward(self, func: Any, args: Any) -> torch.Tensor | None:
+        """Return the ids that were looked up, or a gradient of ``(rows, ...)`` of three dimensions or more."""
+        if func == aten.embedding_dense_backward.default:
+            return args[1] if args[1].dim() >= 2 and args[2] >= WORDS else None
+        return args[0] if func in _BACKWARD and args[0].dim() >= 3 else None

@@ -452,7 +452,7 @@ PATTERNS = {
     "penalty added in training_step": Pattern(built(PenaltyAdded)),
     "penalty by a backward of its own": Pattern(built(PenaltyAfter)),
     "two backwards of one pass": Pattern(built(TwoBackwards)),
-    "accumulated by hand": Pattern(built(AccumulatedByHand, per_device_train_batch_size=8)),
+    "accumulated by hand": Pattern(built(AccumulatedByHand, per_device_train_batch_size=8), fits=3),
     "gradients by torch.autograd.grad": Pattern(built(GradientsByHand)),
     "PCGrad": Pattern(built(ProjectedConflicts)),
     "GradNorm": Pattern(built(BalancedNorms)),
