@@ -373,9 +373,7 @@ PATTERNS = {
     "proxies, learned": Pattern(built(model=Proxies)),
     "in-batch negatives, InfoNCE": Pattern(of_pairs(InBatchNegatives, "query", "passage"), evaluates=True),
     "symmetric, learned temperature": Pattern(of_pairs(Symmetric, "one", "other")),
-    "hard negatives, two passages to a query": Pattern(
-        of_pairs(HardNegatives, "query", "passage", "negative"), fits=4
-    ),
+    "hard negatives, two passages to a query": Pattern(of_pairs(HardNegatives, "query", "passage", "negative"), fits=4),
     "triplets, columns of their own": Pattern(of_pairs(Triplets, "anchor", "positive", "negative")),
     "bi-encoder, two backbones": Pattern(of_pairs(Trainer, "query", "passage", model=BiEncoder)),
     "siamese, cosine to a score": Pattern(

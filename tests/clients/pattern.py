@@ -151,7 +151,9 @@ def _outcome(pattern: Pattern, setup: Setup, remedy: Remedy | None = None) -> Ou
     def drive(trainer: Trainer) -> Mapping[str, Any]:
         nonlocal raised
         attach(trainer, *setup.callbacks())
-        starved = contextlib.nullcontext() if setup.starves is None else Starvation(trainer, pattern.fits, setup.starves)
+        starved = (
+            contextlib.nullcontext() if setup.starves is None else Starvation(trainer, pattern.fits, setup.starves)
+        )
         with starved:
             try:
                 return pattern.drive(trainer)

@@ -6,9 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
+import adversarial_patterns
+import answer_patterns
+import batch_patterns
 import collator_patterns
 import contrastive_patterns
 import evaluation_patterns
+import form_patterns
 import image_patterns
 import language_patterns
 import loss_patterns
@@ -16,18 +20,24 @@ import model_patterns
 import sequence_patterns
 import state_patterns
 import step_patterns
+import teacher_patterns
 from pattern import is_right, outcomes_of
 
 SUBJECTS = (
     loss_patterns,
+    batch_patterns,
     contrastive_patterns,
+    adversarial_patterns,
     step_patterns,
     state_patterns,
+    teacher_patterns,
     model_patterns,
     language_patterns,
+    answer_patterns,
     sequence_patterns,
     image_patterns,
     collator_patterns,
+    form_patterns,
     evaluation_patterns,
 )
 PATTERNS = {name: pattern for subject in SUBJECTS for name, pattern in subject.PATTERNS.items()}
