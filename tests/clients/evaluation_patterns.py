@@ -13,10 +13,10 @@ import transformers
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import tiny
+from batch_patterns import EntropyOfTheMean, HardHalf, PairwiseRanking
 from client import labelled
 from contrastive_patterns import InBatchNegatives, WithContrast, of_pairs
 from language_patterns import llama, sentences, with_words
-from loss_patterns import EntropyOfTheMean, HardHalf, PairwiseRanking
 from model_patterns import GroupAttention, grouped, headed
 from pattern import Pattern, bert, built, correct
 from sequence_patterns import t5, translated

@@ -17,9 +17,10 @@ from transformers import BertModel, Trainer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import tiny
+from batch_patterns import HardHalf
 from client import labelled
 from contrastive_patterns import encoder, mean_of_tokens
-from loss_patterns import Focal, HardHalf
+from loss_patterns import Focal
 from pattern import Pattern, bert, built
 
 LINEAR = functools.partial(nn.Linear, 32, 3)

@@ -54,5 +54,7 @@ def test_no_two_patterns_have_one_name() -> None:
 def test_a_pattern_trains_as_with_stock(name: str, setup: str, record_outcome: Callable[..., None]) -> None:
     found, remedied = outcomes_of(PATTERNS[name], setup)
     fine = is_right(PATTERNS[name], setup, found, remedied)
-    record_outcome(CELLS.index((name, setup)), name, setup, found, is_right=fine)
+    then = {} if remedied is None else {"remedied": remedied.verdict}
+    place = CELLS.index((name, setup))
+    record_outcome(place, name, setup, found, is_right=fine, table="pattern_results", **then)
     assert fine, f"found {found}, and by its remedy {remedied}"
