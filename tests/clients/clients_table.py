@@ -45,6 +45,7 @@ PATTERNS = """
 Losses, training steps, models, collators and evaluations as people write them, tried in the same way: {count}. Memory
 runs out at an operation of the model that has more rows than half a batch, once in the second step, or in evaluation
 each time. **refused (n), then equal**: by message n, and what it says to do was done: that came out as with stock.
+**whole**: the batch of the last step was not cut, though it was to be.
 In bfloat16, **equal** is within {narrow:g}.
 """
 
@@ -110,6 +111,7 @@ def _cell(row: dict[str, Any], notes: dict[str, int]) -> str:
     note = " ".join([row["detail"], *(f"Warns: {warning}" for warning in row["warnings"])]).strip()
     shown = SHOWN[row["verdict"]] if row["is_right"] else "**fails**"
     then = f", then {row['remedied']}" if row["is_right"] and "remedied" in row else ""
+    then += ", whole" if "is_whole" in row else ""
     if not note:
         return shown + then
     note = note.replace("<", "\\<").replace("\n", " ")

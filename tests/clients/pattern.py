@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +12,8 @@ from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, Trai
 
 import tiny
 from client import arguments, labelled, train_and_evaluate
-from comparison import ABSOLUTE, NARROW, RELATIVE, Outcome, Run, compared, outcome_of_error, run
-from hf_memopt import EvaluationGuardCallback, FusedCrossEntropyCallback, MicrobatchCallback, attach
-from starvation import Place, Starvation
+from hf_memopt import EvaluationGuardCallback, FusedCrossEntropyCallback, MicrobatchCallback
+from starvation import Place
 
 Callbacks = Callable[[], Sequence[TrainerCallback]]
 OF_TEXT = ("fused cross-entropy",)
@@ -31,13 +26,14 @@ class Setup:
 
     callbacks: Callbacks = tuple
     starves: Place | None = None
+    cuts: bool = False  # whether the last batch is to be cut
 
 
 SETUPS: Mapping[str, Setup] = {
     "attach": Setup(),
-    "micro-batches of 2": Setup(lambda: (MicrobatchCallback(max_examples=2),)),
-    "out of memory, forward": Setup(lambda: (MicrobatchCallback(),), "forward"),
-    "out of memory, backward": Setup(lambda: (MicrobatchCallback(),), "backward"),
+    "micro-batches of 2": Setup(lambda: (MicrobatchCallback(max_examples=2),), cuts=True),
+    "out of memory, forward": Setup(lambda: (MicrobatchCallback(),), "forward", cuts=True),
+    "out of memory, backward": Setup(lambda: (MicrobatchCallback(),), "backward", cuts=True),
     "evaluation, out of memory": Setup(lambda: (EvaluationGuardCallback(reduce=None),), "evaluation"),
     "fused cross-entropy": Setup(lambda: (FusedCrossEntropyCallback(),)),
 }
@@ -118,86 +114,6 @@ REMEDIES: Mapping[str, Remedy] = {
     "Leave fuse_cross_entropy out": Remedy(tuple),
 }
 """The remedy of every message that matches a regular expression."""
-
-
-# ---- Outcomes -------------------------------------------------------------------------------------------------------
-
-
-def outcomes_of(pattern: Pattern, setup: str) -> tuple[Outcome, Outcome | None]:
-    """Train a pattern in a set-up; return what came of it, and of the remedy where it was refused."""
-    found = _outcome(pattern, SETUPS[setup])
-    if found.verdict != "refused":
-        return found, None
-    known = (remedy for text, remedy in REMEDIES.items() if re.search(text, found.detail))
-    remedy = pattern.remedies.get(setup, next(known, None))
-    if remedy is None:
-        return found, None
-    return found, _outcome(pattern, Setup(remedy.callbacks, SETUPS[setup].starves), remedy)
-
-
-def is_right(pattern: Pattern, setup: str, found: Outcome, remedied: Outcome | None) -> bool:
-    """Return whether an outcome is as stock's, or a refusal, as expected, with a remedy that makes it so."""
-    if setup in pattern.refuses and not re.search(pattern.refuses[setup], found.detail):
-        return False
-    last = found if found.verdict != "refused" or remedied is None else remedied
-    return last.verdict in (("same",) if setup == "attach" else ("same", "equal"))
-
-
-def _outcome(pattern: Pattern, setup: Setup, remedy: Remedy | None = None) -> Outcome:
-    """Train in a set-up and compare with stock; memory has to run out at least once, unless a remedy prevents it."""
-    stock = stock_run(pattern) if remedy is None else run(_changed(pattern, remedy), pattern.drive)
-    raised = 0
-
-    def drive(trainer: Trainer) -> Mapping[str, Any]:
-        nonlocal raised
-        attach(trainer, *setup.callbacks())
-        starved = (
-            contextlib.nullcontext() if setup.starves is None else Starvation(trainer, pattern.fits, setup.starves)
-        )
-        with starved:
-            try:
-                return pattern.drive(trainer)
-            finally:
-                raised = getattr(starved, "raised", 0)
-
-    try:
-        ours = run(pattern.build if remedy is None else _changed(pattern, remedy), drive)
-    except Exception as error:  # whatever the pattern, or what stands over it, raises
-        return outcome_of_error(error)
-    if setup.starves is not None and raised == 0 and remedy is None:
-        return Outcome("error", "memory did not run out")
-    is_exact = setup.starves is None and not setup.callbacks()
-    new = tuple(dict.fromkeys(text for text in ours.warnings if text not in stock.warnings))
-    tolerance = NARROW if pattern.is_narrow else (RELATIVE, ABSOLUTE)
-    found = compared(ours.values, stock.values, is_cut=not is_exact, compares_all=True, tolerance=tolerance)
-    return found._replace(warnings=new)
-
-
-@functools.lru_cache(maxsize=4)
-def stock_run(pattern: Pattern) -> Run:
-    """Train with stock."""
-    return run(pattern.build, pattern.drive)
-
-
-def repeated(pattern: Pattern) -> Outcome:
-    """Train with stock twice and compare; what is not finite, or is not trained at all, is an error."""
-    one, other = stock_run(pattern), run(pattern.build, pattern.drive)
-    for name, value in one.values.items():
-        numbers = value if torch.is_tensor(value) else torch.tensor(value if isinstance(value, (int, float)) else 0.0)
-        if numbers.is_floating_point() and not math.isfinite(numbers.double().abs().sum().item()):
-            return Outcome("error", f"{name} is not finite")
-    if pattern.trains and not any(value for name, value in one.values.items() if name.startswith("grad_norm")):
-        return Outcome("error", "no gradient")
-    return compared(other.values, one.values)
-
-
-def _changed(pattern: Pattern, remedy: Remedy) -> Callable[[Path], Trainer]:
-    def build(folder: Path) -> Trainer:
-        trainer = pattern.build(folder)
-        remedy.change(trainer)
-        return trainer
-
-    return build
 
 
 # ---- Building -------------------------------------------------------------------------------------------------------

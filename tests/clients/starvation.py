@@ -30,39 +30,43 @@ class Starvation(TorchDispatchMode):
     Args:
         trainer: whose model runs out of memory.
         rows: as many fit.
-        place: "forward" and "backward" raise once, in the second step; "evaluation" raises each time.
+        place: "forward" and "backward" raise once, in the second step; "evaluation" raises each time; None: never.
 
     Attributes:
         raised: how often.
+        most_rows: of an operation of a forward pass in the last step, which tells whether its batch was cut.
     """
 
-    def __init__(self, trainer: Trainer, rows: int, place: Place) -> None:
+    def __init__(self, trainer: Trainer, rows: int, place: Place | None) -> None:
         super().__init__()
         self.raised = 0
+        self.most_rows = 0
         self._rows = rows
         self._trainer = trainer
         self._place = place
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._rows_of(func, args) > self._rows and self._is_now():
-            self.raised += 1
-            raise torch.OutOfMemoryError(f"CUDA out of memory: no more than {self._rows} rows fit, on purpose")
-        return func(*args, **(kwargs or {}))
-
-    def _is_now(self) -> bool:
-        is_training = self._trainer.model.training
-        if self._place == "evaluation":
-            return not is_training and not torch.is_grad_enabled()
-        return is_training and self._trainer.state.global_step >= 1 and self.raised == 0
-
-    def _rows_of(self, func: Any, args: Any) -> int:
-        """Return the rows of an operation of the place, or 0."""
         # private in torch 2.6 to 2.13: -1 outside of backward passes
         is_backward = torch._C._current_graph_task_id() != -1
-        if is_backward != (self._place == "backward"):
-            return 0
         tensor = self._backward(func, args) if is_backward else self._forward(func, args)
-        return 0 if tensor is None else len(tensor)
+        if tensor is not None:
+            self._look_at(len(tensor), is_backward)
+        return func(*args, **(kwargs or {}))
+
+    def _look_at(self, rows: int, is_backward: bool) -> None:
+        """Raise where an operation has too many rows."""
+        is_training, state = self._trainer.model.training, self._trainer.state
+        if is_training and not is_backward and state.global_step == state.max_steps - 1:
+            self.most_rows = max(self.most_rows, rows)
+        is_now = {
+            None: False,
+            "evaluation": not is_training and not torch.is_grad_enabled(),
+            "forward": is_training and state.global_step >= 1 and not is_backward and self.raised == 0,
+            "backward": is_training and state.global_step >= 1 and is_backward and self.raised == 0,
+        }[self._place]
+        if is_now and rows > self._rows:
+            self.raised += 1
+            raise torch.OutOfMemoryError(f"CUDA out of memory: no more than {self._rows} rows fit, on purpose")
 
     def _forward(self, func: Any, args: Any) -> torch.Tensor | None:
         """Return the ids that are looked up in a table of words of the model, or what is convolved."""

@@ -21,7 +21,7 @@ import sequence_patterns
 import state_patterns
 import step_patterns
 import teacher_patterns
-from pattern import is_right, outcomes_of
+from pattern_outcomes import found_in, is_right, repeated, rounded
 
 SUBJECTS = (
     loss_patterns,
@@ -48,13 +48,21 @@ def test_no_two_patterns_have_one_name() -> None:
     assert len(PATTERNS) == sum(len(subject.PATTERNS) for subject in SUBJECTS)
 
 
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in PATTERNS])
+def test_stock_repeats_itself_and_bears_a_rounding(name: str) -> None:
+    assert repeated(PATTERNS[name]).verdict == "same"
+    assert rounded(PATTERNS[name]).verdict in ("same", "equal")
+
+
 @pytest.mark.parametrize(
     ("name", "setup"), [pytest.param(*cell, marks=pytest.mark.xdist_group(cell[0])) for cell in CELLS]
 )
 def test_a_pattern_trains_as_with_stock(name: str, setup: str, record_outcome: Callable[..., None]) -> None:
-    found, remedied = outcomes_of(PATTERNS[name], setup)
-    fine = is_right(PATTERNS[name], setup, found, remedied)
-    then = {} if remedied is None else {"remedied": remedied.verdict}
+    found = found_in(PATTERNS[name], setup)
+    fine = is_right(PATTERNS[name], setup, found)
+    more = {} if found.remedied is None else {"remedied": found.remedied.verdict}
+    if found.is_whole:
+        more["is_whole"] = True
     place = CELLS.index((name, setup))
-    record_outcome(place, name, setup, found, is_right=fine, table="pattern_results", **then)
-    assert fine, f"found {found}, and by its remedy {remedied}"
+    record_outcome(place, name, setup, found.outcome, is_right=fine, table="pattern_results", **more)
+    assert fine, f"found {found}"

@@ -1,6 +1,7 @@
 """Try patterns by hand: ``python try_pattern.py [--stock] [NAME [SETUP ...]]``.
 
-Without names, every pattern; ``--stock``: stock alone, twice, to see that it is deterministic. A name may be a part.
+Without a name, every pattern, and a name may be a part of one. ``--stock``: stock alone, to see that it repeats itself,
+and that a rounding of its weights stays within what "equal" allows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from pattern import is_right, outcomes_of, repeated
+from pattern_outcomes import Found, found_in, is_right, repeated, rounded
 from test_patterns import PATTERNS
 
 
@@ -36,13 +37,17 @@ def main() -> int:
     for name, pattern in PATTERNS.items():
         if asked.name not in name:
             continue
-        for setup in ["stock"] if asked.stock else asked.setups or pattern.setups:
+        for setup in ["stock", "rounded"] if asked.stock else asked.setups or pattern.setups:
             before = time.perf_counter()
             try:
                 with contextlib.redirect_stdout(None):  # what the trainer logs
-                    found, remedied = (repeated(pattern), None) if asked.stock else outcomes_of(pattern, setup)
-                is_fine = found.verdict == "same" if asked.stock else is_right(pattern, setup, found, remedied)
-                shown = f"{found.verdict} {found.detail} {remedied or ''}"
+                    if asked.stock:
+                        found = Found(repeated(pattern) if setup == "stock" else rounded(pattern))
+                    else:
+                        found = found_in(pattern, setup)
+                is_fine = is_right(pattern, setup, found) and (setup != "stock" or found.outcome.verdict == "same")
+                shown = f"{found.outcome.verdict} {found.outcome.detail} {found.remedied or ''}"
+                shown += " (the last batch was whole)" if found.is_whole else ""
             except Exception as error:
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 is_fine, shown = False, f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
