@@ -11,6 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = Path(__file__).with_name("results.jsonl")
+PATTERN_RESULTS = Path(__file__).with_name("pattern_results.jsonl")
 PAGE = ROOT / "docs" / "clients.md"
 SHOWN = {
     "same": "same",
@@ -38,6 +39,16 @@ weights; compared are losses, gradient norms, everything else that is logged, ev
 {date}, {versions}. Made by `make test-clients`.
 """
 
+PATTERNS = """
+## Patterns
+
+Losses, training steps, models, collators and evaluations as people write them, tried in the same way: {count}. Memory
+runs out at an operation of the model that has more rows than half a batch, once in the second step, or in evaluation
+each time. **refused (n), then equal**: by message n, and what it says to do was done: that came out as with stock.
+**whole**: the batch of the last step was not cut, though it was to be.
+In bfloat16, **equal** is within {narrow:g}.
+"""
+
 UPSTREAM = """
 ## transformers' own tests
 
@@ -58,28 +69,53 @@ reason for each of the five that fail with the callbacks only.
 
 def page() -> str:
     """Return the page that the committed results give."""
-    head, *rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    head, *rows = _read(RESULTS)
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
     text = TEXT.format(**head["tolerance"], date=head["date"], versions=versions)
+    parts = [text, *_table(rows)]
+    if PATTERN_RESULTS.exists():
+        head, *rows = _read(PATTERN_RESULTS)
+        parts += [PATTERNS.format(count=counted(rows), narrow=head["tolerance"]["narrow"]), *_table(rows)]
+    return "\n".join(parts) + "\n" + UPSTREAM
+
+
+def counted(rows: list[dict[str, Any]]) -> str:
+    """Say how many patterns are as with stock in each of their set-ups, are refused in some, or differ."""
+    patterns = {row["client"] for row in rows}
+    different = {row["client"] for row in rows if not row["is_right"]}
+    refused = {row["client"] for row in rows if row["verdict"] == "refused"} - different
+    equal = len(patterns) - len(different) - len(refused)
+    return (
+        f"{equal} equal of {len(patterns)}, {len(refused)} refused with a remedy that works, {len(different)} different"
+    )
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table, and its notes."""
     setups = list(dict.fromkeys(row["setup"] for row in rows))
     cells = {(row["client"], row["setup"]): row for row in rows}
     notes: dict[str, int] = {}
     lines = [f"| | {' | '.join(setups)} |", f"|---|{'---|' * len(setups)}"]
     for client in dict.fromkeys(row["client"] for row in rows):
-        shown = (_cell(cells[client, setup], notes) for setup in setups)
-        lines.append(f"| {client} | {' | '.join(shown)} |")
-    reasons = [f"{number}. {note}" for note, number in notes.items()]
-    return "\n".join([text, *lines, "", *reasons]) + "\n" + UPSTREAM
+        found = (cells.get((client, setup)) for setup in setups)
+        lines.append(f"| {client} | {' | '.join('' if row is None else _cell(row, notes) for row in found)} |")
+    return [*lines, "", *(f"{number}. {note}" for note, number in notes.items())]
 
 
 def _cell(row: dict[str, Any], notes: dict[str, int]) -> str:
     """Return a cell, and number its note."""
     note = " ".join([row["detail"], *(f"Warns: {warning}" for warning in row["warnings"])]).strip()
     shown = SHOWN[row["verdict"]] if row["is_right"] else "**fails**"
+    then = f", then {row['remedied']}" if row["is_right"] and "remedied" in row else ""
+    then += ", whole" if "is_whole" in row else ""
     if not note:
-        return shown
+        return shown + then
     note = note.replace("<", "\\<").replace("\n", " ")
-    return f"{shown} ({notes.setdefault(note, len(notes) + 1)})"
+    return f"{shown} ({notes.setdefault(note, len(notes) + 1)}){then}"
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ RELATIVE, ABSOLUTE = 1e-4, 1e-6
 """What a cut may change: its sums run in another order and over shorter rows, one rounding of float32 (6e-8) each, and
 four steps pass them on from weight to gradient to weight. Everything else is compared bit for bit.
 """
+NARROW = (2e-2, 1e-3)
+"""The same in bfloat16, whose one rounding is 4e-3."""
 
 _TIMES = re.compile("time|per_second")
 _OF_A_CUT_STEP = re.compile("loss|grad_norm|learning_rate|eval_.*|weights.*")
@@ -44,7 +46,9 @@ class Outcome(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
+    """What is compared of a training, by name, and its warnings."""
+
     values: dict[str, Any]
     warnings: tuple[str, ...]
 
@@ -60,16 +64,21 @@ def outcome_of(client: Client, setup: str) -> Outcome:
             lambda trainer: attach(trainer, *(make() for make in SETUPS[setup])),
         )
     except Exception as error:  # whatever the client, or what stands over it, raises
-        is_refusal = isinstance(error, (ValueError, TypeError, RuntimeError)) and _is_raised_by_us(error)
-        text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-        return Outcome("refused" if is_refusal else "error", without_figures(text))
+        return outcome_of_error(error)
     new = tuple(dict.fromkeys(text for text in ours.warnings if text not in stock.warnings))
     if (
         client.correct is not None
-        and _comparison(ours.values, _stock_run(client, is_view, False).values).verdict == "same"
+        and compared(ours.values, _stock_run(client, is_view, False).values).verdict == "same"
     ):
         return Outcome("error", "the same as stock without the correction")
-    return _comparison(ours.values, stock.values, is_cut=setup == CUT)._replace(warnings=new)
+    return compared(ours.values, stock.values, is_cut=setup == CUT)._replace(warnings=new)
+
+
+def outcome_of_error(error: Exception) -> Outcome:
+    """Return whether an error is a refusal of this package, and its message."""
+    is_refusal = isinstance(error, (ValueError, TypeError, RuntimeError)) and _is_raised_by_us(error)
+    text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+    return Outcome("refused" if is_refusal else "error", without_figures(text))
 
 
 def without_figures(text: str) -> str:
@@ -82,24 +91,33 @@ def without_figures(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _stock_run(client: Client, is_ordered: bool, is_corrected: bool) -> _Run:
+def _stock_run(client: Client, is_ordered: bool, is_corrected: bool) -> Run:
     """Train with stock; ``is_ordered``: on the examples in the order in which a view would give them."""
     arrange = functools.partial(_in_view_order, client) if is_ordered else _unchanged
     return _run(client, arrange, client.correct if is_corrected else None)
 
 
-def _run(client: Client, arrange: Callable[[Any], Any], prepare: Callable[[Any], object] | None) -> _Run:
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        set_seed(0)
-        trainer = client.build(Path(folder), arrange)
+def _run(client: Client, arrange: Callable[[Any], Any], prepare: Callable[[Any], object] | None) -> Run:
+    def build(folder: Path) -> Any:
+        trainer = client.build(folder, arrange)
         if arrange is not _unchanged:
             trainer.args.train_sampling_strategy = "sequential"
         if prepare is not None:
             prepare(trainer)
-        metrics = (client.drive or train_and_evaluate)(trainer)
+        return trainer
+
+    return run(build, client.drive or train_and_evaluate)
+
+
+def run(build: Callable[[Path], Any], drive: Callable[[Any], Mapping[str, Any]]) -> Run:
+    """Build a trainer in a folder for its output, and train it."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        set_seed(0)
+        trainer = build(Path(folder))
+        metrics = drive(trainer)
         values = dict(_values(trainer, metrics))
-    return _Run(values, tuple(without_figures(str(warning.message)) for warning in caught))
+    return Run(values, tuple(without_figures(str(warning.message)) for warning in caught))
 
 
 def _unchanged(dataset: Any) -> Any:
@@ -148,18 +166,28 @@ def _values(trainer: Any, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any
             yield f"weights of {name}", value.clone()
 
 
-def _comparison(ours: Mapping[str, Any], stock: Mapping[str, Any], *, is_cut: bool = False) -> Outcome:
-    """Compare by name; what ours has more, such as a memory report's readings, is left out."""
-    names = [name for name in stock if not is_cut or _OF_A_CUT_STEP.match(name)]
+def compared(
+    ours: Mapping[str, Any],
+    stock: Mapping[str, Any],
+    *,
+    is_cut: bool = False,
+    compares_all: bool = False,
+    tolerance: tuple[float, float] = (RELATIVE, ABSOLUTE),
+) -> Outcome:
+    """Compare by name; what ours has more, such as a memory report's readings, is left out.
+
+    ``is_cut``: within the tolerance; ``compares_all``: also what a cut step may log otherwise.
+    """
+    names = [name for name in stock if compares_all or not is_cut or _OF_A_CUT_STEP.match(name)]
     missing = [name for name in names if name not in ours]
     if missing:
         return Outcome("differs", f"without {', '.join(missing[:3])}")
     different = [name for name in names if not _is_equal(ours[name], stock[name])]
     if not different:
         return Outcome("same")
-    if is_cut and all(_is_close(ours[name], stock[name]) for name in different):
+    if is_cut and all(_is_close(ours[name], stock[name], *tolerance) for name in different):
         return Outcome("equal")
-    shown = next((name for name in different if not _is_close(ours[name], stock[name])), different[0])
+    shown = next((name for name in different if not _is_close(ours[name], stock[name], *tolerance)), different[0])
     return Outcome("differs", f"{len(different)} of {len(names)}, {shown}: {_told(ours[shown], stock[shown])}")
 
 
@@ -169,11 +197,11 @@ def _is_equal(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)  # NaN
 
 
-def _is_close(one: Any, other: Any) -> bool:
+def _is_close(one: Any, other: Any, relative: float, absolute: float) -> bool:
     if torch.is_tensor(one) and torch.is_tensor(other):
-        return one.shape == other.shape and torch.allclose(one, other, rtol=RELATIVE, atol=ABSOLUTE)
+        return one.shape == other.shape and torch.allclose(one, other, rtol=relative, atol=absolute)
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        return math.isclose(one, other, rel_tol=relative, abs_tol=absolute)
     return False
 
 
