@@ -142,7 +142,7 @@ def _read(forward: Callable[..., Any]) -> Head | str:
     """Return what the statements of a forward say, or the first one that is not known."""
     try:
         tree = _tree(forward)
-    except (OSError, TypeError, SyntaxError) as error:
+    except (OSError, TypeError, SyntaxError, StopIteration) as error:
         return f"its source cannot be read ({type(error).__name__})"
     place = f"{forward.__module__.replace('.', '/')}.py, {forward.__qualname__}"
     statements = list(_walk(tree.body, ()))
@@ -256,10 +256,8 @@ class _Reading:
 
 
 def _tree(function: Callable[..., Any]) -> ast.FunctionDef:
-    (found,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    if not isinstance(found, ast.FunctionDef):
-        raise TypeError(f"{function} is not a function")
-    return found
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
 def _walk(body: list[ast.stmt], tests: tuple[str, ...]) -> Iterator[tuple[ast.stmt, tuple[str, ...]]]:
