@@ -6,8 +6,6 @@ once and rounded once. The gradient of the hidden states is the sum over the sli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,18 +15,7 @@ from hf_memopt.binding.fused_loss.expression import Pointwise, backpropagate, ev
 from hf_memopt.binding.fused_loss.loss import Loss
 from hf_memopt.binding.fused_loss.row_chunks import add_labels, wide_product, widened, without_autocast
 
-__all__ = ["each_slice", "gradients_by_slices"]
-
-
-def _one_by_one(run: Callable[[slice], None], slices: Sequence[slice]) -> None:
-    for columns in slices:
-        run(columns)
-
-
-each_slice: ContextVar[Callable[[Callable[[slice], None], Sequence[slice]], None]] = ContextVar(
-    "each_slice", default=_one_by_one
-)
-"""Runs a function for the columns of each slice; an estimate of memory runs it for a few."""
+__all__ = ["gradients_by_slices"]
 
 _PRODUCT_BYTES = 8 * 2**20  # of a product that is added to the gradient of the hidden states
 
@@ -103,7 +90,8 @@ def gradients_by_slices(
     vocabulary, width = layers[0].vocabulary, loss.columns(layers[0].rows)
     with without_autocast(target.device.type):
         slices = [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
-        each_slice.get()(lambda columns: _add_slice(loss, layers, columns, (labels, log_sums, scale)), slices)
+        for columns in slices:
+            _add_slice(loss, layers, columns, (labels, log_sums, scale))
     return tuple(found for layer in layers for found in layer.finished())
 
 
