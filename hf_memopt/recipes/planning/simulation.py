@@ -105,17 +105,9 @@ class Simulation:
     def estimate(self, recipe: Recipe, seq_len: int | None, gpu: Gpu | None = None) -> Estimate:
         """Return the estimate of a recipe."""
         self.count += 1
-        case = recipe, seq_len, self.sharing
-        if gpu is not None:
-            return self._estimated(case, gpu)
-        found = self._estimated(case)
-        return found if self.measured is None else self.measured.applied(found, recipe)
-
-    def _estimated(self, case: Case, gpu: Gpu | None = None) -> Estimate:
-        recipe, seq_len, sharing = case
         steps = recipe.effective_batch_size // (recipe.per_device_train_batch_size * self.world_size)
-        shared = {} if sharing is None else {"world_size": self.world_size, **asdict(sharing)}
-        return estimate(
+        shared = {} if self.sharing is None else {"world_size": self.world_size, **asdict(self.sharing)}
+        found = estimate(
             self.model,
             batch_size=recipe.per_device_train_batch_size,
             seq_len=seq_len,
@@ -125,6 +117,7 @@ class Simulation:
             gradient_accumulation_steps=steps,
             **shared,
         )
+        return found if self.measured is None or gpu is not None else self.measured.applied(found, recipe)
 
     def _simulated(self, set_up: SetUp, recipe: Recipe) -> Candidate | None:
         try:
