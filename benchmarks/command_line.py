@@ -2,8 +2,8 @@
 
 CPU seconds of a fresh process, system time included: the median of five rounds, each of which also runs a process that
 only imports torch. The ratio to that process carries over to other machines. Wall seconds matter where a network is
-missing, as the hub of the last case refuses every connection, and where two processes simulate (marked *): there the
-limit is of wall seconds. A first round, which may compile byte code, is not counted.
+missing, as the hub of the last case refuses every connection. A first round, which may compile byte code, is not
+counted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 REPEATS = 5
 COMPARISON = "estimate bert-large-uncased --gpu RTX-3060-12GB --compare"
 PLANS = ("plan bert-large-uncased --gpu RTX-4060", "plan meta-llama/Llama-3.1-8B --gpu RTX-4090")
-LIMITS_SECONDS = {"doctor": 4.0, "estimate bert-large-uncased --seq-len 128 --gpu T4": 6.0}
-WALL_LIMITS_SECONDS = {COMPARISON: 8.0, PLANS[0]: 10.0, PLANS[1]: 20.0}
+LIMITS_SECONDS = {
+    "doctor": 4.0,
+    "estimate bert-large-uncased --seq-len 128 --gpu T4": 6.0,
+    COMPARISON: 8.0,
+    PLANS[0]: 10.0,
+    PLANS[1]: 20.0,
+}
 OTHERS_LIMIT_SECONDS = 1.0
 COMMANDS: dict[str, int] = {  # the exit code of each
     "--help": 0,
@@ -91,10 +96,8 @@ def main() -> int:
         figures = measure(COMMANDS, folder)
     print(f"{'hf-memopt ...':<60}{'CPU':>8}{'limit':>9}{'wall':>9}{'of import torch':>17}")
     for arguments, found in figures.items():
-        of_wall = WALL_LIMITS_SECONDS.get(arguments)
-        limit = of_wall or LIMITS_SECONDS.get(arguments, OTHERS_LIMIT_SECONDS)
-        star = "*" if of_wall else " "
-        times = f"{found['cpu_seconds']:>6.2f} s{limit:>6.1f}{star} s{found['wall_seconds']:>6.2f}{star} s"
+        limit = LIMITS_SECONDS.get(arguments, OTHERS_LIMIT_SECONDS)
+        times = f"{found['cpu_seconds']:>6.2f} s{limit:>7.1f} s{found['wall_seconds']:>7.2f} s"
         print(f"{arguments:<60}{times}{found['torch_ratio']:>16.2f}x")
     append("command_line", figures)
     return 0

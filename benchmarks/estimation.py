@@ -1,8 +1,7 @@
 """How long an estimate takes, with what host memory, and the ladders of README.md: python benchmarks/estimation.py
 
 Each case in a fresh process, five estimates of which none finds anything in the cache; then one that does, for another
-optimizer; then five that record every layer, where identical ones are otherwise repeated. The time of the imports is
-apart. Host memory is the peak of the process above what it held after the imports
+optimizer. The time of the imports is apart. Host memory is the peak of the process above what it held after the imports
 and, where a module with weights is given, after that was built.
 """
 
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import time
 from typing import Any
-from unittest import mock
 
 CASES: dict[str, dict[str, Any]] = {
     "BERT-large 32 x 128": {"model": "bert-large-uncased", "batch_size": 32, "seq_len": 128},
@@ -49,7 +47,7 @@ def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any
     from hf_memopt.devices.memory_reading import read_process
     from hf_memopt.memory.estimation import estimate
     from hf_memopt.memory.models.loading import load_model
-    from hf_memopt.memory.recording.kept_models import PreparedModel
+    from hf_memopt.memory.recording.trace_cache import forget_traces
 
     load_model("bert-base-uncased")  # transformers imports a model's code when it is first built
     type_of = load_model(model).model
@@ -58,37 +56,24 @@ def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any
     del type_of
     before = read_process()[0]
     settings = {"gpu": "RTX 3060 12GB", "precision": "bf16", **settings}
-    seconds, found = _timed(given, settings)
-    started = time.perf_counter()
-    estimate(given, **settings, optim="adamw_8bit")
-    again = time.perf_counter() - started
-    peak = read_process()[1] or read_process()[0]
-    with mock.patch.object(PreparedModel, "layers", return_value=None):
-        whole, expected = _timed(given, settings)
-    assert found.to_json() == expected.to_json()
-    return {
-        "seconds": statistics.median(seconds),
-        "slowest_seconds": max(seconds),
-        "every_layer_seconds": statistics.median(whole),
-        "again_seconds": again,
-        "imports_seconds": imports,
-        "host_bytes": max(peak - before, 0),
-        "events": len(found.timeline.reserved),
-    }
-
-
-def _timed(given: Any, settings: dict[str, Any]) -> tuple[list[float], Any]:
-    """Return the seconds of estimates that find nothing in the cache, and the last of them."""
-    from hf_memopt.memory.estimation import estimate
-    from hf_memopt.memory.recording.trace_cache import forget_traces
-
     seconds = []
     for _ in range(REPEATS):
         forget_traces()
         started = time.perf_counter()
         found = estimate(given, **settings)
         seconds.append(time.perf_counter() - started)
-    return seconds, found
+    started = time.perf_counter()
+    estimate(given, **settings, optim="adamw_8bit")
+    again = time.perf_counter() - started
+    peak = read_process()[1] or read_process()[0]
+    return {
+        "seconds": statistics.median(seconds),
+        "slowest_seconds": max(seconds),
+        "again_seconds": again,
+        "imports_seconds": imports,
+        "host_bytes": max(peak - before, 0),
+        "events": len(found.timeline.reserved),
+    }
 
 
 def ladder_figures() -> dict[str, Any]:
@@ -125,14 +110,11 @@ def main() -> int:
     from hf_memopt.units import format_bytes
 
     figures = {}
-    print(f"{'case':<46}{'median of 5':>12}{'slowest':>10}{'again':>10}{'every layer':>14}{'host memory':>14}")
+    print(f"{'case':<46}{'median of 5':>12}{'slowest':>10}{'again':>10}{'host memory':>14}")
     for name in CASES:
         figures[name] = found = _in_a_fresh_process(name)
         times = f"{found['seconds']:>10.2f} s{found['slowest_seconds']:>8.2f} s{found['again_seconds']:>8.2f} s"
-        print(
-            f"{name:<46}{times}{found['every_layer_seconds']:>12.2f} s{format_bytes(found['host_bytes']):>14}",
-            flush=True,
-        )
+        print(f"{name:<46}{times}{format_bytes(found['host_bytes']):>14}", flush=True)
     append("estimation", figures)
     ladders = _in_a_fresh_process("ladder")
     print(f"the ladders of {LADDER['model']}: {len(ladders['rows'])} estimates in {ladders['seconds']:.2f} s")

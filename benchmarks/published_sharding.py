@@ -83,7 +83,6 @@ class FlatShards:
             taken.update(map(id, own))
             has_adapters = module is not model and len({one.requires_grad for one in own}) > 1
             unit = _Unit(own, sum(one.nbytes for one in own), module is model, has_adapters)
-            module.unlike_the_others = 0.5 ** len(self.units)  # so that every layer is recorded: units depend on others
             self.units.append(unit)
             module.register_forward_pre_hook(self._before(unit), prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after(unit))

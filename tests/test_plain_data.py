@@ -194,7 +194,6 @@ def test_what_is_read_is_data() -> None:
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 trusted.add(ast.unparse(node.value))
     assert found == {
-        ("memory/second_process.py", "pickle.loads"),  # of its own fork, through a pipe
         ("cli/script_runner.py", "runpy.run_path"),  # the script that hf-memopt measure is asked to run
     }
     assert trusted == {"False"}

@@ -90,13 +90,13 @@ class KeptState:
         self._seen = set(map(id, others))
         self.unseen = ""
 
-    def look_at(self, owner: Any, depth: int = 0) -> None:
-        """Remember the attributes of an object and what their containers hold; of a module its buffers and hooks too,
-        while weights and submodules are left alone.
+    def look_at(self, owner: Any, depth: int = 0, leave: Collection[str] = ()) -> None:
+        """Remember the attributes of an object and what their containers hold, but for those to ``leave``; of a module
+        its buffers and hooks too, while weights and submodules are left alone.
         """
-        of_torch = _LEFT_ALONE if isinstance(owner, nn.Module) else set()
-        own = {name: value for name, value in vars(owner).items() if name not in of_torch}
-        self._mappings.append((vars(owner), own, of_torch))
+        left = {*leave, *(_LEFT_ALONE if isinstance(owner, nn.Module) else ())}
+        own = {name: value for name, value in vars(owner).items() if name not in left}
+        self._mappings.append((vars(owner), own, left))
         for name, value in own.items():
             self.keep(value, f"{type(owner).__name__}.{name}", depth + 1)
 

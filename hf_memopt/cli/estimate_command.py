@@ -287,7 +287,7 @@ def _run_ladder(
     flags: Mapping[str, Flag],
 ) -> int:
     overrides = {"attn_implementation": options.attn, "task": options.task}
-    with spinner(f"simulating {options.model}", errors, shown=not options.json_output, turning=False) as announce:
+    with spinner(f"simulating {options.model}", errors, shown=not options.json_output) as announce:
         from hf_memopt.cli.technique_ladder import draw_rows, ladder, print_ladder
 
         rows = ladder(

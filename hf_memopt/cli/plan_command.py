@@ -80,7 +80,7 @@ def run_plan(
     """
     words = tuple(word for text in options.allow or () for word in text.split(","))
     _check(options, words)
-    with spinner(f"planning {options.model}", errors, shown=not options.json_output, turning=False) as announce:
+    with spinner(f"planning {options.model}", errors, shown=not options.json_output) as announce:
         from hf_memopt.recipes.planning.output import print_plan
         from hf_memopt.recipes.planning.plan import plan
 

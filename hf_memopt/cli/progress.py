@@ -13,35 +13,18 @@ __all__ = ["spinner"]
 
 
 @contextmanager
-def spinner(
-    text: str, errors: Console, *, shown: bool = True, turning: bool = True
-) -> Iterator[Callable[[str], object]]:
+def spinner(text: str, errors: Console, *, shown: bool = True) -> Iterator[Callable[[str], object]]:
     """Show a spinner inside the block, and yield the function that changes its text.
 
     Args:
         text: what the command does.
         errors: the console of standard error; nothing is written to it unless it is a terminal.
         shown: False for no spinner on a terminal either, as with ``--json``.
-        turning: False to redraw it at each new text alone, without a thread, so that a second process can be forked.
     """
     if not (shown and errors.is_terminal):
         yield lambda text: None
         return
     from rich.text import Text  # a name may hold what rich takes for markup
 
-    if turning:
-        with errors.status(Text(text)) as status:
-            yield lambda text: status.update(Text(text))
-        return
-    from rich.live import Live
-    from rich.spinner import Spinner
-
-    drawn = Spinner("dots", Text(text), style="status.spinner")
-    with Live(drawn, console=errors, transient=True, auto_refresh=False) as live:
-
-        def announce(text: str) -> None:
-            drawn.update(text=Text(text))
-            live.refresh()
-
-        announce(text)
-        yield announce
+    with errors.status(Text(text)) as status:
+        yield lambda text: status.update(Text(text))

@@ -28,7 +28,6 @@ from hf_memopt.memory.models.example_batch import default_length
 from hf_memopt.memory.output.estimate_text import as_dict
 from hf_memopt.memory.output.ladder_picture import Bar, Limit, bar_of, draw_ladder
 from hf_memopt.memory.recording.kept_models import keeping_models, load_or_reuse
-from hf_memopt.memory.second_process import calls_ahead
 from hf_memopt.memory.timeline import COMPONENTS
 from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.units import format_bytes, to_gib
@@ -199,11 +198,10 @@ def ladder(
     announce("the baseline")
     with keeping_models():
         baseline, *rungs = ladder_rungs(effective, _length(model, seq_len, overrides), bf16=bf16)
-        with calls_ahead(row, rungs) as row_of:
-            rows = [row_of(replace(baseline, seq_len=seq_len))]  # which notes a length by default
-            for number, rung in enumerate(rungs, 2):
-                announce(f"{number} of {len(rungs) + 1}: {rung.added}")
-                rows.append(row_of(rung))
+        rows = [row(replace(baseline, seq_len=seq_len))]  # which notes a length by default
+        for number, rung in enumerate(rungs, 2):
+            announce(f"{number} of {len(rungs) + 1}: {rung.added}")
+            rows.append(row(rung))
     if all(row.estimate is None for row in rows):
         raise ValueError(rows[0].reason)
     return rows

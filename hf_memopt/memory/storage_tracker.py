@@ -13,7 +13,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -50,13 +51,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         sequences: autograd's sequence number at the allocation of a storage: of the operation in a forward pass, of the
             node whose backward runs in a backward pass; -1 where it belongs to none.
         places: index in ``modules`` at the allocation of a storage in a forward pass; -1 in a backward pass.
-        flops_at: floating-point operations before the one that allocated a storage.
         recomputed: (first event, last event) of every stretch of recomputation inside a backward pass.
         after_recomputation: called at the end of each such stretch.
         modules: names of the watched modules; ``module_of`` returns that of a storage.
         flops: floating-point operations so far.
-        host_events: (event before which it happened, +bytes or -bytes) of what is held or let go by the host.
-        operations: for each pass inside ``counting``, (event before which it ran, cost) of each operation.
+        operations: for each pass inside ``counting``, how often each operation runs, by its cost.
     """
 
     def __init__(
@@ -73,12 +72,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self.allocated_at: list[int] = []
         self.sequences: list[int] = []
         self.places: list[int] = []
-        self.flops_at: list[int] = []
         self.recomputed: list[tuple[int, int]] = []
         self.modules: list[str] = [""]
         self.flops = 0
-        self.host_events: list[tuple[int, int]] = []
-        self.operations: list[list[tuple[int, Operation]]] = []
+        self.operations: list[Counter[Operation]] = []
         self.ignored: set[int] = set()
         self.after_recomputation: list[Callable[[], None]] = []
         self._live: dict[int, tuple[int, Any]] = {}
@@ -110,7 +107,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return self._answer(func, args[0].dtype)
         if self._backward and (self._recomputing >= 0) != torch.is_grad_enabled() and func is not _aten.detach.default:
             self._toggle_recomputation()  # gradients are off in a backward pass, except in what is recomputed there
-        event = len(self.events)
         out, flops, beside = run_on_meta(func, args, kwargs, self._count_flops)
         if isinstance(out, torch.Tensor):
             self.add(out)
@@ -127,7 +123,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if cost is None:
                 cost = operation_of(func, args, kwargs, out, flops=flops, in_backward=in_cpp, on_host=self.ignored)
                 beside[in_cpp] = cost
-            self.operations[-1].append((event, cost))
+            self.operations[-1][cost] += 1
         if self._hidden is not None:
             sizes = beside.get(self._hidden)
             if sizes is None:
@@ -192,7 +188,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         key = storage._cdata
         number, _ = self._live.pop(key, (-1, None))
         if number == len(self.sizes) - 1 >= 0:
-            for column in (self.events, self.sizes, self.allocated_at, self.sequences, self.places, self.flops_at):
+            for column in (self.events, self.sizes, self.allocated_at, self.sequences, self.places):
                 column.pop()
         self.ignored.add(key)
         weakref.finalize(storage, self.ignored.discard, key)
@@ -211,7 +207,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         number = len(self.sizes)
         self.sizes.append(size_bytes)
         self.allocated_at.append(len(self.events))
-        self.flops_at.append(self.flops)
         self._note_origin()
         self.events.append((number, size_bytes))
         return number
@@ -243,11 +238,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     # ---- Modules and phases -----------------------------------------------------------------------------------------
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward pass runs."""
-        return self._backward
-
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Treat what runs inside as a backward pass."""
@@ -271,7 +261,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Note the cost of each operation inside, as those of one pass in ``operations``."""
-        self.operations.append([])
+        self.operations.append(Counter())
         self._is_counting = True
         try:
             yield
@@ -279,15 +269,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self._is_counting = False
 
     @contextmanager
-    def watching(self, model: nn.Module, idle: Sequence[nn.Module] = ()) -> Iterator[None]:
-        """Note which module of ``model`` runs, by hooks that are removed at the end; those that are ``idle`` do not."""
-        unwatched = {id(module) for outer in idle for module in outer.modules()}
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Note which module of ``model`` runs, by hooks that are removed at the end."""
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 number = len(self.modules)
                 self.modules.append(name)
-                if id(module) in unwatched:
-                    continue
                 hooks.callback(module.register_forward_pre_hook(self._enter(number)).remove)
                 hooks.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             yield
@@ -315,15 +302,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def module_of(self, number: int) -> str:
         """Return the name of the module that ran when a storage was allocated; "" for none."""
-        return self.modules[self.module_number(number)]
-
-    def module_number(self, number: int) -> int:
-        """Return the index in ``modules`` of the module that ran when a storage was allocated."""
         place = self.places[number]
         if place < 0:
             sequences, places = self._entered
             place = places[max(bisect_right(sequences, self.sequences[number]) - 1, 0)]
-        return place
+        return self.modules[place]
 
 
 _READS_ONE, _COMPARES = _aten._local_scalar_dense.default, _aten.equal.default

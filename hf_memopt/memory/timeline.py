@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_memopt.components import COMPONENTS
 
@@ -64,9 +64,6 @@ class SimulatedTimeline(Timeline):
         table = np.zeros((len(deltas), len(COMPONENTS)), np.int64)
         table[np.arange(len(deltas)), changed] = deltas
         return np.cumsum(table, axis=0)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "components"}
 
 
 def phase_peaks(timeline: Timeline) -> dict[str, dict[str, int]]:

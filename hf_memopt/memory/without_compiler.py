@@ -20,7 +20,7 @@ _SWITCH = "TORCHDYNAMO_DISABLE"
 def without_compiler() -> Iterator[None]:
     """Let ``torch.compile`` do nothing inside.
 
-    Only for a command or a second process: what is imported inside is not compiled afterwards either.
+    Only for a command: what is imported inside is not compiled afterwards either.
     """
     before = os.environ.get(_SWITCH)
     os.environ[_SWITCH] = "1"

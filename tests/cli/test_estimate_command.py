@@ -19,7 +19,7 @@ from hf_memopt.cli import technique_ladder as estimate_ladder
 from hf_memopt.cli.app import app
 from hf_memopt.cli.technique_ladder import ladder, ladder_rungs
 from hf_memopt.devices.gpus import custom_gpu, find_gpu
-from hf_memopt.memory import estimation, second_process
+from hf_memopt.memory import estimation
 from hf_memopt.memory.hints import Hint
 from hf_memopt.memory.models.known import known_models
 from hf_memopt.memory.output.estimate_text import as_dict, estimate_table
@@ -71,7 +71,6 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Simulation:
     monkeypatch.setattr(estimate_ladder, "estimate", stand_in)
     monkeypatch.setattr(estimate_ladder, "current_gpu", lambda: None)
     monkeypatch.setattr(estimate_ladder, "_length", lambda model, seq_len, overrides: seq_len)
-    monkeypatch.setattr(second_process, "_can_fork", lambda: False)  # this process notes the calls
     return stand_in
 
 

@@ -13,9 +13,10 @@ from hf_memopt.devices.gpus import find_gpu
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.models import loading
 from hf_memopt.memory.recording import kept_models
+from hf_memopt.memory.recording.isolation import state_kept
 from hf_memopt.memory.recording.kept_models import keeping_models, load_or_reuse
 from hf_memopt.memory.recording.trace_cache import forget_traces
-from tests.memory.test_repeated_layers import CONFIGS
+from tests.memory.small_configs import CONFIGS
 
 pytestmark = [
     # the deprecated name of activation checkpointing, asked for by peft; seen in peft 0.18 with transformers 5.23
@@ -113,6 +114,17 @@ def test_set_ups_with_and_without_checkpointing_share_a_model(
         together = [found(way) for way in ways]
     assert together == [*alone, alone[0]]
     assert len(loads) <= 2  # one that stays as it is, one that is prepared
+
+
+def test_the_state_of_modules_is_restored() -> None:
+    module = nn.Linear(2, 2)
+    with state_kept(module):
+        module.cache = torch.empty(2)
+        module.register_buffer("mask", torch.empty(2))
+        module.register_forward_hook(lambda *_: None)
+    assert not hasattr(module, "cache")
+    assert not hasattr(module, "mask")
+    assert not module._forward_hooks
 
 
 def test_a_model_that_was_loaded_with_the_defaults_is_shared(loads: list[Any]) -> None:

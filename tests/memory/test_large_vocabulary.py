@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,14 +17,10 @@ from host_semantics import HostSemantics
 from torch.profiler import ProfilerActivity, profile
 
 from hf_memopt import estimate
-from hf_memopt.binding.fused_loss.chunked_loss import each_slice
-from hf_memopt.memory.recording import repeated_slices
-from hf_memopt.memory.recording.isolation import recording
-from hf_memopt.memory.recording.kept_models import PreparedModel
 from hf_memopt.memory.recording.passes import autocast_dtype
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.recording.step_trace import StepTrace
-from hf_memopt.memory.recording.trace_cache import _prepared, forget_traces
+from hf_memopt.memory.recording.trace_cache import _prepared
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
 
@@ -176,92 +171,6 @@ def config(layers: int = 8, **changed: Any) -> transformers.LlamaConfig:
 
 def found(**settings: Any) -> Any:
     return estimate(config(), batch_size=2, seq_len=32, gpu="RTX 3060 12GB", precision="fp32", **settings)
-
-
-WHOLE = [
-    {**BOTH, **RELEASED, "checkpointing": True},
-    pytest.param({**BOTH, "eval_batch_size": 2}, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("settings", WHOLE)
-def test_repeated_layers_are_the_full_recording(settings: dict[str, Any]) -> None:
-    forget_traces()
-    quick = found(**settings)
-    forget_traces()
-    with mock.patch.object(PreparedModel, "layers", return_value=None) as left_out:
-        whole = found(**settings)
-    assert left_out.called
-    assert quick.to_json() == whole.to_json()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(
-            {"precision": "bf16", "gradient_accumulation_steps": 2, "checkpointing": True}, marks=pytest.mark.slow
-        ),
-        pytest.param({"precision": "fp16", "micro_batch_size": 9, "autocast_cache": False}, marks=pytest.mark.slow),
-        {"precision": "bf16", "weights_dtype": "bfloat16", **RELEASED},
-        pytest.param({"precision": "fp16", "lora": 4, "sparse_tied_embedding": False}, marks=pytest.mark.slow),
-    ],
-)
-def test_repeated_slices_are_the_full_recording(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8,192 rows a slice has 1,024 columns: nine equal ones, and a smaller one."""
-    large = config(vocab_size=10_000, max_position_embeddings=512)
-    repeat, repeated = repeated_slices._repeat, []
-
-    def spy(*args: Any, **kwargs: Any) -> bool:
-        repeated.append(repeat(*args, **kwargs))
-        return repeated[-1]
-
-    def facts() -> list[Any]:
-        forget_traces()
-        one = estimate(large, batch_size=18, seq_len=512, gpu="RTX 3060 12GB", **{**BOTH, **settings})
-        timeline = one.timeline
-        columns = [timeline.components.tolist(), timeline.reserved.tolist(), timeline.phases, timeline.steps]
-        return [one.to_json(), one.step_costs, one.step_time, one.flops, *columns]
-
-    monkeypatch.setattr(repeated_slices, "_repeat", spy)
-    quick = facts()
-    assert repeated
-    assert all(repeated)
-    monkeypatch.setattr(repeated_slices, "_RUN", 99)
-    assert facts() == quick
-
-
-def seen_so_far(tensors: list[Any]) -> list[Any]:
-    tensors.append(None)
-    return tensors
-
-
-def leaving_one(tensors: list[torch.Tensor], width: int) -> None:
-    tensors.append(torch.empty(width, device="meta"))
-
-
-@pytest.mark.parametrize(
-    ("run", "runs"),
-    [
-        (lambda tensors, width: torch.empty(width, device="meta") + 1, 4),  # three, and the smaller one
-        (lambda tensors, width: tensors.clear(), 4),
-        (leaving_one, 7),
-        (lambda tensors, width: tensors.append(tensors.pop() * 2 if tensors else torch.ones(3, device="meta")), 7),
-        (lambda tensors, width: torch.empty(width + len(seen_so_far(tensors)), device="meta"), 7),
-    ],
-    ids=["alone", "nothing", "leaves one", "frees the one before", "grows"],
-)
-def test_slices_that_differ_or_reach_beyond_themselves_all_run(run: Callable[..., Any], runs: int) -> None:
-    slices, tensors, seen = [slice(at, min(at + 8, 50)) for at in range(0, 50, 8)], [], []
-    tracker = StorageTracker()
-
-    def noting(columns: slice) -> None:
-        seen.append(columns)
-        run(tensors, columns.stop - columns.start)
-
-    with recording(tracker), tracker.counting(), repeated_slices.repeated_slices(tracker):
-        each_slice.get()(noting, slices)
-    assert len(seen) == runs
-    assert seen[-1] == slices[-1]
 
 
 def test_each_setting_has_a_trace_of_its_own() -> None:

@@ -11,11 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from hf_memopt.memory import meta_outputs, storage_tracker
+from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.meta_outputs import forget_outputs, run_on_meta
+from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.recording.isolation import recording
+from hf_memopt.memory.recording.step_trace import RecordedPass, StepTrace
+from hf_memopt.memory.recording.trace_cache import Shape, forget_traces, record_or_reuse
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
-from tests.memory.test_repeated_layers import CONFIGS, facts_of, recorded
+from tests.memory.small_configs import CONFIGS
 
 aten = torch.ops.aten
 
@@ -35,6 +39,45 @@ def facts(out: Any) -> Any:
     return [(one.shape, one.stride(), one.dtype, one.device) for one in (out if isinstance(out, tuple) else (out,))]
 
 
+def facts_of(trace: StepTrace) -> dict[str, Any]:
+    """Return everything that a replay or an estimate reads from a trace."""
+    tracker = trace.tracker
+    numbers = range(len(tracker.sizes))
+
+    def of_pass(part: RecordedPass | None) -> Any:
+        if part is None:
+            return None
+        # the sequence numbers themselves depend on what ran in the process before
+        loss = [number for number in numbers if tracker.sequences[number] in part.logits_sequences]
+        whole = part.start, part.forward_end, part.end, part.logits, part.logits_event
+        return *whole, part.outputs, part.releases, loss
+
+    return {
+        "events": tracker.events,
+        "sizes": tracker.sizes,
+        "allocated_at": tracker.allocated_at,
+        "recomputed": tracker.recomputed,
+        "modules": [tracker.module_of(number) for number in numbers],
+        "weights": trace.weights,
+        "inputs": (trace.inputs, trace.evaluation_inputs),
+        "gradients": trace.gradients,
+        "passes": [of_pass(part) for part in (*trace.micro_batches, trace.evaluation)],
+        "flops": trace.flops,
+        "operations": trace.tracker.operations,
+        "notes": trace.notes,
+        "host bytes": trace.host_bytes,
+    }
+
+
+def recorded(name: str, settings: StepSettings) -> dict[str, Any]:
+    """Return the facts of a new recording of a model."""
+    forget_traces()
+    step = record_or_reuse(
+        load_model(CONFIGS[name]()), settings, Shape(2, None if name == "vit" else 24), Chip.of((8, 0))
+    )
+    return facts_of(step.trace)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_remembered() -> None:
     forget_outputs()
@@ -46,9 +89,9 @@ def _nothing_remembered() -> None:
 )
 def test_a_recording_with_the_memory_is_one_without(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = StepSettings(precision=precision, checkpointing=True, gradient_accumulation_steps=2)
-    found = [facts_of(recorded(CONFIGS[name](), settings, whole=False)[0]) for _ in range(2)]
+    found = [recorded(name, settings) for _ in range(2)]
     monkeypatch.setattr(storage_tracker, "run_on_meta", run_anew)
-    expected = facts_of(recorded(CONFIGS[name](), settings, whole=False)[0])
+    expected = recorded(name, settings)
     for one in found:
         assert {fact for fact in expected if expected[fact] != one[fact]} == set()
 

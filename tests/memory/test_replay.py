@@ -6,7 +6,6 @@ Sizes are in blocks of 512 bytes, the allocator's smallest, so that nothing is r
 from __future__ import annotations
 
 import itertools
-import pickle
 from typing import Any
 
 import numpy as np
@@ -132,15 +131,6 @@ def sums(timeline: list[str]) -> list[int]:
 
 
 # ---- Steps and accumulation -----------------------------------------------------------------------------------------
-
-
-def test_a_timeline_is_the_same_after_it_was_sent() -> None:
-    found, _ = played(accumulating_trace(), plan())
-    sent = pickle.loads(pickle.dumps(found.timeline))  # whose components were looked at, and are not sent
-    assert "components" not in vars(sent)
-    assert (sent.components == found.timeline.components).all()
-    assert (sent.reserved == found.timeline.reserved).all()
-    assert (sent.phases, sent.steps) == (found.timeline.phases, found.timeline.steps)
 
 
 def test_three_steps_of_one_micro_batch() -> None:

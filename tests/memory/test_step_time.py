@@ -50,7 +50,7 @@ def counted(run: Callable[[], torch.Tensor], *, backward: bool = False) -> list[
             with tracker.backward(), tracker.counting():
                 torch.autograd.backward(out, gradient)
     tracker.close()
-    return [cost for _, cost in tracker.operations[0] if cost.kernels]
+    return [cost for cost in tracker.operations[0].elements() if cost.kernels]
 
 
 def small(**settings: Any) -> Estimate:

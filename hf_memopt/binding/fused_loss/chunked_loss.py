@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,6 @@ from hf_memopt.binding.fused_loss.steps import ALL, Step
 __all__ = [
     "CHUNK_BYTES",
     "Loss",
-    "each_slice",
     "gradient_of_logits",
     "gradients_by_slices",
     "loss_by_rows",
@@ -216,17 +214,6 @@ def loss_by_rows(
     return total, (target, rows, torch.cat(log_sums)), [of_hidden, of_weight, of_bias]
 
 
-def _one_by_one(run: Callable[[slice], None], slices: Sequence[slice]) -> None:
-    for columns in slices:
-        run(columns)
-
-
-each_slice: ContextVar[Callable[[Callable[[slice], None], Sequence[slice]], None]] = ContextVar(
-    "each_slice", default=_one_by_one
-)
-"""Runs a function for the columns of each slice; an estimate of memory runs it for a few."""
-
-
 def gradients_by_slices(
     loss: Loss, labelled: Tensors, scale: torch.Tensor, tensors: Tensors, needed: Sequence[bool]
 ) -> list[torch.Tensor | None]:
@@ -269,8 +256,8 @@ def gradients_by_slices(
 
     with without_autocast(labels.device.type):
         width = loss.columns(hidden_rows)
-        slices = [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
-        each_slice.get()(run, slices)
+        for start in range(0, vocabulary, width):
+            run(slice(start, min(start + width, vocabulary)))
     of_hidden = None if of_rows is None else of_rows.to(hidden.dtype)
     if of_hidden is not None and rows is not None:
         of_hidden = torch.zeros_like(hidden).index_add_(0, rows, of_hidden)

@@ -287,8 +287,6 @@ class CudaSemantics(TorchFunctionMode):
     def _count_on_host(self, delta: int) -> None:
         self.host_bytes += delta
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-        if self._tracker is not None:
-            self._tracker.host_events.append((len(self._tracker.events), delta))
 
     def _to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if id(tensor) in self._on_host:

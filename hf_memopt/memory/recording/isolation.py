@@ -9,15 +9,16 @@ import gc
 import random
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from logging import ERROR
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-__all__ = ["RECORDING_LOCK", "collector_paused", "recording"]
+__all__ = ["RECORDING_LOCK", "collector_paused", "configs_of", "recording", "state_kept"]
 
 RECORDING_LOCK = threading.RLock()
 """Held by ``recording``, which changes process-wide state: garbage collector, warnings, random state, torch's flags."""
@@ -89,3 +90,29 @@ def _only_errors() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(verbosity)
+
+
+def configs_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the configurations of modules, each once."""
+    found = (getattr(module, "config", None) for module in modules)
+    return list({id(config): config for config in found if config is not None}.values())
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Restore what the modules of a model refer to, such as a cache that a forward pass fills, at the end.
+
+    A weight on the meta device whose dtype changed inside, as bitsandbytes casts biases, gets its own again.
+    """
+    kept = [(vars(module), dict(vars(module))) for module in model.modules()]
+    inside = [(held, dict(held)) for _, values in kept for held in values.values() if isinstance(held, dict)]
+    dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for values, copied in [*kept, *inside]:
+            values.clear()
+            values.update(copied)
+        for parameter, dtype in dtypes:
+            if parameter.dtype != dtype and parameter.is_meta:
+                parameter.data = torch.empty_like(parameter.data, dtype=dtype)

@@ -1,6 +1,6 @@
 """Keep the models of one comparison, so that its set-ups share what is built and prepared.
 
-Building a model, adding adapters and comparing its layers cost more than a recording. Within ``keeping_models`` a model
+Building a model and adding adapters may cost as much as a recording. Within ``keeping_models`` a model
 that was prepared for one set-up serves all that prepare it in the same way: with another batch, precision or optimizer.
 
 Only within such a block: between two calls of ``estimate`` the classes of transformers may be replaced (Liger's kernels
@@ -9,7 +9,7 @@ are put in like that), which only building the model again would show. Modules a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,8 +22,6 @@ from torch import nn
 
 from hf_memopt.memory.models.loading import LoadedModel, load_model
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, parameter_facts
-from hf_memopt.memory.recording.identical_layers import LayerRun
-from hf_memopt.memory.recording.repeated_layers import RepeatedLayers, runs_to_cut
 
 __all__ = ["PreparedModel", "keeping_models", "load_or_reuse", "prepare_or_reuse"]
 
@@ -45,7 +43,6 @@ class PreparedModel:
 
     def __init__(self, base: nn.Module, model: nn.Module) -> None:
         self.base, self.model = base, model
-        self._runs: dict[Hashable, Sequence[LayerRun]] = {}
 
     @cached_property
     def trainable(self) -> tuple[ParameterFacts, ...]:
@@ -68,16 +65,6 @@ class PreparedModel:
         """What the simulation assumes about the model's modules."""
         found = {type(module).__name__ for module in self.model.modules()}
         return tuple(dict.fromkeys(text for name, text in _NOTES.items() if name in found))
-
-    def layers(self, switched_on: Hashable) -> RepeatedLayers | None:
-        """Return the identical layers for one recording; None where no layer can be left out.
-
-        ``switched_on`` says what is switched on in the model: layers that are the same without it may differ with it.
-        """
-        if switched_on not in self._runs:
-            self._runs[switched_on] = runs_to_cut(self.model)
-        runs = self._runs[switched_on]
-        return RepeatedLayers(self.model, runs) if runs else None
 
 
 @dataclass(slots=True)

@@ -15,11 +15,8 @@ import torch
 from torch import nn
 
 from hf_memopt.memory.cuda.semantics import CudaSemantics
-from hf_memopt.memory.recording.identical_layers import configs_of
-from hf_memopt.memory.recording.isolation import recording
+from hf_memopt.memory.recording.isolation import configs_of, recording
 from hf_memopt.memory.recording.passes import PassRecorder, autocast_dtype, storage_numbers
-from hf_memopt.memory.recording.repeated_layers import RepeatedLayers
-from hf_memopt.memory.recording.repeated_slices import repeated_slices
 from hf_memopt.memory.recording.step_trace import StepTrace
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
@@ -41,7 +38,6 @@ def record_step(
     evaluation_batch: Mapping[str, torch.Tensor] | None = None,
     tracker: StorageTracker | None = None,
     semantics: CudaSemantics | None = None,
-    layers: RepeatedLayers | None = None,
     sharded: FullyShardedStep | ZeroStep | None = None,
 ) -> StepTrace:
     """Record a step of ``model`` on ``batch``; both stay on their device, meta or a real CPU.
@@ -57,7 +53,6 @@ def record_step(
         evaluation_batch: of one evaluation pass; None for no evaluation.
         tracker: counts; a new one for the meta device unless given.
         semantics: of the device to simulate; CUDA's, unless given.
-        layers: of ``model``: most of them are left out, and ``lengthen`` has to add their events; None for all layers.
         sharded: simulates the sharding of ``model`` over processes; None for a whole model.
 
     Raises:
@@ -86,18 +81,13 @@ def record_step(
     _to_training(model, modules)
     try:
         with ExitStack() as around:
-            idle = [] if layers is None else layers.left_out(model)
-            watching = tracker.watching(model, idle)
-            repeating = repeated_slices(tracker)
-            for context in (recording(tracker, semantics), watching, recorder.releasing(releasing), repeating):
+            for context in (recording(tracker, semantics), tracker.watching(model), recorder.releasing(releasing)):
                 around.enter_context(context)
             around.enter_context(torch.inference_mode(False))  # whatever the caller is in; gradients are on with it
             trace.notes = around.enter_context(_every_layer(modules))
             if sharded is not None:
                 trace.notes += sharded.notes
                 trace.gathered_bytes = sharded.gathered_bytes
-            if layers is not None:
-                around.enter_context(layers.cut(model, tracker))
             for reduces in _passes(settings, is_cut=micro_batch is not None):
                 flops = tracker.flops
                 if sharded is not None:
@@ -128,7 +118,6 @@ def record_step(
         _drop_gradients(weights)
         _to_training(model, modules)
     trace.host_bytes = semantics.peak_host_bytes
-    trace.operations = [[(cost, 1) for _, cost in costs] for costs in tracker.operations]
     return trace
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_memopt.memory.step_time.operations import Operation
 from hf_memopt.memory.storage_tracker import StorageTracker
 
 __all__ = ["RecordedPass", "StepTrace"]
@@ -44,9 +43,9 @@ class StepTrace:
 
     ``micro_batches`` has the first pass of a step, whose gradients are new, and, where a step has several, the second,
     which adds to them; under FSDP2 two such pairs (``_passes``). ``gradient_of`` has the gradients that are held after
-    them, by the index of the trainable parameter. ``operations`` has (cost, times) of the operations of each of
-    ``micro_batches``, in order. ``gathered_bytes`` are those of sharded weights that a pass gathers, as often as it
-    does. ``notes`` say what was changed in the model for the recording. ``replayed`` keeps what replays derive from it.
+    them, by the index of the trainable parameter. ``tracker.operations`` are those of each of ``micro_batches``.
+    ``gathered_bytes`` are those of sharded weights that a pass gathers, as often as it does. ``notes`` say what was
+    changed in the model for the recording. ``replayed`` keeps what replays derive from it.
     """
 
     tracker: StorageTracker
@@ -58,7 +57,6 @@ class StepTrace:
     evaluation: RecordedPass | None = None
     evaluation_inputs: tuple[int, ...] = ()
     flops: list[int] = field(default_factory=list)
-    operations: list[list[tuple[Operation, int]]] = field(default_factory=list)
     host_bytes: int = 0
     gathered_bytes: int = 0
     notes: tuple[str, ...] = ()

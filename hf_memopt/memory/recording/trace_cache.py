@@ -8,7 +8,7 @@ module or a function may behave differently at the next call.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Set
+from collections.abc import Hashable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import cache, partial
@@ -33,17 +33,15 @@ from hf_memopt.memory.models.example_batch import cut_batch, example_batch
 from hf_memopt.memory.models.loading import LoadedModel
 from hf_memopt.memory.models.meta_copy import rest_to_meta
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts
-from hf_memopt.memory.recording.identical_layers import configs_of
+from hf_memopt.memory.recording.isolation import configs_of, state_kept
 from hf_memopt.memory.recording.kept_models import PreparedModel, prepare_or_reuse
-from hf_memopt.memory.recording.longer_trace import lengthen
 from hf_memopt.memory.recording.passes import autocast_dtype
-from hf_memopt.memory.recording.repeated_layers import NotRepeatableError, RepeatedLayers, state_kept
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.recording.step_trace import StepTrace
-from hf_memopt.memory.settings import NotEstimableError, StepSettings
+from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.storage_tracker import Hidden, StorageTracker
 
-__all__ = ["RecordedStep", "Shape", "forget_traces", "keep_trace", "kept_traces", "record_or_reuse"]
+__all__ = ["RecordedStep", "Shape", "forget_traces", "record_or_reuse"]
 
 _NOT_IN_TRACE = {
     "optim",
@@ -114,20 +112,10 @@ def record_or_reuse(loaded: LoadedModel, settings: StepSettings, shape: Shape, c
         trace = _record(prepared, settings, shape, chip)
     found = RecordedStep(trace, prepared.trainable, prepared.parameters, (*prepared.notes, *trace.notes))
     if key is not None:
-        keep_trace(key, found)
+        _traces[key] = found
+        if len(_traces) > _KEPT_TRACES:
+            _traces.popitem(last=False)
     return found
-
-
-def kept_traces() -> dict[Hashable, RecordedStep]:
-    """Return the recordings that are kept, by what they depend on."""
-    return dict(_traces)
-
-
-def keep_trace(key: Hashable, recorded: RecordedStep) -> None:
-    """Keep a recording, of another process too."""
-    _traces[key] = recorded
-    if len(_traces) > _KEPT_TRACES:
-        _traces.popitem(last=False)
 
 
 def _prepare(loaded: LoadedModel, settings: StepSettings) -> PreparedModel:
@@ -167,8 +155,7 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
     evaluation_batch = None
     if settings.eval_batch_size is not None:
         evaluation_batch = example_batch(prepared.base, batch_size=settings.eval_batch_size, **lengths)
-    generates = settings.predict_with_generate and evaluation_batch is not None
-    if generates:
+    if settings.predict_with_generate and evaluation_batch is not None:
         from hf_memopt.memory.recording.generation import check_generation  # imports transformers' generation
 
         check_generation(prepared.base)
@@ -178,58 +165,34 @@ def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip:
     _check_scaled_gradients(model, recorded)
     micro_batch = cut_batch(batch, shape.batch_size, rows) if rows is not None and rows < shape.batch_size else None
 
-    def record(layers: RepeatedLayers | None) -> StepTrace:
-        tracker = StorageTracker(padding=settings.padding, hidden=_hidden_of(chip))
-        semantics = CudaSemantics(
-            autocast=autocast_dtype(recorded.precision),
-            capability=chip.capability,
-            cache=settings.autocast_cache,
+    tracker = StorageTracker(padding=settings.padding, hidden=_hidden_of(chip))
+    semantics = CudaSemantics(
+        autocast=autocast_dtype(recorded.precision),
+        capability=chip.capability,
+        cache=settings.autocast_cache,
+        tracker=tracker,
+    )
+    with ExitStack() as around:
+        around.enter_context(state_kept(model))  # another set-up may record it too
+        sharded = sharded_step(model, settings)
+        if sharded is not None:
+            around.enter_context(sharded.sharding())
+        return record_step(
+            model,
+            batch,
+            recorded,
+            micro_batch=micro_batch,
+            releases_gradients=_releases(settings),
+            evaluation_batch=evaluation_batch,
             tracker=tracker,
+            semantics=semantics,
+            sharded=sharded,
         )
-        with ExitStack() as around:
-            # another set-up may record it too
-            around.enter_context(state_kept(model, [] if layers is None else layers.left_out(model)))
-            sharded = sharded_step(model, settings)
-            if sharded is not None:
-                around.enter_context(sharded.sharding())
-            return record_step(
-                model,
-                batch,
-                recorded,
-                micro_batch=micro_batch,
-                releases_gradients=_releases(settings),
-                evaluation_batch=evaluation_batch,
-                tracker=tracker,
-                semantics=semantics,
-                layers=layers,
-                sharded=sharded,
-            )
-
-    # generation runs every layer many times, by itself only some of the steps
-    # units that are gathered ahead make layers differ
-    trace = (None if generates or settings.is_sharded else _of_some_layers(prepared, settings, record)) or record(None)
-    trace.tracker.operations.clear()  # counted in the trace
-    return trace
 
 
 def forget_traces() -> None:
     """Drop the recordings kept for later calls."""
     _traces.clear()
-
-
-def _of_some_layers(
-    prepared: PreparedModel, settings: StepSettings, record: Callable[[RepeatedLayers], StepTrace]
-) -> StepTrace | None:
-    """Return the trace that was recorded with a few of many identical layers; None where it needs all of them."""
-    layers = prepared.layers(repr(settings.checkpointing))
-    if layers is None:
-        return None
-    try:
-        trace = record(layers)
-        lengthen(trace, layers)
-    except (NotEstimableError, NotRepeatableError):  # the whole model says it better, or runs
-        return None
-    return trace
 
 
 @cache

@@ -16,7 +16,6 @@ product is recorded as one for all rows, the weights of all but one.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
@@ -29,7 +28,6 @@ __all__ = [
     "FOREACH_CHUNKS_PER_KERNEL",
     "VIEW",
     "Operation",
-    "merged",
     "operation_of",
 ]
 
@@ -168,14 +166,6 @@ def operation_of(
         work /= 2
     dtype = _DTYPES.get(first.dtype, "fp32")
     return Operation(traits.kind, dtype, in_backward, work, moved, kernels, launches)
-
-
-def merged(operations: Iterable[tuple[Operation, int]]) -> Counter[Operation]:
-    """Return how often each operation runs, from (cost, times) in order."""
-    found: Counter[Operation] = Counter()
-    for cost, times in operations:
-        found[cost] += times
-    return found
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hf_memopt.memory.step_time.communication import communication_of_step
-from hf_memopt.memory.step_time.operations import Operation, merged
+from hf_memopt.memory.step_time.operations import Operation
 from hf_memopt.memory.step_time.optimizer_step import UNPRICED_OPTIMIZERS, optimizer_operations
 from hf_memopt.memory.step_time.prices import StepCosts, StepTime, missing_figures
 
@@ -107,5 +107,6 @@ def _passes(
         for part in plan.passes(batches, plan.micro_batches, adds=plan.keeps_gradients):
             times.update(part)
     return tuple(
-        (number / len(steps), merged(traces[trace].operations[which])) for (trace, which), number in times.items()
+        (number / len(steps), Counter(traces[trace].tracker.operations[which]))
+        for (trace, which), number in times.items()
     )

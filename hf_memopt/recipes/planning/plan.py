@@ -135,8 +135,7 @@ def plan(
         sharings = sharings_of(strategy, world_size, goal)
         search_of = StageSearch(simulation, facts, effective_batch_size, share, goal, sharings)
         stages = stages_of(method, facts, words)
-        with simulation.in_two_processes():
-            candidates, chosen = search_of.by_length(stages, most)
+        candidates, chosen = search_of.by_length(stages, most)
         shortfall = None
         shown = chosen or min(candidates, key=lambda one: one.total_bytes, default=None)
         simulation.sharing = None if shown is None else shown.sharing

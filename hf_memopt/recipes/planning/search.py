@@ -15,14 +15,11 @@
   checkpointing, offloading, expandable segments, less optimizer state of adapters. It is simulated with more rows than
   fit without it, where those may still be fast enough; partial checkpointing also only where it fits with more layers.
 - Where the set-up that needs least does not fit with a single row, only the simplest is simulated besides.
-
-What will probably be simulated next is said in advance (``Simulation.expect``), for a second process. A wrong guess
-costs time there; no result depends on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory.step_time.prices import SAME_FRACTION, equally_fast
@@ -49,7 +46,6 @@ def search(
     simulation: Simulation,
     share: int,
     goal: str = "speed",
-    otherwise: Sequence[SetUp] = (),
 ) -> list[Candidate]:
     """Return the candidates that were simulated, in the order of the set-ups.
 
@@ -58,13 +54,10 @@ def search(
         simulation: of the model on the GPU.
         share: examples of a step on each GPU.
         goal: as for ``plan``.
-        otherwise: what is searched at last where none of them fits.
     """
     allowed = [one for one in set_ups if set(one.consents) <= set(simulation.allow)]
     found: list[Candidate] = []
     if allowed and not _can_fit(allowed, simulation, share, found):
-        if otherwise:
-            simulation.expect(_first_of(otherwise, share))
         found += _simulated([simulation.of(allowed[0], row_counts(allowed[0], share)[0])])
     elif goal == "memory":
         found += _smallest(allowed, simulation, share)
@@ -87,12 +80,10 @@ def _best_and_rivals(set_ups: Sequence[SetUp], simulation: Simulation, share: in
     fitting: list[Candidate] = []
     too_large: set[Recipe] = set()  # of what is there in any case
     by_name = {set_up.name: set_up for set_up in set_ups}
-    for place, set_up in enumerate(set_ups):
+    for set_up in set_ups:
         counts = row_counts(set_up, share)
         if _held(set_up) in too_large:
             continue
-        later = (one for one in set_ups[place + 1 :] if _held(one) not in too_large)
-        simulation.expect(_coming(set_up, later, found, share))
         if set_up.plainer:
             counts = _counts_worth_it(set_up, counts, found, fitting)
             counts = _counts_of_leaner(set_up, counts, by_name, simulation)
@@ -102,36 +93,6 @@ def _best_and_rivals(set_ups: Sequence[SetUp], simulation: Simulation, share: in
             if any(_floor_bytes(one) > one.usable_bytes for one in explored):
                 too_large.add(_held(set_up))
     return [*(one for explored in found.values() for one in explored), *_refused(fitting, by_name, simulation)]
-
-
-def _first_of(set_ups: Sequence[SetUp], share: int) -> Iterator[tuple[SetUp, int]]:
-    """Yield what a search will probably simulate first, where a single row may be all that fits."""
-    least = least_set_ups([one for one in set_ups if not one.recipe.offload])
-    for one in (*least[:1], set_ups[0]):
-        yield one, row_counts(one, share)[0]
-    yield from _coming(set_ups[0], set_ups[1:], {}, share)
-
-
-def _coming(
-    now: SetUp, later: Iterable[SetUp], found: Mapping[str, Sequence[Candidate]], share: int
-) -> Iterator[tuple[SetUp, int]]:
-    """Yield what will probably be simulated after the set-ups that share recordings with the present one."""
-    structures: dict[Recipe, list[SetUp]] = {}
-    for one in later:
-        structures.setdefault(one.structure, []).append(one)
-    structures.pop(now.structure, None)
-    for members in structures.values():
-        likely: list[list[tuple[SetUp, int]]] = [[], []]
-        for one in members:
-            counts = row_counts(one, share)
-            for name in one.plainer:
-                plain = found.get(name, ())
-                most = max((other.rows for other in plain if other.fits), default=0)
-                counts = [rows for rows in counts if rows > most] if plain else []
-            if counts:
-                likely[0].append((one, counts[0] if one.leaner else counts[-1]))
-                likely[1].append((one, counts[-1] if one.leaner else counts[0]))
-        yield from (*likely[0], *likely[1])
 
 
 def _refused(fitting: Sequence[Candidate], by_name: Mapping[str, SetUp], simulation: Simulation) -> list[Candidate]:

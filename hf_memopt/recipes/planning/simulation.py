@@ -10,15 +10,13 @@ each expert, or that of the GPU of the nearest compute capability.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices.gpus import GPUS
 from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.second_process import Ahead, calls_ahead
 from hf_memopt.memory.step_time.prices import missing_figures
 from hf_memopt.recipes.planning.candidates import Candidate, candidate_of
 
@@ -91,25 +89,9 @@ class Simulation:
     sharing: Sharing | None = None
     _found: dict[Case, Candidate | None] = field(default_factory=dict)
     _shorter: dict[tuple[Recipe, int, int | None, Sharing | None], float] = field(default_factory=dict)
-    _ahead: Ahead[Case, Estimate] | None = None
 
     def __post_init__(self) -> None:
         self.priced_on = priced_on(self.gpu)
-
-    @contextmanager
-    def in_two_processes(self) -> Iterator[None]:
-        """Let a second process simulate what is expected, where this machine can have one."""
-        with calls_ahead(self._estimated) as self._ahead:
-            try:
-                yield
-            finally:
-                self._ahead = None
-
-    def expect(self, coming: Iterable[tuple[SetUp, int]]) -> None:
-        """Let the second process simulate set-ups with so many rows, the first of them first."""
-        if self._ahead is not None:
-            cases = [(_with_rows(set_up, rows), self.texts.seq_len, set_up.sharing) for set_up, rows in coming]
-            self._ahead.expect([case for case in reversed(cases) if case not in self._found])
 
     def of(self, set_up: SetUp, rows: int) -> Candidate | None:
         """Return the set-up with micro-batches of ``rows``; None where it cannot be simulated (see ``refused``)."""
@@ -123,17 +105,9 @@ class Simulation:
     def estimate(self, recipe: Recipe, seq_len: int | None, gpu: Gpu | None = None) -> Estimate:
         """Return the estimate of a recipe."""
         self.count += 1
-        case = recipe, seq_len, self.sharing
-        if gpu is not None:
-            return self._estimated(case, gpu)
-        found = (self._estimated if self._ahead is None else self._ahead)(case)
-        return found if self.measured is None else self.measured.applied(found, recipe)
-
-    def _estimated(self, case: Case, gpu: Gpu | None = None) -> Estimate:
-        recipe, seq_len, sharing = case
         steps = recipe.effective_batch_size // (recipe.per_device_train_batch_size * self.world_size)
-        shared = {} if sharing is None else {"world_size": self.world_size, **asdict(sharing)}
-        return estimate(
+        shared = {} if self.sharing is None else {"world_size": self.world_size, **asdict(self.sharing)}
+        found = estimate(
             self.model,
             batch_size=recipe.per_device_train_batch_size,
             seq_len=seq_len,
@@ -143,6 +117,7 @@ class Simulation:
             gradient_accumulation_steps=steps,
             **shared,
         )
+        return found if self.measured is None or gpu is not None else self.measured.applied(found, recipe)
 
     def _simulated(self, set_up: SetUp, recipe: Recipe) -> Candidate | None:
         try:

@@ -84,22 +84,21 @@ class StageSearch:
         counts = [rows for rows in row_counts(lever, self.share) if rows >= chosen.rows]
         return explore(lever, self.simulation, counts)
 
-    def _of_stage(self, stage: str, otherwise: Sequence[SetUp], *, offload: bool) -> list[Candidate]:
+    def _of_stage(self, stage: str, *, offload: bool) -> list[Candidate]:
         """Return the candidates of a method, under each way to share a step that may be of use."""
         found: list[Candidate] = []
         for sharing in self.sharings:
             is_wanted = (sharing is not None and sharing.offload) is offload
             if is_wanted and (sharing is None or sharing.may_improve(best_of(found, self.goal), self.goal)):
                 self.simulation.sharing = sharing
-                found += search(self.all_set_ups([stage]), self.simulation, self.share, self.goal, otherwise)
+                found += search(self.all_set_ups([stage]), self.simulation, self.share, self.goal)
         return found
 
     def _by_stage(self, stages: Sequence[str]) -> tuple[list[Candidate], Candidate | None]:
         candidates: list[Candidate] = []
         for offload in (False, True):  # the host's memory is unknown, and its optimizer slow
             for stage in stages:
-                otherwise = self._allowed(stages[-1]) if stage != stages[-1] else []
-                found = self._of_stage(stage, otherwise, offload=offload)
+                found = self._of_stage(stage, offload=offload)
                 candidates += found
                 if (chosen := best_of(found, self.goal)) is not None:
                     return candidates, chosen

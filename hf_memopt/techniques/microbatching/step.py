@@ -230,7 +230,7 @@ class MicrobatchedStep:
             first = 0
 
     def _buffer_changed(self) -> _Failure | None:
-        """Look once per run whether a forward pass changes a buffer, as spectral norms do: parts change it more often."""
+        """Look once per run whether a forward pass changes a buffer, as spectral norms do: parts would do so again."""
         if not isinstance(self._first_way, KnownLoss) or self._state is None:
             return None
         changed = self._state.changed_buffer()
@@ -618,7 +618,7 @@ def _limit_text(failure: _Failure) -> str:
     return f"{name}={max(size // 2, 1)}"
 
 
-def _remedy(reason: str, model: nn.Module) -> str:
+def _remedy(reason: str, model: Any) -> str:
     """Return what to do, as code, where rows cannot run apart for this reason."""
     drop = "MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
     if "create_graph" in reason or "changed between" in reason:

@@ -10,11 +10,14 @@ leaves no other trace. Only steps whose code is not known to be stock's need it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 from hf_memopt.binding.foreign_code import is_listed_module
 from hf_memopt.binding.kept_state import KeptState
@@ -29,7 +32,7 @@ class StepState:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._kept = KeptState(what="a step that ran out of memory")
-        self._kept.look_at(trainer)
+        self._kept.look_at(trainer, leave=_names_of_stock())
         self._kept.keep(trainer.state.log_history, "trainer.state.log_history")  # of a loss that logs
         self._buffers = [(name, buffer, buffer._version) for name, buffer in trainer.model.named_buffers()]
         self._norms: list[tuple[str, torch.Tensor, torch.Tensor]] = []
@@ -66,6 +69,13 @@ class StepState:
         changes = getattr(self._trainer, CHANGES, ())
         self._kept.restore()
         setattr(self._trainer, CHANGES, changes)
+
+
+@cache
+def _names_of_stock() -> frozenset[str]:
+    """Return the names in the code of stock's Trainer: its loop goes on between the steps that are repeated."""
+    functions = map(inspect.unwrap, filter(inspect.isfunction, vars(Trainer).values()))
+    return frozenset(name for function in functions for name in function.__code__.co_names)
 
 
 def _norm(weight: torch.Tensor) -> torch.Tensor:
