@@ -11,7 +11,8 @@ import transformers
 from transformers.models.auto import modeling_auto as auto
 
 ROWS, LENGTH, SAMPLES, VOCABULARY, CLASSES = 5, 12, 1600, 99, 3
-MOST_PARAMETERS = 12_000_000
+MOST_PARAMETERS = 3_000_000
+TOO_LARGE = ("FalconH1ForCausalLM",)  # 40 GiB for a batch of 5 x 12 tokens in 5.8.1
 
 TASKS: dict[str, Mapping[str, Any]] = {
     "causal language model": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -75,7 +76,8 @@ def heads(task: str) -> Iterator[tuple[str, str]]:
     """Yield the type of the config and the name of the class of each head of a task."""
     for kind, names in TASKS[task].items():
         for name in names if isinstance(names, (tuple, list)) else (names,):
-            yield kind, name
+            if name not in TOO_LARGE:
+                yield kind, name
 
 
 def build(task: str, kind: str, name: str) -> Any:

@@ -142,7 +142,7 @@ def _read(forward: Callable[..., Any]) -> Head | str:
     """Return what the statements of a forward say, or the first one that is not known."""
     try:
         tree = _tree(forward)
-    except (OSError, TypeError, SyntaxError) as error:
+    except (OSError, TypeError, SyntaxError, StopIteration) as error:
         return f"its source cannot be read ({type(error).__name__})"
     place = f"{forward.__module__.replace('.', '/')}.py, {forward.__qualname__}"
     statements = list(_walk(tree.body, ()))
@@ -154,7 +154,10 @@ def _read(forward: Callable[..., Any]) -> Head | str:
     for statement, tests in statements:
         if (reason := read.take(statement, tests)) is not None:
             return f"{place}: {reason}"
-    return read.head(place) or f"{place} assigns no loss"
+    head = read.head(place)
+    if head is not None and head.counts and "pop('num_items_in_batch'" in ast.unparse(tree):
+        return f"{place} takes num_items_in_batch for itself"
+    return head or f"{place} assigns no loss"
 
 
 class _Reading:
@@ -178,7 +181,7 @@ class _Reading:
                 self._off[switch] = None
             elif target == "labels" and text != "labels":
                 return f"labels = {text}"
-            elif target == self._rest:
+            elif target == self._rest and not text.startswith(f"a part of {target}['"):
                 return f"{target} = {text}"
             elif target == self._loss and text != "None":
                 known = None if any(test.removeprefix("not ") not in TESTS for test in tests) else self._kind(value)
@@ -256,10 +259,8 @@ class _Reading:
 
 
 def _tree(function: Callable[..., Any]) -> ast.FunctionDef:
-    (found,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    if not isinstance(found, ast.FunctionDef):
-        raise TypeError(f"{function} is not a function")
-    return found
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
 def _walk(body: list[ast.stmt], tests: tuple[str, ...]) -> Iterator[tuple[ast.stmt, tuple[str, ...]]]:
@@ -272,27 +273,42 @@ def _walk(body: list[ast.stmt], tests: tuple[str, ...]) -> Iterator[tuple[ast.st
             yield from _walk(statement.orelse, (*tests, f"not {test}"))
         elif isinstance(statement, ast.With):
             yield from _walk(statement.body, tests)
-        elif isinstance(statement, ast.For | ast.While | ast.Try):
-            yield from _walk(statement.body, (*tests, type(statement).__name__))
+        elif not isinstance(statement, ast.If):  # loops and the like, in which no known loss is made
+            inner = (node for node in ast.walk(statement) if isinstance(node, ast.stmt) and node is not statement)
+            yield from ((node, (*tests, type(statement).__name__)) for node in inner)
 
 
 def _assignments(statement: ast.stmt) -> Iterator[tuple[str, str, ast.expr | None]]:
-    """Yield each name that a statement assigns, and what, as text and as it is; None if it is a part of something."""
-    if isinstance(statement, ast.Assign | ast.AnnAssign):
+    """Yield each name that a statement assigns, and what, as text and as it is.
+
+    The latter is None where the name gets a part of something, or what it stands for is changed in place.
+    """
+    if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         for target in targets:
-            if isinstance(target, ast.Name) and statement.value is not None:
+            if isinstance(target, ast.Name):
                 yield target.id, _text(statement.value), statement.value
             else:
-                for node in ast.walk(target):
-                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                        yield node.id, "a part of " + ast.unparse(statement), None
-    elif isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
-        yield statement.target.id, "a sum with " + _text(statement.value), None
+                parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+                yield from ((_root(part), f"a part of {ast.unparse(statement)}", None) for part in parts)
+    elif isinstance(statement, ast.AugAssign):
+        yield _root(statement.target), f"a sum with {_text(statement.value)}", None
     elif isinstance(statement, ast.For):
-        for node in ast.walk(statement.target):
-            if isinstance(node, ast.Name):
-                yield node.id, "each of " + ast.unparse(statement.iter), None
+        yield from ((node.id, "each", None) for node in ast.walk(statement.target) if isinstance(node, ast.Name))
+    elif isinstance(statement, ast.Expr):
+        calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+        methods = [call.func for call in calls if isinstance(call.func, ast.Attribute)]
+        yield from ((_root(each), ast.unparse(statement), None) for each in methods if each.attr.endswith("_"))
+    if not hasattr(statement, "body"):
+        named = (node for node in ast.walk(statement) if isinstance(node, ast.NamedExpr))
+        yield from ((node.target.id, ast.unparse(node), None) for node in named)
+
+
+def _root(target: ast.expr) -> str:
+    """Return the name of which a target is a part: x of x[0] and of x.y."""
+    while isinstance(target, ast.Attribute | ast.Subscript | ast.Starred | ast.Call):
+        target = target.func if isinstance(target, ast.Call) else target.value
+    return target.id if isinstance(target, ast.Name) else ""
 
 
 def _returned_loss(statement: ast.stmt) -> str | None:

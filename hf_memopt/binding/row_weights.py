@@ -60,6 +60,8 @@ class KnownLoss:
         given = [name for name in ("ignore_index", "output_router_logits") if inputs.get(name) is not None]
         if given:
             return f"its {given[0]} changes the loss"
+        if self.over == "labels" and inputs.get("shift_labels") is not None:
+            return "its shift_labels stand for its labels"
         if self.over == POSITIONS:
             return self._reason_against_positions(inputs)
         if self.over in ("labels", "shifted labels", CLASSES):

@@ -210,7 +210,8 @@ PATTERNS = {
     "choices": Pattern(
         built(
             ChoiceMargin, model=choosing, data=chosen, collate=lambda: DataCollatorForMultipleChoice(tiny.tokenizer())
-        )
+        ),
+        fits=4,
     ),
     "positions, padding on the left": causal(OwnShift, collate=with_positions),
     "masks of four dimensions": causal(

@@ -253,7 +253,7 @@ PATTERNS = {
     "tokens, own shift": causal(OwnShift),
     "tokens, padding ignored by its id": causal(PaddingIgnored),
     "tokens, over the items of the step": causal(OverItems),
-    "tokens, over the items of two accumulated batches": causal(OverItems, gradient_accumulation_steps=2, max_steps=2),
+    "tokens, over the items of two accumulated batches": causal(OverItems, gradient_accumulation_steps=2, max_steps=3),
     "tokens, z-loss": causal(ZLoss),
     "tokens, label smoothing by hand": causal(SmoothedTokens),
     "tokens, mean of sequences": causal(MeanOfSequences),

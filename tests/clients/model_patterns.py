@@ -357,7 +357,7 @@ PATTERNS = {
     "mean of all layers": Pattern(built(model=WeightedLayers)),
     "attention pooling": Pattern(built(model=AttentionPooling)),
     "LSTM and convolutions, no backbone": Pattern(built(model=Recurrent)),
-    "documents, sentences as rows": Pattern(built(model=Sentences, data=documents, collate=lambda: None)),
+    "documents, sentences as rows": Pattern(built(model=Sentences, data=documents, collate=lambda: None), fits=4),
     "two tasks, labels ignored later": Pattern(built(model=TwoTasks, data=two_tasks)),
     "tasks in turn, one compares rows": Pattern(in_order(kind=WithoutTypes, model=TasksInTurn, data=in_turn)),
     "task of each row": Pattern(built(model=TaskOfEachRow, data=mixed)),

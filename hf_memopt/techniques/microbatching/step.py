@@ -133,6 +133,7 @@ class MicrobatchedStep:
     def _begin_run(self) -> None:
         self._backbones = Backbones(self._names, Size(partial(part_rows, self._limits), self._part_failed))
         self._first_way: KnownLoss | str | None = None  # of the first step, None until then
+        self._known: dict[bool, KnownLoss | str | None] = {}  # by whether items are counted
         self._is_verified = self._stated is None
         self._hook = ""  # of others, that changes what passes through the model
         self._was_told = False  # that nothing can be cut
@@ -253,6 +254,8 @@ class MicrobatchedStep:
                 self._tally.lost_seconds += time.perf_counter() - begin  # of what was repeated
             step = self._window[position]
             way = self._way(trainer, step) if self._limits_are_set() else self._first_way  # asked where it matters
+            if trainer.is_fsdp_enabled:
+                refuse_together(trainer, _reason_against_shards(way, step.inputs))
             if isinstance(way, KnownLoss):
                 found = self._run_micro_batches(run, trainer, model, position, way, is_last=is_last)
             else:
@@ -266,11 +269,13 @@ class MicrobatchedStep:
         """Return how the loss of a batch is made of its rows', or why the loss has to see the whole batch."""
         if self._hook:
             return self._hook
-        found = known_loss(trainer, step.num_items_in_batch)
-        if self._stated is not None and has_stock_step(trainer):
-            found = self._stated
-        if isinstance(found, str):
-            return found
+        counts = step.num_items_in_batch is not None
+        if counts not in self._known:  # once per run: classes and forwards stay what they are
+            is_stated = self._stated is not None and has_stock_step(trainer)
+            self._known[counts] = self._stated if is_stated else known_loss(trainer, step.num_items_in_batch)
+        found = self._known[counts]
+        if not isinstance(found, KnownLoss):
+            return str(found)
         if not isinstance(step.inputs, Mapping):
             return f"its batches are a {type(step.inputs).__name__}"
         trainer.model.train()  # as the step is about to: a batch norm kept in evaluation mode does no harm
@@ -281,9 +286,7 @@ class MicrobatchedStep:
         step = self._window[position]
         # An epoch that ended early leaves accumulation steps, and their gradients, to the next epoch's first step.
         trainer.current_gradient_accumulation_steps = step.accumulation_steps
-        return run(
-            model, copied_batch(inputs), step.num_items_in_batch
-        )  # a copy, since a subclass may pop columns from it
+        return run(model, copied_batch(inputs), step.num_items_in_batch)  # a subclass may pop columns from it
 
     # ---- Whole micro-batches ----------------------------------------------------------------------------------------
 
@@ -293,7 +296,7 @@ class MicrobatchedStep:
         inputs = self._window[position].inputs
         micro_batches = self._split(trainer, model, position, way)
         syncs = is_last and trainer.accelerator.sync_gradients
-        is_limited = any(limit.limit is not None for limit in self._limits.values())
+        is_limited = self._limits_are_set()
         loss: torch.Tensor | None = None
         rows: list[int] = []
         try:
@@ -323,13 +326,6 @@ class MicrobatchedStep:
         inputs, items, _ = self._window[position]
         groups, repeats = self._groups(inputs), 0
         if trainer.is_fsdp_enabled:
-            reason = splittable_batch_reason(inputs)
-            if way.over != "sum":
-                reason = (
-                    "under FSDP2 its loss has to be a sum that num_items_in_batch divides, and it is a mean over "
-                    f"{way.over} (compute_loss_func=exact_loss(model) makes it one)"
-                )
-            refuse_together(trainer, reason)
             groups, repeats = groups_in_lockstep(trainer, groups)
         if len(groups) + repeats == 1:
             return [(groups[0], 1.0)]
@@ -386,8 +382,6 @@ class MicrobatchedStep:
     ) -> torch.Tensor | _Failure:
         """Run the whole step once, with the rows of the backbone in parts."""
         inputs, where = self._window[position].inputs, _where(trainer, self._window[position].inputs)
-        if trainer.is_fsdp_enabled:
-            raise NotSplittableError(trainer.model, f"{why}, and FSDP2 gathers weights in each part", where=where)
         self._refuse_logits(trainer, inputs)
         failed_size: tuple[int, int | None] | None = None
         loss = None
@@ -581,6 +575,17 @@ def _logits_bytes(model: nn.Module, inputs: Any) -> int:
     labels = inputs.get("labels")
     tokens: torch.Tensor = labels if torch.is_tensor(labels) and labels.dim() == ids.dim() else ids
     return 2 * 4 * tokens.numel() * len(head.weight)
+
+
+def _reason_against_shards(way: KnownLoss | str | None, inputs: Any) -> str | None:
+    """Return why a batch cannot be cut where weights are gathered in each forward pass."""
+    if isinstance(way, KnownLoss) and way.row_weights(inputs) is None:
+        return None
+    found = f"and it is a mean over {way.over}" if isinstance(way, KnownLoss) else f"and {way}"
+    return (
+        f"under FSDP2 its loss has to be a known sum that num_items_in_batch divides, {found} "
+        "(compute_loss_func=exact_loss(model) makes such a sum of a mean)"
+    )
 
 
 def _process(trainer: Any) -> str:
