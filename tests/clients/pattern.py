@@ -107,7 +107,10 @@ def halve_evaluated_batches(trainer: Trainer) -> None:
 
 REMEDIES: Mapping[str, Remedy] = {
     r"Pass MicrobatchCallback\(max_examples=\d+\)": Remedy(lambda: (MicrobatchCallback(max_examples=2),)),
-    "Take MicrobatchCallback out of callbacks= and lower per_device_train_batch_size": Remedy(tuple, halve_batches),
+    r"Start with smaller ones: MicrobatchCallback\(max_tokens=\d+\)": Remedy(
+        lambda: (MicrobatchCallback(max_tokens=20),)
+    ),
+    "[Tt]ake MicrobatchCallback out of callbacks= and lower per_device_train_batch_size": Remedy(tuple, halve_batches),
     r"Lower it: TrainingArguments\(\.\.\., per_device_eval_batch_size=": Remedy(
         SETUPS["evaluation, out of memory"].callbacks, halve_evaluated_batches
     ),

@@ -535,7 +535,7 @@ def test_a_model_without_a_backbone_is_refused_where_a_limit_asks_for_parts(tmp_
     assert str(error.value) == (
         "model=Normed cannot be trained in micro-batches at step 1 (a batch of input_ids, attention_mask, labels): "
         "Normed: it returns the loss of all rows; expected rows that do not depend on each other. Name a part of the "
-        "model whose rows are independent: MicrobatchCallback(backbone='...'), or take MicrobatchCallback out of "
+        "model whose rows are independent: MicrobatchCallback(backbone='embed'), or take MicrobatchCallback out of "
         "callbacks= and lower per_device_train_batch_size."
     )
     whole = run(case, tmp_path)

@@ -145,7 +145,8 @@ class _Recovery:
             if message is None:
                 return output
             self._put_back(state, message)
-            self._shrink(inputs, 0, count_rows(inputs), message)
+            if count_rows(inputs) > 1 or is_stock:
+                self._shrink(inputs, 0, count_rows(inputs), message)
         loss = self._loss_of(inputs) if is_stock else None
         if loss is None:
             return self._predict_in_parts(model, inputs, predict, state)
@@ -174,7 +175,8 @@ class _Recovery:
             if seen.cut or not seen.fits:
                 reason = "; ".join(seen.reasons) or "memory runs out where all rows are needed"
                 raise _unsplit_error(self._batches - 1, count_rows(inputs), f"{reason} ({message})")
-            self._shrink(inputs, 0, self._rows_that_fit or count_rows(inputs), message)
+            largest, _ = seen.largest or (1, None)  # of a nested batch, whose rows only the model sees
+            self._shrink(inputs, 0, min(largest, self._rows_that_fit or largest), message)
 
     def _put_back(self, state: tuple[StepState, RandomState] | None, message: str) -> None:
         free_failed_step()

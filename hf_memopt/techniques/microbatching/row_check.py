@@ -242,7 +242,8 @@ def _repeatable(call: ModuleCall) -> Iterator[Callable[[], None]]:
         finally:
             kept.restore()
             for buffer, value in buffers:
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):  # else a graph that has kept it would find it changed
+                    buffer.copy_(value)
             restart()
 
 

@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.handles import is_overridden, override_method
@@ -188,7 +189,8 @@ class MicrobatchedStep:
                 self._first_way = self._way(trainer, self._window[-1])
             if self._random is None:
                 self._random = RandomState.capture(trainer.args.device)
-                self._state = None if isinstance(self._first_way, KnownLoss) else StepState(trainer)
+                is_plain = isinstance(self._first_way, KnownLoss) and self._tally.steps > 0
+                self._state = None if is_plain else StepState(trainer)
             try:
                 loss = self._run_until_it_fits(before, trainer, model)
             except BaseException:
@@ -208,6 +210,7 @@ class MicrobatchedStep:
         while True:
             begin = time.perf_counter()
             loss, failure = self._attempt(run, trainer, model, first)
+            failure = failure or self._buffer_changed()
             if failure is None:
                 assert loss is not None  # each attempt ends with the newest accumulation step
                 return loss
@@ -225,6 +228,16 @@ class MicrobatchedStep:
                 self._tally.failures += 1
             self._tally.lost_seconds += time.perf_counter() - begin
             first = 0
+
+    def _buffer_changed(self) -> _Failure | None:
+        """Look once per run whether a forward pass changes a buffer, as spectral norms do: parts change it more often."""
+        if not isinstance(self._first_way, KnownLoss) or self._state is None:
+            return None
+        changed = self._state.changed_buffer()
+        if changed is None:
+            return None
+        self._first_way = self._hook = f"its forward pass changes {changed}"
+        return _Failure(len(self._window) - 1, [], 0, None, "", hook=self._hook) if self._was_split else None
 
     def _put_back(self, trainer: Any, failure: _Failure) -> None:
         """Put back what a user's step has changed, or raise: a step on changed weights is not repeated."""
@@ -392,7 +405,9 @@ class MicrobatchedStep:
                 loss = self._call(run, trainer, model, position, inputs)
             except DependentRowsError as error:
                 reason = str(error)
-                raise NotSplittableError(trainer.model, reason, where=where, remedy=_remedy(reason)) from None
+                raise NotSplittableError(
+                    trainer.model, reason, where=where, remedy=_remedy(reason, trainer.model)
+                ) from None
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -423,7 +438,7 @@ class MicrobatchedStep:
             return
         reason = "; ".join(seen.reasons)
         if any(limit.maximum is not None for limit in self._limits.values()):
-            raise NotSplittableError(trainer.model, reason, where=where, remedy=_remedy(reason))
+            raise NotSplittableError(trainer.model, reason, where=where, remedy=_remedy(reason, trainer.model))
         if not self._was_told:
             self._was_told = True
             notify(logger, f"micro-batching: batches of {type(trainer.model).__name__} cannot be cut: {reason}")
@@ -505,7 +520,7 @@ class MicrobatchedStep:
         if hint:
             raise torch.OutOfMemoryError(
                 f"memory ran out at step {trainer.state.global_step + 1} ({text}), and smaller parts do not help: "
-                f"{hint}; expected a batch that fits. {_remedy(hint)}"
+                f"{hint}; expected a batch that fits. {_remedy(hint, trainer.model)}"
             )
         if count == 1:
             raise torch.OutOfMemoryError(_too_large(trainer, position, rows, tokens, text))
@@ -603,16 +618,19 @@ def _limit_text(failure: _Failure) -> str:
     return f"{name}={max(size // 2, 1)}"
 
 
-def _remedy(reason: str) -> str:
+def _remedy(reason: str, model: nn.Module) -> str:
     """Return what to do, as code, where rows cannot run apart for this reason."""
-    if "forward hook" in reason:
-        return "Take the hook off, or name a part of the model without it: MicrobatchCallback(backbone='...')."
+    drop = "MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
     if "create_graph" in reason or "changed between" in reason:
-        return "Take MicrobatchCallback out of callbacks=."
-    return (
-        "Name a part of the model whose rows are independent: MicrobatchCallback(backbone='...'), or take "
-        "MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
-    )
+        return f"Take {drop}"
+    name = "..."
+    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):  # then that with most weights
+        sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in model.named_children()}
+        name = max(sizes, key=lambda name: sizes[name], default=name)
+    part = f"Name a part of the model whose rows are independent: MicrobatchCallback(backbone={name!r})"
+    if "would see parts" in reason:
+        part = "Take the hook off, or name a part of the model without it: MicrobatchCallback(backbone='...')"
+    return f"{part}, or take {drop}"
 
 
 def _weighted(groups: list[list[int]], weights: list[float] | None) -> list[tuple[list[int], float]]:

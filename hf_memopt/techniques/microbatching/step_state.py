@@ -30,10 +30,17 @@ class StepState:
         self._trainer = trainer
         self._kept = KeptState(what="a step that ran out of memory")
         self._kept.look_at(trainer)
+        self._kept.keep(trainer.state.log_history, "trainer.state.log_history")  # of a loss that logs
+        self._buffers = [(name, buffer, buffer._version) for name, buffer in trainer.model.named_buffers()]
         self._norms: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         seen: set[int] = set()
         for owner, module in _modules_of(trainer):
             for part in module.modules():
+                for hooks in (
+                    part._forward_hooks,
+                    part._forward_pre_hooks,
+                ):  # of a step that failed before it removed them
+                    self._kept.keep(hooks, owner)
                 if not is_listed_module(type(part).__module__):
                     self._kept.look_at(part)
             for name, buffer in module.named_buffers():
@@ -49,6 +56,10 @@ class StepState:
         """Return the name of a weight or a large tensor that was changed since, and so cannot be put back."""
         changed = (name for name, weight, norm in self._norms if bool(_norm(weight) != norm))
         return next(iter(self._kept.lost()), None) or next(changed, None)
+
+    def changed_buffer(self) -> str | None:
+        """Return the name of a buffer of the model that was changed since."""
+        return next((name for name, buffer, version in self._buffers if buffer._version != version), None)
 
     def restore(self) -> None:
         """Put back all else, but for what this package has recorded."""
