@@ -160,11 +160,11 @@ class ModuleCall:
         Raises:
             DependentRowsError: it changes an input in place.
         """
-        copies = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in self.rows_from(into, start, stop)]
-        versions = [leaf._version if torch.is_tensor(leaf) else 0 for leaf in copies]
+        given = self.rows_from(into, start, stop)
+        copies = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in given]
         found = self.run(copies)
-        for leaf, version in zip(copies, versions, strict=True):
-            if torch.is_tensor(leaf) and leaf._version != version:
+        for leaf, other in zip(given, copies, strict=True):
+            if torch.is_tensor(leaf) and other._version and not torch.equal(leaf, other):
                 raise _ChangesItselfError(
                     f"it changes an input of shape {tuple(leaf.shape)} in place, which parts would change twice"
                 )
