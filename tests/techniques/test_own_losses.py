@@ -388,10 +388,10 @@ def test_a_wrong_statement_is_raised_with_the_weight_that_shows_it(loss: Any, te
     with pytest.raises(NotSplittableError) as error:
         trainer.train()
     assert re.sub(r"by [-\d.e+]+ ", "by # ", str(error.value)) == (
-        "model=BertForSequenceClassification cannot be trained in micro-batches: its loss is not what is stated (stated "
-        f"as loss={text!r}): the gradient of bert.embeddings.word_embeddings.weight for 4 rows differs by # from that "
-        "of the rows alone; expected rows that do not depend on each other. Leave loss= out: MicrobatchCallback() then "
-        "cuts below the loss, whatever it is."
+        "model=BertForSequenceClassification cannot be trained in micro-batches: its loss is not what is stated "
+        f"(stated as loss={text!r}): the gradient of bert.embeddings.word_embeddings.weight for 4 rows differs by # "
+        "from that of the rows alone; expected rows that do not depend on each other. Leave loss= out: "
+        "MicrobatchCallback() then cuts below the loss, whatever it is."
     )
     assert trainer.state.global_step == 0
 
@@ -455,11 +455,11 @@ def test_without_any_backbone_the_remedy_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotSplittableError) as error:
         trainer.train()
     assert re.sub(r"[\d.]+e[+-]\d+", "#", str(error.value)) == (
-        "model=Norms cannot be trained in micro-batches at step 1 (a batch of input_ids, attention_mask, labels, weight, "
-        "second, loss_mask, boxes): Norms: rows depend on each other: parts of its output 0 of shape (4, 3) differ from "
-        "the whole by #; expected rows that do not depend on each other. Name a part of the model whose rows are "
-        "independent: MicrobatchCallback(backbone='...'), or take MicrobatchCallback out of callbacks= and lower "
-        "per_device_train_batch_size."
+        "model=Norms cannot be trained in micro-batches at step 1 (a batch of input_ids, attention_mask, labels, "
+        "weight, second, loss_mask, boxes): Norms: rows depend on each other: parts of its output 0 of shape (4, 3) "
+        "differ from the whole by #; expected rows that do not depend on each other. Name a part of the model whose "
+        "rows are independent: MicrobatchCallback(backbone='...'), or take MicrobatchCallback out of callbacks= and "
+        "lower per_device_train_batch_size."
     )
 
 
@@ -518,7 +518,8 @@ def test_an_evaluation_of_which_only_one_row_fits_says_why_it_cannot_be_compared
     with pytest.raises(torch.OutOfMemoryError) as error:
         trainer.evaluate()
     assert str(error.value) == (
-        "batch 0 of this evaluation, of 4 rows, does not fit into memory and cannot be split: BertForSequenceClassification: not even two "
-        f"rows fit, without gradients, so that none can be compared ({OUT}); expected a batch that fits. Lower it: "
+        "batch 0 of this evaluation, of 4 rows, does not fit into memory and cannot be split: "
+        f"BertForSequenceClassification: not even two rows fit, without gradients, so that none can be compared "
+        f"({OUT}); expected a batch that fits. Lower it: "
         "TrainingArguments(..., per_device_eval_batch_size=2)"
     )

@@ -217,6 +217,10 @@ DEPENDENT: dict[str, tuple[Mix, str]] = {
     ),
     "the longest row": (trimmed, "parts of its output 0 of shape (7, 10, 8) have shapes that do not join"),
     "no rows": (lambda body, hidden, ids: body.words.weight[:7, None], "none of its outputs has rows"),
+    "a number that is 0 by chance": (
+        lambda body, hidden, ids: (hidden, 0 * hidden.mean()),
+        "its output 1 is one number for all rows, as a loss or a scale is",
+    ),
     "permutation": (lambda body, hidden, ids: hidden + hidden[torch.randperm(len(hidden))], DRAWS),
     "augmentation": (masked_by_numpy, DRAWS),
     "one number for all rows": (lambda body, hidden, ids: hidden * random.random(), DRAWS),
@@ -272,6 +276,25 @@ def test_groups_are_refused_though_they_come_apart_at_no_cut_or_have_one_row_eac
     outcome = run(step_with(groups=torch.tensor(groups)), with_body(grouped), names=["body"])
     assert outcome.seen.cut == 0
     assert reasons(outcome.seen)[0].startswith("body: rows depend on each other: ")
+
+
+def test_a_list_with_an_entry_for_each_row_is_refused() -> None:
+    """Its entries may be equal in the first batch, where no value shows to which rows they belong."""
+    model = with_body(lambda body, hidden, spans: hidden * torch.stack(spans)[: len(hidden), None, None])
+    step = step_with(groups=[torch.tensor(2.0)] * ROWS)  # type: ignore[arg-type]
+    assert list(run(step, model, names=["body"]).seen.reasons) == [
+        "body: its input groups is a list with an entry for each row, and only tensors are cut"
+    ]
+
+
+def test_an_input_that_is_changed_in_place_is_refused_and_changed_once() -> None:
+    model = with_body(lambda body, hidden, counts: hidden * counts.add_(1)[:, None, None])
+    counts = torch.zeros(ROWS)
+    outcome = run(step_with(groups=counts), model, names=["body"])
+    assert list(outcome.seen.reasons) == [
+        "body: it changes an input of shape (7,) in place, which parts would change twice"
+    ]
+    assert counts.tolist() == [1] * ROWS
 
 
 def test_a_check_leaves_no_trace() -> None:

@@ -72,6 +72,10 @@ class DependentRowsError(ValueError):
     """Rows cannot run apart, for this reason."""
 
 
+class _ChangesItselfError(DependentRowsError):
+    """A forward pass leaves something in the module, or in its inputs."""
+
+
 class Layout(NamedTuple):
     """The dimension of the rows in each input and output, flattened; None for what all rows share."""
 
@@ -150,6 +154,30 @@ class ModuleCall:
             for leaf, dim in zip(self.leaves, into, strict=True)
         ]
 
+    def try_rows(self, into: Sequence[int | None], start: int, stop: int) -> list[Any]:
+        """Run the module with copies of the inputs of some rows; return its outputs, flattened.
+
+        Raises:
+            DependentRowsError: it changes an input in place.
+        """
+        given = self.rows_from(into, start, stop)
+        copies = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in given]
+        found = self.run(copies)
+        for leaf, other in zip(given, copies, strict=True):
+            if torch.is_tensor(leaf) and other._version and not torch.equal(leaf, other):
+                raise _ChangesItselfError(
+                    f"it changes an input of shape {tuple(leaf.shape)} in place, which parts would change twice"
+                )
+        return found
+
+    def reason_against(self) -> str | None:
+        """Return why its inputs cannot be cut; None if nothing is against it."""
+        args, kwargs = tree_unflatten(self.leaves, self._spec)
+        for name, value in (*enumerate(args), *kwargs.items()):
+            if isinstance(value, list) and len(value) == self.rows:
+                return f"its input {name} is a list with an entry for each row, and only tensors are cut"
+        return None
+
     def devices(self) -> list[torch.device]:
         """Return the devices of inputs and weights; the host's generators are read in any case."""
         tensors = [leaf for leaf in self.leaves if torch.is_tensor(leaf)]
@@ -176,6 +204,8 @@ def check_rows(call: ModuleCall, size: int, *, draw: random.Random | None = None
     for name, hooks, _ in foreign_hooks(call.module):
         if not any(hooks is each for each in own):
             raise DependentRowsError(f"{name} would see parts of a batch, without a graph")
+    if (reason := call.reason_against()) is not None:
+        raise DependentRowsError(reason)
     count = call.rows
     while True:
         try:
@@ -226,7 +256,7 @@ def _check(call: ModuleCall, count: int, size: int, restart: Callable[[], None],
                 whole, out = _compare(call, into, count, size, restart, limit)
                 if not any(dim is not None for dim in out):
                     raise DependentRowsError("none of its outputs has rows")
-                _refuse_whole_towers(call, into, whole, out)
+                _refuse_shared_outputs(call, into, whole, out)
                 _exchange(call, Layout(tuple(into), tuple(out)), whole, _kept_rows(count, draw), limit)
                 return Layout(tuple(into), tuple(out))
         except _ChangesItselfError:
@@ -234,9 +264,9 @@ def _check(call: ModuleCall, count: int, size: int, restart: Callable[[], None],
         except DependentRowsError as error:
             reasons.append(str(error))
     restart()
-    leaves = call.rows_from(next(call.candidates()), 0, count)
-    first, before = call.run(leaves), _state_of(call.module)
-    second = call.run(leaves)  # goes on with the generators of the first
+    into = next(call.candidates())
+    first, before = call.try_rows(into, 0, count), _state_of(call.module)
+    second = call.try_rows(into, 0, count)  # goes on with the generators of the first
     if any(_difference(*pair) > 0 for pair in zip(first, second, strict=True) if torch.is_tensor(pair[0])):
         _refuse_changes(call.module, before)
         raise DependentRowsError(
@@ -245,10 +275,11 @@ def _check(call: ModuleCall, count: int, size: int, restart: Callable[[], None],
     raise DependentRowsError(reasons[0])
 
 
-def _refuse_whole_towers(
+def _refuse_shared_outputs(
     call: ModuleCall, into: Sequence[int | None], whole: Sequence[Any], out: Sequence[int | None]
 ) -> None:
-    """Refuse parts of texts beside all images: the outputs of the images are in every part, and so is their gradient.
+    """Refuse what the modules inside do better: parts of texts beside all images, whose outputs are in every part, and
+    a loss that is 0 by chance or a learned scale, whose gradient parts cannot pass on.
 
     A tensor that has as many entries by chance, such as the numbers of columns, is no output of its own.
     """
@@ -258,10 +289,8 @@ def _refuse_whole_towers(
         if is_left and dim is None and torch.is_tensor(value) and value.is_floating_point():
             shown = f"its output {index} of shape {tuple(value.shape)}"
             raise DependentRowsError(f"{shown} comes from inputs of which every part needs all rows")
-
-
-class _ChangesItselfError(DependentRowsError):
-    """A forward pass leaves something in the module."""
+        if dim is None and torch.is_tensor(value) and value.dim() == 0 and value.is_floating_point():
+            raise DependentRowsError(f"its output {index} is one number for all rows, as a loss or a scale is")
 
 
 @contextmanager
@@ -273,7 +302,7 @@ def _autocast_off(call: ModuleCall, into: Sequence[int | None]) -> Iterator[bool
             stack.enter_context(torch.autocast(kind, enabled=False))
         if kinds:
             try:
-                call.run(call.rows_from(into, 0, 1))
+                call.try_rows(into, 0, 1)
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise
@@ -307,14 +336,14 @@ def _compare(
 
     def run(start: int, stop: int) -> list[Any]:
         restart()
-        return call.run(call.rows_from(into, start, stop))
+        return call.try_rows(into, start, stop)
 
     ends = [*range(0, count, size), count]
     try:
         whole = run(0, count)
         parts = [run(start, stop) for start, stop in pairwise(ends)]
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or isinstance(error, _ChangesItselfError):
             raise
         text = f"{type(error).__name__}: {str(error)[:80]}"
         raise DependentRowsError(f"a part of the rows fails where all of them run ({text})") from None
