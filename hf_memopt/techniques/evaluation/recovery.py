@@ -145,7 +145,7 @@ class _Recovery:
             if message is None:
                 return output
             self._put_back(state, message)
-            if count_rows(inputs) > 1 or is_stock:
+            if count_rows(inputs) > 1:
                 self._shrink(inputs, 0, count_rows(inputs), message)
         loss = self._loss_of(inputs) if is_stock else None
         if loss is None:
