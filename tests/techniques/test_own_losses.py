@@ -458,7 +458,7 @@ def test_without_any_backbone_the_remedy_is_named(tmp_path: Path) -> None:
         "model=Norms cannot be trained in micro-batches at step 1 (a batch of input_ids, attention_mask, labels, "
         "weight, second, loss_mask, boxes): Norms: rows depend on each other: parts of its output 0 of shape (4, 3) "
         "differ from the whole by #; expected rows that do not depend on each other. Name a part of the model whose "
-        "rows are independent: MicrobatchCallback(backbone='...'), or take MicrobatchCallback out of callbacks= and "
+        "rows are independent: MicrobatchCallback(backbone='words'), or take MicrobatchCallback out of callbacks= and "
         "lower per_device_train_batch_size."
     )
 

@@ -10,6 +10,7 @@ leaves no other trace. Only steps whose code is not known to be stock's need it.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Iterator
 from functools import cache
@@ -73,9 +74,10 @@ class StepState:
 
 @cache
 def _names_of_stock() -> frozenset[str]:
-    """Return the names in the code of stock's Trainer: its loop goes on between the steps that are repeated."""
+    """Return the attributes that stock's Trainer sets: its loop goes on between the steps that are repeated."""
     functions = map(inspect.unwrap, filter(inspect.isfunction, vars(Trainer).values()))
-    return frozenset(name for function in functions for name in function.__code__.co_names)
+    steps = (step for function in functions for step in dis.get_instructions(function))
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
 
 
 def _norm(weight: torch.Tensor) -> torch.Tensor:
