@@ -528,27 +528,35 @@ class Normed(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def test_a_model_without_a_backbone_is_refused_where_a_limit_asks_for_parts(tmp_path: Path) -> None:
+def test_a_model_without_a_backbone_is_cut_in_its_children(tmp_path: Path) -> None:
     case = Case(Normed, mixed_rows)
-    with pytest.raises(ValueError) as error:
-        run(case, tmp_path, MicrobatchCallback(max_examples=2))
-    assert str(error.value) == (
-        "model=Normed cannot be trained in micro-batches at step 1 (a batch of input_ids, attention_mask, labels): "
-        "Normed: it returns the loss of all rows; expected rows that do not depend on each other. Name a part of the "
-        "model whose rows are independent: MicrobatchCallback(backbone='embed'), or take MicrobatchCallback out of "
-        "callbacks= and lower per_device_train_batch_size."
-    )
     whole = run(case, tmp_path)
-    for callback in (MicrobatchCallback(), MicrobatchCallback(max_examples=2, backbone="embed")):
-        assert tiny.largest_difference(whole.model, run(case, tmp_path, callback).model) <= FLOAT32
+    for settings in ({}, {"max_examples": 2}, {"max_examples": 2, "backbone": "embed"}):
+        split = run(case, tmp_path, MicrobatchCallback(**settings))
+        assert tiny.largest_difference(whole.model, split.model) <= FLOAT32
+    change = run(case, tmp_path, MicrobatchCallback(max_examples=2)).memopt_changes[-1]
+    assert change.new == "rows of embed, head in parts"
+    assert "whole stays norm: rows depend on each other" in change.reason
+
+
+def test_a_part_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        run(Case(Normed, mixed_rows), tmp_path, MicrobatchCallback(max_examples=2, backbone="norm"))
+    assert re.sub(r"by [\d.e+-]+;", "by #;", str(error.value)) == (
+        "model=Normed cannot be trained in micro-batches at step 1 (a batch of input_ids, attention_mask, labels): "
+        "norm: rows depend on each other: parts of its output 0 of shape (6, 8) differ from the whole by #; expected "
+        "rows that do not depend on each other. Name a part of the model whose rows are independent: "
+        "MicrobatchCallback(backbone='embed'), or take MicrobatchCallback out of callbacks= and lower "
+        "per_device_train_batch_size."
+    )
 
 
 def test_memory_that_runs_out_where_nothing_can_be_cut_says_why(tmp_path: Path) -> None:
+    callback = MicrobatchCallback(backbone="norm")
     with pytest.raises(torch.OutOfMemoryError) as error:
-        run(Case(_normed_with_config, mixed_rows), tmp_path, MicrobatchCallback(), Scarcity(limit=24))
+        run(Case(_normed_with_config, mixed_rows), tmp_path, callback, Scarcity(limit=24))
     assert str(error.value).startswith(
         "memory ran out at step 1 (CUDA out of memory. Tried to allocate 2.00 GiB.), and smaller parts do not help: "
-        "Normed: it returns the loss of all rows; expected a batch that fits. Name a part of the model"
     )
 
 

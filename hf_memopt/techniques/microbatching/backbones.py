@@ -1,8 +1,9 @@
 """Which modules of a model have their rows run in parts while a step runs.
 
-Tried is, from the outside in, every ``PreTrainedModel`` inside the model, or the modules that the user names: the
-outermost one whose rows do not depend on each other runs in parts. A call with labels is left whole, since it returns
-the loss of all rows; what is inside it is tried. No class names: a module counts only if it is called in the step.
+Tried is, from the outside in, every ``PreTrainedModel`` inside the model (where there is none, each of its children),
+or the modules that the user names: the outermost one whose rows do not depend on each other runs in parts. A call with
+labels is left whole, since it returns the loss of all rows; what is inside it is tried. No class names: a module counts
+only if it is called in the step.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from hf_memopt.errors import did_you_mean
 from hf_memopt.techniques.microbatching.row_check import DependentRowsError, Layout, ModuleCall, check_rows
 from hf_memopt.techniques.microbatching.rows_in_parts import Size, run_rows_in_parts
 
-__all__ = ["Backbones", "CutStep"]
+__all__ = ["LOSS_OF_ALL_ROWS", "Backbones", "CutStep"]
 
+LOSS_OF_ALL_ROWS = "it returns the loss of all rows"  # why a call stays whole, and what is inside it is tried
 CHECKED_STEPS = 1 / 200  # of those after the second, drawn at random
 
 
@@ -86,7 +88,8 @@ class Backbones:
         """
         named = list(model.named_modules())
         if not self._names:
-            return [(name, module) for name, module in named if not name or isinstance(module, PreTrainedModel)]
+            found = [(name, module) for name, module in named if not name or isinstance(module, PreTrainedModel)]
+            return found if len(found) > 1 else [*found, *model.named_children()]
         found = []
         for asked in self._names:
             fitting = [(name, module) for name, module in named if f".{name}".endswith(f".{asked}")]
@@ -149,7 +152,7 @@ class Backbones:
         if call.rows == 0:
             found: Layout | str = "its inputs have no rows"
         elif kwargs.get("labels") is not None or kwargs.get("return_loss"):
-            found = "it returns the loss of all rows"
+            found = LOSS_OF_ALL_ROWS
         else:
             try:
                 found = self._layout(name, call, size)

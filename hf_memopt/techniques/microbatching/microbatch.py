@@ -156,7 +156,7 @@ class MicrobatchCallback(TrainerCallback):
             micro-batch by itself. None (or ``"auto"``): no limit until memory runs out.
         max_examples: the most rows of a micro-batch. None: no limit until memory runs out.
         backbone: the name of the module whose rows run in parts, or its end, or several, where a loss is not known and
-            no ``PreTrainedModel`` is found: "encoder". None: found by itself.
+            nothing is found that can be cut: "encoder". None: found by itself.
         loss: what the loss is, where it is not known: "sum" (divided by ``num_items_in_batch``), "mean over rows",
             "mean over labels", "mean over shifted labels" or "mean over <column of the batch>"; verified once by the
             gradients of a few rows. Whole micro-batches run then. None: it is looked up.

@@ -31,7 +31,7 @@ from hf_memopt.devices.memory_reading import read_memory
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
-from hf_memopt.techniques.microbatching.backbones import Backbones, CutStep
+from hf_memopt.techniques.microbatching.backbones import LOSS_OF_ALL_ROWS, Backbones, CutStep
 from hf_memopt.techniques.microbatching.limits import Limit, part_rows
 from hf_memopt.techniques.microbatching.lockstep import groups_in_lockstep, refuse_together
 from hf_memopt.techniques.microbatching.observed_hooks import HookChangesError, observed_hooks
@@ -449,7 +449,9 @@ class MicrobatchedStep:
             return
         self._was_told = True
         names = ", ".join(seen.names)
-        change = Change("micro-batches", "whole", f"rows of {names} in parts", f"the loss is not known: {why}")
+        whole = "".join(f"; whole stays {text}" for text in seen.reasons if not text.endswith(LOSS_OF_ALL_ROWS))
+        reason = f"the loss is not known: {why}{whole}"
+        change = Change("micro-batches", "whole", f"rows of {names} in parts", reason)
         logger.info("micro-batching: %s", change)
         record_changes(trainer, [change])
         if trainer.args.gradient_accumulation_steps > 1:
