@@ -10,6 +10,7 @@ leaves no other trace. Only steps whose code is not known to be stock's need it.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Iterator
 from functools import cache
@@ -73,9 +74,12 @@ class StepState:
 
 @cache
 def _names_of_stock() -> frozenset[str]:
-    """Return the names in the code of stock's Trainer: its loop goes on between the steps that are repeated."""
+    """Return the attributes that stock's Trainer sets: its loop goes on between the steps that are repeated. Names that
+    its code only reads, as ``mean``, may be a user's.
+    """
     functions = map(inspect.unwrap, filter(inspect.isfunction, vars(Trainer).values()))
-    return frozenset(name for function in functions for name in function.__code__.co_names)
+    found = (each for function in functions for each in dis.get_instructions(function))
+    return frozenset(str(each.argval) for each in found if each.opname == "STORE_ATTR")
 
 
 def _norm(weight: torch.Tensor) -> torch.Tensor:
