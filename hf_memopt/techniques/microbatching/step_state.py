@@ -74,12 +74,10 @@ class StepState:
 
 @cache
 def _names_of_stock() -> frozenset[str]:
-    """Return the attributes that stock's Trainer sets: its loop goes on between the steps that are repeated. Names that
-    its code only reads, as ``mean``, may be a user's.
-    """
+    """Return the attributes that stock's Trainer sets: its loop goes on between the steps that are repeated."""
     functions = map(inspect.unwrap, filter(inspect.isfunction, vars(Trainer).values()))
-    found = (each for function in functions for each in dis.get_instructions(function))
-    return frozenset(str(each.argval) for each in found if each.opname == "STORE_ATTR")
+    steps = (step for function in functions for step in dis.get_instructions(function))
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
 
 
 def _norm(weight: torch.Tensor) -> torch.Tensor:
