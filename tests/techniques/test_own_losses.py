@@ -514,3 +514,14 @@ def test_an_evaluation_of_which_only_one_row_fits_says_why_it_cannot_be_compared
         f"({OUT}); expected a batch that fits. Lower it: "
         "TrainingArguments(..., per_device_eval_batch_size=2)"
     )
+
+
+def test_accumulation_is_repeated_with_the_logged_loss_of_stock(tmp_path: Path) -> None:
+    settings = {"gradient_accumulation_steps": 3, "logging_strategy": "steps", "logging_steps": 1}
+    model, scarcity = tiny.bert(), Scarcity(calls=(3,), where="backward")  # the last of the first window
+    scarcity.watch(model)
+    whole = trained(own("hard_examples"), tmp_path, **settings)
+    parts = trained(own("hard_examples"), tmp_path, MicrobatchCallback(), model=model, **settings)
+    assert scarcity.errors == 1
+    assert tiny.largest_difference(whole.model, parts.model) <= FLOAT32
+    assert parts.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], abs=1e-6)

@@ -244,7 +244,8 @@ class MicrobatchedStep:
         if self._state is None:
             return
         changed = self._state.lost()
-        shared = "the processes share its gradients" if trainer.args.world_size > 1 else None
+        is_apart = trainer.args.world_size == 1 or isinstance(self._first_way, KnownLoss)  # _without_sync sees to these
+        shared = None if is_apart else "the processes share its gradients"
         if changed is None and shared is None:
             self._state.restore()
             return
