@@ -400,7 +400,9 @@ class MicrobatchedStep:
         failed_size: tuple[int, int | None] | None = None
         loss = None
         with ExitStack() as stack:
-            seen = stack.enter_context(self._backbones.cut(unwrap_parallel(model)))
+            seen = CutStep()
+            if self._limits_are_set() or not trainer.args.torch_compile:  # else it would run uncompiled, for nothing
+                seen = stack.enter_context(self._backbones.cut(unwrap_parallel(model)))
             stack.enter_context(override_method(trainer.accelerator, "backward", _noting_out_of_memory(seen)))
             try:
                 loss = self._call(run, trainer, model, position, inputs)
