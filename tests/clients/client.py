@@ -122,20 +122,13 @@ def words(column: str) -> Callable[[Any], list[int]]:
     return lambda dataset: [len(text.split()) for text in dataset[column]]
 
 
-def not_splittable(model: str, reason: str) -> str:
-    """Return the message of ``NotSplittableError``."""
+def not_splittable(model: str, names: str, reason: str) -> str:
+    """Return the message of ``NotSplittableError`` at the first step, with a batch of these names."""
     return (
-        f"model={model} cannot be trained in micro-batches: {reason}; expected rows that do not depend on each "
-        "other. Take MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
-    )
-
-
-def no_weighting(model: str, rows: int = 3) -> str:
-    """Return the message of a loss that is no sum or mean over the rows' own losses."""
-    return not_splittable(
-        model,
-        f"the loss of {rows} rows at once is #, which no weighting of their own losses ({' + '.join('#' * rows)}) "
-        "gives, as with a penalty over the whole batch or means over different counts",
+        f"model={model} cannot be trained in micro-batches at step 1 (a batch of {names}): {reason}; expected rows "
+        "that do not depend on each other. Name a part of the model whose rows are independent: "
+        "MicrobatchCallback(backbone='...'), or take MicrobatchCallback out of callbacks= and lower "
+        "per_device_train_batch_size."
     )
 
 

@@ -29,7 +29,7 @@ from sentence_transformers.base.sampler import DefaultBatchSampler
 from sentence_transformers.sentence_transformer import losses, modules
 
 import tiny
-from client import SETUPS, Arrange, Client, arguments, not_splittable, texts
+from client import SETUPS, Arrange, Client, arguments, texts
 
 
 def encoder(folder: Path) -> SentenceTransformer:
@@ -145,15 +145,11 @@ NOT_A_TRAINER = (
 )
 DATASETS_ALONE = "sentence-transformers takes a datasets.Dataset and refuses every other type by itself"
 OWN_PAIRS = "setfit makes the pairs that it trains on from the texts, and reads them in an order of its own"
-NEGATIVES = not_splittable(
-    "SentenceTransformer", "the loss of 3 rows at once is # and that of each alone 0, as with in-batch negatives"
-)
 
 CLIENTS = {
     "sentence-transformers, in-batch negatives": Client(
         functools.partial(embeddings, data=pairs, loss=losses.MultipleNegativesRankingLoss),
         no_view=DATASETS_ALONE,
-        cannot_cut=NEGATIVES,
     ),
     "sentence-transformers, scored pairs": Client(
         functools.partial(embeddings, data=scored, loss=losses.CosineSimilarityLoss), no_view=DATASETS_ALONE
@@ -168,12 +164,9 @@ CLIENTS = {
             loss=functools.partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=2),
         ),
         no_view=DATASETS_ALONE,
-        cannot_cut=NEGATIVES,
     ),
     "sentence-transformers, CrossEncoder": Client(reranked, no_view=DATASETS_ALONE),
-    "sentence-transformers, SparseEncoder": Client(
-        sparse, no_view=DATASETS_ALONE, cannot_cut=NEGATIVES.replace("SentenceTransformer", "SparseEncoder")
-    ),
+    "sentence-transformers, SparseEncoder": Client(sparse, no_view=DATASETS_ALONE),
     "setfit": Client(few_shot, drive=train_outer, no_view=OWN_PAIRS),
     "setfit, its own trainer": Client(
         functools.partial(few_shot, inner=False),

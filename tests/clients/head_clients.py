@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import tiny
-from client import Arrange, Client, arguments, labelled, no_weighting, texts
+from client import Arrange, Client, arguments, labelled, texts
 
 
 def encoded(**columns: Any) -> Dataset:
@@ -230,6 +230,5 @@ CLIENTS = {
     "mixture of experts, Mixtral": Client(causal(make=mixtral)),
     "mixture of experts, loss of its router": Client(
         causal(make=functools.partial(mixtral, output_router_logits=True, router_aux_loss_coef=0.1)),
-        cannot_cut=no_weighting("MixtralForCausalLM"),
     ),
 }

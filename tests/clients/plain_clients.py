@@ -16,7 +16,7 @@ from sklearn.metrics import accuracy_score, f1_score
 from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer
 
 import tiny
-from client import CUT, SETUPS, Arrange, Client, arguments, labelled, llama, no_weighting, texts
+from client import CUT, SETUPS, Arrange, Client, arguments, labelled, llama, texts
 
 BERT_MASKED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GRADIENT_SCALE = (
@@ -288,7 +288,7 @@ CLIENTS = {
     "classification, LoRA (peft)": Client(lora),
     "weighted loss, own columns": Client(weighted),
     "weighted loss, equal at first": Client(weighted_later),
-    "two losses, labels ignored later": Client(two_tasks, cannot_cut=no_weighting("BertForSequenceClassification")),
+    "two losses, labels ignored later": Client(two_tasks),
     "causal language model": Client(causal),
     "masked language model": Client(masked),
     "Seq2SeqTrainer, T5 with generation": Client(translation),

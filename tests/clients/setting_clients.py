@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import tiny
-from client import BATCH, CUT, Arrange, Client, labelled, not_splittable, out_of_order, texts
+from client import BATCH, CUT, Arrange, Client, labelled, out_of_order, texts
 from plain_clients import causal, classifier
 
 CUTS = ("micro-batching", CUT, "all")
@@ -233,7 +233,6 @@ SHRUNK = incompatible(
     "it would shrink the batches that the buckets are made for",
     "Leave auto_find_batch_size out",
 )
-CLASS_WEIGHTS = "it weighs rows by # : # : #, which nothing in the batch gives, as weights of classes do"
 TARGETS = {"optim_target_modules": ["q_proj", "k_proj"], "optim_args": "rank=4, update_proj_gap=2"}
 NARROW = "Muon makes a gradient orthogonal in bfloat16, which rounds sums in another order to other values"
 ROUNDED = "bf16 rounds the logits and the gradients of shorter rows otherwise"
@@ -293,7 +292,6 @@ CLIENTS = {
     "label smoothing, causal language model": Client(functools.partial(causal, label_smoothing_factor=0.1)),
     "class weights in compute_loss": Client(
         functools.partial(classifier, kind=ClassWeights),
-        cannot_cut=not_splittable("BertForSequenceClassification", CLASS_WEIGHTS),
     ),
     "distillation in compute_loss": Client(distilled),
     "compute_loss_func": Client(own_loss),

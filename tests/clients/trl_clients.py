@@ -28,7 +28,7 @@ from trl import (
 )
 
 import tiny
-from client import CUT, Arrange, Client, arguments, llama, no_weighting, not_splittable, out_of_order, texts, words
+from client import Arrange, Client, arguments, llama, out_of_order, texts, words
 
 
 def tokenizer() -> Any:
@@ -176,51 +176,41 @@ def tokens(column: str) -> Any:
     return lambda dataset: [len(ids) for ids in dataset[column]]
 
 
-PACKED = not_splittable("LlamaForCausalLM", "its examples are packed into one row, as cu_seq_lens_q shows")
-IN_PAIRS = (
-    "its rows belong together, as pairs do: the loss of one row alone fails (ValueError: not enough values to unpack "
-    "(expected 2, got 1))"
-)
-
-
-def generated(trainer: str, *positions: int) -> dict[str, str]:
-    """Return what is refused where a trainer makes its own batches, in an order of its own."""
-    reason = f"{trainer} makes its batches from a list within the step, so there are no rows to take"
-    cuts = dict.fromkeys(("micro-batching", CUT), not_splittable("LlamaForCausalLM", reason))
-    return {**cuts, **dict.fromkeys(("bucketed view", "all"), out_of_order(*positions))}
+def read_in_order(*positions: int) -> dict[str, str]:
+    """Return what is refused where a trainer reads its prompts in an order of its own."""
+    return dict.fromkeys(("bucketed view", "all"), out_of_order(*positions))
 
 
 CLIENTS = {
     "TRL SFT": Client(sft),
-    "TRL SFT, packing": Client(functools.partial(sft, count=64, packing=True), cannot_cut=PACKED),
+    "TRL SFT, packing": Client(functools.partial(sft, count=64, packing=True)),
     "TRL SFT, prompt and completion": Client(functools.partial(sft, data=completions)),
-    "TRL SFT, padding-free": Client(functools.partial(sft, padding_free=True, max_length=None), cannot_cut=PACKED),
+    "TRL SFT, padding-free": Client(functools.partial(sft, padding_free=True, max_length=None)),
     "TRL SFT, LoRA": Client(sft_lora),
     "TRL SFT, dft loss": Client(functools.partial(sft, loss_type="dft")),
-    "TRL DPO": Client(dpo, lengths=tokens("chosen_ids"), cannot_cut=not_splittable("LlamaForCausalLM", IN_PAIRS)),
+    "TRL DPO": Client(dpo, lengths=tokens("chosen_ids")),
     # measured against a mean over the batch, which is 0 as long as the policy is its reference
-    "TRL KTO": Client(kto, lengths=tokens("completion_ids"), cannot_cut=no_weighting("LlamaForCausalLM")),
+    "TRL KTO": Client(kto, lengths=tokens("completion_ids")),
     "TRL Reward": Client(
         reward,
         lengths=tokens("chosen_ids"),
-        cannot_cut=not_splittable("LlamaForSequenceClassification", IN_PAIRS),
     ),
     "TRL GRPO": Client(
         grpo,
         drive=train_only,
         lengths=words("prompt"),
-        refuses=generated("GRPOTrainer", 10, 10, 9, 9),
+        refuses=read_in_order(10, 10, 9, 9),
     ),
     "TRL RLOO": Client(
         rloo,
         drive=train_only,
         lengths=words("prompt"),
-        refuses=generated("RLOOTrainer", 10, 10, 9, 9),
+        refuses=read_in_order(10, 10, 9, 9),
     ),
     "TRL Distillation": Client(
         distillation,
         drive=train_only,
         lengths=words("prompt"),
-        refuses=generated("DistillationTrainer", 10, 9, 5, 6),
+        refuses=read_in_order(10, 9, 5, 6),
     ),
 }

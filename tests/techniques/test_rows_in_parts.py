@@ -20,6 +20,7 @@ from row_models import ARCHITECTURES, ROWS, STEPS, TRAINED, WORDS
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 import tiny
 from hf_memopt.devices.random_state import RandomState
@@ -325,19 +326,33 @@ def test_a_hook_inside_is_refused_by_name_and_one_on_the_backbone_sees_all_rows(
     ]
 
 
-def test_a_cache_is_refused_with_advice() -> None:
+def test_a_cache_that_a_model_returns_in_training_is_left_out() -> None:
     batch = row_models.causal(ROWS)
     inputs = {**batch.inputs, "use_cache": True}
+    caches: list[Any] = []
 
     def step(model: nn.Module) -> torch.Tensor:
-        loss = row_models.supcon(model(**inputs).logits[:, -1], batch.classes)
+        outputs = model(**inputs)
+        caches.append(outputs.past_key_values)
+        loss = row_models.supcon(outputs.logits[:, -1], batch.classes)
         loss.backward()
         return loss
 
-    outcome = run(step, row_models.build("llama-tied"))
-    assert list(outcome.seen.reasons) == [
-        f"{name}: its output {place} is a DynamicCache, which has no rows: pass use_cache=False"
-        for name, place in (("LlamaForCausalLM", 1), ("model", 1))
+    assert_exact(step, row_models.build("llama-tied"))
+    assert caches[-1] is None
+
+
+def test_a_cache_that_a_model_is_given_is_not_run_twice() -> None:
+    model = row_models.build("llama-tied")
+    given = {**row_models.causal(ROWS).inputs, "past_key_values": DynamicCache()}
+
+    def step(model: nn.Module) -> torch.Tensor:
+        loss = model(**given).logits.square().mean()
+        loss.backward()
+        return loss
+
+    assert list(run(step, model).seen.reasons) == [
+        f"{name}: its input <DynamicCache> may be changed by each pass" for name in ("LlamaForCausalLM", "model")
     ]
 
 

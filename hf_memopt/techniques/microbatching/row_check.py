@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private, as transformers uses it (2.6 to 2.13)
+from transformers import Cache
 
 from hf_memopt.binding.foreign_code import foreign_hooks, is_listed_module
 from hf_memopt.binding.handles import set_attribute
@@ -89,12 +90,13 @@ class ModuleCall:
     Attributes:
         rows: how many it has; 0 if no tensor shows it.
         columns: tokens of each row; None for images and sounds.
+        has_graph: whether it was called with gradients.
     """
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.module, self._forward = module, forward
+        self.module, self._forward, self.has_graph = module, forward, torch.is_grad_enabled()
         self.leaves: list[Any]
         self.leaves, self._spec = tree_flatten((args, kwargs))
         self._main = self._find_main(args, kwargs)
@@ -114,7 +116,7 @@ class ModuleCall:
 
     def kind(self) -> Any:
         """Return what calls have in common whose rows lie alike: not the sizes, but which of them agree by chance."""
-        return self._spec, self.module.training, tuple(map(self._kind_of, self.leaves))
+        return self._spec, self.module.training, self.has_graph, tuple(map(self._kind_of, self.leaves))
 
     def _kind_of(self, leaf: Any) -> Any:
         if not torch.is_tensor(leaf):
@@ -144,8 +146,10 @@ class ModuleCall:
         with warnings.catch_warnings():
             if not torch.is_grad_enabled():  # no graph is wanted, whatever reentrant checkpointing thinks of that
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
-            found: tuple[list[Any], TreeSpec] = tree_flatten(self._forward(*args, **kwargs))
-        return found
+            leaves, spec = tree_flatten(self._forward(*args, **kwargs))
+        if self.has_graph:  # a cache of generation, which training does not read: None, so that reading it would fail
+            leaves = [None if isinstance(leaf, Cache) else leaf for leaf in leaves]
+        return leaves, spec
 
     def rows_from(self, into: Sequence[int | None], start: int, stop: int) -> list[Any]:
         """Return the inputs of some rows; views."""
@@ -171,7 +175,10 @@ class ModuleCall:
         return found
 
     def reason_against(self) -> str | None:
-        """Return why its inputs cannot be cut; None if nothing is against it."""
+        """Return why its inputs cannot be cut, or run twice; None if nothing is against it."""
+        other = next((leaf for leaf in self.leaves if not (torch.is_tensor(leaf) or isinstance(leaf, PLAIN))), None)
+        if other is not None:  # a cache of generation, for example
+            return f"its input <{type(other).__name__}> may be changed by each pass"
         args, kwargs = tree_unflatten(self.leaves, self._spec)
         for name, value in (*enumerate(args), *kwargs.items()):
             if isinstance(value, list) and len(value) == self.rows:
@@ -359,8 +366,7 @@ def _rows_of(index: int, whole: Any, parts: Sequence[Any], sizes: Sequence[int],
         if isinstance(whole, PLAIN):
             return None
         name = type(whole).__name__
-        advice = ": pass use_cache=False" if "Cache" in name else ""
-        raise DependentRowsError(f"its output {index} is a {name}, which has no rows{advice}")
+        raise DependentRowsError(f"its output {index} is a {name}, which has no rows")
     rows = sum(sizes)
     fitting = (
         d
