@@ -25,11 +25,11 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
+from ladders import read_ladder
 from published import estimate_settings
 from published_behaviours import behaviours_of
 from published_cases import PUBLISHED, Case, UnknownCaseError, read_cases
 
-from hf_memopt.cli.published_ladders import read_ladder
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, optimizer_memory, parameter_facts
 from hf_memopt.memory.settings import NotEstimableError, StepSettings

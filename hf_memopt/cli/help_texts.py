@@ -46,6 +46,5 @@ EXAMPLES = {
     "measure": _examples(
         "measure train.py", "measure train.py -n 20 -o run.json", "measure train.py -- --learning_rate 1e-4"
     ),
-    "ladder": _examples("ladder A", "ladder B --plot ladder.png"),
     "doctor": _examples("doctor", "doctor --json"),
 }
