@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from hf_memopt.memory import meta_outputs, storage_tracker
-from hf_memopt.memory.meta_outputs import forget_outputs, run_on_meta
+from hf_memopt.memory.meta_outputs import run_on_meta
 from hf_memopt.memory.recording.isolation import recording
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
@@ -37,7 +37,7 @@ def facts(out: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered() -> None:
-    forget_outputs()
+    meta_outputs._remembered.clear()
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])

@@ -33,14 +33,13 @@ class Linear4bitStandIn(Linear4bit):
 
     Args:
         module: the linear to replace, quantised or not.
-        device: of its tensors.
     """
 
     weight: Any  # Params4bit
     absmax: torch.Tensor
     offset: torch.Tensor
 
-    def __init__(self, module: Linear4bit, device: str | torch.device = "meta") -> None:
+    def __init__(self, module: Linear4bit) -> None:
         weight: Any = module.weight  # Params4bit
         super().__init__(  # type: ignore[no-untyped-call]
             module.in_features,
@@ -50,7 +49,7 @@ class Linear4bitStandIn(Linear4bit):
             compress_statistics=weight.compress_statistics,
             quant_type=weight.quant_type,
             quant_storage=weight.quant_storage,
-            device=device,
+            device="meta",
         )
         quant_state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
         self.weight_dtype: torch.dtype = weight.dtype if quant_state is None else quant_state.dtype
@@ -58,12 +57,12 @@ class Linear4bitStandIn(Linear4bit):
         self.compress_statistics: bool = weight.compress_statistics
         elements = self.in_features * self.out_features
         packed = (elements + 1) // (weight.quant_storage.itemsize * 2)
-        packed_weight = torch.empty((packed, 1), dtype=weight.quant_storage, device=device)
+        packed_weight = torch.empty((packed, 1), dtype=weight.quant_storage, device="meta")
         self.weight = _like(weight, packed_weight)
-        self._add_statistics(-(-elements // self.blocksize), device)
-        copy_bias_and_mode(module, self, device)
+        self._add_statistics(-(-elements // self.blocksize))
+        copy_bias_and_mode(module, self)
 
-    def _add_statistics(self, blocks: int, device: str | torch.device) -> None:
+    def _add_statistics(self, blocks: int) -> None:
         """Register what ``QuantState`` holds; every module has its own tables."""
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"code": ((16,), torch.float32)}
         if self.compress_statistics:
@@ -74,7 +73,7 @@ class Linear4bitStandIn(Linear4bit):
         else:
             sizes["absmax"] = ((blocks,), torch.float32)
         for name, (size, dtype) in sizes.items():
-            self.register_buffer(name, torch.empty(size, dtype=dtype, device=device), persistent=False)
+            self.register_buffer(name, torch.empty(size, dtype=dtype, device="meta"), persistent=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Linear4bitStandIn:
         """Copy as any module; ``Params4bit`` itself cannot be copied on the meta device."""

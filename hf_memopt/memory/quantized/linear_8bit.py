@@ -22,13 +22,12 @@ class Linear8bitStandIn(Linear8bitLt):
 
     Args:
         module: the linear to replace, quantised or not.
-        device: of its tensors.
     """
 
     weight: Any  # Int8Params
     scales: torch.Tensor
 
-    def __init__(self, module: Linear8bitLt, device: str | torch.device = "meta") -> None:
+    def __init__(self, module: Linear8bitLt) -> None:
         super().__init__(
             module.in_features,
             module.out_features,
@@ -36,12 +35,12 @@ class Linear8bitStandIn(Linear8bitLt):
             has_fp16_weights=False,
             threshold=module.state.threshold,
             index=module.index,
-            device=device,
+            device="meta",
         )
-        weight = torch.empty((self.out_features, self.in_features), dtype=torch.int8, device=device)
+        weight = torch.empty((self.out_features, self.in_features), dtype=torch.int8, device="meta")
         self.weight = Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-        self.register_buffer("scales", torch.empty(self.out_features, device=device), persistent=False)  # SCB
-        copy_bias_and_mode(module, self, device)
+        self.register_buffer("scales", torch.empty(self.out_features, device="meta"), persistent=False)  # SCB
+        copy_bias_and_mode(module, self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the output's shape and dtype, with the temporaries of the CUDA operation."""

@@ -11,10 +11,10 @@ __all__ = ["cast_bias", "copy_bias_and_mode", "matmul"]
 matmul = torch.ops.aten.matmul
 
 
-def copy_bias_and_mode(module: nn.Linear, stand_in: nn.Linear, device: str | torch.device) -> None:
+def copy_bias_and_mode(module: nn.Linear, stand_in: nn.Linear) -> None:
     """Give the stand-in a bias of the module's dtype, and the module's mode."""
     if module.bias is not None:
-        bias = torch.empty(module.out_features, dtype=module.bias.dtype, device=device)
+        bias = torch.empty(module.out_features, dtype=module.bias.dtype, device="meta")
         stand_in.bias = nn.Parameter(bias, requires_grad=module.bias.requires_grad)
     stand_in.train(module.training)
 
