@@ -195,6 +195,6 @@ def test_what_is_read_is_data() -> None:
                 trusted.add(ast.unparse(node.value))
     assert found == {
         ("memory/second_process.py", "pickle.loads"),  # of its own fork, through a pipe
-        ("cli/script_runner.py", "runpy.run_path"),  # the script that hf-memopt measure is asked to run
+        ("cli/measure_command.py", "runpy.run_path"),  # the script that hf-memopt measure is asked to run
     }
     assert trusted == {"False"}

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hf_memopt.cli.command import Command
-from hf_memopt.cli.help_texts import BEFORE, EXAMPLES, MACHINE, TRYING_OUT
+from hf_memopt.cli.command import BEFORE, EXAMPLES, MACHINE, TRYING_OUT, Command
 from hf_memopt.cli.model_commands import AsJson, estimate, measure, plan, report
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import tiny
 from hf_memopt.cli.app import app
 from hf_memopt.cli.command import Flag, in_flags
 from hf_memopt.cli.data_length import length_of_data
-from hf_memopt.cli.verdicts import print_coloured
+from hf_memopt.cli.measure_command import print_coloured
 
 runner = CliRunner()
 FLAGS = {

@@ -18,7 +18,7 @@ from hf_memopt.binding import versions as compat
 from hf_memopt.binding.input_gradients import drop_input_gradients
 from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.models.known import known_models
+from hf_memopt.memory.models.config_files import known_models
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.recording import trace_cache
 from hf_memopt.memory.recording.identical_layers import find_runs
