@@ -49,7 +49,7 @@ def policy_figures(case: str) -> dict[str, dict[str, int]]:
 
 def budget_figures() -> dict[str, int]:
     """Measure what a compiled network of four blocks, of 512 rows of 256 numbers, saves within each budget."""
-    from hf_memopt.techniques.checkpointing.compile_budget import activation_memory_budget
+    from hf_memopt.techniques.checkpointing.selective import activation_memory_budget
 
     torch.manual_seed(0)
     blocks = [(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.LayerNorm(256)) for _ in range(4)]

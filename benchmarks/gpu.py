@@ -7,7 +7,7 @@ that would not finish, and the next run goes on where this one stopped. Needs no
 transformers, accelerate and psutil are enough, and a case that needs more (bitsandbytes, peft) is skipped without it.
 
     python benchmarks/gpu.py [--minutes 8] [--only PATTERN] [--again] [--list] [--snapshot DIR] [--out FILE]
-    python benchmarks/gpu.py ladder                     # the published ladders of hf-memopt ladder, on this GPU
+    python benchmarks/gpu.py ladder                     # the published ladders of ladders.py, on this GPU
     python benchmarks/gpu.py --device cpu --tiny        # the harness itself, on any machine; no figures of a GPU
 
 Columns of the table: errors of the prediction in percent of what was measured, below zero for too little. "allocated"

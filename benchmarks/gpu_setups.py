@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from hf_memopt.cli.published_ladders import LADDERS, LadderRow, read_ladder
+from ladders import LADDERS, LadderRow, read_ladder
 
 CHECKPOINTING = {"use_reentrant": False}
 LORA_RANK = 16

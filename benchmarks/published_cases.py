@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from hf_memopt.memory.models.known import known_models, known_name
+from hf_memopt.memory.models.config_files import known_models, known_name
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
 MIB = 2**20

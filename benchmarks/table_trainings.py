@@ -16,7 +16,7 @@ def demo_table() -> str:
     """Return the table that the demo printed, with what it ran on."""
     from rich.console import Console
 
-    from hf_memopt.demo.results import print_results
+    from hf_memopt.demo.run import print_results
 
     figures, versions_of = _demo()
     console = Console(file=io.StringIO(), width=100, record=False)

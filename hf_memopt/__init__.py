@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hf_memopt.changes import Change
     from hf_memopt.devices.gpus import GPUS, Gpu, custom_gpu, find_gpu
     from hf_memopt.devices.memory_reading import MemoryReading, read_memory
-    from hf_memopt.errors import BudgetError, MissingExtraError
+    from hf_memopt.errors import MissingExtraError
     from hf_memopt.memory.estimation import estimate, estimate_from_arguments
     from hf_memopt.memory.printed_memory import print_gpu_utilization, print_summary
     from hf_memopt.memory.report import MemoryReportCallback
@@ -67,7 +67,7 @@ _MODULES = {
     "hf_memopt.binding.fused_loss.fuse": ("fuse_cross_entropy",),
     "hf_memopt.binding.quantized_weights": ("prepare_quantized",),
     "hf_memopt.changes": ("Change",),
-    "hf_memopt.errors": ("BudgetError", "MissingExtraError"),
+    "hf_memopt.errors": ("MissingExtraError",),
     "hf_memopt.devices.gpus": ("GPUS", "Gpu", "custom_gpu", "find_gpu"),
     "hf_memopt.memory.estimation": ("estimate", "estimate_from_arguments"),
     "hf_memopt.memory.printed_memory": ("print_gpu_utilization", "print_summary"),
@@ -103,7 +103,6 @@ __all__ = [
     "GPUS",
     "PRESETS",
     "BucketedCollator",
-    "BudgetError",
     "Change",
     "CheckpointingCallback",
     "DynamicPaddingCollator",

@@ -6,11 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["BudgetError", "MissingExtraError", "did_you_mean", "nearest"]
-
-
-class BudgetError(RuntimeError):
-    """A set-up needs more memory than its budget allows."""
+__all__ = ["MissingExtraError", "did_you_mean", "nearest"]
 
 
 class MissingExtraError(ImportError):

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["printed_html"]
 
-COLUMNS = 80
 PRE = (
     '<pre style="overflow-x:auto; white-space:pre; line-height:normal; font-size:12px; font-family:Menlo,Consolas,'
     "'DejaVu Sans Mono',monospace\">{code}</pre>"
@@ -25,7 +24,7 @@ RED, GREEN, YELLOW, CYAN = (212, 60, 60), (0, 145, 85), (170, 120, 0), (0, 140, 
 BLACK, WHITE, BLUE, MAGENTA = (0, 0, 0), (255, 255, 255), (60, 110, 210), (170, 80, 170)
 
 
-def printed_html(print_to: Callable[[Console], object], columns: int = COLUMNS) -> str:
+def printed_html(print_to: Callable[[Console], object]) -> str:
     """Return as HTML what a function prints to a console; every string in it is escaped.
 
     Examples:
@@ -37,7 +36,7 @@ def printed_html(print_to: Callable[[Console], object], columns: int = COLUMNS) 
     console = Console(
         file=io.StringIO(),
         record=True,
-        width=columns,
+        width=80,
         color_system="truecolor",
         force_terminal=True,
         force_jupyter=False,

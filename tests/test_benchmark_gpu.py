@@ -116,11 +116,9 @@ def test_estimate_and_trainer_are_told_the_same(setups, tmp_path) -> None:
 
 
 def test_the_cases_of_a_ladder_are_its_published_rows(setups) -> None:
-    from hf_memopt.cli.published_ladders import read_ladder
-
     cases = setups.ladder_cases()
     for name in ("A", "B"):
-        ladder = read_ladder(name)
+        ladder = setups.read_ladder(name)
         of_ladder = [case for case in cases if case.model == f"ladder {name}"]
         for case, row in zip(of_ladder, ladder.rows, strict=True):
             asked, told = row.settings, setups.estimate_settings(case)

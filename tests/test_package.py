@@ -42,7 +42,6 @@ PUBLIC = {
     "find_gpu",
     "PRESETS",
     "BucketedCollator",
-    "BudgetError",
     "Change",
     "DynamicPaddingCollator",
     "EmbeddingBitsCallback",

@@ -1,4 +1,4 @@
-"""The command line: ``hf-memopt demo | presets | lengths | estimate | plan | measure | report | ladder | doctor``.
+"""The command line: ``hf-memopt demo | presets | lengths | estimate | plan | measure | report | doctor``.
 
 ``python -m hf_memopt ...`` does the same.
 
@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hf_memopt.cli.command import Command
-from hf_memopt.cli.help_texts import BEFORE, EXAMPLES, MACHINE, TRYING_OUT
+from hf_memopt.cli.command import BEFORE, EXAMPLES, MACHINE, TRYING_OUT, Command
 from hf_memopt.cli.model_commands import AsJson, estimate, measure, plan, report
 
 if TYPE_CHECKING:
@@ -279,25 +278,6 @@ app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["estimate"])(es
 app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["plan"])(plan)
 app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["report"])(report)
 app.command(cls=Command, rich_help_panel=MACHINE, epilog=EXAMPLES["measure"])(measure)
-
-
-@app.command(cls=Command, rich_help_panel=TRYING_OUT, epilog=EXAMPLES["ladder"])
-def ladder(
-    name: Annotated[str, typer.Argument(help="A or B.", metavar="A|B")],
-    plot: Annotated[
-        Path | None, typer.Option("-p", "--plot", metavar="FILE", help="Also write a picture: .png, .svg or .pdf.")
-    ] = None,
-    json_output: AsJson = False,
-) -> None:
-    """Predict a published ladder of memory techniques.
-
-    A is BERT-large's shape at batch 32, B is BERT-large at batch 4 on a V100, each printed beside what was measured.
-    """
-    from rich.console import Console
-
-    from hf_memopt.cli.ladder_command import run_ladder
-
-    raise typer.Exit(run_ladder(name, Console(), Console(stderr=True), json_output=json_output, plot=plot))
 
 
 @app.command(cls=Command, rich_help_panel=MACHINE, epilog=EXAMPLES["doctor"])

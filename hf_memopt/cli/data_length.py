@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_memopt.batching.padding_costs.data_files import FileLengths, file_lengths
-from hf_memopt.memory.models.known import name_on_hub
+from hf_memopt.memory.models.config_files import name_on_hub
 
 __all__ = ["length_of_data", "lengths_of_data"]
 

@@ -27,7 +27,7 @@ def _option(group: str, metavar: str | None, text: str, *names: str, **settings:
 
 def _list_models(wanted: bool) -> None:
     if wanted:
-        from hf_memopt.memory.models.known import known_models
+        from hf_memopt.memory.models.config_files import known_models
 
         for name in known_models():
             typer.echo(name)

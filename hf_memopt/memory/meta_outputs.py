@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["forget_outputs", "run_on_meta"]
+__all__ = ["run_on_meta"]
 
 _MOST_REMEMBERED = 2**15
 _PLAIN_TENSORS = {torch.Tensor, nn.Parameter}
@@ -90,11 +90,6 @@ def run_on_meta(
     beside = {}
     _remembered[tuple(key)] = made, operations, beside
     return out, operations, beside
-
-
-def forget_outputs() -> None:
-    """Forget all shapes."""
-    _remembered.clear()
 
 
 @cache

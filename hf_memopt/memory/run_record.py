@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.devices.memory_reading import read_memory
-from hf_memopt.memory.batch_shape import BatchShape
+from hf_memopt.memory.batch_lengths import BatchShape
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.notices import notify
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.changes import CHANGES
 from hf_memopt.devices.memory_reading import measured_device, read_context, read_memory
 from hf_memopt.devices.out_of_memory import is_out_of_memory
-from hf_memopt.memory.batch_shape import BatchShape
+from hf_memopt.memory.batch_lengths import BatchShape
 from hf_memopt.memory.live_tensors import bytes_on, held_by_trainer, largest_blocks, live_tensors
 from hf_memopt.memory.run_record import RunRecord
 from hf_memopt.memory.timeline import phase_peaks

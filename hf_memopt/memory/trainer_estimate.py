@@ -12,10 +12,10 @@ from hf_memopt.memory.estimation import estimate_from_arguments
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from hf_memopt.memory.batch_shape import BatchShape
+    from hf_memopt.memory.batch_lengths import BatchShape
     from hf_memopt.memory.result import Estimate
 
-__all__ = ["estimate_of", "settings_of"]
+__all__ = ["estimate_of"]
 
 _FLAGS = {
     "gradient release": "gradient_release",

@@ -33,14 +33,7 @@ from hf_memopt.units import format_bytes
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = [
-    "PrecisionCallback",
-    "disable_autocast_cache",
-    "half_weights",
-    "is_checkpointed",
-    "is_under_autocast",
-    "keep_master_weights",
-]
+__all__ = ["PrecisionCallback", "disable_autocast_cache", "keep_master_weights"]
 
 logger = logging.getLogger(__name__)
 

@@ -78,7 +78,6 @@ ANSWERED_AT_ONCE = {
     "presets 4gb-gpu": (0, ""),
     "presets --model gpt2": (2, "--model gpt2 has no preset to begin with; "),
     "presets 9gb": (2, "'9gb' is not a preset; "),
-    "ladder C": (2, "'C' is not a published ladder; "),
     "estimate --list-models": (0, ""),
     "estimate bert-larg --seq-len 8": (2, "'bert-larg' is neither a well-known name nor a folder, "),
     "estimate gpt2 --gpu RTX-9999": (2, "--gpu RTX-9999 "),
@@ -102,7 +101,6 @@ ANSWERED_AT_ONCE = {
         "'missing' does not exist; expected the output folder of a run, or the JSON of a ",
     ),
     "lengths data.csv --plot lengths.gif": (2, "--plot lengths.gif is not a kind of picture; "),
-    "ladder A --plot ladder.gif": (2, "--plot ladder.gif is not a kind of picture; "),
     "plan gpt2 --gpu T4 --plot plan.gif": (2, "--plot plan.gif is not a kind of picture; "),
 }
 
@@ -274,7 +272,6 @@ VERBS = {
     "presets": ("hf_memopt.recipes.presets.preset_rows", []),
     "lengths": ("hf_memopt.batching.padding_costs.data_files.file_lengths", ["data.csv"]),
     "estimate": ("hf_memopt.memory.estimation.estimate", ["gpt2", "--seq-len", "8"]),
-    "ladder": ("hf_memopt.cli.ladder_command.predicted_rows", ["A"]),
     "doctor": ("hf_memopt.cli.doctor.examine", []),
     "demo": ("hf_memopt.demo.run.run_demo", []),
 }

@@ -15,7 +15,7 @@ import tiny
 from hf_memopt.cli.app import app
 from hf_memopt.cli.command import Flag, in_flags
 from hf_memopt.cli.data_length import length_of_data
-from hf_memopt.cli.verdicts import print_coloured
+from hf_memopt.cli.measure_command import print_coloured
 
 runner = CliRunner()
 FLAGS = {
@@ -73,7 +73,7 @@ def test_the_presets_and_what_fits_cut_no_word(columns: str, widest: int) -> Non
     assert re.search(r"^GPU of \.\.\. GB +tokens +4 +6 +8 +12 +16 +24 +40 +80$", shown, re.MULTILINE)
 
 
-COMMANDS = ("demo", "presets", "lengths", "estimate", "report", "measure", "ladder", "doctor")
+COMMANDS = ("demo", "presets", "lengths", "estimate", "report", "measure", "doctor")
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
@@ -102,7 +102,6 @@ def test_commands_are_listed_in_groups() -> None:
         ("estimate", ["-g", "-b", "-s", "-d", "-p"]),
         ("report", ["-o"]),
         ("measure", ["-n", "-o"]),
-        ("ladder", ["-p"]),
     ],
 )
 def test_frequent_options_have_a_letter(command: str, options: list[str]) -> None:

@@ -16,8 +16,7 @@ from slow_cases import slow_except
 from typer.testing import CliRunner
 
 from hf_memopt.cli.app import app
-from hf_memopt.cli.doctor_launch import LaunchedProcess, processes_table
-from hf_memopt.cli.launch_problems import find_problems
+from hf_memopt.cli.doctor_launch import LaunchedProcess, find_problems, processes_table
 from two_ranks import run_pair
 
 PROGRAM = str(Path(__file__).parent / "launched_doctor.py")

@@ -21,7 +21,7 @@ from hf_memopt.cli.technique_ladder import ladder, ladder_rungs
 from hf_memopt.devices.gpus import custom_gpu, find_gpu
 from hf_memopt.memory import estimation
 from hf_memopt.memory.hints import Hint
-from hf_memopt.memory.models.known import known_models
+from hf_memopt.memory.models.config_files import known_models
 from hf_memopt.memory.output.estimate_text import as_dict, estimate_table
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings

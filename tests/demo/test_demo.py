@@ -34,8 +34,16 @@ from hf_memopt import recipe
 from hf_memopt.demo import measurement, setups
 from hf_memopt.demo import run as demo
 from hf_memopt.demo.docstring_task import MissingSourcesError, docstring_task, read_docstrings, source_files
-from hf_memopt.demo.results import TITLES, conclusions, figures_table, print_results, setups_text
-from hf_memopt.demo.run import prepare, run_child, run_demo
+from hf_memopt.demo.run import (
+    TITLES,
+    conclusions,
+    figures_table,
+    prepare,
+    print_results,
+    run_child,
+    run_demo,
+    setups_text,
+)
 
 TINY = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
 KEYS = {

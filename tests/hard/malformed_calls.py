@@ -462,7 +462,6 @@ TAKE_ARRAYS = ("lengths", "boundaries", "dataset", "train_dataset", "features", 
 UNCALLED = {
     "GPUS": "a mapping",
     "PRESETS": "a mapping",
-    "BudgetError": "an exception",
     "MissingExtraError": "an exception",
     "NotEstimableError": "an exception",
     "Change": "made by the package",

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 
 import tiny
 from hf_memopt import BucketedCollator, attach, bucketed, estimate
-from hf_memopt.memory.meta_outputs import forget_outputs
+from hf_memopt.memory import meta_outputs
 from technique_table import TABLE, make_trainer
 
 MIB = 2**20
@@ -36,7 +36,7 @@ class Held(NamedTuple):
 
 def held() -> Held:
     """Return what the process holds once garbage is collected and malloc has returned what it can."""
-    forget_outputs()  # shapes of operations, of which 2**15 are kept at most
+    meta_outputs._remembered.clear()  # shapes of operations, of which 2**15 are kept at most
     for _ in range(3):
         gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

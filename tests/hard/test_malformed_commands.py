@@ -37,10 +37,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "plan": ("model", "--gpu", "RTX 3060 12GB", "--seq-len", "8", "--effective-batch", "1", "--method", "full"),
     "report": ("memopt_run.json", "--output", "page.html"),
     "measure": ("script.py", "--steps", "1"),
-    "ladder": ("C",),  # A and B take seconds, and their options are those of estimate
     "doctor": (),
 }
-"""Valid arguments of each command, quick ones; but of ``ladder``. ``demo`` ends before it reads its texts."""
+"""Valid arguments of each command, quick ones. ``demo`` ends before it reads its texts."""
 
 OPTIONS = {
     name: [max(one.opts, key=len) for one in command.params if one.param_type_name == "option" and one.name != "help"]
@@ -164,7 +163,7 @@ def run(arguments: Sequence[str], made: Path, folder: Path) -> Any:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_with_every_word(name: str, made: Path, tmp_path: Path) -> None:
     """What takes longer than a check of options is drawn below."""
-    words = WORDS if name in ("demo", "presets", "lengths", "report", "ladder") else WORDS[:20]
+    words = WORDS if name in ("demo", "presets", "lengths", "report") else WORDS[:20]
     for option in OPTIONS[name]:
         if name in ("estimate", "plan", "measure", "doctor") and option in FLAGS[name]:
             continue
@@ -190,8 +189,6 @@ def command_lines(draw: st.DrawFn) -> tuple[str, ...]:
     arguments = list(COMMANDS[name])
     if draw(st.booleans()) and arguments:
         arguments[draw(st.integers(0, len(arguments) - 1))] = draw(words)
-    if name == "ladder" and arguments[0].upper() in ("A", "B"):
-        arguments[0] = "C"
     return (name, *arguments, *options)
 
 

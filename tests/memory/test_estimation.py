@@ -29,8 +29,8 @@ from hf_memopt.memory.allocator import limited_replay
 from hf_memopt.memory.allocator.replay import replay
 from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.estimation import estimate, estimate_from_arguments
+from hf_memopt.memory.models.config_files import known_models
 from hf_memopt.memory.models.example_batch import example_batch
-from hf_memopt.memory.models.known import known_models
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.optimizers.optimizer_memory import optimizer_memory, parameter_facts
 from hf_memopt.memory.recording import trace_cache

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_memopt.memory import meta_outputs, storage_tracker
 from hf_memopt.memory.cuda.chip import Chip
-from hf_memopt.memory.meta_outputs import forget_outputs, run_on_meta
+from hf_memopt.memory.meta_outputs import run_on_meta
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.recording.isolation import recording
 from hf_memopt.memory.recording.step_trace import RecordedPass, StepTrace
@@ -80,7 +80,7 @@ def recorded(name: str, settings: StepSettings) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered() -> None:
-    forget_outputs()
+    meta_outputs._remembered.clear()
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])

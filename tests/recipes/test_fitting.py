@@ -13,7 +13,7 @@ from torch import nn
 import tiny
 from hf_memopt import PRESETS, Recipe, custom_gpu, estimate, recipe
 from hf_memopt.recipes import presets
-from hf_memopt.recipes.fitting import fitting_recipe
+from hf_memopt.recipes.presets import fitting_recipe
 from hf_memopt.units import parse_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -16,7 +16,7 @@ import tiny
 from hf_memopt import Gpu, Measurement, Plan, Recipe, estimate, find_gpu, measure, plan, recipe
 from hf_memopt.devices import gpus
 from hf_memopt.recipes.measuring.measurement import Figures
-from hf_memopt.recipes.measuring.meters import StepMeter
+from hf_memopt.recipes.measuring.recorder import StepMeter
 from hf_memopt.recipes.planning.measured import Corrections
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -33,9 +33,8 @@ from hf_memopt.binding.versions import (
 )
 from hf_memopt.changes import Change
 from hf_memopt.memory.estimation import estimate
-from hf_memopt.techniques.checkpointing.compile_budget import activation_memory_budget
 from hf_memopt.techniques.checkpointing.policies import CheckpointingCallback, checkpoint_layers
-from hf_memopt.techniques.checkpointing.selective import KEPT_ATTENTIONS, KEPT_PRODUCTS
+from hf_memopt.techniques.checkpointing.selective import KEPT_ATTENTIONS, KEPT_PRODUCTS, activation_memory_budget
 from hf_memopt.techniques.freezing.freezing import FreezeCallback, freeze
 
 POLICIES = ("full", "every_2", "first_1", "selective")

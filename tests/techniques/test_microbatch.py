@@ -629,10 +629,9 @@ def test_training_without_attach_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_no_limit_is_the_default_and_the_former_names_stay() -> None:
+def test_no_limit_is_the_default() -> None:
     for callback in (MicrobatchCallback(), MicrobatchCallback(None), MicrobatchCallback("auto", None)):
         assert callback.limits == {"max_tokens": Limit(), "max_examples": Limit()}
-        assert callback.caps is callback.limits
 
 
 # ---- The trainer ---------------------------------------------------------------------------------------------------

@@ -40,9 +40,8 @@ from hf_memopt.batching.plan.checks import (
     checked_boundaries,
 )
 from hf_memopt.batching.plan.samplers import check_state
-from hf_memopt.batching.plan.stream_buffer import Entry, cut_groups
 from hf_memopt.batching.views.descriptions import DescribedByDataset
-from hf_memopt.batching.views.stream_pass import StreamPass, random_numbers
+from hf_memopt.batching.views.stream_pass import Entry, StreamPass, cut_groups, random_numbers
 from hf_memopt.batching.views.stream_places import Place, SharedPlaces, checked_place
 from hf_memopt.batching.views.stream_source import StreamSource, check_source
 from hf_memopt.batching.views.trainer_checks import (

@@ -1,4 +1,4 @@
-"""One pass over a stream: its rows, checked and measured, from any place on."""
+"""One pass over a stream: its rows, checked and measured, from any place on, and the groups that are cut of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from hf_memopt.batching.plan.lengths import are_token_ids
 from hf_memopt.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from hf_memopt.batching.plan.stream_buffer import Entry
     from hf_memopt.batching.views.bucketed_stream import BucketedStream
     from hf_memopt.batching.views.stream_places import Place
     from hf_memopt.batching.views.stream_source import StreamSource
 
-__all__ = ["StreamPass", "random_numbers"]
+__all__ = ["Entry", "StreamPass", "cut_groups", "random_numbers"]
 
 ROWS, GROUPS = range(2)  # what random numbers are for
 TIES = 1024  # that are drawn at a time
@@ -142,3 +141,30 @@ def _too_long(stream: BucketedStream, where: str, length: int, width: int) -> Va
         "expected every example to fit. Truncate it (tokenizer(..., truncation=True, max_length=...)), "
         f'{raising}, or pass bucketed(..., too_long="drop"), which counts them in stream.dropped'
     )
+
+
+Entry = tuple[int, float, int, Any]  # padded length, random tie-break, position in the pass, example
+
+
+def cut_groups(
+    held: list[Entry], rows_at: Callable[[int], int], world_size: int, *, full_only: bool
+) -> tuple[list[list[Entry]], list[Entry]]:
+    """Return the groups, each with its longest example first, and the examples that fill none.
+
+    The groups are cut from the longest examples downwards, so that what is left over are the shortest.
+
+    Args:
+        held: examples in ascending order.
+        rows_at: how many rows of a padded length a batch holds.
+        world_size: batches of a group.
+        full_only: whether batches with fewer rows than that are never cut.
+    """
+    groups, end = [], len(held)
+    while end >= world_size:
+        size = rows_at(held[end - 1][0]) * world_size
+        if full_only and end < size:
+            break
+        size = min(size, end - end % world_size)
+        groups.append(held[end - size : end][::-1])
+        end -= size
+    return groups, held[:end]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
-from hf_memopt.memory.cuda.attention_buffers import attend
+from hf_memopt.memory.cuda.attention import attend
 from hf_memopt.memory.cuda.autocast_lists import CUDA_CASTS, Policy, functions_of
 from hf_memopt.memory.cuda.composite_operations import OPENED, cross_entropy, grouped_product
 from hf_memopt.memory.storage_tracker import StorageTracker

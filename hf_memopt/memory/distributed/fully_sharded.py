@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from hf_memopt.memory.distributed.swapped_parameters import swap_parameters
-from hf_memopt.memory.distributed.units import Unit, layer_classes, shard_shape, units_of
+from hf_memopt.memory.distributed.units import Unit, layer_classes, shard_shape, swap_parameters, units_of
 
 __all__ = ["FullyShardedStep"]
 

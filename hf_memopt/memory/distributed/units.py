@@ -6,7 +6,8 @@ norm with the head, and the rest of the model. Tied embeddings belong to the hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["Unit", "layer_classes", "shard_shape", "units_of"]
+__all__ = ["Unit", "layer_classes", "shard_shape", "swap_parameters", "units_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,3 +122,12 @@ def _last_norm(model: Any) -> nn.Module | None:
     base = getattr(model, getattr(model, "base_model_prefix", ""), None) if model.base_model_prefix else model
     children = base.children() if isinstance(base, nn.Module) else ()
     return next((child for child in reversed(list(children)) if "Norm" in type(child).__name__), None)
+
+
+def swap_parameters(model: nn.Module, swapped: Mapping[nn.Parameter, nn.Parameter], around: ExitStack) -> None:
+    """Replace parameters wherever modules hold them, tied ones too; ``around`` puts them back when it closes."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in swapped:
+                around.callback(module._parameters.__setitem__, name, parameter)
+                module._parameters[name] = swapped[parameter]

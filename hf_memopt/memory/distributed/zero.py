@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_memopt.memory.distributed.swapped_parameters import swap_parameters
+from hf_memopt.memory.distributed.units import swap_parameters
 from hf_memopt.memory.distributed.zero_config import ZERO_STAGES, ZeroSizes
 from hf_memopt.memory.optimizers.optimizer_memory import parameter_facts
 from hf_memopt.memory.optimizers.parameter_facts import FLOAT_BYTES, OptimizerMemory, ParameterFacts, trainer_groups

@@ -14,8 +14,7 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, PretrainedConfig
 
-from hf_memopt.memory.models.config_files import find_config
-from hf_memopt.memory.models.known import known_models, known_name
+from hf_memopt.memory.models.config_files import find_config, known_models, known_name
 from hf_memopt.memory.settings import NotEstimableError
 
 __all__ = ["one_error", "read_config"]

@@ -6,7 +6,7 @@ meta, with its statistics as buffers, and perform the steps of the CUDA operatio
 never filled. They are subclasses of the real modules, so peft wraps them in its own 4-bit and 8-bit layers.
 ``tests/memory/test_quantized.py`` runs bitsandbytes' CUDA sources against them, without a GPU.
 
-Their assumptions are in ``linear_4bit`` and ``linear_8bit``. Limitations: the table of 256 values that bitsandbytes
+Their assumptions are in ``linears``. Limitations: the table of 256 values that bitsandbytes
 keeps once per process (1 KiB).
 """
 
@@ -19,8 +19,7 @@ import torch
 from bitsandbytes.nn.modules import Embedding4bit, Embedding8bit, Linear4bit, Linear8bitLt, OutlierAwareLinear
 from torch import nn
 
-from hf_memopt.memory.quantized.linear_4bit import Linear4bitStandIn
-from hf_memopt.memory.quantized.linear_8bit import Linear8bitStandIn
+from hf_memopt.memory.quantized.linears import Linear4bitStandIn, Linear8bitStandIn
 from hf_memopt.memory.settings import NotEstimableError
 
 if TYPE_CHECKING:

@@ -23,13 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "FOREACH_CHUNK",
-    "FOREACH_CHUNKS_PER_KERNEL",
-    "VIEW",
-    "Operation",
-    "operation_of",
-]
+__all__ = ["FOREACH_CHUNK", "FOREACH_CHUNKS_PER_KERNEL", "Operation", "operation_of"]
 
 FOREACH_CHUNK = 65_536  # elements, aten/src/ATen/native/cuda/MultiTensorApply.cuh
 FOREACH_CHUNKS_PER_KERNEL = 320

@@ -17,17 +17,16 @@ from torch import nn
 from hf_memopt.binding.attach import refuse_data_parallel
 from hf_memopt.binding.quantized_weights import is_quantized
 from hf_memopt.binding.versions import checkpointing_of
-from hf_memopt.devices.gpus import current_gpu
+from hf_memopt.devices.gpus import GPUS, current_gpu
 from hf_memopt.devices.memory_reading import read_context, read_memory, read_process
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
-from hf_memopt.memory.batch_shape import BatchShape
+from hf_memopt.memory.batch_lengths import BatchShape
 from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.memory.timeline import COMPONENTS, Timeline, phase_spans
 from hf_memopt.memory.trainer_estimate import estimate_of
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.measuring.measurement import DEFAULT_STEPS, PACKAGES, Figures, Measurement, check_new_file
-from hf_memopt.recipes.measuring.meters import StepMeter, meter_of
-from hf_memopt.recipes.measuring.prediction import predicted_figures
-from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepRecorder
+from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepMeter, StepRecorder, meter_of
 from hf_memopt.recipes.measuring.restoring import restored
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def measure(
     ``report_to``, progress bars and memory reports are set aside.
 
     Limitations: evaluation, checkpoints and resuming; what callbacks and collators do outside of Python's objects (a
-    file, a request); streams that can be read only once. On a CPU the bytes are those of tensors (``meters``).
+    file, a request); streams that can be read only once. On a CPU the bytes are those of tensors (``recorder``).
 
     Raises:
         TypeError: ``trainer`` is not a Trainer.
@@ -221,3 +220,48 @@ def _mean(shapes: list[BatchShape]) -> BatchShape:
     weight = sum(number for _, number in lengths)
     mean = round(sum(length * number for length, number in lengths) / weight) if weight else None
     return replace(shapes[0], rows=rows, seq_len=mean)
+
+
+_KEPT = [COMPONENTS.index(name) for name in ("activations", "logits and loss", "temporaries")]
+
+
+def predicted_figures(found: Estimate, timed: Estimate | None) -> Figures:
+    """Return what an estimate says of what is measured.
+
+    Args:
+        found: of the largest batch.
+        timed: of the batches that were timed; None where no time is compared.
+    """
+    timeline = found.timeline
+    on_gpu = found.gpu is not None
+    workspace = COMPONENTS.index("workspace")
+    held = {name: int(timeline.components[:, COMPONENTS.index(name)].max()) for name in COMPONENTS[:3]}
+    # a CPU has no workspace of matrix products, nothing reserved and no context
+    without = 0 if on_gpu else int(timeline.components[:, workspace].max())
+    peaks = {name: size - (0 if name == "load" else without) for name, size in _phase_peaks(timeline).items()}
+    time = None if timed is None else timed.step_time
+    return Figures(
+        allocated_bytes=found.peak_allocated_bytes - without,
+        reserved_bytes=found.peak_reserved_bytes if on_gpu else None,
+        context_bytes=None if found.gpu is None else GPUS.get(found.gpu.name, found.gpu).context_bytes,
+        phases=peaks,
+        components={**held, "activations and logits": _kept_by_forward(timeline)},
+        seconds=None if time is None else time.seconds,
+        low=None if time is None else time.low,
+        high=None if time is None else time.high,
+    )
+
+
+def _kept_by_forward(timeline: Timeline) -> int:
+    """Return the most that a forward pass leaves for its backward pass."""
+    starts = [first for first, name in timeline.phases if name == "backward" and first]
+    return max((int(timeline.components[first - 1, _KEPT].sum()) for first in starts), default=0)
+
+
+def _phase_peaks(timeline: Timeline) -> dict[str, int]:
+    """Return the most that is allocated in each phase, what it begins with included."""
+    allocated = timeline.components.sum(axis=1)
+    peaks: dict[str, int] = {}
+    for first, end, name in phase_spans(timeline):
+        peaks[name] = max(peaks.get(name, 0), int(allocated[max(first - 1, 0) : end].max()))
+    return peaks

@@ -3,30 +3,40 @@
 The first steps get the longest rows of the data, so that their peaks are those of a whole run; the others get the run's
 own batches and are timed. Forward and backward passes have no events, so ``compute_loss`` and accelerate's ``backward``
 are overridden on this one Trainer.
+
+On a CPU torch counts no bytes, so the operations of the measured steps go through ``StorageTracker``: its bytes are
+those that tensors hold, without the allocator's rounding and without what a kernel allocates inside itself. That slows
+a step down; steps that are timed run without it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow as pa
+import torch
 from accelerate.utils import send_to_device
 from transformers import TrainerCallback
 
+from hf_memopt.batching.plan.lengths import token_lengths
 from hf_memopt.binding.handles import UndoHandle, override_method, undo_all
 from hf_memopt.binding.model_traits import unwrap_optimizer
 from hf_memopt.binding.nested_tensors import tensors_in
-from hf_memopt.memory.batch_shape import BatchShape
+from hf_memopt.binding.protocols import TrainingView
+from hf_memopt.devices.memory_reading import PeakMeter, measured_device, read_memory
+from hf_memopt.memory.batch_lengths import BatchShape
 from hf_memopt.memory.live_tensors import bytes_on
 from hf_memopt.memory.report import PhasePeaks
-from hf_memopt.recipes.measuring.batches import LongestRows
-from hf_memopt.recipes.measuring.meters import StepMeter
+from hf_memopt.memory.storage_tracker import StorageTracker
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl
 
-__all__ = ["MEMORY_STEPS", "WARM_UP_STEPS", "StepRecorder"]
+__all__ = ["WARM_UP_STEPS", "StepMeter", "StepRecorder", "meter_of"]
 
 MEMORY_STEPS = 2
 """Steps of the longest rows: the first makes the optimizer's state, the second begins with it."""
@@ -176,3 +186,119 @@ class StepRecorder(TrainerCallback):
     @staticmethod
     def _quiet(control: TrainerControl) -> None:
         control.should_log = control.should_save = control.should_evaluate = False
+
+
+LOOKED_AT = 2000
+"""Examples whose tokens are counted where a dataset makes them on the fly."""
+
+
+class LongestRows:
+    """Batches of the longest rows of what the training loader reads; none for views, which begin with the largest.
+
+    Attributes:
+        note: what was not looked at; "" for nothing.
+    """
+
+    def __init__(self) -> None:
+        self.note = ""
+        self._loader: Any = None
+        self._order: np.ndarray | None = None
+
+    def reading(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``get_train_dataloader`` whose loader is remembered."""
+
+        def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
+            self._loader = before(*args, **kwargs)
+            self._order = self._by_length(getattr(self._loader, "dataset", None))
+            return self._loader
+
+        return get_train_dataloader
+
+    def batches(self, batch_size: int, number: int) -> list[Any] | None:
+        """Return ``number`` batches, the longest rows first; None where lengths are unknown or the order is a view's.
+
+        Of fewer rows than that the longest are taken again.
+        """
+        if self._order is None:
+            return None
+        rows = np.resize(self._order, batch_size * number).reshape(number, batch_size)
+        dataset, collate = self._loader.dataset, self._loader.collate_fn
+        return [collate([dataset[int(index)] for index in of_batch]) for of_batch in rows]
+
+    def _by_length(self, dataset: Any) -> np.ndarray | None:
+        if isinstance(dataset, TrainingView) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            return None
+        table = getattr(getattr(dataset, "data", None), "table", None)
+        is_read = isinstance(table, pa.Table) or isinstance(dataset, list)
+        rows = dataset if is_read else [dataset[index] for index in range(min(len(dataset), LOOKED_AT))]
+        if len(rows) < len(dataset):
+            self.note = f"the longest rows are those of the first {len(rows):,} of {len(dataset):,} examples"
+        try:
+            lengths = token_lengths(rows)
+        except (ValueError, TypeError):  # images, sound: rows of one size
+            return None
+        return np.argsort(-lengths.astype(np.int64), kind="stable")
+
+
+# ---- Meters
+
+
+class StepMeter(PeakMeter):
+    """Peaks span by span, and the bytes that are allocated now."""
+
+    def begin(self, held: Iterable[torch.Tensor]) -> None:
+        """Count from here; ``held`` are the tensors that are there already."""
+
+    def end(self) -> None:
+        """Stop counting: what remains of the run is timed."""
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes that tensors hold now."""
+        return read_memory(self.device).allocated_bytes or 0
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        torch.get_device_module(self.device).synchronize()
+
+
+class TrackedMeter(StepMeter):
+    """The same for a CPU, where every operation is looked at."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._tracker = StorageTracker(device_type="cpu", flops=False)
+        self._on = ExitStack()
+        self._seen = self._allocated_bytes = 0
+
+    def begin(self, held: Iterable[torch.Tensor]) -> None:
+        for tensor in held:
+            self._tracker.add(tensor)
+        self._on.callback(self._tracker.close)
+        self._on.enter_context(self._tracker)
+
+    def end(self) -> None:
+        self._on.close()
+
+    def read(self) -> dict[str, int]:
+        """Return the peak since the last reading."""
+        peak_bytes = self._allocated_bytes
+        for _, delta in self._tracker.events[self._seen :]:
+            self._allocated_bytes += delta
+            peak_bytes = max(peak_bytes, self._allocated_bytes)
+        self._seen = len(self._tracker.events)
+        return {"peak_allocated_bytes": peak_bytes}
+
+    def skip(self) -> None:
+        self.read()
+
+    def allocated_bytes(self) -> int:
+        return self._allocated_bytes + sum(delta for _, delta in self._tracker.events[self._seen :])
+
+    def synchronize(self) -> None:
+        """Do nothing: the host waits for itself."""
+
+
+def meter_of(device: torch.device) -> StepMeter:
+    """Return the meter for a run on a device."""
+    measured = measured_device(device)
+    return TrackedMeter(measured) if measured.type == "cpu" else StepMeter(measured)

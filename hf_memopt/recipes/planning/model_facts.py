@@ -13,8 +13,8 @@ from hf_memopt.binding.model_tasks import task_of
 from hf_memopt.binding.quantized_weights import is_quantized
 from hf_memopt.binding.tied_embedding import tied_embeddings
 from hf_memopt.binding.versions import can_offload_checkpoints
+from hf_memopt.memory.models.config_files import name_on_hub
 from hf_memopt.memory.models.example_batch import default_length, most_tokens
-from hf_memopt.memory.models.known import name_on_hub
 from hf_memopt.memory.recording.kept_models import load_or_reuse
 from hf_memopt.recipes.planning.set_ups import ModelFacts
 from hf_memopt.techniques.expandable_segments import platform_problem

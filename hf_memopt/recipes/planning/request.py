@@ -14,15 +14,7 @@ from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.units import format_bytes
 
-__all__ = [
-    "ALLOW",
-    "GOALS",
-    "METHODS",
-    "checked_allow",
-    "checked_batch",
-    "checked_word",
-    "read_gpu",
-]
+__all__ = ["GOALS", "METHODS", "checked_allow", "checked_batch", "checked_word", "read_gpu"]
 
 GOALS: Mapping[str, str] = {
     "speed": "the least time per example",

@@ -1,6 +1,6 @@
 """The set-ups that ``plan`` considers, as Recipes, in the order in which it prefers them, each with its techniques.
 
-What a technique changes decides the order (``KINDS``): nothing of the result, its rounding, or the training itself. Of
+What a technique changes decides the order: nothing of the result, its rounding, or the training itself. Of
 set-ups that are as good as each other the one that changes less, and then the one with fewer techniques, is simpler.
 """
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LORA_RANK", "ModelFacts", "SetUp", "Technique", "set_ups"]
 
-KINDS = ("exact", "rounding", "training")
 ADAPTERS = ("lora", "qlora")
 LORA_RANK = 16
 LANGUAGE_TASKS = ("causal-lm", "masked-lm", "seq2seq", "speech-seq2seq")
@@ -34,7 +33,7 @@ class Technique:
         name: short, for a table.
         fields: of the Recipe, by name.
         reason: for these fields.
-        kind: what it changes, one of ``KINDS``.
+        kind: what it changes: "exact" (nothing of the result), "rounding" or "training".
         consent: the word of ``allow`` that it needs; "" for none.
         only_saves: whether it never makes a step faster, so that it is of use only with more rows than fit without it.
         replaces: the technique that it builds on and stands for; None for none.

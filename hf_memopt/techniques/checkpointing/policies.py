@@ -34,8 +34,7 @@ from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.binding.versions import can_offload_checkpoints, checkpointing_of, enable_checkpointing
 from hf_memopt.changes import Change, add_change
 from hf_memopt.errors import did_you_mean
-from hf_memopt.techniques.checkpointing.compile_budget import activation_memory_budget
-from hf_memopt.techniques.checkpointing.selective import selective_contexts
+from hf_memopt.techniques.checkpointing.selective import activation_memory_budget, selective_contexts
 from hf_memopt.techniques.model_handles import ModelHandles
 
 if TYPE_CHECKING:

@@ -4,6 +4,10 @@ Linear layers and fused attention take nearly all of a layer's arithmetic; norms
 recomputed from their results at the speed of memory. Products of two activations (``bmm``) are recomputed too: those of
 unfused attention are scores, as large as the square of the length.
 
+A compiled model has ``activation_memory_budget``: the partitioner looks for the least recomputation within a fraction
+(1.0 is torch's default, 0.0 keeps about the inputs of the graph alone). It acts when a graph is compiled, the first
+time that it runs, and has no effect on a model that is not compiled.
+
 Limitations: no choice among the linear layers of one layer; the results of kernels outside of torch's dispatcher are
 always recomputed; code that writes into the result of a linear layer (torch raises "Tensor cached during selective
 activation checkpoint has been mutated" in the backward pass).
@@ -16,7 +20,9 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-__all__ = ["KEPT_ATTENTIONS", "KEPT_PRODUCTS", "selective_contexts"]
+from hf_memopt.binding.handles import UndoHandle
+
+__all__ = ["KEPT_ATTENTIONS", "KEPT_PRODUCTS", "activation_memory_budget", "selective_contexts"]
 
 KEPT_PRODUCTS = frozenset(
     {
@@ -81,3 +87,35 @@ def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     arguments = getattr(getattr(operation, "_schema", None), "arguments", ())
     found = (value for argument, value in zip(arguments, args, strict=False) if argument.name == "dropout_p")
     return bool(next(found, False))
+
+
+# ---- Compiled models
+
+
+def activation_memory_budget(fraction: float) -> UndoHandle:
+    """Let graphs that torch compiles from now on save at most about ``fraction`` of their activations.
+
+    Args:
+        fraction: 0.0 to 1.0; of what torch.compile saves by default.
+
+    Returns:
+        A handle, and a context manager, that restores torch's configuration.
+
+    Raises:
+        ValueError: ``fraction`` is not a number from 0 to 1.
+
+    Examples:
+        >>> with activation_memory_budget(0.5):
+        ...     pass  # the first training step of a model compiled by torch.compile
+    """
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+        raise ValueError(
+            f"fraction={fraction!r} is not a fraction of the activations; expected a number from 0.0 to 1.0. "
+            "Call: activation_memory_budget(0.5)"
+        )
+    # private, pinned by a test, seen in torch 2.6 to 2.13: the name that torch's blog and issues give to users
+    import torch._functorch.config as config
+
+    patch: Any = config.patch(activation_memory_budget=float(fraction))
+    patch.__enter__()
+    return UndoHandle(lambda: patch.__exit__(None, None, None))

@@ -206,11 +206,6 @@ class MicrobatchCallback(TrainerCallback):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.max_tokens, self.max_examples, self.backbone, self.loss)  # a copy starts unbound
 
-    @property
-    def caps(self) -> dict[str, Limit]:
-        """The same as ``limits``, under its former name."""
-        return self.limits
-
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Split this trainer's batches; called by ``attach``."""
         if self.binding.trainer is trainer:

@@ -2,8 +2,9 @@
 
 The accumulation steps are repeated row by row: a row needs less memory than the step did, and identifies the examples.
 Only where no row alone shows what was seen in training is the accumulation step repeated as a whole, with the random
-numbers of the step. Cases are ruled out in the order of ``CASES``: each can only be blamed once those before it are
-known to be finite.
+numbers of the step. Cases are ruled out in this order, as each can only be blamed once those before it are known to be
+finite: weights, inputs, forward, loss, gradient, loss scale (gradients are finite, but not times that of fp16);
+"unknown" is a step that is finite when it is repeated.
 """
 
 from __future__ import annotations
@@ -23,22 +24,11 @@ from hf_memopt.techniques.microbatching.splitting import row_count, splittable_b
 from hf_memopt.techniques.nonfinite.replay import Extent, Place, Replay, StepInputs, bad_weights, replay
 from hf_memopt.whole_files import write_whole
 
-__all__ = ["CASES", "OverflowReport", "diagnose", "diagnose_unrepeated", "write_reports"]
+__all__ = ["OverflowReport", "diagnose", "diagnose_unrepeated", "write_reports"]
 
 MOST_NAMES = 3  # of weights in a report
 
 Found = TypeVar("Found")
-
-CASES = {
-    "weights": "weights were not finite before the step",
-    "inputs": "the batch itself is not finite",
-    "forward": "a module made values that are not finite out of finite ones",
-    "loss": "the loss is not finite, what it is computed from is",
-    "gradient": "the loss is finite, a gradient is not",
-    "loss scale": "gradients are finite, but not times the loss scale of fp16",
-    "unknown": "the step was not finite, but is when it is repeated",
-}
-"""Where a step can stop being finite, in the order in which they are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +37,7 @@ class OverflowReport:
 
     Args:
         step: the optimizer step, counted from 1.
-        case: one of ``CASES``.
+        case: what was not finite first, in the words of this module's docstring.
         where: the module (``gradient``: the one in whose backward pass it begins), the weight or the column of the
             batch; empty if it is the model itself, outside of it or not known.
         module_class: the module's class; empty if it is not a module.

@@ -68,7 +68,6 @@ class OverflowCallback(NonfiniteRecord, TrainerCallback):
     """
 
     technique = "non-finite detection"
-    binds_last = True  # outermost, it sees each batch as the Trainer does, not the micro-batches of another technique
 
     def __init__(
         self, max_nonfinite_steps: int = 10, *, max_in_a_row: int = 3, report_dir: str | Path | None = None

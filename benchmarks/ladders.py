@@ -1,35 +1,123 @@
-"""What ``hf-memopt ladder`` does: predict a published ladder of techniques, and print it beside what was measured.
+"""Two published ladders of memory techniques, predicted beside what was measured: python benchmarks/ladders.py A
 
-Predictions are those of today's software, with what the settings of ``estimate`` can say of the measured versions. The
-last row is this package's preset for 4 GB, which nobody has published.
+A is BERT-large's shape at batch 32, B is BERT-large at batch 4 on a V100. Predictions are those of today's software,
+with what the settings of ``estimate`` can say of the measured versions. The last row is this package's preset for 4 GB,
+which nobody has published.
+
+python benchmarks/ladders.py B --plot ladder.png    # also a picture: .png, .svg or .pdf
+python benchmarks/ladders.py B --json               # JSON instead of a table
+
+Imported without torch or transformers, as ``gpu.py ladder`` measures the same rows.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from hf_memopt.cli.progress import spinner
-from hf_memopt.cli.published_ladders import read_ladder
 from hf_memopt.plotting import check_picture
 from hf_memopt.units import to_gib
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.console import Console
-
-    from hf_memopt.cli.published_ladders import Ladder, LadderRow
     from hf_memopt.memory.result import Estimate
 
-__all__ = ["PredictedRow", "predicted_rows", "run_ladder"]
-
+LADDERS = ("A", "B")
 OURS = "4gb-gpu"
 COLUMNS = 8  # of a figure
+
+
+@dataclass(frozen=True)
+class LadderRow:
+    """A published run.
+
+    Attributes:
+        name: of its techniques.
+        total_bytes: of the whole GPU, as published.
+        seconds: of an optimizer step; of the whole task where only that was published (``Ladder.of_task``).
+        settings: of ``estimate``, batch and length among them.
+    """
+
+    name: str
+    total_bytes: int
+    seconds: float
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """A published ladder.
+
+    Attributes:
+        name: "A" or "B".
+        title: model, data and effective batch.
+        source: its address.
+        measured_on: GPU and versions, as far as they were published.
+        model: a known name.
+        gpu: of the measurement, or the one that is assumed.
+        of_task: whether seconds are those of a task of unknown size on an unknown GPU, so that only ratios mean
+            anything.
+        context_bytes: of CUDA, where the source measured it.
+        effective_batch_size: examples of an optimizer step.
+        seq_len: tokens of a row where a row says nothing else.
+        then: settings of ``estimate`` for what the measured versions did and those of today do not.
+        rows: in the order of the source.
+    """
+
+    name: str
+    title: str
+    source: str
+    measured_on: str
+    model: str
+    gpu: str
+    of_task: bool
+    context_bytes: int | None
+    effective_batch_size: int
+    seq_len: int
+    then: Mapping[str, Any]
+    rows: tuple[LadderRow, ...]
+
+
+def read_ladder(name: str) -> Ladder:
+    """Return a ladder by its name, one of ``LADDERS``."""
+    return _every_ladder()[name]
+
+
+@cache
+def _every_ladder() -> dict[str, Ladder]:
+    text = (Path(__file__).resolve().parent / "published" / "ladders.json").read_text(encoding="utf-8")
+    return {name: _ladder(name, found) for name, found in json.loads(text).items()}
+
+
+def _ladder(name: str, found: Mapping[str, Any]) -> Ladder:
+    shared = {"precision": "fp32", "optim": "adamw_torch", "seq_len": found["seq_len"], **found["common"]}
+    rows = []
+    for row in found["rows"]:
+        size_bytes = round(row["gib"] * 2**30) if "gib" in row else row["mib"] * 2**20
+        speed = row.get("examples_per_second")
+        seconds = row["seconds"] if speed is None else found["effective_batch_size"] / speed
+        rows.append(LadderRow(row["id"], size_bytes, seconds, {**shared, **row["settings"]}))
+    context = found.get("context_mib")
+    return Ladder(
+        name=name,
+        of_task=found["gpu_is_assumed"],
+        context_bytes=None if context is None else context * 2**20,
+        rows=tuple(rows),
+        **{key: found[key] for key in ("title", "source", "measured_on", "model", "gpu", "effective_batch_size")},
+        seq_len=found["seq_len"],
+        then=found["then"],
+    )
+
+
+# ---- The predictions
 
 
 @dataclass(frozen=True)
@@ -43,11 +131,11 @@ class PredictedRow:
     estimate: Estimate | None = field(default=None, repr=False)
 
 
-def run_ladder(name: str, console: Console, errors: Console, *, json_output: bool, plot: Path | None = None) -> int:
+def print_ladder(name: str, console: Console, errors: Console, *, json_output: bool, plot: Path | None = None) -> int:
     """Print the ladder, draw it where there is a path for that, and return 0.
 
     Raises:
-        ValueError: no such ladder, or a path to which no picture can be written.
+        ValueError: a path to which no picture can be written.
         MissingExtraError: a picture without matplotlib.
     """
     ladder = read_ladder(name)
@@ -188,3 +276,19 @@ def _as_dict(ladder: Ladder, rows: Sequence[PredictedRow]) -> dict[str, Any]:
         found.append(one)
     only_order = {"only_order_means_anything": ladder.of_task}
     return {**{name: getattr(ladder, name) for name in names}, **only_order, "rows": found}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", type=str.upper, choices=LADDERS)
+    parser.add_argument("-p", "--plot", type=Path, metavar="FILE", help="also write a picture: .png, .svg or .pdf")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args()
+    try:
+        return print_ladder(options.name, Console(), Console(stderr=True), json_output=options.json, plot=options.plot)
+    except ValueError as error:  # of the picture
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
