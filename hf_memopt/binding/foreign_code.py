@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["foreign_code", "foreign_hooks", "full_name", "is_listed", "is_listed_module"]
+__all__ = [
+    "HookChangesError",
+    "foreign_code",
+    "foreign_hooks",
+    "full_name",
+    "is_listed",
+    "is_listed_module",
+    "observed_hooks",
+]
 
 # Packages in whose layers, hooks and wrappers the rows of a batch do not meet, unless somebody else says so.
 LISTED = {
@@ -108,3 +119,31 @@ def _layers(function: Any) -> Iterator[Any]:
         yield function
         inner = getattr(function, "__func__", None) or getattr(function, "func", None)
         function = inner or getattr(function, "__wrapped__", None)
+
+
+# ---- Hooks that only look -------------------------------------------------------------------------------------------
+
+
+class HookChangesError(Exception):
+    """A hook of others returns something, or changes a tensor in place, as one does that mixes rows."""
+
+
+@contextmanager
+def observed_hooks(model: nn.Module) -> Iterator[None]:
+    """Raise HookChangesError inside the context from a foreign hook that changes something."""
+    with ExitStack() as stack:
+        for name, hooks, number in foreign_hooks(model):
+            hook = hooks[number]
+            hooks[number] = _observed(hook, name)
+            stack.callback(hooks.__setitem__, number, hook)
+        yield
+
+
+def _observed(hook: Callable[..., Any], name: str) -> Callable[..., None]:
+    def observed(*arguments: Any) -> None:
+        versions = [(leaf, leaf._version) for leaf in tree_leaves(arguments[1:]) if torch.is_tensor(leaf)]
+        found = hook(*arguments)
+        if found is not None or any(tensor._version != version for tensor, version in versions):
+            raise HookChangesError(f"{name} changes what passes through")
+
+    return observed

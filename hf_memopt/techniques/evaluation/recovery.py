@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from hf_memopt.binding.foreign_code import full_name
+from hf_memopt.binding.foreign_code import HookChangesError, full_name, observed_hooks
 from hf_memopt.binding.handles import UndoHandle, function_below, override_method, remove_all, set_attribute
 from hf_memopt.binding.known_losses import KnownLoss, known_loss
 from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_parallel
@@ -33,7 +33,6 @@ from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.backbones import Backbones
-from hf_memopt.techniques.microbatching.observed_hooks import HookChangesError, observed_hooks
 from hf_memopt.techniques.microbatching.rows_in_parts import Size
 from hf_memopt.techniques.microbatching.splitting import (
     copied_batch,

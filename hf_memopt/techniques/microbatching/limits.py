@@ -1,4 +1,4 @@
-"""How large a micro-batch may be: lowered when memory runs out, raised again with care. Numbers only."""
+"""How large a micro-batch may be, lowered when memory runs out and raised again with care, and what was done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object, parse_object, shown
 from hf_memopt.whole_files import write_whole
 
-__all__ = ["LIMITS_FILE", "Limit", "microbatch_limits", "part_rows", "read_limits", "write_limits"]
+__all__ = ["LIMITS_FILE", "Limit", "Tally", "microbatch_limits", "part_rows", "read_limits", "write_limits"]
 
 LIMITS_FILE = "memopt_microbatch.json"
 LIMIT_NAMES = ("max_tokens", "max_examples")
@@ -157,3 +157,41 @@ def read_limits(folder: Path) -> dict[str, Limit]:
         if limit.maximum is not None and limit.limit is not None and limit.limit > limit.maximum:
             raise ValueError(f"{name}.limit={limit.limit} is invalid; expected at most {name}.maximum={limit.maximum}")
     return limits
+
+
+@dataclass
+class Tally:
+    """What micro-batching did in a run.
+
+    Attributes:
+        steps: optimizer steps.
+        cut_steps: those of them that ran in micro-batches.
+        failures: attempts that ran out of memory.
+        lost_seconds: what these took, and what was repeated.
+        seconds: the whole run.
+        check_seconds: what the checks took that rows are independent.
+    """
+
+    steps: int = 0
+    cut_steps: int = 0
+    failures: int = 0
+    lost_seconds: float = 0.0
+    seconds: float = 0.0
+    check_seconds: float = 0.0
+
+    def restart(self) -> None:
+        """Count from 0."""
+        self.steps = self.cut_steps = self.failures = 0
+        self.lost_seconds = self.seconds = self.check_seconds = 0.0
+
+    def summary(self, limits: Mapping[str, Limit]) -> str:
+        """Return what it cost, and how to spare it next time."""
+        learned = [f"{name}={limit.limit}" for name, limit in limits.items() if limit.limit != limit.maximum]
+        text = f"{self.cut_steps} of {self.steps} steps ran in micro-batches."
+        if self.check_seconds:
+            share = self.check_seconds / max(self.seconds, self.check_seconds)
+            text += f" Checks that rows are independent took {self.check_seconds:.1f} s, {share:.1%} of the run."
+        if self.failures:
+            times = "once" if self.failures == 1 else f"{self.failures} times"
+            text += f" Memory ran out {times}, which cost {self.lost_seconds:.1f} s."
+        return text + (f" To cut from the first step on: MicrobatchCallback({', '.join(learned)})" if learned else "")

@@ -56,12 +56,12 @@ from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.techniques.microbatching.limits import (
     LIMITS_FILE,
     Limit,
+    Tally,
     microbatch_limits,
     read_limits,
     write_limits,
 )
 from hf_memopt.techniques.microbatching.step import MicrobatchedStep
-from hf_memopt.techniques.microbatching.tally import Tally
 from hf_memopt.whole_files import warn_unwritten
 
 if TYPE_CHECKING:

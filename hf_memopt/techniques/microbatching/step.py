@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from hf_memopt.binding.conflicts import check_compatibility
+from hf_memopt.binding.foreign_code import HookChangesError, observed_hooks
 from hf_memopt.binding.handles import is_overridden, override_method
 from hf_memopt.binding.known_losses import KnownLoss, has_stock_step, known_loss
 from hf_memopt.binding.model_traits import unwrap_model, unwrap_parallel
@@ -32,9 +33,8 @@ from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.backbones import LOSS_OF_ALL_ROWS, Backbones, CutStep
-from hf_memopt.techniques.microbatching.limits import Limit, part_rows
+from hf_memopt.techniques.microbatching.limits import Limit, Tally, part_rows
 from hf_memopt.techniques.microbatching.lockstep import groups_in_lockstep, refuse_together
-from hf_memopt.techniques.microbatching.observed_hooks import HookChangesError, observed_hooks
 from hf_memopt.techniques.microbatching.row_check import DependentRowsError
 from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError, Size
 from hf_memopt.techniques.microbatching.splitting import (
@@ -52,7 +52,6 @@ from hf_memopt.techniques.microbatching.splitting import (
 )
 from hf_memopt.techniques.microbatching.stated_loss import verify_stated_loss
 from hf_memopt.techniques.microbatching.step_state import StepState
-from hf_memopt.techniques.microbatching.tally import Tally
 from hf_memopt.techniques.nonfinite.example_indices import example_indices
 from hf_memopt.units import format_bytes
 
