@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
 
-from hf_memopt.devices.gpu_holders import read_gpu_use
-from hf_memopt.devices.memory_reading import measured_device, read_memory
+import psutil
+import torch
+
+from hf_memopt.devices.memory_reading import measured_device, nvml_handle, read_memory
 from hf_memopt.devices.precision_support import accelerator_type, choose_precision
 from hf_memopt.units import format_bytes
 
@@ -122,8 +124,6 @@ def _transformers(version: str) -> Finding:
 
 
 def _device() -> Iterator[Finding]:
-    import torch
-
     kind = accelerator_type()
     chosen = choose_precision()
     if kind == "cpu":
@@ -155,8 +155,6 @@ def _device() -> Iterator[Finding]:
 
 def _gpu_memory() -> Iterator[Finding]:
     """Yield what is free on the GPU, and which other processes hold the rest."""
-    import torch
-
     kind = accelerator_type()
     if kind != "cuda" or (use := read_gpu_use(measured_device(torch.device(kind)))) is None:
         return
@@ -176,8 +174,6 @@ def _gpu_memory() -> Iterator[Finding]:
 
 
 def _several_gpus() -> Iterator[Finding]:
-    import torch
-
     count = torch.cuda.device_count()
     if count > 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Finding(
@@ -189,8 +185,6 @@ def _several_gpus() -> Iterator[Finding]:
 
 
 def _eight_bit() -> Finding:
-    import torch
-
     try:
         # bitsandbytes wraps some CPU functions in torch.compile, which imports inductor: half of this command's time
         with patch("torch.compile", lambda function=None, **options: function or (lambda inner: inner)):
@@ -264,3 +258,65 @@ def _has_nvidia_gpu() -> bool:
     except Exception:  # no driver, no library or no permission: no GPU that torch could use
         return False
     return count > 0
+
+
+# ---- Who holds a GPU's memory: NVML knows, without a CUDA context; on Windows without bytes, in a container not all --
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Another process on a GPU; ``held_bytes`` is None where the driver does not tell."""
+
+    pid: int
+    name: str
+    held_bytes: int | None
+
+    def __str__(self) -> str:
+        size = "an unknown amount" if self.held_bytes is None else format_bytes(self.held_bytes)
+        return f"{self.name} (process {self.pid}) {size}"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """Bytes of a GPU that no process holds, all bytes that it has, and the other processes, largest first."""
+
+    free_bytes: int
+    total_bytes: int
+    holders: tuple[Holder, ...]
+
+
+def read_gpu_use(device: torch.device) -> GpuUse | None:
+    """Return how a CUDA device is used now, or None where NVML is missing, fails or does not know the device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    handle = nvml_handle(device)
+    if handle is None:
+        return None
+    try:
+        import pynvml
+
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return GpuUse(int(memory.free), int(memory.total), _holders(pynvml, handle))
+    except Exception:  # a driver that fails leaves nothing to report
+        return None
+
+
+def _holders(pynvml: Any, handle: Any) -> tuple[Holder, ...]:
+    found: dict[int, Holder] = {}
+    for list_processes in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
+        try:
+            entries = list_processes(handle)
+        except pynvml.NVMLError:  # GPUs that do not draw have no list of those that do
+            continue
+        for entry in entries:
+            if entry.pid != os.getpid():
+                held = None if entry.usedGpuMemory is None else int(entry.usedGpuMemory)
+                found[entry.pid] = Holder(entry.pid, _name_of(entry.pid), held)
+    return tuple(sorted(found.values(), key=lambda holder: -(holder.held_bytes or 0)))
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).name())
+    except psutil.Error:  # of another user, or outside this container
+        return "a process outside this container or of another user"

@@ -26,8 +26,8 @@ from typer.testing import CliRunner
 import tiny
 from hf_memopt import MemoryReportCallback, MicrobatchCallback, attach, read_memory
 from hf_memopt.cli.app import app
+from hf_memopt.cli.doctor import read_gpu_use
 from hf_memopt.devices import memory_reading
-from hf_memopt.devices.gpu_holders import read_gpu_use
 
 GIB = 2**30
 CUDA = torch.device("cuda", 0)

@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from hf_memopt.devices import gpu_holders
-from hf_memopt.devices.gpu_holders import GpuUse, Holder, read_gpu_use
+from hf_memopt.cli import doctor
+from hf_memopt.cli.doctor import GpuUse, Holder, read_gpu_use
 
 GIB = 2**30
 CUDA = torch.device("cuda", 0)
@@ -44,7 +44,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return SimpleNamespace(name=lambda: names[pid])
 
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setattr(gpu_holders, "nvml_handle", lambda device: "a handle")
+    monkeypatch.setattr(doctor, "nvml_handle", lambda device: "a handle")
     monkeypatch.setattr(psutil, "Process", process)
     return fake
 
@@ -73,7 +73,7 @@ def test_what_nvml_does_not_know_is_none(nvml: SimpleNamespace, monkeypatch: pyt
         raise NvmlError("GPU is lost")
 
     if cause == "no handle":
-        monkeypatch.setattr(gpu_holders, "nvml_handle", lambda device: None)
+        monkeypatch.setattr(doctor, "nvml_handle", lambda device: None)
     if cause == "lost":
         nvml.nvmlDeviceGetMemoryInfo = lost
     assert read_gpu_use(torch.device("cpu") if cause == "cpu" else CUDA) is None
