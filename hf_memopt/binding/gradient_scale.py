@@ -38,24 +38,8 @@ SWITCH = "model_accepts_loss_kwargs"
 WATCHES = "gradient scale"  # the purpose of the override that watches the first step
 
 # Methods of a tensor that give the same numbers on another device, in another dtype or shape.
-SAME_NUMBERS = {
-    "__get__",
-    "clone",
-    "contiguous",
-    "cpu",
-    "cuda",
-    "detach",
-    "double",
-    "expand",
-    "flatten",
-    "float",
-    "long",
-    "reshape",
-    "squeeze",
-    "to",
-    "unsqueeze",
-    "view",
-}
+SAME_NUMBERS = {"__get__", "clone", "cpu", "cuda", "detach", "double", "float", "long", "to"}
+SAME_NUMBERS |= {"contiguous", "expand", "flatten", "reshape", "squeeze", "unsqueeze", "view"}
 READ_NUMBERS = {"__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist"}
 
 

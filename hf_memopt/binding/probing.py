@@ -10,7 +10,7 @@ names it if it has changed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -40,10 +40,10 @@ def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
         stack.callback(kept.restore)
         # This process's own GPU: forking the generators of all visible ones would start CUDA on each.
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-        stack.enter_context(override_method(trainer, "log", _silent))
+        stack.enter_context(override_method(trainer, "log", lambda log: lambda *args, **kwargs: None))
         if trainer.args.world_size > 1:  # another process may not be probing now, and would be waited for
             for name in ("gather", "gather_for_metrics", "reduce"):
-                stack.enter_context(override_method(trainer.accelerator, name, _alone))
+                stack.enter_context(override_method(trainer.accelerator, name, lambda collect: _alone))
         for module in modes:
             module.training = False  # not eval(), which a user's module may use to rewrite its weights
             if getattr(module, REPACKS, False):
@@ -57,9 +57,5 @@ def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
             np.random.set_state(states[1])
 
 
-def _silent(log: Callable[..., Any]) -> Callable[..., None]:
-    return lambda *args, **kwargs: None
-
-
-def _alone(collect: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda value, *args, **kwargs: value
+def _alone(value: Any, *args: Any, **kwargs: Any) -> Any:
+    return value

@@ -8,23 +8,9 @@ import torch
 
 __all__ = ["DescribedByDataset", "is_map_style"]
 
-DESCRIPTIONS = {
-    "builder_name",
-    "citation",
-    "column_names",
-    "config_name",
-    "dataset_size",
-    "description",
-    "download_checksums",
-    "download_size",
-    "features",
-    "homepage",
-    "info",
-    "license",
-    "size_in_bytes",
-    "split",
-    "version",
-}
+DESCRIPTIONS = {"builder_name", "citation", "column_names", "config_name", "dataset_size"}
+DESCRIPTIONS |= {"description", "download_checksums", "download_size", "features", "homepage"}
+DESCRIPTIONS |= {"info", "license", "size_in_bytes", "split", "version"}
 """The properties of a ``datasets.Dataset`` that hold for its rows in any order (datasets 3.0 to 5.2)."""
 
 

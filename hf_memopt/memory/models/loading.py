@@ -12,28 +12,33 @@ configuration announces, those of bitsandbytes can be built.
 from __future__ import annotations
 
 import copy
+import json
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from hf_memopt.binding.model_tasks import HEADS, task_of_class
 from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.binding.quantized_weights import quantization_options
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.cuda.flash_attention_2 import use_stand_in
-from hf_memopt.memory.models.config_files import TASKS, check_task
-from hf_memopt.memory.models.configurations import one_error, read_config
+from hf_memopt.memory.models.config_files import TASKS, check_task, find_config, known_models, known_name
 from hf_memopt.memory.models.meta_copy import copy_to_meta, rest_to_meta
 from hf_memopt.memory.settings import NotEstimableError
 
 __all__ = ["TASKS", "LoadedModel", "load_model"]
+
+_MOST = {"layer": 10_000, "depth": 10_000, "expert": 10_000, "num_labels": 1_000_000}
+"""The largest accepted value of entries by which transformers loops, by a part of the entry's name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +116,7 @@ def load_model(
     if isinstance(model, PretrainedConfig):
         name, config = None, copy.deepcopy(model)
     elif isinstance(model, str | os.PathLike):
-        name, config, task = read_config(os.fspath(model), task)
+        name, config, task = _read_config(os.fspath(model), task)
     else:
         raise TypeError(
             f"model=<{type(model).__name__}> cannot be loaded; expected an nn.Module, a PretrainedConfig, or "
@@ -126,7 +131,7 @@ def load_model(
             f"load_in={load_in!r} is given for a model whose configuration has a quantization_config; expected only "
             "one of them. Remove load_in, or call: del config.quantization_config"
         )
-    with one_error(f"model={name or type(config).__name__!r} cannot be built"):
+    with _one_error(f"model={name or type(config).__name__!r} cannot be built"):
         text = config.to_json_string()
         quantization = _take_quantization(config)
         if load_in is not None:
@@ -303,3 +308,52 @@ def _no_kernels(attn_implementation: str | None) -> NotEstimableError:
         f"not estimable: attn_implementation={attn_implementation!r} needs kernels that are not installed; expected "
         "'sdpa', 'eager' or 'flash_attention_2'. Pass attn_implementation='sdpa'"
     )
+
+
+def _read_config(text: str, task: str | None) -> tuple[str, PretrainedConfig, str | None]:
+    """Return a display name, the configuration, and the task where the caller or the known models give it."""
+    folder = find_config(text)
+    if folder is not None:
+        name = folder.resolve().name if Path(text).is_dir() else text
+        return name, _parse_config(folder, text), task
+    known = str(known_name(text))
+    facts = known_models()[known]
+    return known, AutoConfig.for_model(facts["model_type"], **facts["config"]), task or facts["task"]
+
+
+def _parse_config(folder: Path, text: str) -> PretrainedConfig:
+    what = f"model={text!r} has a config.json that transformers {transformers.__version__} does not understand"
+    with _one_error(what):
+        json.loads((folder / "config.json").read_text(encoding="utf-8"), object_hook=_check_counts)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return config
+
+
+def _check_counts(entries: dict[str, Any]) -> None:
+    """Refuse counts that would keep transformers busy for hours, and negative ones; json calls this for each object."""
+    for name, value in entries.items():
+        most = next((most for part, most in _MOST.items() if part in name), None)
+        counts = [count for count in (value if isinstance(value, list) else [value]) if isinstance(count, int)]
+        if most is not None and max(counts, default=0) > most:
+            raise ValueError(f"{name}={value!r} is more than any model has, at most {most:,}")
+        if name.startswith(("num_", "n_")) and min(counts, default=0) < 0:
+            raise ValueError(f"{name}={value!r} is negative")
+
+
+@contextmanager
+def _one_error(what: str) -> Iterator[None]:
+    """Turn any error that transformers raises for an unsuitable configuration into one ``ValueError``."""
+    try:
+        yield
+    except NotEstimableError:
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{what} without Python code of its own, and no such code is run; expected a model type of "
+                "transformers. Load it yourself and pass the module: estimate(model, ...)"
+            ) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(
+            f"{what} ({reason}); expected a configuration that transformers can build. Correct it, or pass the module"
+        ) from error
