@@ -40,7 +40,7 @@ from hf_memopt.demo.setups import BATCH_SIZE, HYPERPARAMETERS, SETUPS, Ingredien
 from hf_memopt.devices.precision_support import accelerator_type
 from hf_memopt.memory.estimation import estimate_from_arguments
 from hf_memopt.memory.report import MemoryReportCallback
-from hf_memopt.techniques.optimizers.state_bytes import optimizer_state_bytes
+from hf_memopt.techniques.optimizers.embedding_bits import optimizer_state_bytes
 
 __all__ = ["OptimizerClock", "measure", "predict_labels", "run_setup"]
 

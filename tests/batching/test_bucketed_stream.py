@@ -604,6 +604,15 @@ COUNTS_BATCHES = Change(
 )
 
 
+DIVIDES = Change(
+    "model_accepts_loss_kwargs",
+    True,
+    False,
+    "the loss of BertForSequenceClassification ignores num_items_in_batch, so stock would multiply its gradients by "
+    "accumulation steps x processes",
+)
+
+
 def test_attach_lets_every_process_read_for_itself_and_keeps_only_what_the_model_takes(tmp_path):
     rows = [{**example(i), "text": "w" * 100} for i in range(8)]
     trainer, _ = make_trainer(tmp_path, BucketedStream(rows, max_tokens=64, buffer_examples=4))
@@ -612,11 +621,12 @@ def test_attach_lets_every_process_read_for_itself_and_keeps_only_what_the_model
     assert trainer.memopt_changes == (
         COUNTS_BATCHES,
         Change("accelerator_config.dispatch_batches", None, False, reason),
+        DIVIDES,
     )
     assert type(trainer.get_train_dataloader()) is DataLoaderShard
     assert set(next(iter(trainer.train_dataset))[0]) == {"input_ids", "labels"}
     settled, _ = make_trainer(tmp_path, make_stream("batches"), accelerator_config={"dispatch_batches": False})
-    assert attach(settled).memopt_changes == (COUNTS_BATCHES,)
+    assert attach(settled).memopt_changes == (COUNTS_BATCHES, DIVIDES)
     by_examples, _ = make_trainer(tmp_path, BucketedStream(rows, batch_size=4), per_device_train_batch_size=4)
     assert COUNTS_BATCHES not in attach(by_examples).memopt_changes
     assert set(next(iter(BucketedStream(rows, batch_size=1)))) == {"input_ids", "labels", "text"}

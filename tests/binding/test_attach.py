@@ -421,7 +421,7 @@ def test_a_loss_that_fails_is_watched_when_it_is_computed_again(tmp_path):
     model = OwnLoss(counts=False)
     trainer = attach(bert_trainer(tmp_path, FailsOnce, model=model, max_steps=1), MicrobatchCallback())
     trainer.train()
-    assert [change.name for change in trainer.memopt_changes][-1] == "model_accepts_loss_kwargs"
+    assert "model_accepts_loss_kwargs" in [change.name for change in trainer.memopt_changes]
 
 
 def test_what_was_compiled_cannot_be_watched_and_that_is_said(tmp_path):

@@ -453,20 +453,18 @@ def test_the_handle_leaves_trainer_and_arguments_as_they_were(tmp_path: Any) -> 
 
 
 def test_beside_micro_batching_it_sees_whole_batches_once(tmp_path: Any) -> None:
-    recorder, callback, shortage = Recorder(), OverflowCallback(), Scarcity(calls=(4,))
+    recorder, callback, shortage = Recorder(), OverflowCallback(), Scarcity(calls=(9,))
     model = nonfinite_models.make_nonfinite(tiny.llama(), "forward")
     shortage.watch(model)
     settings = {"gradient_accumulation_steps": 2, "logging_strategy": "steps", "logging_steps": 1}
     trainer = attach(
         nonfinite_models.make_trainer(model, nonfinite_models.rows(16, bad=(5,)), tmp_path, **settings), callback
     )
-    cutting = MicrobatchCallback(max_tokens=16)
+    cutting = MicrobatchCallback(max_tokens=16, loss="sum")  # stated, since the model has a hook
     attach(trainer, cutting, recorder)  # bound later, it is none the less within
     trainer.train()
-    assert (shortage.errors, cutting.limits["max_tokens"].limit) == (
-        1,
-        8,
-    )  # at the second micro-batch of accumulation step 1
+    # five passes verify the loss; then at the second micro-batch of accumulation step 1
+    assert (shortage.errors, cutting.limits["max_tokens"].limit) == (1, 8)
     (report,) = callback.reports
     assert (report.step, report.case, report.where) == (1, "forward", nonfinite_models.PLACE)
     assert (report.accumulation_step, report.rows, report.examples) == (1, (1,), (5,))

@@ -378,6 +378,15 @@ def test_a_stated_loss_runs_whole_micro_batches(loss: Any, text: str, tmp_path: 
     assert scarcity.count == 2 * BATCHES + 5  # and once: four rows together, and each alone
 
 
+def test_a_stated_loss_is_verified_with_the_rows_that_fit(tmp_path: Path) -> None:
+    model = tiny.bert()
+    scarcity = Scarcity(calls=(1,))
+    scarcity.watch(model)
+    kind = type("Stated", (OwnLoss,), {"loss": staticmethod(plain_mean)})
+    assert_same(kind, tmp_path, MicrobatchCallback(max_examples=2, loss="mean over rows"), model=model)
+    assert (scarcity.errors, scarcity.count) == (1, 1 + 3 + 2 * BATCHES)
+
+
 @pytest.mark.parametrize(
     ("loss", "text"),
     [(weighted_mean, "mean over rows"), (in_batch_negatives, "mean over labels"), (plain_mean, "sum")],

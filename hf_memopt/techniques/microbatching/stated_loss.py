@@ -16,6 +16,7 @@ from torch import nn
 
 from hf_memopt.binding.handles import override_method, set_attribute
 from hf_memopt.binding.known_losses import KnownLoss
+from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.techniques.microbatching.row_check import DROPOUTS
 from hf_memopt.techniques.microbatching.splitting import NotSplittableError, row_count, row_lengths, take_rows
@@ -29,10 +30,22 @@ LARGEST_ERROR_16_BITS = 5e-2
 SMALLEST = 1e-2  # of the largest of all: that of an attention's key bias is 0 but for rounding
 
 
-def verify_stated_loss(trainer: Any, model: nn.Module, inputs: Mapping[str, Any], items: Any, loss: KnownLoss) -> None:
+def verify_stated_loss(
+    trainer: Any, model: nn.Module, inputs: Mapping[str, Any], items: Any, loss: KnownLoss, most_rows: int = ROWS
+) -> None:
     """Raise NotSplittableError unless a few rows of a batch have the gradients that the stated loss gives."""
+    try:
+        return _verify(trainer, model, inputs, items, loss, most_rows)
+    except Exception as error:
+        if not is_out_of_memory(error) or most_rows <= 2:  # fewer rows say nothing
+            raise
+    free_failed_step()
+    verify_stated_loss(trainer, model, inputs, items, loss, most_rows // 2)
+
+
+def _verify(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any, loss: KnownLoss, most_rows: int) -> None:
     lengths = row_lengths(inputs) or [1] * row_count(inputs)
-    rows = sorted(range(len(lengths)), key=lambda row: lengths[row])[:ROWS]
+    rows = sorted(range(len(lengths)), key=lambda row: lengths[row])[:most_rows]
     batch = take_rows(inputs, rows)
     weights = loss.row_weights(batch) or [1.0] * len(rows)
     with _undisturbed(trainer, model):
@@ -45,9 +58,8 @@ def verify_stated_loss(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     smallest = SMALLEST * max((float(one.abs().max()) for one in whole if one is not None), default=0.0)
     for name, one, other in zip(names, whole, summed, strict=True):
-        if (error := _error(one, other, smallest)) > (
-            LARGEST_ERROR_16_BITS if _is_narrow(trainer, one) else LARGEST_ERROR
-        ):
+        most = LARGEST_ERROR_16_BITS if _is_narrow(trainer, one) else LARGEST_ERROR
+        if (error := _error(one, other, smallest)) > most:
             raise NotSplittableError(
                 trainer.model,
                 f"its loss is not what is stated ({loss.source}): the gradient of {name} for {len(rows)} rows differs "

@@ -62,6 +62,8 @@ __all__ = ["MicrobatchedStep"]
 
 logger = logging.getLogger(__name__)
 
+PACKED = "its examples are packed"
+DROP = "MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
 FUSED = "fused cross entropy"  # the purpose of the override that never makes logits
 
 Items = torch.Tensor | int | None
@@ -417,15 +419,14 @@ class MicrobatchedStep:
                 failed_size = (error.rows, error.columns) if isinstance(error, PartsFailedError) else None
         self._was_split |= bool(seen.cut)
         if seen.error is None:
-            self._check_cut(trainer, seen, where)
+            self._check_cut(trainer, seen, where, why if why.startswith(PACKED) else "", inputs)
             self._tell_cut(trainer, seen, why)
-            assert loss is not None  # the step ran to its end
             return cast(torch.Tensor, loss)
         rows, columns = failed_size or seen.largest or (count_rows(inputs), None)
         hint = ""
         if seen.cut and failed_size is None:
             hint = "outside of the backbone, where all rows are needed" + self._logits_text(trainer, inputs)
-        elif rows == 1 and why.startswith("its examples are packed"):
+        elif rows == 1 and why.startswith(PACKED):
             hint = why
         elif self._limits_are_set() and not seen.cut and not seen.fits:
             hint = "; ".join(seen.reasons) or "no module of transformers was called"
@@ -434,8 +435,11 @@ class MicrobatchedStep:
     def _limits_are_set(self) -> bool:
         return any(limit.limit is not None for limit in self._limits.values())
 
-    def _check_cut(self, trainer: Any, seen: CutStep, where: str) -> None:
+    def _check_cut(self, trainer: Any, seen: CutStep, where: str, packed: str, inputs: Any) -> None:
         """Refuse a step whose rows are above the user's limit and that nothing could cut; else say so once."""
+        most = self._limits["max_tokens"].maximum
+        if packed and not seen.cut and most is not None and (padded_tokens(inputs, [0]) or 0) > most:
+            raise NotSplittableError(trainer.model, packed, where=where, remedy=f"Pack fewer, or take {DROP}")
         if seen.cut or seen.fits or not seen.reasons or not self._limits_are_set():
             return
         reason = "; ".join(seen.reasons)
@@ -624,9 +628,8 @@ def _limit_text(failure: _Failure) -> str:
 
 def _remedy(reason: str, model: Any) -> str:
     """Return what to do, as code, where rows cannot run apart for this reason."""
-    drop = "MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
     if "create_graph" in reason or "changed between" in reason:
-        return f"Take {drop}"
+        return f"Take {DROP}"
     name = "..."
     if not any(isinstance(module, PreTrainedModel) for module in model.modules()):  # then that with most weights
         sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in model.named_children()}
@@ -634,7 +637,7 @@ def _remedy(reason: str, model: Any) -> str:
     part = f"Name a part of the model whose rows are independent: MicrobatchCallback(backbone={name!r})"
     if "would see parts" in reason:
         part = "Take the hook off, or name a part of the model without it: MicrobatchCallback(backbone='...')"
-    return f"{part}, or take {drop}"
+    return f"{part}, or take {DROP}"
 
 
 def _weighted(groups: list[list[int]], weights: list[float] | None) -> list[tuple[list[int], float]]:

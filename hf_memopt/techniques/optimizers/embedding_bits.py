@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import bitsandbytes
@@ -31,18 +32,19 @@ from transformers import TrainerCallback
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.binding.model_traits import unwrap_optimizer
+from hf_memopt.binding.nested_tensors import tensors_in
 from hf_memopt.techniques.model_handles import ModelHandles
-from hf_memopt.techniques.optimizers.state_bytes import optimizer_state_bytes
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["EmbeddingBitsCallback", "override_embedding_bits"]
+__all__ = ["EmbeddingBitsCallback", "optimizer_state_bytes", "override_embedding_bits"]
 
 logger = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 256  # elements per absmax value in a quantised state, seen in bitsandbytes 0.50.0 and 0.50.2
+_QUANTISATION_TABLES = ("qmap1", "qmap2")
 
 
 def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, bits: int = 32) -> UndoHandle:
@@ -67,7 +69,6 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
 
     Examples:
         >>> from bitsandbytes.optim import AdamW8bit
-        >>> from hf_memopt.techniques.optimizers.state_bytes import optimizer_state_bytes
         >>> model = nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 64))
         >>> optimizer = AdamW8bit(model.parameters())
         >>> handle = override_embedding_bits(model, optimizer)
@@ -317,3 +318,41 @@ def _check_dtypes(model: nn.Module, optimizer: Any) -> int:
                 f"float32. Keep other code from setting optimizer.mng (bitsandbytes {bitsandbytes.__version__})."
             )
     return len(names)
+
+
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the bytes of all tensors in an optimizer's state by dtype name.
+
+    Each storage counts once and as a whole; of a sharded tensor the local part counts. bitsandbytes' quantisation
+    tables (``qmap1`` and ``qmap2``, 1 KiB each, shared by all parameters) do not count.
+
+    Examples:
+        >>> layer = torch.nn.Linear(4, 4, bias=False)
+        >>> optimizer = torch.optim.Adam(layer.parameters())
+        >>> layer(torch.ones(4)).sum().backward(); optimizer.step()
+        >>> optimizer_state_bytes(optimizer)  # two moments of 16 elements, and the step count
+        {'float32': 132}
+    """
+    storages: dict[Any, tuple[str, int]] = {}
+    for state in unwrap_optimizer(optimizer).state.values():
+        for tensor in _plain_tensors(state):
+            storage = tensor.untyped_storage()
+            key = (storage.device, storage.data_ptr()) if storage.data_ptr() else id(tensor)  # meta has no addresses
+            storages.setdefault(key, (str(tensor.dtype).removeprefix("torch."), storage.nbytes()))
+    sizes: Counter[str] = Counter()
+    for dtype, size in storages.values():
+        sizes[dtype] += size
+    return dict(sorted(sizes.items()))
+
+
+def _plain_tensors(state: Any) -> list[torch.Tensor]:
+    """Return the plain tensors in one parameter's state, also those inside tensor subclasses (sharded, quantised)."""
+    if isinstance(state, Mapping):
+        state = [value for name, value in state.items() if name not in _QUANTISATION_TABLES]
+    plain: list[torch.Tensor] = []
+    for tensor in tensors_in(state):
+        if hasattr(tensor, "__tensor_flatten__"):
+            plain += _plain_tensors([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+        else:
+            plain.append(tensor)
+    return plain
