@@ -357,8 +357,14 @@ def test_stocks_collator_alone_is_told_where_it_belongs(tmp_path):
 def test_micro_batches_are_refused_at_the_first_step(tmp_path):
     view = bucketed(examples(), max_tokens=MAX_TOKENS)
     trainer = attach(make_trainer(tmp_path, tiny.llama(), view)[0], MicrobatchCallback(max_tokens=32))
-    with pytest.raises(ValueError, match="its examples are packed into one row, as position_ids shows"):
+    with pytest.raises(ValueError) as error:
         trainer.train()
+    assert str(error.value) == (
+        "model=LlamaForCausalLM cannot be trained in micro-batches at step 1 (a batch of input_ids, labels, "
+        "position_ids): its examples are packed into one row, as position_ids shows; expected rows that do not depend "
+        "on each other. Pack fewer tokens into a row, raise max_tokens=32, or take MicrobatchCallback out of "
+        "callbacks= and lower per_device_train_batch_size."
+    )
 
 
 @pytest.mark.parametrize("kind", ["dataset", "sorted"])

@@ -153,7 +153,7 @@ class MicrobatchCallback(TrainerCallback):
 
     Args:
         max_tokens: the most padded tokens of a micro-batch, i.e. its rows times its longest row; a longer row is a
-            micro-batch by itself. None (or ``"auto"``): no limit until memory runs out.
+            micro-batch by itself, or refused where it is packed. None (or ``"auto"``): no limit until memory runs out.
         max_examples: the most rows of a micro-batch. None: no limit until memory runs out.
         backbone: the name of the module whose rows run in parts, or its end, or several, where a loss is not known and
             nothing is found that can be cut: "encoder". None: found by itself.

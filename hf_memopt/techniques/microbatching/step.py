@@ -408,10 +408,8 @@ class MicrobatchedStep:
             try:
                 loss = self._call(run, trainer, model, position, inputs)
             except DependentRowsError as error:
-                reason = str(error)
-                raise NotSplittableError(
-                    trainer.model, reason, where=where, remedy=_remedy(reason, trainer.model)
-                ) from None
+                remedy = _remedy(str(error), trainer.model)
+                raise NotSplittableError(trainer.model, str(error), where=where, remedy=remedy) from None
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -439,7 +437,8 @@ class MicrobatchedStep:
         """Refuse a step whose rows are above the user's limit and that nothing could cut; else say so once."""
         most = self._limits["max_tokens"].maximum
         if packed and not seen.cut and most is not None and (padded_tokens(inputs, [0]) or 0) > most:
-            raise NotSplittableError(trainer.model, packed, where=where, remedy=f"Pack fewer, or take {DROP}")
+            remedy = f"Pack fewer tokens into a row, raise max_tokens={most}, or take {DROP}"
+            raise NotSplittableError(trainer.model, packed, where=where, remedy=remedy)
         if seen.cut or seen.fits or not seen.reasons or not self._limits_are_set():
             return
         reason = "; ".join(seen.reasons)
