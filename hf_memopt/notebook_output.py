@@ -31,7 +31,7 @@ def printed_html(print_to: Callable[[Console], object]) -> str:
         >>> printed_html(lambda console: console.print("1 < 2", highlight=False)).count("1 &lt; 2")
         1
     """
-    from rich.console import Console
+    from hf_memopt.terminal import Console
 
     console = Console(
         file=io.StringIO(),

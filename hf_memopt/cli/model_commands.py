@@ -159,7 +159,7 @@ def estimate(
     Exit code 0 if it fits or no GPU is known, 1 if it does not fit, 2 on errors.
     """
     given = locals()  # typer before 0.29 has paths as text in context.params
-    from rich.console import Console
+    from hf_memopt.terminal import Console
 
     from hf_memopt.cli.estimate_command import EstimateOptions, run_estimate
 
@@ -239,7 +239,7 @@ def plan(
     Exit code 0 if one fits, 1 if none does, 2 if it cannot be planned.
     """
     given = locals()  # as for estimate
-    from rich.console import Console
+    from hf_memopt.terminal import Console
 
     from hf_memopt.cli.plan_command import PlanOptions, run_plan
 
@@ -266,7 +266,7 @@ def report(
     kind: what grew, by component and phase, as tables; with --output also as a page. No network is needed, and neither
     the model nor the data.
     """
-    from rich.console import Console
+    from hf_memopt.terminal import Console
 
     from hf_memopt.cli.report_command import run_report
 
@@ -290,7 +290,7 @@ def measure(
     The script runs up to its first Trainer.train() and ends there. Exit code 0 if its steps fit, 1 if memory ran out, 2
     if it cannot be measured.
     """
-    from rich.console import Console
+    from hf_memopt.terminal import Console
 
     from hf_memopt.cli.measure_command import MeasureOptions, run_measure
 

@@ -27,7 +27,7 @@ REAL, OURS, MEAN = "#0072B2", "#009E73", "#D55E00"  # of Okabe and Ito's palette
 
 def report_text(report: PaddingReport) -> str:
     """Return the report as plain text of at most 80 columns."""
-    from rich.console import Console
+    from hf_memopt.terminal import Console
 
     text = io.StringIO()
     print_report(report, Console(file=text, width=COLUMNS, color_system=None, force_jupyter=False))

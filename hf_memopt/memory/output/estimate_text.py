@@ -42,7 +42,7 @@ COLOURS = {
 
 def estimate_table(estimate: Estimate) -> str:
     """Return the estimate as plain text of at most 80 columns, the verdict at its end."""
-    from rich.console import Console
+    from hf_memopt.terminal import Console
 
     text = io.StringIO()
     print_estimate(estimate, Console(file=text, width=COLUMNS, color_system=None, force_jupyter=False))
