@@ -35,7 +35,7 @@ def printable(text: str) -> str:
 class PrintableRecord(logging.LogRecord):
     """A log record whose message is printable; for ``logging.setLogRecordFactory`` of a program."""
 
-    def getMessage(self) -> str:  # noqa: N802
+    def getMessage(self) -> str:
         return printable(super().getMessage())
 
 

@@ -43,15 +43,16 @@ class _Commands(TyperGroup):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}))  # which raises and returns exit codes
+            # which returns exit codes, and raises what it would print
+            sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}) or 0)
         except Exception as error:
-            if hasattr(error, "format_message"):  # typer's own, of options
-                text = io.StringIO()
-                error.show(text)
+            text, show = io.StringIO(), getattr(error, "show", None)
+            if show is not None:  # typer's own
+                show(text)
             elif os.environ.get("HF_MEMOPT_DEBUG"):
                 raise
             else:
-                text = io.StringIO(f"{_in_one_line(error)}\n")
+                text.write(f"{_in_one_line(error)}\n")
             typer.echo(printable(text.getvalue()), err=True, nl=False)
             sys.exit(2)
 
@@ -149,10 +150,9 @@ def presets(
     json_output: AsJson = False,
 ) -> None:
     """List the presets and which models fit with each, or explain one."""
-    from hf_memopt.terminal import Console
-
     from hf_memopt.cli.progress import spinner
     from hf_memopt.recipes.presets import recipe
+    from hf_memopt.terminal import Console
 
     if name is None and model is not None:
         raise ValueError(
@@ -308,9 +308,8 @@ def doctor(
         from hf_memopt.cli.doctor_launch import examine_launch
 
         raise typer.Exit(examine_launch(json_output=json_output))
-    from hf_memopt.terminal import Console
-
     from hf_memopt.cli.progress import spinner
+    from hf_memopt.terminal import Console
 
     with spinner("looking at this machine", Console(stderr=True), shown=not json_output):
         from hf_memopt.cli.doctor import examine, print_findings
