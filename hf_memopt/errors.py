@@ -25,14 +25,14 @@ class MissingExtraError(ImportError):
 
 
 def reason(error: BaseException) -> str:
-    """Return the type and, if there is one, the message of an error in one line, to be quoted in another.
+    """Return the type and, if there is one, the message of an error, to be quoted in another.
 
     Examples:
         >>> reason(KeyError("x")), reason(StopIteration())
         ("KeyError: 'x'", 'StopIteration')
     """
     try:
-        text = " ".join(str(error).split())
+        text = str(error).strip()
     except Exception:  # of the message's own code
         text = ""
     return ": ".join(filter(None, (type(error).__name__, text)))

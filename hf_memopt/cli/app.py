@@ -52,7 +52,7 @@ class _Commands(TyperGroup):
             elif os.environ.get("HF_MEMOPT_DEBUG"):
                 raise
             else:
-                text.write(f"{_in_one_line(error)}\n")
+                text.write(f"{' '.join(_message(error).split())}\n")
             typer.echo(printable(text.getvalue()), err=True, nl=False)
             sys.exit(2)
 
@@ -66,9 +66,9 @@ class _Commands(TyperGroup):
                 formatter.write_dl([(name.ljust(COMMAND_COLUMNS), text) for name, text in rows])
 
 
-def _in_one_line(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, (ValueError, MissingExtraError)):
-        return " ".join(str(error).split())
+        return str(error)
     if isinstance(error, OSError):
         return reason(error)
     if isinstance(error, MemoryError):
