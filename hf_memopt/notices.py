@@ -3,9 +3,8 @@
 Notices go through the package's loggers. Where a program has not configured logging, Python's handler of last resort
 would print them into the middle of tqdm's bar, so they are written with ``tqdm.write`` there.
 
-Names of folders, columns and models, and the messages of other code, may hold escape sequences. ``printable`` is
-applied where text leaves: by ``notify``, by the console of ``hf_memopt.terminal``, and by the command line to errors,
-warnings and logs.
+Names and the messages of other code may hold escape sequences. ``printable`` is applied where text leaves: by
+``notify``, by the console of ``terminal``, and by the command line to errors, warnings and logs.
 """
 
 from __future__ import annotations

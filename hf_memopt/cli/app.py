@@ -162,11 +162,10 @@ def presets(
     if name is None:
         from hf_memopt.cli.preset_tables import presets_json, print_presets
 
-        console = Console()
         if json_output:
-            console.out(presets_json(), highlight=False)
+            Console().out(presets_json(), highlight=False)
         else:
-            print_presets(console)
+            print_presets(Console())
         return
     what = "looking at this machine" if model is None else f"estimating {model}"
     with spinner(what, Console(stderr=True), shown=(name == "auto" or model is not None) and not json_output):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hf_memopt.memory.output.estimate_picture import draw
 from hf_memopt.memory.output.estimate_text import as_dict, estimate_table, print_estimate
 from hf_memopt.memory.settings import StepSettings
-from hf_memopt.notebook_output import printed_html
+from hf_memopt.terminal import printed_html
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu

@@ -16,7 +16,6 @@ from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.notebook_output import printed_html
 from hf_memopt.plain_data import (
     Count,
     CountOrZero,
@@ -29,6 +28,7 @@ from hf_memopt.plain_data import (
 )
 from hf_memopt.recipes.field_checks import check_together
 from hf_memopt.recipes.resolved_arguments import resolve_arguments
+from hf_memopt.terminal import printed_html
 
 # What a recipe turns into needs torch and transformers, and is imported there: the presets are read without them.
 if TYPE_CHECKING:

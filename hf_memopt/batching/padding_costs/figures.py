@@ -27,8 +27,8 @@ from hf_memopt.batching.padding_costs.strategies import (
 )
 from hf_memopt.batching.plan.buckets import LengthBuckets
 from hf_memopt.batching.plan.checks import check_batch_limits, check_counts
-from hf_memopt.notebook_output import printed_html
 from hf_memopt.plain_data import check_value, checked_path
+from hf_memopt.terminal import printed_html
 
 __all__ = ["Cut", "Histogram", "PaddingReport", "PaddingStrategy", "Suggestion", "padding_report"]
 

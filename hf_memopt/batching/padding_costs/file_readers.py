@@ -1,9 +1,9 @@
 """Read one column of a data file as pyarrow tables: Parquet, Arrow, JSON Lines, CSV and datasets saved to disk.
 
 Files are read batch by batch, and of Parquet, Arrow and CSV, which ``pyarrow.dataset`` reads, only the column in
-question. JSON is parsed by Python: a row may have other fields than the first ones, and deep nesting is an error. A row
-of text that is longer than 64 MiB is refused, which a few kilobytes of a compressed file can hold. So memory stays
-bounded whatever the size of a JSON or CSV file: about 1 GB. Of Parquet 8192 values are held at once, however long.
+question. JSON is parsed by Python: a row may have other fields than the first ones, and deep nesting is an error. Of
+JSON a row above 64 MiB is refused and of CSV one above 16 MiB, which a few kilobytes of a compressed file can hold. So
+memory stays bounded whatever the size of such a file. Of Parquet 8192 values are held at once, however long.
 
 ``datasets.load_dataset(..., streaming=True)`` is not used (seen in 5.2): each call asks a server and writes to the
 cache, names are patterns, JSON Lines with another field or type in a later block are refused, deeply nested ones end
@@ -26,14 +26,15 @@ from typing import Any
 import pyarrow as pa
 
 from hf_memopt.plain_data import parse_object, shown
+from hf_memopt.units import format_bytes
 
 __all__ = ["first_line", "likely_type", "open_source", "reading"]
 
 ROWS_AT_ONCE, JSON_ROWS_AT_ONCE = 8192, 512  # Python objects of a row take up to ten times the memory of its table
 MOST_OF_CAUSE = 300  # characters: it may quote the file
-MOST_ROW = 64 * 2**20  # characters of JSON, bytes of CSV; token ids of a million tokens are a tenth of that
-TOO_LONG = "a row is longer than 64 MiB"
-CSV_BLOCK_BYTES, JSON_CHARACTERS = MOST_ROW, 2**20  # read at once; a CSV row must fit into one block
+MOST_ROW = {"csv": 16 * 2**20, "json": 64 * 2**20}  # bytes, of JSON characters; a million token ids are 7 MiB
+TOO_LONG = "a row is too long"
+JSON_CHARACTERS = 2**20  # read at once
 BLANK, COMMA = re.compile(r"\s*").match, re.compile(r"\s*,\s*").match
 CUT_OFF = 16  # characters before its end at which a text that is cut off may be wrong
 
@@ -53,7 +54,8 @@ def reading(source: Path, kind: str) -> Iterator[None]:
         if "straddling object" in cause:  # of pyarrow's CSV reader
             cause = TOO_LONG
         if cause.endswith(TOO_LONG):
-            action = "rows of at most 64 MiB. Cut its texts, or close the quotation mark or bracket that it leaves open"
+            most = format_bytes(MOST_ROW[kind])
+            action = f"rows of at most {most}. Cut its texts, or close the quotation mark or bracket left open"
         elif cause.startswith("line "):
             action = f"complete JSON. Correct {cause.partition(':')[0]}, or write the file again"
         raise ValueError(f"path={str(source)!r} cannot be read as {kind} ({cause}); expected {action}") from error
@@ -136,7 +138,7 @@ def _open_table(file: Path, kind: str) -> tuple[pa.Schema, Read]:
         options = ds.ParquetFragmentScanOptions(pre_buffer=False)  # otherwise whole row groups are read ahead
         form = ds.ParquetFileFormat(default_fragment_scan_options=options)
     else:
-        reading = csv.ReadOptions(block_size=CSV_BLOCK_BYTES)
+        reading = csv.ReadOptions(block_size=MOST_ROW["csv"])  # a row must fit into one block
         form = ds.CsvFileFormat(csv.ParseOptions(newlines_in_values=True), read_options=reading)
     fragment = form.make_fragment(str(file), fs.LocalFileSystem())
     schema = fragment.physical_schema
@@ -175,11 +177,9 @@ def _open_json(file: Path) -> tuple[pa.Schema, Read]:
 def _block(rows: Iterator[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
     """Return the next rows, few where they are long; none at the end."""
     block, size = [], 0
-    for row, characters in rows:
-        block.append(row)
-        size += characters
-        if len(block) == JSON_ROWS_AT_ONCE or size > MOST_ROW:
-            break
+    while len(block) < JSON_ROWS_AT_ONCE and size <= MOST_ROW["json"] and (found := next(rows, None)):
+        block.append(found[0])
+        size += found[1]
     return block
 
 
@@ -195,12 +195,12 @@ def _json_type(value: Any) -> pa.DataType:
 def _json_rows(file: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield the objects of a file and their characters: one per line, or those of an array or object of many lines."""
     with io.TextIOWrapper(pa.input_stream(str(file), compression="detect"), encoding="utf-8-sig") as lines:
-        for number, line in enumerate(iter(lambda: lines.readline(MOST_ROW + 1), ""), 1):
+        for number, line in enumerate(iter(lambda: lines.readline(MOST_ROW["json"] + 1), ""), 1):
             if line.strip() == "{":
-                line += lines.read(MOST_ROW)
+                line += lines.read(MOST_ROW["json"])
             if line.lstrip().startswith("["):
                 found = _elements(lines, line, number)
-            elif len(line) > MOST_ROW:
+            elif len(line) > MOST_ROW["json"]:
                 raise pa.ArrowInvalid(f"line {number}: {TOO_LONG}")
             else:
                 found = iter([(_parse_json(line, number), len(line))] if line.strip() else [])
@@ -222,13 +222,11 @@ def _elements(lines: io.TextIOWrapper, text: str, line: int) -> Iterator[tuple[A
                 yield row, end - at
                 at, before = end, "[0"  # in which what follows is as right or wrong as after the element
                 gap = COMMA(text, at)
-        except json.JSONDecodeError as error:
-            cut = len(text) if error.msg.startswith("Unterminated") else error.pos
-        except (ValueError, RecursionError):
-            cut = 0
+        except (ValueError, RecursionError) as error:
+            cut = len(text) if str(error).startswith("Unterminated") else getattr(error, "pos", 0)
         is_cut_off = cut > len(text) - CUT_OFF
         line, text, at = line + text.count("\n", 0, at), text[at:], 0
-        if is_cut_off and len(text) > MOST_ROW:
+        if is_cut_off and len(text) > MOST_ROW["json"]:
             raise pa.ArrowInvalid(f"line {line}: {TOO_LONG}")
         more = lines.read(max(JSON_CHARACTERS, len(text))) if is_cut_off else ""
         if not more:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.notebook_output import printed_html
 from hf_memopt.plain_data import checked_path
+from hf_memopt.terminal import printed_html
 
 if TYPE_CHECKING:
     import os
