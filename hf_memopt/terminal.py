@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import rich.console
 from rich.segment import Segment
@@ -18,7 +19,7 @@ from hf_memopt.notices import printable
 
 __all__ = ["Console", "printed_html", "printed_text"]
 
-COLUMNS = 80
+SETTINGS: dict[str, Any] = {"width": 80, "force_jupyter": False}
 
 PRE = (
     '<pre style="overflow-x:auto; white-space:pre; line-height:normal; font-size:12px; font-family:Menlo,Consolas,'
@@ -42,7 +43,7 @@ class Console(rich.console.Console):
 def printed_text(print_to: Callable[[Console], object]) -> str:
     """Return as plain text of at most 80 columns what a function prints to a console."""
     text = io.StringIO()
-    print_to(Console(file=text, width=COLUMNS, color_system=None, force_jupyter=False))
+    print_to(Console(file=text, color_system=None, **SETTINGS))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
@@ -53,13 +54,6 @@ def printed_html(print_to: Callable[[Console], object]) -> str:
         >>> printed_html(lambda console: console.print("1 < 2", highlight=False)).count("1 &lt; 2")
         1
     """
-    console = Console(
-        file=io.StringIO(),
-        record=True,
-        width=COLUMNS,
-        color_system="truecolor",
-        force_terminal=True,
-        force_jupyter=False,
-    )
+    console = Console(file=io.StringIO(), record=True, color_system="truecolor", force_terminal=True, **SETTINGS)
     print_to(console)
     return console.export_html(theme=THEME, code_format=PRE, inline_styles=True)

@@ -176,7 +176,8 @@ def _open_json(file: Path) -> tuple[pa.Schema, Read]:
 
 def _block(rows: Iterator[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
     """Return the next rows, few where they are long; none at the end."""
-    block, size = [], 0
+    block: list[dict[str, Any]] = []
+    size = 0
     while len(block) < JSON_ROWS_AT_ONCE and size <= MOST_ROW["json"] and (found := next(rows, None)):
         block.append(found[0])
         size += found[1]
