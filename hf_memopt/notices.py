@@ -2,7 +2,6 @@
 
 Notices go through the package's loggers. Where a program has not configured logging, Python's handler of last resort
 would print them into the middle of tqdm's bar, so they are written with ``tqdm.write`` there.
-
 Names and the messages of other code may hold escape sequences. ``printable`` is applied where text leaves: by
 ``notify``, by the console of ``terminal``, and by the command line to errors, warnings and logs.
 """
@@ -22,7 +21,7 @@ _STEERING = re.compile("[\0-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 def printable(text: str) -> str:
     r"""Return a text in which characters that steer a terminal are escaped, as Python and JSON write them.
 
-    Line feeds stay. JSON stays what it says.
+    Line feeds stay, and JSON stays what it says.
 
     Examples:
         >>> printable("model\x1b[31m\nnext line")

@@ -329,8 +329,7 @@ def main() -> None:
     gc.set_threshold(100_000, 20, 100)
     # bitsandbytes recommends a kernel for CPUs whenever it is imported on a recent one; no command needs it
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    # what other packages say of a model or a file
-    logging.setLogRecordFactory(PrintableRecord)
+    logging.setLogRecordFactory(PrintableRecord)  # for what other packages say of a model or a file
     formatted = warnings.formatwarning
     warnings.formatwarning = lambda *args, **kwargs: printable(formatted(*args, **kwargs))
     app(prog_name="hf-memopt")

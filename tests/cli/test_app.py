@@ -294,7 +294,8 @@ VERBS = {
         ),
         (
             RuntimeError(),
-            "hf-memopt failed (RuntimeError), which is a bug in hf-memopt; please report it. Set HF_MEMOPT_DEBUG=1 for the traceback",
+            "hf-memopt failed (RuntimeError), which is a bug in hf-memopt; please report it. Set "
+            "HF_MEMOPT_DEBUG=1 for the traceback",
         ),
         (ValueError("a=\x1b[31m is wrong"), "a=\\u001b[31m is wrong"),
         (
