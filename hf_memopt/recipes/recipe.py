@@ -28,7 +28,6 @@ from hf_memopt.plain_data import (
 )
 from hf_memopt.recipes.field_checks import check_together
 from hf_memopt.recipes.resolved_arguments import resolve_arguments
-from hf_memopt.terminal import printed_html
 
 # What a recipe turns into needs torch and transformers, and is imported there: the presets are read without them.
 if TYPE_CHECKING:
@@ -163,6 +162,8 @@ class Recipe:
         from rich import box
         from rich.markup import escape
         from rich.table import Table
+
+        from hf_memopt.terminal import printed_html
 
         table = Table("setting", "value", "reason", title=escape(f"{self.name}: {self.purpose}"), title_justify="left")
         table.box, table.show_edge, table.pad_edge = box.SIMPLE_HEAD, False, False

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt import plotting
-from hf_memopt.terminal import printed_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +25,8 @@ REAL, OURS, MEAN = "#0072B2", "#009E73", "#D55E00"  # of Okabe and Ito's palette
 
 def report_text(report: PaddingReport) -> str:
     """Return the report as plain text of at most 80 columns."""
+    from hf_memopt.terminal import printed_text
+
     return printed_text(lambda console: print_report(report, console))
 
 

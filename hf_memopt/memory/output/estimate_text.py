@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory.timeline import COMPONENTS, phase_peaks
 from hf_memopt.reports.estimate_file import ESTIMATE_FORMAT
-from hf_memopt.terminal import printed_text
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -41,6 +40,8 @@ COLOURS = {
 
 def estimate_table(estimate: Estimate) -> str:
     """Return the estimate as plain text of at most 80 columns, the verdict at its end."""
+    from hf_memopt.terminal import printed_text
+
     return printed_text(lambda console: print_estimate(estimate, console))
 
 
