@@ -191,7 +191,7 @@ def shown(value: Any, most: int = 60) -> str:
     """Return the ``repr`` of a value of any type, cut to ``most`` characters."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # integers of more than 4,300 digits; lists nested as deep as JSON may be
+    except Exception:  # integers of more than 4,300 digits; lists nested as deep as JSON may be; a repr that fails
         text = f"<{type(value).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -169,13 +169,13 @@ class StepSettings:
             check_value(name, getattr(self, name), kind, defaults[name])
         if not _is_number(self.max_grad_norm):
             raise ValueError(
-                f"max_grad_norm={self.max_grad_norm!r} is not a number; expected one, 0 for no clipping. "
+                f"max_grad_norm={shown(self.max_grad_norm)} is not a number; expected one, 0 for no clipping. "
                 "Pass max_grad_norm=0"
             )
         if not _is_number(self.label_smoothing_factor) or not 0 <= self.label_smoothing_factor < 1:
             raise ValueError(
-                f"label_smoothing_factor={self.label_smoothing_factor!r} is invalid; expected a number from 0 to below "
-                "1. Pass label_smoothing_factor=0.1"
+                f"label_smoothing_factor={shown(self.label_smoothing_factor)} is invalid; expected a number from 0 to "
+                "below 1. Pass label_smoothing_factor=0.1"
             )
         functions = self.prepare if isinstance(self.prepare, tuple | list) else (None,)
         if not all(map(callable, functions)):
@@ -207,7 +207,8 @@ class StepSettings:
             object.__setattr__(self, "lora", copy.deepcopy(self.lora))
         elif self.lora is not None and (isinstance(self.lora, bool) or not isinstance(self.lora, int) or self.lora < 1):
             raise ValueError(
-                f"lora={self.lora!r} is invalid; expected a rank of 1 or more, a peft.LoraConfig, or None. Pass lora=16"
+                f"lora={shown(self.lora)} is invalid; expected a rank of 1 or more, a peft.LoraConfig, or None. "
+                "Pass lora=16"
             )
         targets: Any = self.lora_targets
         if isinstance(targets, list):
@@ -260,7 +261,7 @@ class StepSettings:
         patterns = (given,) if isinstance(given, str) else given
         if not isinstance(patterns, tuple | list) or not all(isinstance(name, str) and name for name in patterns):
             raise ValueError(
-                f"freeze={self.freeze!r} is invalid; expected a pattern of hf_memopt.freeze, or a tuple of them. "
+                f"freeze={shown(self.freeze)} is invalid; expected a pattern of hf_memopt.freeze, or a tuple of them. "
                 "Pass freeze=('embeddings',)"
             )
         object.__setattr__(self, "freeze", tuple(patterns))

@@ -16,7 +16,6 @@ from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.notebook_output import printed_html
 from hf_memopt.plain_data import (
     Count,
     CountOrZero,
@@ -163,6 +162,8 @@ class Recipe:
         from rich import box
         from rich.markup import escape
         from rich.table import Table
+
+        from hf_memopt.terminal import printed_html
 
         table = Table("setting", "value", "reason", title=escape(f"{self.name}: {self.purpose}"), title_justify="left")
         table.box, table.show_edge, table.pad_edge = box.SIMPLE_HEAD, False, False

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.notebook_output import printed_html
 from hf_memopt.plain_data import checked_path
 
 if TYPE_CHECKING:
@@ -209,5 +208,6 @@ class Plan:
 
     def _repr_html_(self) -> str:
         from hf_memopt.recipes.planning.output import print_plan
+        from hf_memopt.terminal import printed_html
 
         return printed_html(partial(print_plan, self))
