@@ -236,7 +236,9 @@ def test_the_whole_way_from_the_counters_of_a_gpu_to_a_plan(tmp_path: Path, monk
     """Only the counters are made up: steps, prediction, file and plan are real."""
     for module in ("memory.estimation", "recipes.measuring.measure"):
         monkeypatch.setattr(f"hf_memopt.{module}.current_gpu", lambda: GPU)
-    monkeypatch.setattr("hf_memopt.recipes.measuring.recorder.meter_of", lambda device: Counters(torch.device("cuda:0")))
+    monkeypatch.setattr(
+        "hf_memopt.recipes.measuring.recorder.meter_of", lambda device: Counters(torch.device("cuda:0"))
+    )
     monkeypatch.setattr("hf_memopt.recipes.measuring.recorder.read_context", lambda device: CONTEXT_BYTES)
     rows = [{name: [5] * 32 for name in ("input_ids", "labels")}] * 16
     args = tiny.arguments(tmp_path / "out", per_device_train_batch_size=2, optim="adamw_torch_fused")

@@ -52,8 +52,8 @@ def measure(
         path: of a file to write the result to as JSON, for ``plan(..., measured=path)``; None for none.
         force: whether a file that exists is overwritten.
 
-    What is trained is copied to the host meanwhile. Callbacks run with their attributes put back afterwards, without the
-    ends of epochs and of the training; those of ``report_to``, progress bars and memory reports are set aside.
+    What is trained is copied to the host meanwhile. Callbacks run with their attributes put back afterwards, but do not
+    hear of the end of epochs and of training; those of ``report_to``, progress bars and memory reports are set aside.
 
     Limitations: evaluation, checkpoints and resuming; what callbacks and collators do outside of Python's objects (a
     file, a request); streams that can be read only once. On a CPU the bytes are those of tensors (``recorder``).

@@ -1,11 +1,11 @@
-"""The process of a script that ``hf-memopt measure`` runs: up to its first ``Trainer.train()``, which measures and ends it.
+"""The process of a script that ``hf-memopt measure`` runs: its first ``Trainer.train()`` measures, and ends it.
 
-``python -m hf_memopt.recipes.measuring.script RESULT STEPS SCRIPT [ARGUMENT]...`` runs a script as ``python SCRIPT`` would.
-Inside ``train()`` the steps are taken, their figures are written to the file RESULT, and ``os._exit`` ends the process:
-nothing after that line runs, neither ``finally`` nor ``atexit``. ``Trainer`` is changed where the script imports it, not
-before, since a script may set environment variables before its imports.
+``python -m hf_memopt.recipes.measuring.script RESULT STEPS SCRIPT [ARGUMENT]...`` runs a script as ``python SCRIPT``
+does. Inside ``train()`` the steps are taken, what they took is written to the file RESULT, and ``os._exit`` ends the
+process: nothing after that line runs, neither ``finally`` nor ``atexit``. ``Trainer`` is changed where the script
+imports it, not earlier, since a script may set environment variables before its imports.
 
-Limitations: a process that the script starts anew (not forked) trains as ever; what callbacks write within a step.
+Limitations: what a callback writes in the middle of a step; a process that the script starts anew trains as ever.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(result: str, steps: str, script: str, *arguments: str) -> None:
         exec(compile(Path(file).read_bytes(), file, "exec"), vars(of_script))
     except Exception as error:
         own = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this function
-        sys.excepthook(type(error), error, own)
+        sys.excepthook(type(error), error.with_traceback(own), own)
         sys.exit(1)
 
 
@@ -70,7 +70,7 @@ class _AtImport:
 
 
 class _Ending:
-    """Makes the first ``Trainer.train()`` measure and end the process; the file ``result`` exists once it is reached."""
+    """Makes the first ``Trainer.train()`` measure and end the process; the file ``result`` says that it was reached."""
 
     def __init__(self, result: Path, steps: int, script: str) -> None:
         self._result, self._steps, self._script = result, steps, script
@@ -95,8 +95,8 @@ class _Ending:
             own, names = vars(cls).get("train"), {"super", *(base.__name__ for base in cls.__mro__[1:])}
             if inspect.isfunction(own) and not own.__closure__ and names.isdisjoint(own.__code__.co_names):
                 cls.train = lambda *_, **__: self._refuse(
-                    f"trains by {cls.__name__}.train(), which never calls Trainer.train(); expected a train() that does. "
-                    "Call: super().train()"
+                    f"trains by {cls.__name__}.train(), which never calls Trainer.train(); expected a train() that "
+                    "does. Call: super().train()"
                 )
 
         kind.train, kind.__init_subclass__ = train, classmethod(__init_subclass__)
