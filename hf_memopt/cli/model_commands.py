@@ -287,8 +287,8 @@ def measure(
 ) -> None:
     """Measure a few real steps of a script beside their prediction.
 
-    The script runs up to its first Trainer.train() and ends there. Exit code 0 if its steps fit, 1 if memory ran out, 2
-    if it cannot be measured.
+    The script runs in a process of its own, up to its first Trainer.train(); nothing after it runs. Exit code 0 if its
+    steps fit, 1 if memory ran out, 2 if it cannot be measured.
     """
     from rich.console import Console
 

@@ -55,7 +55,7 @@ class _AtImport:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _MODULE:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None:
             loader: Any = spec.loader
@@ -90,7 +90,7 @@ class _Ending:
             with self._lock:  # another thread waits here until the process has ended
                 self._end(trainer, functools.partial(stock, trainer))
 
-        def __init_subclass__(cls: Any, **options: Any) -> None:
+        def __init_subclass__(cls: type[Any], /, **options: Any) -> None:
             super(kind, cls).__init_subclass__(**options)
             own, names = vars(cls).get("train"), {"super", *(base.__name__ for base in cls.__mro__[1:])}
             if inspect.isfunction(own) and not own.__closure__ and names.isdisjoint(own.__code__.co_names):
