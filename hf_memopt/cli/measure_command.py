@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hf_memopt.plain_data import checked_path
-from hf_memopt.recipes.measuring.measurement import DEFAULT_STEPS, Measurement, check_new_file
+from hf_memopt.reports.measurement_file import DEFAULT_STEPS, Measurement, check_new_file
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -29,8 +29,8 @@ from hf_memopt import (
     measure,
 )
 from hf_memopt.binding.versions import checkpointing_arguments
-from hf_memopt.recipes.measuring.measurement import read_measurement
 from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS
+from hf_memopt.reports.measurement_file import read_measurement
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

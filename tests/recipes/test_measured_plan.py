@@ -15,9 +15,9 @@ import transformers
 import tiny
 from hf_memopt import Gpu, Measurement, Plan, Recipe, estimate, find_gpu, measure, plan, recipe
 from hf_memopt.devices import gpus
-from hf_memopt.recipes.measuring.measurement import Figures
 from hf_memopt.recipes.measuring.recorder import StepMeter
 from hf_memopt.recipes.planning.measured import Corrections
+from hf_memopt.reports.measurement_file import Figures
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

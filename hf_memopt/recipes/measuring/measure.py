@@ -24,9 +24,9 @@ from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.timeline import COMPONENTS, Timeline, phase_spans
 from hf_memopt.memory.trainer_estimate import estimate_of
 from hf_memopt.plain_data import Count, check_value
-from hf_memopt.recipes.measuring.measurement import DEFAULT_STEPS, PACKAGES, Figures, Measurement, check_new_file
 from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepRecorder
 from hf_memopt.recipes.measuring.restoring import restored
+from hf_memopt.reports.measurement_file import DEFAULT_STEPS, PACKAGES, Figures, Measurement, check_new_file
 
 if TYPE_CHECKING:
     import torch
