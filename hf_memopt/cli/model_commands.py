@@ -284,8 +284,8 @@ def measure(
 ) -> None:
     """Measure a few real steps of a script beside their prediction.
 
-    The script runs up to its first Trainer.train() and ends there. Exit code 0 if its steps fit, 1 if memory ran out, 2
-    if it cannot be measured.
+    The script runs in a process of its own, up to its first Trainer.train(); nothing after it runs. Exit code 0 if its
+    steps fit, 1 if memory ran out, 2 if it cannot be measured.
     """
     from hf_memopt.cli.measure_command import MeasureOptions, run_measure
     from hf_memopt.terminal import Console

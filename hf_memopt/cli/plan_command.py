@@ -16,10 +16,10 @@ from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.memory.without_compiler import without_compiler
 from hf_memopt.plotting import check_picture
 from hf_memopt.recipes.launch import launch_files
-from hf_memopt.recipes.measuring.measurement import named_measurement
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, checked_word, read_gpu
 from hf_memopt.recipes.planning.script.folder import RowsFile, check_folder
 from hf_memopt.recipes.planning.sharing import check_strategy
+from hf_memopt.reports.measurement_file import named_measurement
 from hf_memopt.reports.page import check_page
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from hf_memopt.batching.views.stream_checkpoint import _saved_state
 from hf_memopt.demo.run import MARKER, check_output
 from hf_memopt.devices.gpus import find_gpu
 from hf_memopt.memory.models.loading import load_model
-from hf_memopt.recipes.measuring.measurement import Figures, Measurement, named_measurement
 from hf_memopt.recipes.planning.measured import Corrections
 from hf_memopt.reports.difference import compare, difference_page, print_difference
+from hf_memopt.reports.measurement_file import Figures, Measurement, named_measurement
 from hf_memopt.reports.plan_file import read_plan_text
 from hf_memopt.reports.plan_page import plan_page
 from hf_memopt.reports.run_file import read_run
