@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
@@ -42,7 +43,12 @@ def main(result: str, steps: str, script: str, *arguments: str) -> None:
         exec(compile(Path(file).read_bytes(), file, "exec"), vars(of_script))
     except Exception as error:
         own = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this function
-        sys.excepthook(type(error), error.with_traceback(own), own)
+        if sys.excepthook is sys.__excepthook__:
+            from hf_memopt.notices import printable
+
+            print(printable("".join(traceback.format_exception(error.with_traceback(own)))), end="", file=sys.stderr)
+        else:
+            sys.excepthook(type(error), error.with_traceback(own), own)
         sys.exit(1)
 
 
