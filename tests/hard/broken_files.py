@@ -27,6 +27,7 @@ import hf_memopt as m
 import tiny
 from hf_memopt.batching.padding_costs.data_files import data_file, file_lengths
 from hf_memopt.batching.views.stream_checkpoint import _saved_state
+from hf_memopt.binding.checkpoint_manifest import why_not_whole
 from hf_memopt.demo.run import MARKER, check_output
 from hf_memopt.devices.gpus import find_gpu
 from hf_memopt.memory.models.loading import load_model
@@ -38,7 +39,6 @@ from hf_memopt.reports.plan_page import plan_page
 from hf_memopt.reports.run_file import read_run
 from hf_memopt.reports.run_page import run_page
 from hf_memopt.reports.sides import read_side
-from hf_memopt.techniques.checkpoints.complete import why_incomplete
 from hf_memopt.techniques.microbatching.limits import LIMITS_FILE, microbatch_limits, read_limits, write_limits
 
 __all__ = ["FILES", "StrangeFile", "broken_bytes", "broken_json"]
@@ -184,8 +184,8 @@ def _write_checkpoint(folder: Path) -> None:
 
 
 def _read_checkpoint(path: Path) -> None:
-    why_incomplete(path.parent)
-    why_incomplete(path.parent, check_files=False)
+    why_not_whole(path.parent)
+    why_not_whole(path.parent, check_files=False)
 
 
 def _write_demo(folder: Path) -> None:

@@ -23,7 +23,7 @@ from hf_memopt import (
     attach,
     bucketed,
 )
-from hf_memopt.techniques.checkpoints.complete import why_incomplete
+from hf_memopt.binding.checkpoint_manifest import why_not_whole
 
 FINAL = "final.pt"
 STEPS = 64
@@ -128,7 +128,7 @@ def train(name: str, folder: Path, writer: Any, seed: int = 0) -> None:
     attach(trainer, *set_up.callbacks())
     trainer.add_callback(Progress(writer))
     writer.send("built")
-    trainer.train(resume_from_checkpoint=any(why_incomplete(each) is None for each in folder.glob("checkpoint-*")))
+    trainer.train(resume_from_checkpoint=any(why_not_whole(each) is None for each in folder.glob("checkpoint-*")))
     logs = [
         {key: log[key] for key in ("step", "loss", "grad_norm", "learning_rate")}
         for log in trainer.state.log_history

@@ -36,8 +36,8 @@ from hf_memopt import (
     measure,
     padding_report,
 )
+from hf_memopt.binding.checkpoint_manifest import why_not_whole
 from hf_memopt.cli.app import app
-from hf_memopt.techniques.checkpoints.complete import why_incomplete
 from hf_memopt.techniques.microbatching.limits import Limit, write_limits
 from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport, write_reports
 
@@ -230,7 +230,7 @@ def save_without_room(way: str, root: Path, straight: Path, seed: int) -> None:
             errors.append(f"{type(error).__name__}: {error}")
         finally:
             starving.end()
-        assert why_incomplete(folder / "checkpoint-4") is None
+        assert why_not_whole(folder / "checkpoint-4") is None
         resumed = make_trainer(folder)
         resumed.train(resume_from_checkpoint=True)
         assert tiny.largest_difference(expected.model, resumed.model) == 0.0

@@ -22,8 +22,8 @@ import torch
 from children import SERVER, finish, start
 from killed_runs import FINAL, SETUPS, STEPS, train
 
+from hf_memopt.binding.checkpoint_manifest import why_not_whole
 from hf_memopt.binding.nested_tensors import tensors_in
-from hf_memopt.techniques.checkpoints.complete import why_incomplete
 
 KILLS = 10  # of each chain
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -91,7 +91,7 @@ def test_a_training_that_is_killed_ten_times_ends_with_the_same_weights(name: st
         assert run.process.exitcode == EXIT_CODES[how], run.log.read_text()
         if how == signal.SIGINT:  # which leaves time to remove them
             assert unfinished_files(folder) <= before
-        left_incomplete += any(why_incomplete(each) is not None for each in folder.glob("checkpoint-*"))
+        left_incomplete += any(why_not_whole(each) is not None for each in folder.glob("checkpoint-*"))
         if (report := folder / "memopt_run.json").exists():
             json.loads(report.read_bytes())
     assert left_incomplete > 0  # so runs did die while they saved, and went back

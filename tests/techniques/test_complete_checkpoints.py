@@ -23,7 +23,7 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt.binding.attach import attach
-from hf_memopt.techniques.checkpoints.complete import checkpoint_to_resume, remove_training_state, why_incomplete
+from hf_memopt.binding.checkpoint_manifest import checkpoint_to_resume, why_not_whole
 from hf_memopt.techniques.checkpoints.sharded import ShardedCheckpointCallback
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 from two_ranks import run_pair
@@ -183,7 +183,7 @@ def test_no_complete_checkpoint_is_refused_and_the_weights_stay(tmp_path) -> Non
     saved = transformers.LlamaForCausalLM.from_pretrained(checkpoint)
     assert tiny.largest_difference(saved, dying.model) == 0.0
     trained(tiny.llama(seed=3), tmp_path, save_steps=4)  # a new run completes the folder
-    assert why_incomplete(Path(checkpoint)) is None
+    assert why_not_whole(Path(checkpoint)) is None
 
 
 def test_only_the_model_is_saved_over_a_whole_checkpoint(tmp_path) -> None:
@@ -207,7 +207,7 @@ def test_weights_that_a_user_saves_into_a_checkpoint_leave_its_state(tmp_path) -
     built = trainer(tiny.llama(), tmp_path, max_steps=2)
     built.train()
     built.save_model(str(tmp_path / "checkpoint-2"))
-    assert why_incomplete(tmp_path / "checkpoint-2") is None
+    assert why_not_whole(tmp_path / "checkpoint-2") is None
 
 
 # ---- Which folders are complete -------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_a_checkpoint_that_lost_files_is_passed_over(tmp_path, damage, reason) -
         (lost,) = last.glob(f"{damage}*")
         lost.unlink()
         reason = reason.replace(damage, lost.name) if damage.startswith("model") else reason
-    assert why_incomplete(last) == reason
+    assert why_not_whole(last) == reason
     before = str(tmp_path / "checkpoint-2")
     with pytest.warns(UserWarning, match="goes back to checkpoint-2") as caught:
         assert checkpoint_to_resume(True, str(tmp_path)) == before
@@ -250,8 +250,8 @@ def test_a_checkpoint_that_lost_files_is_passed_over(tmp_path, damage, reason) -
 def test_a_state_with_nan_and_a_folder_of_an_engine_are_complete(tmp_path) -> None:
     (tmp_path / "trainer_state.json").write_text('{"log_history": [{"loss": NaN}]}')
     (tmp_path / "scheduler.pt").write_bytes(b"")
-    assert why_incomplete(tmp_path) == "it has no optimizer.pt"
-    assert why_incomplete(tmp_path, check_files=False) is None
+    assert why_not_whole(tmp_path) == "it has no optimizer.pt"
+    assert why_not_whole(tmp_path, check_files=False) is None
     assert checkpoint_to_resume(str(tmp_path), "elsewhere") == str(tmp_path)  # asked for by name
 
 
@@ -332,5 +332,5 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path, index, reason, c
     """Stock would follow the name, whoever wrote it."""
     (tmp_path / "trainer_state.json").write_text("{}")
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    found = why_incomplete(tmp_path, check_files=check_files)
+    found = why_not_whole(tmp_path, check_files=check_files)
     assert found == f"its model.safetensors.index.json cannot be read: {reason}"
