@@ -313,12 +313,14 @@ def _why_foreign(folder: Path) -> str | None:
         return None
     try:
         names = parse_object(index.read_bytes()).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ValueError(f"it has weight_map={shown(names)}, which names no files")
+        for name in names.values():
+            if name != Path(name).name:
+                raise ValueError(f"it has the file {shown(name)}, which is not one of its folder")
     except ValueError as error:
         return f"its {index.name} cannot be read: {error}"
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        return f"its {index.name} cannot be read: it has weight_map={shown(names)}, which names no files"
-    elsewhere = next((name for name in names.values() if name != Path(name).name), None)
-    return elsewhere and f"its {index.name} has the file {shown(elsewhere)}, which is not one of its folder"
+    return None
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:
