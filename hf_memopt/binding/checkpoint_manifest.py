@@ -227,7 +227,7 @@ def _sums(folder: Path, names: Container[str] | None = None, *, is_flushing: boo
     files = {path.relative_to(folder).as_posix(): path for path in below if path.is_file() and path.name != MANIFEST}
     files = {name: path for name, path in files.items() if names is None or name in names}
     folders = [folder, *(path for path in below if path.is_dir())]
-    with ThreadPoolExecutor() as pool:  # reading, CRC32 and flushing all let other threads run
+    with ThreadPoolExecutor(32) as pool:  # CRC32 lets other threads run, and flushing waits for the disk
         flushed = pool.map(_flush, [*files.values(), *folders] if is_flushing else ())
         sums = dict(zip(files, pool.map(_sum, files.values()), strict=True))
         list(flushed)  # raises what flushing raised

@@ -471,13 +471,37 @@ def test_two_runs_that_save_at_the_same_time_leave_no_checkpoint_of_both(
     assert why_not_whole(tmp_path / "out/checkpoint-4") is None
 
 
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        ('{"weight_map": {"a": "../../secret"}}', "it has the file '../../secret', which is not one of its folder"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "it has the file '/etc/passwd', which is not one of its folder"),
+        ('{"weight_map": {"a": 1}}', "it has weight_map={'a': 1}, which names no files"),
+        ("[" * 100_000, "it is nested too deeply"),
+    ],
+    ids=range(4),
+)
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path, index, reason) -> None:
+    """Stock would follow the name, whoever wrote it."""
+    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    found = why_not_whole(tmp_path)
+    assert found == f"its model.safetensors.index.json cannot be read: {reason}"
+
+
 # ---- Two processes --------------------------------------------------------------------------------------------------
 
 
 @resumes_on_a_cpu
-def test_two_processes_go_back_to_the_same_complete_checkpoint(tmp_path) -> None:
+def test_two_processes_go_back_to_the_same_whole_checkpoint(tmp_path) -> None:
     for rank in run_pair(tmp_path, __file__, str(tmp_path)):
-        assert rank == {"killed": True, "difference": 0.0, "states": ["rng_state_0.pth", "rng_state_1.pth"]}
+        assert rank == {
+            "killed": True,
+            "difference": 0.0,
+            "states": ["rng_state_0.pth", "rng_state_1.pth"],
+            "world_size": 2,
+            "damaged": {"empty": "checkpoint-4", "lost": "checkpoint-4"},
+        }
 
 
 def run_rank(folder: Path) -> None:
@@ -504,31 +528,23 @@ def run_rank(folder: Path) -> None:
     warnings.simplefilter("ignore")
     resumed = trainer(tiny.llama(), folder / "out", **settings)
     resumed.train(resume_from_checkpoint=True)
-    found = {
+    manifest = json.loads((folder / "out/checkpoint-6" / MANIFEST).read_bytes())
+    found: dict[str, Any] = {
         "killed": killed,
         "difference": tiny.largest_difference(straight, resumed.model),
-        "states": sorted(path.name for path in (folder / "out/checkpoint-4").glob("rng_state*")),
+        "states": sorted(name for name in manifest["files"] if name.startswith("rng_state")),
+        "world_size": manifest["world_size"],
+        "damaged": {},
     }
+    for how in (EMPTY, LOST):  # the state of the other process; only the first one looks
+        resumed.accelerator.wait_for_everyone()
+        if resumed.args.should_save:
+            damage(folder / "out/checkpoint-6/rng_state_1.pth", how)
+        resumed.accelerator.wait_for_everyone()
+        chosen = checkpoint_to_resume(True, str(folder / "out"), is_reader=resumed.args.should_save)
+        found["damaged"][how] = Path(chosen).name
     (folder / f"rank{resumed.args.process_index}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
     run_rank(Path(sys.argv[1]))
-
-
-@pytest.mark.parametrize(
-    ("index", "reason"),
-    [
-        ('{"weight_map": {"a": "../../secret"}}', "it has the file '../../secret', which is not one of its folder"),
-        ('{"weight_map": {"a": "/etc/passwd"}}', "it has the file '/etc/passwd', which is not one of its folder"),
-        ('{"weight_map": {"a": 1}}', "it has weight_map={'a': 1}, which names no files"),
-        ("[" * 100_000, "it is nested too deeply"),
-    ],
-    ids=range(4),
-)
-def test_an_index_names_files_of_its_own_folder_alone(tmp_path, index, reason) -> None:
-    """Stock would follow the name, whoever wrote it."""
-    (tmp_path / "trainer_state.json").write_text("{}")
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    found = why_not_whole(tmp_path)
-    assert found == f"its model.safetensors.index.json cannot be read: {reason}"

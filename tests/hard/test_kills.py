@@ -92,7 +92,7 @@ def test_a_training_that_is_killed_ten_times_ends_with_the_same_weights(name: st
     chance, seconds = random.Random(name), seconds_of(name, tmp_path / "straight")
     folder = tmp_path / "killed"
     folder.mkdir()
-    left_incomplete = 0
+    left_unfinished = 0
     for number in range(KILLS):
         how = SIGNALS[number % len(SIGNALS)]
         where = chance.choice(["built", "step", "saving", "saving", "saving"])
@@ -103,10 +103,10 @@ def test_a_training_that_is_killed_ten_times_ends_with_the_same_weights(name: st
         assert run.process.exitcode == EXIT_CODES[how], run.log.read_text()
         if how == signal.SIGINT:  # which leaves time to remove them
             assert unfinished_files(folder) <= before
-        left_incomplete += any(why_not_whole(each) is not None for each in folder.glob("checkpoint-*"))
+        left_unfinished += any(why_not_whole(each) is not None for each in folder.glob("checkpoint-*"))
         if (report := folder / "memopt_run.json").exists():
             json.loads(report.read_bytes())
-    assert left_incomplete > 0  # so runs did die while they saved, and went back
+    assert left_unfinished > 0  # so runs did die while they saved, and went back
     run = Run(name, folder)
     finish(run.process, run.log)
     assert_equal(torch.load(folder / f"0-{FINAL}"), torch.load(tmp_path / "straight" / f"0-{FINAL}"))

@@ -438,7 +438,10 @@ def test_a_resumed_run_starts_with_the_limit_and_equals_the_straight_run(tmp_pat
     straight = run(CASES["bert"], tmp_path / "straight", MicrobatchCallback(), Scarcity(limit=40), **settings)
     saved = read_limits(tmp_path / "straight/checkpoint-2")
     assert saved["max_tokens"].limit == 36
-    assert sorted(path.name for path in (tmp_path / "straight/checkpoint-2").glob("memopt*")) == [LIMITS_FILE]
+    assert sorted(path.name for path in (tmp_path / "straight/checkpoint-2").glob("memopt*")) == [
+        "memopt_manifest.json",
+        LIMITS_FILE,
+    ]
     callback, scarcity = MicrobatchCallback(), Scarcity(limit=40)
     resumed = make(CASES["bert"], tmp_path / "other", callback, scarcity, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight/checkpoint-2"))
