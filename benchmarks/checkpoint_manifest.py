@@ -83,7 +83,7 @@ def main() -> int:
     """Run the cases, print a table, append the figures to the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 8])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--folder", help="in which checkpoints are saved; that of temporary files by default")
     given = parser.parse_args()
     figures: dict[str, Any] = {"folder": given.folder or "temporary files"}

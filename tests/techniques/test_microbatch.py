@@ -665,7 +665,7 @@ def test_the_function_does_it_without_the_callback(tmp_path: Path) -> None:
     handle.remove()
     handle.remove()
     assert {name for name in vars(split) if name not in before} <= {"_created_lr_scheduler"} | vars(whole).keys()
-    assert not {"training_step", "compute_loss", "train", "prediction_step"} & vars(split).keys()
+    assert not {"training_step", "compute_loss", "prediction_step"} & vars(split).keys()
 
 
 def test_the_function_refuses_settings_that_became_incompatible(tmp_path: Path) -> None:
