@@ -438,7 +438,10 @@ def test_a_resumed_run_starts_with_the_limit_and_equals_the_straight_run(tmp_pat
     straight = run(CASES["bert"], tmp_path / "straight", MicrobatchCallback(), Scarcity(limit=40), **settings)
     saved = read_limits(tmp_path / "straight/checkpoint-2")
     assert saved["max_tokens"].limit == 36
-    assert sorted(path.name for path in (tmp_path / "straight/checkpoint-2").glob("memopt*")) == [LIMITS_FILE]
+    assert sorted(path.name for path in (tmp_path / "straight/checkpoint-2").glob("memopt*")) == [
+        "memopt_manifest.json",
+        LIMITS_FILE,
+    ]
     callback, scarcity = MicrobatchCallback(), Scarcity(limit=40)
     resumed = make(CASES["bert"], tmp_path / "other", callback, scarcity, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight/checkpoint-2"))
@@ -662,7 +665,7 @@ def test_the_function_does_it_without_the_callback(tmp_path: Path) -> None:
     handle.remove()
     handle.remove()
     assert {name for name in vars(split) if name not in before} <= {"_created_lr_scheduler"} | vars(whole).keys()
-    assert not {"training_step", "compute_loss", "train", "prediction_step"} & vars(split).keys()
+    assert not {"training_step", "compute_loss", "prediction_step"} & vars(split).keys()
 
 
 def test_the_function_refuses_settings_that_became_incompatible(tmp_path: Path) -> None:
