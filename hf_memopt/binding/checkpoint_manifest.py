@@ -8,9 +8,10 @@ and is locked: a second run that saves into the same folder meanwhile ends in no
 The trade: files are flushed to the disk and read back once, by several threads, when they are saved, and read once more
 before a run resumes (``python benchmarks/checkpoint_manifest.py``).
 
-Limitations: what a callback changes in ``on_save`` is refused, since the manifest is written before it: stock deletes
-old checkpoints in between. ``load_best_model_at_end`` reads without a check. Two runs that save into one folder at the
-same time on a file system without locks are found out only where the first to begin is not killed before its end.
+It is written before stock deletes older checkpoints, and again where a callback changed files in ``on_save``.
+
+Limitations: ``load_best_model_at_end`` reads without a check. Two runs that save into one folder at the same time on a
+file system without locks are found out only where the first to begin is not killed before its end.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, undo_all
 from hf_memopt.notices import notify
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
+from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -92,6 +94,7 @@ def keep_manifests(trainer: Trainer) -> UndoHandle:
     return undo_all(
         override_method(trainer, "save_model", saving.wrap_save_model, purpose=MANIFEST),
         override_method(trainer, "_save_checkpoint", saving.wrap_save_checkpoint),
+        override_method(trainer.callback_handler, "on_save", saving.wrap_on_save),
         override_method(trainer, "train", resuming),
     )
 
@@ -108,6 +111,7 @@ class _Saving:
         self.trainer, self.run = trainer, secrets.token_hex(8)
         self.file: IO[bytes] | None = None  # the manifest while it is being saved, only where files are
         self.is_ended = False
+        self.saved: Mapping[Path, tuple[int, int]] = {}  # when the last checkpoint ended, here
 
     def wrap_save_model(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def save_model(*args: Any, **kwargs: Any) -> Any:
@@ -142,6 +146,23 @@ class _Saving:
 
         return save_to_json
 
+    def wrap_on_save(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def on_save(*args: Any, **kwargs: Any) -> Any:
+            control, saved, self.saved = before(*args, **kwargs), self.saved, {}
+            for path in [path for path in saved if path.name == MANIFEST]:
+                found = _stamps(path.parent)
+                if found != saved and found.get(path) == saved[path]:  # else another run saves into it by now
+                    write_whole(path, self.manifest(path.parent))
+            return control
+
+        return on_save
+
+    def manifest(self, folder: Path) -> str:
+        """Return the manifest of the files below a folder, which are on the disk then."""
+        files = _sums(folder, is_flushing=True)
+        found = Manifest(self.run, self.trainer.state.global_step, self.trainer.args.world_size, files)
+        return json.dumps(asdict(found), indent=1)
+
     def begin(self, folder: Path) -> None:
         """Make a folder's manifest that of an unfinished checkpoint, and remove what an earlier run left."""
         self.close()
@@ -156,12 +177,11 @@ class _Saving:
     def end(self, file: IO[bytes]) -> None:
         """Write the manifest, unless another run has saved into the folder since ``begin``."""
         path, args = Path(file.name), self.trainer.args
-        files = _sums(path.parent, is_flushing=True)
+        manifest = self.manifest(path.parent)
         is_own = path.read_bytes() == self.run.encode()
         file.truncate(0)
         if is_own:
-            manifest = Manifest(self.run, self.trainer.state.global_step, args.world_size, files)
-            file.write(json.dumps(asdict(manifest), indent=1).encode())
+            file.write(manifest.encode())
         else:
             warnings.warn(
                 f"output_dir={args.output_dir!r} is that of another run too, which saved {path.parent.name} at the "
@@ -171,6 +191,7 @@ class _Saving:
             )
         _flush(file)
         self.close()
+        self.saved = _stamps(path.parent) if is_own else {}
 
     def close(self) -> None:
         """End the lock."""
@@ -219,6 +240,12 @@ def _flush(*files: IO[bytes] | Path) -> None:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+
+def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return size and time of the last change of each file below a folder."""
+    found = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {path: (status.st_size, status.st_mtime_ns) for path, status in found.items()}
 
 
 def _sums(folder: Path, names: Container[str] | None = None, *, is_flushing: bool = False) -> dict[str, str]:

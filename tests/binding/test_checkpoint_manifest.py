@@ -23,7 +23,7 @@ import transformers
 from slow_cases import resumes_on_a_cpu
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 import tiny
 from hf_memopt import BucketedCollator, MicrobatchCallback, ShardedCheckpointCallback, bucketed
@@ -410,6 +410,32 @@ def test_the_old_checkpoint_is_deleted_after_the_manifest_of_the_new_one(tmp_pat
         ["checkpoint-2", "checkpoint-4"],
         ["checkpoint-4", "checkpoint-6"],
     ]
+
+
+class AdaptersAlone(TrainerCallback):
+    """As many scripts have it: on_save writes files of its own and deletes some of stock's."""
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        (folder / "training_args.bin").unlink()
+        (folder / "scheduler.pt").touch()
+        (folder / "notes.txt").write_text("mine", encoding="utf-8")
+
+
+def test_what_a_callback_changes_in_on_save_is_in_the_manifest(tmp_path) -> None:
+    run = trainer(tiny.llama(), tmp_path)
+    run.add_callback(AdaptersAlone())
+    run.train()
+    last = tmp_path / f"checkpoint-{run.state.global_step}"
+    files = json.loads((last / MANIFEST).read_text(encoding="utf-8"))["files"]
+    assert set(files) == {path.name for path in last.iterdir()} - {MANIFEST}
+    assert files["notes.txt"] == described(last / "notes.txt")
+    assert why_not_whole(last) is None
+    (last / "notes.txt").write_text("more", encoding="utf-8")
+    assert (
+        why_not_whole(last)
+        == f"its notes.txt has {described(last / 'notes.txt')}, and was saved with {files['notes.txt']}"
+    )
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path) -> None:
