@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median_low
-from types import MappingProxyType
 
 from hf_memopt.devices.gpu_table import CAPABILITIES, ROWS, Architecture, Row
+from hf_memopt.plain_data import FixedMapping
 from hf_memopt.units import format_bytes, parse_bytes
 
 __all__ = ["GPUS", "Gpu", "PeakRates", "current_gpu", "custom_gpu", "find_gpu"]
@@ -164,7 +164,7 @@ GIB = 2**30
 PAGES = "https://www.techpowerup.com/gpu-specs/"
 STANDS_IN = "kernels and workspaces of compute capability 8.0 stand in for those of ROCm"
 
-GPUS: Mapping[str, Gpu] = MappingProxyType({row.name: _gpu_of_row(row) for row in ROWS})
+GPUS: Mapping[str, Gpu] = FixedMapping({row.name: _gpu_of_row(row) for row in ROWS})
 """The GPUs that are known by name."""
 
 

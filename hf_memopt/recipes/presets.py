@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import FixedMapping
 from hf_memopt.recipes.recipe import Recipe
 from hf_memopt.units import format_bytes, parse_bytes
 
@@ -38,7 +38,7 @@ NOT_RECOMPUTED = "activations of {rows} examples of 512 tokens fit without recom
 FITS_WHOLE = "the whole effective batch fits into one pass"
 FULL_STATE = "the full 32-bit state fits, and one fused kernel is fastest"
 
-PRESETS: Mapping[str, Recipe] = MappingProxyType(
+PRESETS: Mapping[str, Recipe] = FixedMapping(
     {
         "4gb-gpu": Recipe(
             name="4gb-gpu",

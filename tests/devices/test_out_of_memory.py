@@ -61,7 +61,9 @@ OTHERS = [
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous"),
-    RuntimeError("cuDNN Frontend error: CUDNN_BACKEND_OPERATION: cudnnFinalize Failed cudnn_status: CUDNN_STATUS_BAD_PARAM"),
+    RuntimeError(
+        "cuDNN Frontend error: CUDNN_BACKEND_OPERATION: cudnnFinalize Failed cudnn_status: CUDNN_STATUS_BAD_PARAM"
+    ),
     RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph."),
     RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR"),
     RuntimeError("CUDA error: insufficient resources when calling `cublasCreate(handle)`"),

@@ -191,7 +191,9 @@ class Tally:
         text = f"{self.cut_steps} of {self.steps} steps ran in micro-batches."
         if self.check_seconds:
             share = self.check_seconds / max(self.seconds, self.check_seconds)
-            text += f" Checks that rows are independent took {format_number(self.check_seconds)} s, {share:.1%} of the run."
+            text += (
+                f" Checks that rows are independent took {format_number(self.check_seconds)} s, {share:.1%} of the run."
+            )
         if self.failures:
             times = "once" if self.failures == 1 else f"{self.failures} times"
             text += f" Memory ran out {times}, which cost {format_number(self.lost_seconds)} s."

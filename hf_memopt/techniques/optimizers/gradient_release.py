@@ -13,6 +13,7 @@ optimizers whose parameters depend on each other within a step are refused; an o
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import threading
 import weakref
@@ -27,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.binding.refusals import refusal_of
 
-__all__ = ["gradient_release", "plain_step"]
+__all__ = ["BuiltClass", "gradient_release", "plain_step"]
 
 TECHNIQUE = "gradient release"
 FIX = "Call gradient_release(torch.optim.AdamW)."
@@ -108,7 +109,14 @@ def gradient_release(
     return _released_class(plain, max_tensor_norm)
 
 
-class _Released(torch.optim.Optimizer):
+class BuiltClass(type):
+    """The class of classes that a function builds from another class; they are pickled as its call."""
+
+
+copyreg.pickle(BuiltClass, lambda built: vars(built).get("_built_by", built.__qualname__))
+
+
+class _Released(torch.optim.Optimizer, metaclass=BuiltClass):
     """The methods that a released class has before those of its plain class.
 
     The hook of a parameter runs in the backward pass, once its gradient is complete. It lets the plain class's own
@@ -137,7 +145,7 @@ class _Released(torch.optim.Optimizer):
         self._install_hooks()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _copied, (self._plain_class, self.max_tensor_norm), self.__getstate__()
+        return _copied, (type(self),), self.__getstate__()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, and release its gradients too."""
@@ -270,13 +278,13 @@ def _released_class(optimizer_class: Any, max_tensor_norm: float | None) -> type
         "__doc__": f"{optimizer_class.__name__} that steps within the backward pass.",
         "max_tensor_norm": max_tensor_norm,
         "_plain_class": optimizer_class,
+        "_built_by": (_released_class, (optimizer_class, max_tensor_norm)),
         "_plain_step": plain_step(optimizer_class.step),
     }
     return type(f"Released{optimizer_class.__name__}", (kind, optimizer_class), attributes)
 
 
-def _copied(optimizer_class: Any, max_tensor_norm: float | None) -> Any:
-    released: Any = _released_class(optimizer_class, max_tensor_norm)
+def _copied(released: Any) -> Any:
     copied = released.__new__(released)
     copied.handle, copied._last_norms = UndoHandle(lambda: None), []
     return copied
