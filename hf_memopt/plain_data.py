@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
@@ -27,9 +27,11 @@ __all__ = [
     "FixedMapping",
     "check_fields",
     "check_value",
+    "check_word",
     "checked_array",
     "checked_path",
     "from_object",
+    "items_of",
     "parse_object",
     "shown",
 ]
@@ -46,6 +48,7 @@ _NAMES: dict[Any, str] = {
     float: "a number",
     str: "a string",
     type(None): "None",
+    Callable: "a function",
 }
 
 
@@ -172,6 +175,24 @@ def check_value(name: str, value: Any, kind: Any, example: Any = MISSING) -> Non
     raise ValueError(f"{name}={shown(value)} is invalid; expected {_rule(kind)}{most}.{hint} {proposal}")
 
 
+def check_word(name: str, value: Any, known: Iterable[str]) -> None:
+    """Raise ValueError if ``value`` is not one of the known words, of which the first is proposed."""
+    words = tuple(known)
+    if not isinstance(value, str) or value not in words:
+        raise ValueError(
+            f"{name}={shown(value)} is unknown; expected one of {', '.join(map(repr, words))}."
+            f"{did_you_mean(value, words)} Pass {name}={words[0]!r}"
+        )
+
+
+def items_of(values: Any) -> tuple[Any, ...] | None:
+    """Return what can be iterated as a tuple; None for anything else, for text and for tensors without dimensions."""
+    try:
+        return None if isinstance(values, str | bytes) else tuple(values)
+    except TypeError:
+        return None
+
+
 def checked_path(name: str, value: Any) -> Path:
     """Return a path that a user passes, existing or not; ``name`` is what the message calls it.
 
@@ -212,7 +233,7 @@ def shown(value: Any, most: int = 60) -> str:
     """Return the ``repr`` of a value of any type, cut to ``most`` characters."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # integers of more than 4,300 digits; lists nested as deep as JSON may be
+    except Exception:  # integers of more than 4,300 digits, lists nested too deeply, whatever a user's class raises
         text = f"<{type(value).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

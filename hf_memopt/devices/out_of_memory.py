@@ -6,8 +6,9 @@ error that quotes such a text later (a log, the report of another process) is an
 
 Not recognised, since a smaller batch does not help or the process cannot continue: Python's ``MemoryError``,
 ``CUDNN_STATUS_NOT_SUPPORTED`` and "unable to find an engine" (a layout or a size that cuDNN has no kernel for),
-``CUFFT_INTERNAL_ERROR`` (also a driver that does not know the GPU), shared memory that a Triton kernel lacks, NCCL's "Cuda failure 'out of memory'" (the other ranks wait forever), and bitsandbytes' own kernels, which print
-and exit.
+``CUFFT_INTERNAL_ERROR`` (also a driver that does not know the GPU), shared memory that a Triton kernel lacks,
+NCCL's "Cuda failure 'out of memory'" (the other ranks wait forever), and bitsandbytes' own kernels, which print and
+exit.
 """
 
 from __future__ import annotations

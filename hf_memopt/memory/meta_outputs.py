@@ -104,7 +104,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if any(argument.name == "generator" for argument in func._schema.arguments):
         return func(*args, **kwargs, generator=HOST_GENERATOR)
-    name = {"default": "generator", "low": "low_generator"}.get(func._overloadname)
+    name = {"default": "generator", "low": "low_generator"}.get(func._overloadname, "")
     if name in func.overloadpacket.overloads():
         return getattr(func.overloadpacket, name)(*args, **kwargs, generator=HOST_GENERATOR)
     state = torch.default_generator.get_state()  # rand_like in torch before 2.9, which takes no generator

@@ -186,8 +186,8 @@ class LengthBucketedSampler(LengthBucketedBatchSampler):
 def _check_position(position: Any, length: int) -> None:
     if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= length:
         raise ValueError(
-            f"position={position!r} is not within the epoch; expected 0 to {length}. Pass the number of items that "
-            "were trained on since the epoch began"
+            f"position={shown(position)} is not within the epoch; expected 0 to {length}. Pass the number of items "
+            "that were trained on since the epoch began"
         )
 
 

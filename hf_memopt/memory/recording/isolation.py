@@ -96,7 +96,7 @@ def _own_generators() -> Iterator[None]:
             for name in (name for name in module.__all__ if hasattr(own, name)):
                 one = _OfThread(getattr(own, name), getattr(module, name))
                 stack.callback(set_attribute(module, name, one).remove)
-        one = _OfThread(HOST_GENERATOR.manual_seed(0), torch.random.default_generator)
+        one = _OfThread(HOST_GENERATOR.manual_seed(0), torch.default_generator)
         stack.callback(set_attribute(torch.random, "default_generator", one).remove)
         yield
 

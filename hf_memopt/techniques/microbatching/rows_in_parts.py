@@ -54,8 +54,8 @@ class PartsFailedError(torch.OutOfMemoryError):
 class Size(NamedTuple):
     """How many rows a part may have, and what is told when that was too many.
 
-    ``rows``: gives the most rows of a part of so many columns; ``failed``: is told rows, columns, the error's text and the
-    seconds lost, and lowers what ``rows`` gives.
+    ``rows``: gives the most rows of a part of so many columns; ``failed``: is told rows, columns, the error's text and
+    the seconds lost, and lowers what ``rows`` gives.
     """
 
     rows: Callable[[int | None], int]

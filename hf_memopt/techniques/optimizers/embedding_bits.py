@@ -31,8 +31,9 @@ from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.handles import UndoHandle
-from hf_memopt.binding.model_traits import unwrap_optimizer
+from hf_memopt.binding.model_traits import check_model, unwrap_optimizer
 from hf_memopt.binding.nested_tensors import tensors_in
+from hf_memopt.plain_data import shown
 from hf_memopt.techniques.model_handles import ModelHandles
 from hf_memopt.units import format_bytes
 
@@ -185,7 +186,7 @@ def _own_manager() -> Any:
 def _check_bits(bits: Any) -> None:
     if type(bits) is not int or bits != 32:
         raise ValueError(
-            f"bits={bits!r} is not supported for embeddings; expected 32. Write bits=32, or take "
+            f"bits={shown(bits)} is not supported for embeddings; expected 32. Write bits=32, or take "
             "EmbeddingBitsCallback() out of callbacks=."
         )
 
@@ -206,6 +207,7 @@ def _eight_bit_optimizer(optimizer: Any) -> Any:
 def _embedding_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights of all embeddings by parameter name, tied ones once."""
     names: dict[torch.Tensor, str] = {}
+    check_model(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             names.setdefault(module.weight, f"{name}.weight".lstrip("."))

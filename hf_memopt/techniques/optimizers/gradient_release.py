@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.binding.refusals import refusal_of
+from hf_memopt.plain_data import check_value, shown
 
 __all__ = ["BuiltClass", "gradient_release", "plain_step"]
 
@@ -89,13 +90,14 @@ def gradient_release(
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(
-            f"optimizer_class={optimizer_class!r} is not a class of optimizers; expected a subclass of "
+            f"optimizer_class={shown(optimizer_class)} is not a class of optimizers; expected a subclass of "
             f"torch.optim.Optimizer. {FIX}"
         )
+    check_value("trust", trust, bool, False)
     is_number = isinstance(max_tensor_norm, (int, float)) and not isinstance(max_tensor_norm, bool)
     if max_tensor_norm is not None and not (is_number and max_tensor_norm > 0):
         raise ValueError(
-            f"max_tensor_norm={max_tensor_norm!r} is invalid; expected a norm above 0, or None not to clip. "
+            f"max_tensor_norm={shown(max_tensor_norm)} is invalid; expected a norm above 0, or None not to clip. "
             "Pass max_tensor_norm=1.0."
         )
     plain: Any = optimizer_class

@@ -33,6 +33,7 @@ from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optim
 
 from hf_memopt.binding.conflicts import check_settings
 from hf_memopt.devices.precision_support import choose_precision
+from hf_memopt.plain_data import check_word, shown
 from hf_memopt.techniques.optimizers.gradient_release import TECHNIQUE as GRADIENT_RELEASE
 from hf_memopt.techniques.optimizers.gradient_release import BuiltClass, plain_step
 from hf_memopt.techniques.optimizers.weight_slices import (
@@ -103,13 +104,10 @@ def sixteen_bit_optimizer(
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(
-            f"optimizer_class={optimizer_class!r} is not a class of optimizers; expected a subclass of "
+            f"optimizer_class={shown(optimizer_class)} is not a class of optimizers; expected a subclass of "
             f"torch.optim.Optimizer. {FIX}"
         )
-    if rounding not in ("stochastic", "kahan"):
-        raise ValueError(
-            f"rounding={rounding!r} is unknown; expected 'stochastic' or 'kahan'. Pass rounding='stochastic'"
-        )
+    check_word("rounding", rounding, ("stochastic", "kahan"))
     _check_class(optimizer_class)
     plain: Any = optimizer_class
     return _sixteen_bit_class(plain, rounding)
