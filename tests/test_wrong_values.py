@@ -247,9 +247,9 @@ def problem_of(call: Callable[[], Any], name: str) -> str:
         ),
         (
             lambda: hf_memopt.estimate(LlamaConfig(**LLAMA), task=np.array([1, 2])),
-            "task=array([1, 2]) is unknown; expected one of 'sequence-classification', 'token-classification', "
-            "'question-answering', 'masked-lm', 'causal-lm', 'seq2seq-lm', 'image-classification'. Pass "
-            "task='sequence-classification'",
+            "task=array([1, 2]) is unknown; expected one of 'speech-seq2seq', 'seq2seq', 'causal-lm', 'masked-lm', "
+            "'sequence-classification', 'token-classification', 'question-answering', 'multiple-choice', "
+            "'image-classification'. Pass task='sequence-classification'",
         ),
         (
             lambda: hf_memopt.gradient_release(torch.optim.AdamW, trust=np.array([1, 2])),

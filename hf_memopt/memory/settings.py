@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hf_memopt.binding.conflicts import steps_in_backward
 from hf_memopt.binding.refusals import refusal_of
 from hf_memopt.memory.argument_spellings import in_own_names, unknown_setting
-from hf_memopt.plain_data import Count, CountOrZero, check_value, check_word, shown
+from hf_memopt.plain_data import Count, CountOrZero, check_value, shown
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -29,6 +29,7 @@ _KINDS: Mapping[str, Any] = {
     "sparse_tied_embedding": bool,
     "fused_cross_entropy": bool,
     "gradient_release": bool,
+    "optimizer_memory": Callable | None,
     "loop": Literal["trainer", "manual"],
     "precision": Literal["auto", "fp32", "tf32", "bf16", "fp16"],
     "weights_dtype": Literal["float32", "bfloat16", "float16"],
@@ -184,11 +185,6 @@ class StepSettings:
                 f"prepare={shown(self.prepare)} is invalid; expected a tuple of functions that change the model. "
                 "Pass prepare=(function,)"
             )
-        if self.optimizer_memory is not None and not callable(self.optimizer_memory):
-            raise ValueError(
-                f"optimizer_memory={shown(self.optimizer_memory)} is invalid; expected a function, or None for optim. "
-                "Pass optimizer_memory=None"
-            )
         if self.rounding != "nearest" and self.weights_dtype == "float16":
             raise ValueError(
                 f"rounding={self.rounding!r}, weights_dtype='float16' are incompatible: float16 gradients need a "
@@ -222,8 +218,12 @@ class StepSettings:
             )
 
     def _check_load_in(self) -> None:
-        if self.load_in is not None:
-            check_word("load_in", self.load_in, ("nf4", "int8"))
+        if self.load_in is not None and (not isinstance(self.load_in, str) or self.load_in not in ("nf4", "int8")):
+            near = "int8" if "8" in shown(self.load_in) else "nf4"
+            raise ValueError(
+                f"load_in={shown(self.load_in)} is not a quantisation of bitsandbytes that is known; expected 'nf4' "
+                f"(4 bits), 'int8' (8 bits), or None. Pass load_in={near!r}"
+            )
         if self.load_in is not None and self.lora is None and not self.prepare:
             raise ValueError(
                 f"load_in={self.load_in!r}, lora=None leave nothing to train: quantised weights have no gradient, and "

@@ -139,11 +139,7 @@ def check_seed(seed: Any, name: str = "seed") -> None:
 
 def check_rank(rank: Any, world_size: int) -> None:
     """Raise ValueError unless ``rank`` is None or one of ``world_size`` processes."""
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size):
-        raise ValueError(
-            f"rank={shown(rank)} is out of range; expected None or 0 to world_size - 1 = {world_size - 1}. "
-            f"Pass rank=0, world_size={world_size}"
-        )
+    check_value("rank", rank, Annotated[int, range(world_size)] | None, 0)
 
 
 def check_too_long(too_long: Any) -> None:

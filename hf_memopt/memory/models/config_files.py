@@ -35,7 +35,7 @@ TASKS = (
 def check_task(task: str | None) -> None:
     """Raise ValueError if ``task`` is neither None nor one of ``TASKS``."""
     if task is not None:
-        check_word("task", task, TASKS)
+        check_word("task", task, TASKS, "sequence-classification")
 
 
 def find_config(text: str) -> Path | None:

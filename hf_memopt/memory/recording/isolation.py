@@ -73,14 +73,11 @@ class _OfThread:
     def __init__(self, own: Any, shared: Any) -> None:
         self._thread, self._own, self._shared = threading.get_ident(), own, shared
 
-    def _found(self) -> Any:
-        return self._own if threading.get_ident() == self._thread else self._shared
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own if threading.get_ident() == self._thread else self._shared, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._found()(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._found(), name)
+        return self.__getattr__("__call__")(*args, **kwargs)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import bitsandbytes
 import torch
@@ -33,7 +33,7 @@ from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.binding.model_traits import check_model, unwrap_optimizer
 from hf_memopt.binding.nested_tensors import tensors_in
-from hf_memopt.plain_data import shown
+from hf_memopt.plain_data import check_value
 from hf_memopt.techniques.model_handles import ModelHandles
 from hf_memopt.units import format_bytes
 
@@ -78,7 +78,7 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
         >>> optimizer_state_bytes(optimizer)  # 2 x 32,768 and the bias; 2 x 4,096 with one scale per block of 256
         {'float32': 66176, 'uint8': 8192}
     """
-    _check_bits(bits)
+    check_value("bits", bits, Literal[32], 32)
     eight_bit = _eight_bit_optimizer(optimizer)
     embeddings = _embedding_weights(model)
     if not embeddings:
@@ -127,7 +127,7 @@ class EmbeddingBitsCallback(TrainerCallback):
     technique = "32-bit embeddings"
 
     def __init__(self, bits: int = 32) -> None:
-        _check_bits(bits)
+        check_value("bits", bits, Literal[32], 32)
         self.bits = bits
         self.handle: UndoHandle | None = None
         self.binding = Binding()
@@ -181,14 +181,6 @@ def _own_manager() -> Any:
     manager: Any = GlobalOptimManager.__new__(GlobalOptimManager)
     manager.initialize()
     return manager
-
-
-def _check_bits(bits: Any) -> None:
-    if type(bits) is not int or bits != 32:
-        raise ValueError(
-            f"bits={shown(bits)} is not supported for embeddings; expected 32. Write bits=32, or take "
-            "EmbeddingBitsCallback() out of callbacks=."
-        )
 
 
 def _eight_bit_optimizer(optimizer: Any) -> Any:

@@ -29,7 +29,7 @@ from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.binding.refusals import refusal_of
 from hf_memopt.plain_data import check_value, shown
 
-__all__ = ["BuiltClass", "gradient_release", "plain_step"]
+__all__ = ["BuiltClass", "check_is_class", "gradient_release", "plain_step"]
 
 TECHNIQUE = "gradient release"
 FIX = "Call gradient_release(torch.optim.AdamW)."
@@ -88,11 +88,7 @@ def gradient_release(
         (True, True)
         >>> optimizer.step()
     """
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(
-            f"optimizer_class={shown(optimizer_class)} is not a class of optimizers; expected a subclass of "
-            f"torch.optim.Optimizer. {FIX}"
-        )
+    check_is_class(optimizer_class, FIX)
     check_value("trust", trust, bool, False)
     is_number = isinstance(max_tensor_norm, (int, float)) and not isinstance(max_tensor_norm, bool)
     if max_tensor_norm is not None and not (is_number and max_tensor_norm > 0):
@@ -304,6 +300,15 @@ def _check_class(optimizer_class: Any) -> None:
         problem = "has a step of its own; expected a class with the step of bitsandbytes or of torch"
     if problem is not None:
         raise ValueError(f"optimizer_class={_name(optimizer_class)} {problem}. {FIX}")
+
+
+def check_is_class(optimizer_class: Any, fix: str) -> None:
+    """Raise TypeError for what is no class of optimizers."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(
+            f"optimizer_class={shown(optimizer_class)} is not a class of optimizers; expected a subclass of "
+            f"torch.optim.Optimizer. {fix}"
+        )
 
 
 def plain_step(step: Any) -> Any:

@@ -33,9 +33,9 @@ from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optim
 
 from hf_memopt.binding.conflicts import check_settings
 from hf_memopt.devices.precision_support import choose_precision
-from hf_memopt.plain_data import check_word, shown
+from hf_memopt.plain_data import check_word
 from hf_memopt.techniques.optimizers.gradient_release import TECHNIQUE as GRADIENT_RELEASE
-from hf_memopt.techniques.optimizers.gradient_release import BuiltClass, plain_step
+from hf_memopt.techniques.optimizers.gradient_release import BuiltClass, check_is_class, plain_step
 from hf_memopt.techniques.optimizers.weight_slices import (
     is_rounded,
     part_of,
@@ -102,11 +102,7 @@ def sixteen_bit_optimizer(
         >>> round(weight.mean(dtype=torch.float32).item(), 3)  # plain SGD leaves it at 1.0
         1.005
     """
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(
-            f"optimizer_class={shown(optimizer_class)} is not a class of optimizers; expected a subclass of "
-            f"torch.optim.Optimizer. {FIX}"
-        )
+    check_is_class(optimizer_class, FIX)
     check_word("rounding", rounding, ("stochastic", "kahan"))
     _check_class(optimizer_class)
     plain: Any = optimizer_class
