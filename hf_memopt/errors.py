@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 __all__ = ["MissingExtraError", "did_you_mean", "nearest", "reason"]
@@ -22,6 +23,10 @@ class MissingExtraError(ImportError):
         super().__init__(f"{purpose} needs {package}, which is not installed. Call: pip install 'hf-memopt[{extra}]'")
         self.package = package
         self.extra = extra
+        self.purpose = purpose
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), self.package, extra=self.extra, purpose=self.purpose), (), vars(self)
 
 
 def reason(error: BaseException) -> str:

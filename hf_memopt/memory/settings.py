@@ -28,6 +28,8 @@ _KINDS: Mapping[str, Any] = {
     "cublas_workspace_bytes": CountOrZero | None,
     "sparse_tied_embedding": bool,
     "fused_cross_entropy": bool,
+    "gradient_release": bool,
+    "optimizer_memory": Callable | None,
     "loop": Literal["trainer", "manual"],
     "precision": Literal["auto", "fp32", "tf32", "bf16", "fp16"],
     "weights_dtype": Literal["float32", "bfloat16", "float16"],
@@ -183,11 +185,6 @@ class StepSettings:
                 f"prepare={shown(self.prepare)} is invalid; expected a tuple of functions that change the model. "
                 "Pass prepare=(function,)"
             )
-        if self.optimizer_memory is not None and not callable(self.optimizer_memory):
-            raise ValueError(
-                f"optimizer_memory={shown(self.optimizer_memory)} is invalid; expected a function, or None for optim. "
-                "Pass optimizer_memory=None"
-            )
         if self.rounding != "nearest" and self.weights_dtype == "float16":
             raise ValueError(
                 f"rounding={self.rounding!r}, weights_dtype='float16' are incompatible: float16 gradients need a "
@@ -216,15 +213,15 @@ class StepSettings:
         check_value("lora_targets", self.lora_targets, Literal["auto"] | tuple[str, ...], "auto")
         if self.lora_targets != "auto" and not isinstance(self.lora, int):
             raise ValueError(
-                f"lora_targets={self.lora_targets!r}, lora={self.lora!r} do not fit each other; expected a rank as "
-                "lora. Pass lora=16, or LoraConfig(target_modules=...) alone"
+                f"lora_targets={self.lora_targets!r}, lora={shown(self.lora)} do not fit each other; expected a rank "
+                "as lora. Pass lora=16, or LoraConfig(target_modules=...) alone"
             )
 
     def _check_load_in(self) -> None:
-        if self.load_in not in (None, "nf4", "int8"):
-            near = "int8" if "8" in str(self.load_in) else "nf4"
+        if self.load_in is not None and (not isinstance(self.load_in, str) or self.load_in not in ("nf4", "int8")):
+            near = "int8" if "8" in shown(self.load_in) else "nf4"
             raise ValueError(
-                f"load_in={self.load_in!r} is not a quantisation of bitsandbytes that is known; expected 'nf4' "
+                f"load_in={shown(self.load_in)} is not a quantisation of bitsandbytes that is known; expected 'nf4' "
                 f"(4 bits), 'int8' (8 bits), or None. Pass load_in={near!r}"
             )
         if self.load_in is not None and self.lora is None and not self.prepare:

@@ -21,8 +21,10 @@ from hf_memopt.plain_data import (
     CountOrZero,
     check_fields,
     check_value,
+    check_word,
     checked_path,
     from_object,
+    items_of,
     parse_object,
     shown,
 )
@@ -177,10 +179,11 @@ class Recipe:
 
     def reason_of(self, name: str) -> str:
         """Return why a field has its value: the recipe's own reason, else that of its default."""
-        default = next(item.default for item in fields(self) if item.name == name)
+        defaults = {item.name: item.default for item in fields(self)}
+        check_word("name", name, defaults)
         why = self.reasons.get(name)
         if why is None:
-            why = DEFAULT_REASONS[name] if getattr(self, name) == default else "chosen by the caller"
+            why = DEFAULT_REASONS[name] if getattr(self, name) == defaults[name] else "chosen by the caller"
         return why
 
     def to_json(self) -> str:
@@ -379,8 +382,8 @@ class Recipe:
         """
         from hf_memopt.recipes.wired_trainer import build_trainer
 
-        given: Any = callbacks
-        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        given = items_of(callbacks)
+        if given is None:
             raise TypeError(
                 f"callbacks={shown(callbacks)} is no list of callbacks; expected one. Pass callbacks=[callback]"
             )
@@ -391,7 +394,7 @@ class Recipe:
             train_dataset=train_dataset,
             processing_class=processing_class,
             training_arguments=training_arguments,
-            callbacks=tuple(callbacks),
+            callbacks=given,
             trainer_kwargs=trainer_kwargs,
         )
 

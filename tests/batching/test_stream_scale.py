@@ -352,9 +352,7 @@ def test_ranks_that_do_not_fit_are_refused(tmp_path) -> None:
     for rank in (2, -1, True, "0"):
         with pytest.raises(ValueError) as error:
             bucketed(Rows(), batch_size=4, world_size=2, rank=rank)
-        assert str(error.value) == (
-            f"rank={rank!r} is out of range; expected None or 0 to world_size - 1 = 1. Pass rank=0, world_size=2"
-        )
+        assert str(error.value).startswith(f"rank={rank!r} is invalid; expected an integer of 0 or more, or None")
     with pytest.raises(ValueError) as error:
         bucketed([example(0)], batch_size=4, world_size=2, rank=1)
     assert str(error.value) == (

@@ -136,7 +136,7 @@ def _look() -> dict[str, Any]:
 
 def draw_report(report: PaddingReport, path: Path) -> None:
     """Draw the lengths and what each way of batching pads to a file; see ``PaddingReport.plot``."""
-    plotting.check_picture(path, purpose="the picture of a padding report")
+    plotting.check_picture(path, purpose="the picture of a padding report", name="path")
     from matplotlib.figure import Figure
 
     with plotting.drawing():

@@ -75,10 +75,10 @@ def checked_boundaries(
     is_ascending = boundaries.ndim == 1 and boundaries.size > 0 and boundaries.dtype.kind in "iu"
     if not is_ascending or boundaries[0] < 1 or (np.diff(boundaries) <= 0).any():
         raise unknown_boundaries(boundaries.tolist())
-    if n_buckets != "auto":
+    if not isinstance(n_buckets, str) or n_buckets != "auto":
         raise ValueError(
-            f"n_buckets={n_buckets!r}, boundaries={boundaries.tolist()!r} both set the number of buckets; expected one "
-            "of them. Leave n_buckets out"
+            f"n_buckets={shown(n_buckets)}, boundaries={shown(boundaries.tolist())} both set the number of buckets; "
+            "expected one of them. Leave n_buckets out"
         )
     if max_tokens is not None and boundaries[-1] > max_tokens:
         raise ValueError(
@@ -139,11 +139,7 @@ def check_seed(seed: Any, name: str = "seed") -> None:
 
 def check_rank(rank: Any, world_size: int) -> None:
     """Raise ValueError unless ``rank`` is None or one of ``world_size`` processes."""
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size):
-        raise ValueError(
-            f"rank={shown(rank)} is out of range; expected None or 0 to world_size - 1 = {world_size - 1}. "
-            f"Pass rank=0, world_size={world_size}"
-        )
+    check_value("rank", rank, Annotated[int, range(world_size)] | None, 0)
 
 
 def check_too_long(too_long: Any) -> None:

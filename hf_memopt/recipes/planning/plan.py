@@ -23,7 +23,7 @@ from hf_memopt.memory.distributed.zero_config import ZERO_STAGES
 from hf_memopt.memory.models.config_files import check_task
 from hf_memopt.memory.recording.kept_models import keeping_models
 from hf_memopt.memory.step_time.prices import equally_fast
-from hf_memopt.plain_data import Count, check_value
+from hf_memopt.plain_data import Count, check_value, check_word
 from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.measured import Corrections
 from hf_memopt.recipes.planning.model_facts import facts_of, name_to_load
@@ -33,7 +33,6 @@ from hf_memopt.recipes.planning.request import (
     METHODS,
     checked_allow,
     checked_batch,
-    checked_word,
     read_gpu,
 )
 from hf_memopt.recipes.planning.result import Plan
@@ -115,9 +114,10 @@ def plan(
         >>> found.chosen.batch, found.chosen.stage
         ('32 x 1', 'full')
     """
-    checked_word("goal", goal, GOALS)
-    checked_word("method", method, METHODS)
+    check_word("goal", goal, GOALS)
+    check_word("method", method, METHODS)
     check_value("seq_len", seq_len, Count | None, 512)
+    check_value("announce", announce, Callable, print)
     check_task(task)
     found_gpu, corrections = _corrected_gpu(gpu, budget, measured)
     words = checked_allow(allow, method, found_gpu)

@@ -317,10 +317,7 @@ def _maps_state(trainer: Trainer) -> bool:
 
 
 def _checked_size(max_shard_bytes: int | str) -> int:
-    try:
-        size_bytes = parse_bytes(max_shard_bytes)
-    except ValueError as error:
-        raise ValueError(str(error).replace("size=", "max_shard_bytes=", 1)) from error
+    size_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
     if size_bytes == 0:
         raise ValueError(
             f"max_shard_bytes={max_shard_bytes!r} is invalid; expected 1 byte or more. "

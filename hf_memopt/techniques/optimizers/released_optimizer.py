@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt.binding.conflicts import check_settings
+from hf_memopt.plain_data import check_word
 from hf_memopt.techniques.optimizers.gradient_release import TECHNIQUE, gradient_release
 from hf_memopt.techniques.optimizers.sixteen_bit_weights import rounded_optimizer
 
@@ -52,6 +53,7 @@ def released_optimizer(
     from transformers import Trainer
 
     check_settings(TECHNIQUE, args)
+    check_word("rounding", rounding, ("nearest", "stochastic", "kahan"))
     if rounding == "nearest":
         optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
     else:
