@@ -12,7 +12,22 @@ from typing import Any, Literal, NotRequired, TypedDict
 from hf_memopt.plain_data import Count, CountOrZero, parse_object
 from hf_memopt.reports.json_fields import Number, check_fields_of, check_format
 
-__all__ = ["FORMAT", "CandidateData", "PlanData", "read_plan_text"]
+__all__ = [
+    "FORMAT",
+    "AlternativeData",
+    "CandidateData",
+    "CellData",
+    "ChoiceData",
+    "FitMapData",
+    "PaddingData",
+    "PlanData",
+    "TimelineData",
+    "Verdict",
+    "batch_of",
+    "is_same",
+    "read_plan_text",
+    "shown_one",
+]
 
 FORMAT = 1
 """Raised when a field changes its meaning or goes."""
@@ -237,3 +252,25 @@ def _check_places(told: Mapping[str, Any]) -> None:
         histogram = padding["histogram"]
         if not histogram["counts"] or len(histogram["edges"]) != len(histogram["counts"]) + 1:
             raise ValueError("it has a figures.padding.histogram without one edge more than counts")
+
+
+# ---- What the fields say together
+
+
+def shown_one(told: PlanData) -> CandidateData:
+    """Return the chosen set-up, else the one that comes nearest."""
+    if told["chosen"] is not None:
+        return told["chosen"]
+    assert told["shortfall"] is not None  # checked when it was read
+    return told["shortfall"]["nearest"]
+
+
+def batch_of(one: CandidateData) -> str:
+    """Return the rows of a micro-batch times the micro-batches."""
+    return f"{one['micro_batch_size']} x {one['accumulation_steps']}"
+
+
+def is_same(one: CandidateData, other: CandidateData | None) -> bool:
+    """Return whether two are the same set-up."""
+    names = ("name", "micro_batch_size", "seq_len")
+    return other is not None and all(one.get(name) == other.get(name) for name in names)

@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, cast
 
-from hf_memopt.components import COMPONENTS
-from hf_memopt.plain_data import checked_path, parse_object
-from hf_memopt.reports.bars import CONTEXT, UNUSED
-from hf_memopt.reports.charts import batch_of
-from hf_memopt.reports.estimate_file import ESTIMATE_FORMAT, EstimateData, MeasurementData
+from hf_memopt.components import parts_of
+from hf_memopt.plain_data import Count, CountOrZero, checked_path, parse_object
 from hf_memopt.reports.json_fields import check_fields_of, check_format
-from hf_memopt.reports.plan_file import PlanData, read_plan_text
-from hf_memopt.reports.run_charts import ALLOCATED, measured_parts, total_bytes
-from hf_memopt.reports.run_file import RunData, read_run, run_file_of
+from hf_memopt.reports.plan_file import PlanData, batch_of, read_plan_text, shown_one
+from hf_memopt.reports.run_file import RunData, measured_parts, phase_pairs, read_run, run_file_of, total_bytes
+from hf_memopt.reports.run_picture import phase_name
 
-__all__ = ["Kind", "Side", "kind_of", "read_side", "text_of"]
+__all__ = ["ESTIMATE_FORMAT", "Kind", "Side", "kind_of", "read_side", "text_of"]
 
 Kind = Literal["plan", "run", "estimate", "measurement"]
 MARKS: Mapping[Kind, str] = {
@@ -31,7 +28,60 @@ MARKS: Mapping[Kind, str] = {
     "measurement": "step_seconds",
 }
 """A field that only this kind has."""
-MEASUREMENT_FORMAT = 1
+ESTIMATE_FORMAT = MEASUREMENT_FORMAT = 1
+"""Raised when a field changes its meaning or goes."""
+
+
+class GpuData(TypedDict):
+    """The GPU of an estimate; see ``Gpu``."""
+
+    name: str
+    usable_bytes: Count
+
+
+class EstimateData(TypedDict):
+    """An estimate; see ``Estimate``."""
+
+    model: str
+    batch_size: Count
+    seq_len: Count | None
+    settings: dict[str, Any]
+    gpu: GpuData | None
+    peak_allocated_bytes: CountOrZero
+    peak_reserved_bytes: CountOrZero
+    context_bytes: CountOrZero | None
+    total_bytes: CountOrZero
+    fits: bool | None
+    components: dict[str, CountOrZero]
+    phase_peaks: dict[str, dict[str, CountOrZero]]
+    versions: dict[str, str]
+
+
+class FiguresData(TypedDict):
+    """Measured figures; see ``Figures``."""
+
+    allocated_bytes: CountOrZero
+    reserved_bytes: CountOrZero | None
+    context_bytes: CountOrZero | None
+    phases: dict[str, CountOrZero]
+    components: dict[str, CountOrZero]
+
+
+class MeasurementData(TypedDict):
+    """A measurement; see ``Measurement``."""
+
+    model: str
+    gpu: str
+    versions: dict[str, str]
+    method: str
+    precision: str
+    optim: str
+    checkpointing: bool
+    accumulation_steps: Count
+    batch_size: CountOrZero
+    seq_len: Count | None
+    out_of_memory: str
+    measured: FiguresData
 
 
 @dataclass(frozen=True)
@@ -137,10 +187,7 @@ def _of_figures(text: bytes, kind: Kind, name: str) -> Side:
 
 
 def _of_plan(told: PlanData, name: str) -> Side:
-    one = told["chosen"]
-    if one is None:
-        assert told["shortfall"] is not None  # checked when it was read
-        one = told["shortfall"]["nearest"]
+    one = shown_one(told)
     length = "" if one["seq_len"] is None else f" of {one['seq_len']} tokens"
     return Side(
         name=name,
@@ -149,7 +196,7 @@ def _of_plan(told: PlanData, name: str) -> Side:
         device=told["gpu"],
         limit_bytes=told["usable_bytes"],
         total_bytes=one["total_bytes"],
-        components=_parts(one["components"], one["reserved_bytes"], one["context_bytes"]),
+        components=parts_of(one["components"], one["reserved_bytes"], one["context_bytes"]),
         phases={},
         failed="",
         settings={"set-up": one["name"], "batch": batch_of(one), **_texts(one["recipe"], without=("reasons", "name"))},
@@ -160,10 +207,7 @@ def _of_plan(told: PlanData, name: str) -> Side:
 def _of_run(told: RunData, name: str) -> Side:
     batches, lost = told["batches"], told["out_of_memory"]
     length = "" if batches["largest_length"] is None else f" of up to {batches['largest_length']} tokens"
-    phases = {
-        phase.replace("_", " + "): next((kinds[kind] for kind in ALLOCATED if kind in kinds), 0)
-        for phase, kinds in told["peaks"].items()
-    }
+    phases = {phase_name(phase): size or 0 for phase, (size, _) in phase_pairs(told["peaks"], {}).items()}
     micro = told["micro_batching"]
     limits = {} if micro is None else {f"micro-batching {key}": str(limit) for key, limit in micro["limits"].items()}
     return Side(
@@ -173,7 +217,7 @@ def _of_run(told: RunData, name: str) -> Side:
         device=told["device_name"],
         limit_bytes=told["device_bytes"],
         total_bytes=total_bytes(told),
-        components=dict(measured_parts(told)),
+        components=measured_parts(told),
         phases=phases,
         failed="" if lost is None else f"ran out of memory in step {lost['step']}, {lost['phase']}",
         settings={"largest batch": f"{batches['largest_rows']}{length}", **told["arguments"], **limits},
@@ -191,7 +235,7 @@ def _of_estimate(told: EstimateData, name: str) -> Side:
         device="" if gpu is None else gpu["name"],
         limit_bytes=None if gpu is None else gpu["usable_bytes"],
         total_bytes=told["total_bytes"],
-        components=_parts(told["components"], told["peak_reserved_bytes"], told["context_bytes"] or 0),
+        components=parts_of(told["components"], told["peak_reserved_bytes"], told["context_bytes"]),
         phases={phase: peaks.get("allocated_bytes", 0) for phase, peaks in told["phase_peaks"].items()},
         failed="",
         settings={"batch": size, **_texts(told["settings"])},
@@ -217,12 +261,6 @@ def _of_measurement(told: MeasurementData, name: str) -> Side:
         settings={"largest batch": size, **settings},
         versions=told["versions"],
     )
-
-
-def _parts(components: Mapping[str, int], reserved_bytes: int, context_bytes: int) -> dict[str, int]:
-    """Return what the total is made of: the components of the peak, unused reserved bytes, and the context."""
-    known = {name: components.get(name, 0) for name in COMPONENTS}
-    return {**known, UNUSED: max(reserved_bytes - sum(known.values()), 0), CONTEXT: context_bytes}
 
 
 def _texts(values: Mapping[str, Any], without: tuple[str, ...] = ()) -> dict[str, str]:
