@@ -14,7 +14,7 @@ from typing import Any
 from hf_memopt.plain_data import checked_path
 from hf_memopt.plotting import DARK, LIGHT, Theme
 from hf_memopt.reports.bar_picture import colours_of
-from hf_memopt.units import format_bytes, to_gib
+from hf_memopt.units import format_bytes, format_duration, format_number, to_gib
 from hf_memopt.whole_files import write_whole
 
 __all__ = ["check_page", "rendered", "share_text", "signed", "write_page"]
@@ -79,7 +79,9 @@ def rendered(template: str, view: Mapping[str, Any], pictures: Mapping[str, str]
     environment.globals |= {"light": asdict(LIGHT), "dark": asdict(DARK), "colours": colours_of(Theme(**variables))}
     environment.filters |= {
         "bytes": format_bytes,
+        "duration": format_duration,
         "gib": lambda size: f"{to_gib(size):.2f}",
+        "number": format_number,
         "of": lambda rows, *names: [[row[name] for name in names] for row in rows],
         "signed": signed,
         "sized": sized,

@@ -7,10 +7,10 @@ no report shows are not looked at.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
-from hf_memopt.plain_data import Count, CountOrZero, parse_object
-from hf_memopt.reports.json_fields import Number, check_fields_of, check_format
+from hf_memopt.plain_data import Count, CountOrZero
+from hf_memopt.reports.json_fields import Number, read_json
 
 __all__ = [
     "FORMAT",
@@ -218,19 +218,11 @@ def read_plan_text(text: str | bytes, name: str) -> PlanData:
     Raises:
         ValueError: it is no plan, or one of another version.
     """
-    try:
-        told = parse_object(text)
-        if "format" not in told or "candidates" not in told:
-            raise ValueError("it has no format and candidates")
-        check_format(told, FORMAT)
-        check_fields_of(told, PlanData, "")
-        _check_places(told)
-    except ValueError as error:
-        raise ValueError(
-            f"path={name!r} is not a plan of format {FORMAT} ({error}); expected what `hf-memopt plan --json` writes. "
-            "Write it anew with this version: hf-memopt plan MODEL --json > plan.json"
-        ) from None
-    return told  # type: ignore[return-value]  # checked
+    refused = f"path={name!r} is not a plan of format {FORMAT}"
+    remedy = "Write it anew with this version: hf-memopt plan MODEL --json > plan.json"
+    expected = f"what `hf-memopt plan --json` writes. {remedy}"
+    found = read_json(text, PlanData, (FORMAT,), refused=refused, expected=expected, check=_check_places)
+    return cast(PlanData, found)
 
 
 def _check_places(told: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ The page is made of the JSON of a plan alone, so that the file that ``hf-memopt 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from hf_memopt.reports.plan_file import CandidateData, PlanData, batch_of, is_sa
 from hf_memopt.reports.plan_picture import bars_of, limit_of, map_figure, parts_of_candidate
 from hf_memopt.reports.scatter_picture import pareto_front, scatter_figure, scatter_of, text_of
 from hf_memopt.reports.timeline_picture import TimelinePicture, out_of_memory
-from hf_memopt.units import format_bytes, format_duration, format_number, to_gib
+from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,8 +74,6 @@ def _view(told: PlanData, one: CandidateData) -> dict[str, Any]:
         "batch_of": batch_of,
         "is_same": is_same,
         "settings_of": _settings,
-        "tiles": list(_tiles(told, one)),
-        "wanted": list(_would_fit(told)),
         "parts": parts,
         "front": [timed[place] for place in front],
         "text_of": text_of,
@@ -85,49 +83,6 @@ def _view(told: PlanData, one: CandidateData) -> dict[str, Any]:
         "install": _install(told, one),
         "recipe": json.dumps(one["recipe"], indent=2),
     }
-
-
-def _tiles(told: PlanData, one: CandidateData) -> Iterator[tuple[str, str, str]]:
-    """Yield the figures of the verdict: what it is, its value, what it is made of."""
-    spare, texts, examples = told["usable_bytes"] - one["total_bytes"], told["texts"], one["examples"]
-    memory = f"{to_gib(one['total_bytes']):.2f} of {to_gib(told['usable_bytes']):.2f} GiB"
-    yield "Memory", memory, f"{format_bytes(spare)} to spare" if spare >= 0 else f"{format_bytes(-spare)} too much"
-    gpus = f", on {told['world_size']} GPUs" if told["world_size"] > 1 else ""
-    yield "Batch", batch_of(one), f"{examples} examples a step{gpus}"
-    if texts["seq_len"] is not None:
-        cuts = (
-            f"cuts {texts['cut'] / texts['rows']:.1%} of {texts['rows']:,} rows"
-            if texts["cut"] and texts["rows"]
-            else ""
-        )
-        yield "Length", f"{one['seq_len']:,} tokens", cuts or "of the longest row"
-    if not one["seconds"] or one["verdict"] == "over":
-        return
-    seconds, unit = float(one["seconds"]), "tokens/s" if one["tokens"] else "examples/s"
-    amount, spread = float(one["tokens"] or examples), ""
-    if one["low"] and one["high"]:
-        spread = f"{format_number(amount / one['high'])} to {format_number(amount / one['low'])}"
-    yield "Speed", f"{format_number(amount / seconds)} {unit}", spread
-    yield "Step", f"{seconds:.3g} s", "one optimizer step"
-    if texts["rows"] is not None:
-        yield "Epoch", format_duration(seconds / examples * texts["rows"]), f"{texts['rows']:,} rows"
-
-
-def _would_fit(told: PlanData) -> Iterator[str]:
-    """Yield what would fit where nothing does."""
-    short = told["shortfall"]
-    if short is None:
-        return
-    if short["consents"]:
-        yield f"with your consent: --allow {','.join(short['consents'])}"
-    if short["longest"] is not None:
-        yield f"rows of {short['longest']:,} tokens"
-    if short["batch"] is not None:
-        yield f"an effective batch of {short['batch']}"
-    if short["parameters"] >= 10**6:
-        yield f"a model of about {short['parameters'] / 1e6:,.0f} M parameters"
-    if short["gpu"]:
-        yield f"a GPU such as {short['gpu']}"
 
 
 def _settings(one: CandidateData) -> str:

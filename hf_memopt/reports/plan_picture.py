@@ -27,6 +27,7 @@ __all__ = ["bars_of", "draw_plan", "limit_of", "map_figure", "parts_of_candidate
 
 LABEL_COLUMNS, TITLE_COLUMNS = 38, 105
 INCHES_OF_A_CELL = 0.3
+LEAST_INCHES = 2.0  # of a map, for the label of its rows
 NOTE_ROWS = 0.62  # of the map, for each percentile above it
 WORDS = {"fits": "fits", "tight": "tight", "over": "no"}
 PERCENTILES = ("p50", "p90", "p99")
@@ -107,7 +108,7 @@ def map_figure(chart: FitMapData, padding: PaddingData | None, one: CandidateDat
 
 
 def _height_of_map(chart: FitMapData, marks: Sequence[tuple[float, str]]) -> float:
-    return INCHES_OF_A_CELL * (len(chart["rows"]) + NOTE_ROWS * len(marks)) + 0.9
+    return max(INCHES_OF_A_CELL * (len(chart["rows"]) + NOTE_ROWS * len(marks)) + 0.9, LEAST_INCHES)
 
 
 def _draw_map(
@@ -139,7 +140,7 @@ def _draw_map(
     for row, (where, text) in enumerate(marks):
         height, is_right = -NOTE_ROWS * (row + 0.5), where > 0.8 * columns
         axes.plot([where, where], [height, 0], color=theme.asks, linewidth=0.9, linestyle=":")
-        axes.plot(where, -0.1, marker="v", color=theme.asks, markersize=4)
+        axes.plot(where, -0.1, marker="v", color=theme.asks, markersize=4, clip_on=False)
         look = {"ha": "right" if is_right else "left", "va": "center", "fontsize": 8.5}
         axes.text(where + (-0.04 if is_right else 0.04), height, text, **look)
     axes.set_xlim(0, columns)

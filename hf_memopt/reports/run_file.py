@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, cast
 
 from hf_memopt.components import CONTEXT, UNUSED
-from hf_memopt.plain_data import Count, CountOrZero, parse_object
-from hf_memopt.reports.json_fields import Number, check_fields_of, check_format
+from hf_memopt.plain_data import Count, CountOrZero
+from hf_memopt.reports.json_fields import Number, read_json
 
 __all__ = [
     "FORMAT",
@@ -175,20 +175,18 @@ def read_run(text: str | bytes, name: str) -> RunData:
     Raises:
         ValueError: it is no run, or one of another version.
     """
-    try:
-        told = parse_object(text)
-        check_format(told, FORMAT)
-        check_fields_of(told, RunData, "")
-        if (told["state"] == "out of memory") is not (told["out_of_memory"] is not None):
-            raise ValueError("it is out of memory and does not say how, or the other way round")
-        if any(len(one["first"]) != len(one["bytes"]) for one in told["steps"].values()):
-            raise ValueError("it has steps without one peak for each")
-    except ValueError as error:
-        raise ValueError(
-            f"path={name!r} is not a run of format {FORMAT} ({error}); expected what a MemoryReportCallback writes. "
-            "Train with this version: attach(trainer, MemoryReportCallback())"
-        ) from None
-    return told  # type: ignore[return-value]  # checked
+    refused = f"path={name!r} is not a run of format {FORMAT}"
+    remedy = "Train with this version: attach(trainer, MemoryReportCallback())"
+    expected = f"what a MemoryReportCallback writes. {remedy}"
+    return cast(RunData, read_json(text, RunData, (FORMAT,), refused=refused, expected=expected, check=_check_steps))
+
+
+def _check_steps(told: RunData) -> None:
+    """Check what the types do not say."""
+    if (told["state"] == "out of memory") is not (told["out_of_memory"] is not None):
+        raise ValueError("it is out of memory and does not say how, or the other way round")
+    if any(len(one["first"]) != len(one["bytes"]) for one in told["steps"].values()):
+        raise ValueError("it has steps without one peak for each")
 
 
 # ---- What the fields say together

@@ -24,7 +24,7 @@ from hf_memopt.reports.run_file import (
     total_bytes,
 )
 from hf_memopt.reports.run_picture import RunPicture, phase_name
-from hf_memopt.units import format_bytes, to_gib
+from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,7 +83,7 @@ def _view(told: RunData) -> dict[str, Any]:
         "versions": told["versions"],
         "verdict": _verdict(told),
         "headline": HEADLINES[told["state"]],
-        "tiles": list(_tiles(told)),
+        "total_bytes": total_bytes(told),
         "components": list(_components(told)),
         "phases": list(_phases(told)),
         "steps": _steps_text(told),
@@ -100,34 +100,6 @@ def _verdict(told: RunData) -> str:
         return "over"
     device = told["device_bytes"] or 0
     return "tight" if device and TIGHT_SHARE * (device - total_bytes(told)) < device else "fits"
-
-
-def _tiles(told: RunData) -> Iterator[tuple[str, str, str]]:
-    total, device, predicted = total_bytes(told), told["device_bytes"], told["predicted"]
-    of_device = "" if device is None else f" of {to_gib(device):.2f}"
-    yield ("Memory at the peak", f"{to_gib(total):.2f}{of_device} GiB", told["device_name"])
-    if predicted is not None:
-        needed = predicted["reserved_bytes"] + (predicted["context_bytes"] or 0)
-        of_gpu = "" if predicted["usable_bytes"] is None else f" of {to_gib(predicted['usable_bytes']):.2f}"
-        length = "" if predicted["seq_len"] is None else f" x {predicted['seq_len']}"
-        yield ("Predicted", f"{to_gib(needed):.2f}{of_gpu} GiB", f"batch {predicted['batch_size']}{length}")
-    count = told["last_step"] - told["first_step"]
-    yield ("Steps", f"{count:,}", f"{told['first_step'] + 1:,} to {told['last_step']:,}" if count else "none ended")
-    padding = padding_share(told)
-    if padding is not None:
-        yield ("Padding", f"{padding:.1%}", f"of {told['batches']['padded_tokens']:,} tokens")
-    micro = told["micro_batching"]
-    if micro is not None:
-        failures = _times(micro["failures"])
-        yield ("In micro-batches", f"{micro['cut_steps']:,} of {micro['steps']:,} steps", failures)
-    trained = told["trainable_parameters"]
-    what = "all trained" if trained == told["parameters"] else f"{trained / 1e6:,.1f} M trained"
-    yield ("Parameters", f"{told['parameters'] / 1e6:,.1f} M", what)
-
-
-def _times(failures: int) -> str:
-    often = {0: "never", 1: "once"}.get(failures, f"{failures} times")
-    return f"memory ran out {often}" if failures else "memory never ran out"
 
 
 def _components(told: RunData) -> Iterator[list[str]]:

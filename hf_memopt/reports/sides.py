@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict
 
 from hf_memopt.components import parts_of
 from hf_memopt.plain_data import Count, CountOrZero, checked_path, parse_object
-from hf_memopt.reports.json_fields import check_fields_of, check_format
+from hf_memopt.reports.json_fields import read_json
 from hf_memopt.reports.plan_file import PlanData, batch_of, read_plan_text, shown_one
 from hf_memopt.reports.run_file import RunData, measured_parts, phase_pairs, read_run, run_file_of, total_bytes
 from hf_memopt.reports.run_picture import phase_name
@@ -163,27 +163,20 @@ def read_side(path: Path) -> Side:
         return _of_plan(read_plan_text(text, name), name)
     if kind == "run":
         return _of_run(read_run(text, name), name)
-    return _of_figures(text, kind, name)
-
-
-def _of_figures(text: bytes, kind: Kind, name: str) -> Side:
-    is_estimate = kind == "estimate"
-    try:
-        told = parse_object(text)
-        number = ESTIMATE_FORMAT if is_estimate else MEASUREMENT_FORMAT
-        check_format({**({"format": number} if is_estimate else {}), **told}, number)  # once estimates had no format
-        check_fields_of(told, EstimateData if is_estimate else MeasurementData, "")
-    except ValueError as error:
-        command = "hf-memopt estimate MODEL --json > estimate.json"
-        if not is_estimate:
-            command = "hf-memopt measure train.py --output run.json"
-        raise ValueError(
-            f"path={name!r} cannot be read as {'an estimate' if is_estimate else 'a measurement'} ({error}); expected "
-            f"what this version of hf-memopt writes. Write it anew: {command}"
-        ) from None
-    if is_estimate:
-        return _of_estimate(cast(EstimateData, told), name)
-    return _of_measurement(cast(MeasurementData, told), name)
+    expected = "what this version of hf-memopt writes. Write it anew: hf-memopt "
+    if kind == "estimate":
+        refused, expected = (
+            f"path={name!r} cannot be read as an estimate",
+            f"{expected}estimate MODEL --json > estimate.json",
+        )
+        formats = (ESTIMATE_FORMAT, None)  # once estimates had no format
+        return _of_estimate(read_json(text, EstimateData, formats, refused=refused, expected=expected), name)
+    refused, expected = (
+        f"path={name!r} cannot be read as a measurement",
+        f"{expected}measure train.py --output run.json",
+    )
+    told = read_json(text, MeasurementData, (MEASUREMENT_FORMAT,), refused=refused, expected=expected)
+    return _of_measurement(told, name)
 
 
 def _of_plan(told: PlanData, name: str) -> Side:

@@ -80,7 +80,7 @@ class TimelinePicture:
         strip = figure.add_subplot(grid[0, 0])
         axes = plotting.bare(figure.add_subplot(grid[1, 0], sharex=strip))
         panel = plotting.bare(figure.add_subplot(grid[1, 1], sharey=axes))
-        scale, unit, digits = plotting.scale_of(self._total_bytes)
+        scale, unit, digits = plotting.scale_of(self._total_bytes - self._context_bytes)
         axes.set_xlim(0, 1)
         axes.set_xticks([])
         axes.set_xlabel("allocations and frees in their order (no time scale)")
