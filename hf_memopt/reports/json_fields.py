@@ -6,6 +6,7 @@ no report shows are not looked at.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from types import NoneType
 from typing import Any, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -42,7 +43,8 @@ def read_json(
         ValueError: it is something else, or of another version.
     """
     try:
-        told = parse_object(text)
+        # half a character, as of a file name in another encoding, can be neither drawn nor written
+        told = parse_object(json.dumps(parse_object(text), ensure_ascii=False).encode("utf-8", "replace"))
         number = told.get("format")
         if number not in formats or isinstance(number, bool):
             version = told.get("versions", {})
@@ -50,7 +52,7 @@ def read_json(
             raise ValueError(f"it has format {shown(number)}, written by hf-memopt {made_by}")
         _check_fields_of(told, kind, "")
         check(told)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{refused} ({error}); expected {expected}") from None
     return told
 

@@ -65,7 +65,6 @@ class ShortfallData(TypedDict):
     """What is missing where nothing fits; see ``Shortfall``."""
 
     nearest: CandidateData
-    lacks_bytes: int
     longest: Count | None
     batch: Count | None
     parameters: CountOrZero
@@ -79,19 +78,22 @@ class TextsData(TypedDict):
     seq_len: Count | None
     width: Count | None
     rows: Count | None
-    tokens: Number | None
     cut: CountOrZero
 
 
 class CellData(TypedDict):
-    """A batch at a length; see ``Cell``."""
+    """A batch at a length: its verdict, and its bytes where it was simulated, None where others prove the verdict."""
 
     verdict: Verdict
     total_bytes: CountOrZero | None
 
 
 class FitMapData(TypedDict):
-    """What fits at other lengths and batches; see ``FitMap``."""
+    """The verdicts by batch and length.
+
+    ``lengths`` are tokens of the longest row, ascending, [None] for a model without text; ``rows`` of a micro-batch,
+    ascending; ``cells`` one for each of ``rows`` and, within it, each of ``lengths``.
+    """
 
     lengths: list[Count | None]
     rows: list[Count]
@@ -123,7 +125,11 @@ class TimelineData(TypedDict):
 
 
 class AlternativeData(TypedDict):
-    """Another value for a choice; see ``Alternative``."""
+    """Another value for a choice, as text, and what it would cost.
+
+    ``total_bytes`` are reserved bytes and context; ``time_ratio`` is the seconds of a step beside those of the set-up,
+    None where they are not predicted; ``refused`` says why it could not be simulated, and is "" where it was.
+    """
 
     value: str
     total_bytes: CountOrZero | None
@@ -133,7 +139,7 @@ class AlternativeData(TypedDict):
 
 
 class ChoiceData(TypedDict):
-    """A field of the recipe; see ``Choice``."""
+    """A field of the recipe, why it has its value, and what others would cost."""
 
     name: str
     value: str
@@ -196,7 +202,6 @@ class PlanData(TypedDict):
     parameters: CountOrZero
     gpu: str
     usable_bytes: Count
-    memory_bytes: Count
     goal: str
     effective_batch_size: Count
     world_size: Count

@@ -79,11 +79,9 @@ class PredictedData(TypedDict):
     batch_size: Count
     seq_len: Count | None
     reserved_bytes: CountOrZero
-    allocated_bytes: CountOrZero
     context_bytes: CountOrZero | None
     components: dict[str, CountOrZero]
     phases: dict[str, CountOrZero]
-    gpu: str
     usable_bytes: Count | None
     hints: list[str]
 
@@ -127,7 +125,6 @@ class RunData(TypedDict):
     model: str
     parameters: CountOrZero
     trainable_parameters: CountOrZero
-    device: str
     device_name: str
     device_bytes: CountOrZero | None
     context_bytes: CountOrZero | None

@@ -47,11 +47,9 @@ class EstimateData(TypedDict):
     seq_len: Count | None
     settings: dict[str, Any]
     gpu: GpuData | None
-    peak_allocated_bytes: CountOrZero
     peak_reserved_bytes: CountOrZero
     context_bytes: CountOrZero | None
     total_bytes: CountOrZero
-    fits: bool | None
     components: dict[str, CountOrZero]
     phase_peaks: dict[str, dict[str, CountOrZero]]
     versions: dict[str, str]

@@ -139,6 +139,12 @@ def test_texts_are_escaped(text: str) -> None:
     assert EVIL in read.text
 
 
+def test_half_a_character_as_of_a_file_name_is_replaced(text: str) -> None:
+    page = page_of(json.dumps({**json.loads(text), "model": "a\ud800b", "gpu": "a\ud800b"}))
+    assert "a?b on a?b" in page
+    page.encode()
+
+
 def test_the_script_is_there_to_copy(text: str) -> None:
     script = "import torch\n\nmodel = a < b and c > d\n"
     read = Page(page_of(json.dumps({**json.loads(text), "script": script})))
