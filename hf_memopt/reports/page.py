@@ -1,6 +1,6 @@
 """Write one HTML file of a template: check its path, fill the template in, write the file in one step.
 
-A page needs no network and no file beside it. Every text in it is escaped by jinja2.
+A page needs no network and no file beside it. Every text in it is escaped by jinja2, those of pictures by matplotlib.
 """
 
 from __future__ import annotations

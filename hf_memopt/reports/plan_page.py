@@ -1,7 +1,8 @@
 """Write a plan as one HTML file: pictures, tables, reasons, and the script, for any browser and without a network.
 
 The page is made of the JSON of a plan alone, so that the file that ``hf-memopt plan --report`` writes and the one that
-``hf-memopt report plan.json`` makes later, on any machine, are the same. Every text in it is escaped by jinja2.
+``hf-memopt report plan.json`` makes later are the same, but for pictures of another matplotlib, or none where it is not
+installed. Every text is escaped by jinja2, those of pictures by matplotlib.
 """
 
 from __future__ import annotations
