@@ -191,7 +191,8 @@ def _predicted(name: str, found: Estimate, published: LadderRow | None) -> Predi
 
 def _draw(ladder: Ladder, rows: Sequence[PredictedRow], path: Path) -> None:
     """Draw each prediction as a bar, and mark what was published; an assumed GPU has no line."""
-    from hf_memopt.memory.output.ladder_picture import Limit, bar_of, draw_ladder
+    from hf_memopt.memory.output.estimate_picture import bar_of
+    from hf_memopt.reports.bar_picture import Limit, draw_bars
 
     bars = []
     for row in rows:
@@ -200,7 +201,7 @@ def _draw(ladder: Ladder, rows: Sequence[PredictedRow], path: Path) -> None:
         bars.append(replace(bar, verdict="") if ladder.of_task else bar)
     gpu = None if ladder.of_task or rows[0].estimate is None else rows[0].estimate.gpu
     limit = None if gpu is None else Limit(gpu.name, gpu.usable_bytes)
-    draw_ladder(bars, path, title=f"Ladder {ladder.name}: {ladder.title}", limit=limit)
+    draw_bars(bars, path, title=f"Ladder {ladder.name}: {ladder.title}", limit=limit)
 
 
 # ---- Text and JSON

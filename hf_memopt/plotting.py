@@ -1,34 +1,56 @@
-"""Write pictures as PNG, SVG or PDF: check the path before the work that a picture shows, then write it in one step.
+"""Write pictures as PNG, SVG or PDF, and as the SVG that stands in a page: one drawing for both.
 
 Pictures are 8 inches wide with text of 8 to 10 points, which is still readable at 600 pixels. They are drawn in the
-colours of a ``Theme``, whatever matplotlib's own style is, and the same figures give the same SVG file.
+colours of a ``Theme``, whatever matplotlib's own style is, and the same figures give the same SVG. In a page its text
+is text, and its colours are the page's CSS variables, so that it follows the reader's light or dark scheme.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from html import escape
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from warnings import catch_warnings, filterwarnings
 
 from hf_memopt.errors import MissingExtraError
+from hf_memopt.units import to_gib, to_mib
 from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["DARK", "LIGHT", "WIDTH_INCHES", "Theme", "check_picture", "drawing", "save_picture"]
+__all__ = [
+    "DARK",
+    "LIGHT",
+    "WIDTH_INCHES",
+    "Theme",
+    "bare",
+    "check_picture",
+    "drawing",
+    "explain",
+    "new_figure",
+    "page_pictures",
+    "save_picture",
+    "scale_of",
+    "write_picture",
+]
 
 ENDINGS = (".png", ".svg", ".pdf")
 WIDTH_INCHES = 8.0
+FONT = "DejaVu Sans"
 
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of a picture beside those of its data.
+    """The colours of a picture beside those of its data, and of a page.
 
     Attributes:
         paper: behind everything.
@@ -38,6 +60,7 @@ class Theme:
         limit: of the line of a GPU, and of what is beyond it.
         fits: of text about what fits.
         tight: of text about what fits with little to spare.
+        asks: of what needs consent, and of the lengths of the data.
         fits_area: of a cell that fits.
         tight_area: of a cell that fits with little to spare.
     """
@@ -49,12 +72,20 @@ class Theme:
     limit: str
     fits: str
     tight: str
+    asks: str
     fits_area: str
     tight_area: str
 
 
-LIGHT = Theme("#FFFFFF", "#222222", "#DDDDDD", "#555555", "#B00020", "#00694E", "#7A4F00", "#A9DCC9", "#F6D58B")
-DARK = Theme("#0D1117", "#E6EDF3", "#343B44", "#8B949E", "#FF7B72", "#56D1A4", "#E8B04A", "#0B6B51", "#8A6100")
+LIGHT = Theme(
+    *("#FFFFFF", "#222222", "#DDDDDD", "#555555", "#B00020", "#00694E", "#7A4F00", "#4B3A9E", "#A9DCC9", "#F6D58B")
+)
+DARK = Theme(
+    *("#0D1117", "#E6EDF3", "#343B44", "#8B949E", "#FF7B72", "#56D1A4", "#E8B04A", "#B3A5FF", "#0B6B51", "#8A6100")
+)
+
+
+# ---- Files
 
 
 def check_picture(path: Path, purpose: str, name: str = "plot") -> None:
@@ -84,15 +115,28 @@ def check_picture(path: Path, purpose: str, name: str = "plot") -> None:
         raise MissingExtraError("matplotlib", extra="plot", purpose=purpose)
 
 
+def write_picture(path: Path, draw: Callable[[Theme], Figure], *, purpose: str, theme: Theme = LIGHT) -> None:
+    """Draw a picture in the colours of a theme and write it.
+
+    Raises:
+        ValueError: ``path`` is not a file that a picture can be written to.
+        MissingExtraError: matplotlib is not installed.
+    """
+    check_picture(path, purpose, name="path")
+    with drawing(theme):
+        save_picture(draw(theme), path)
+
+
 @contextmanager
-def drawing(theme: Theme = LIGHT) -> Iterator[None]:
-    """Draw and save in the colours of a theme inside the block."""
+def drawing(theme: Theme = LIGHT, more: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Draw and save in the colours of a theme inside the block; ``more`` are further settings of matplotlib."""
     from matplotlib import rc_context
 
-    look: dict[Any, Any] = {"svg.hashsalt": "hf-memopt", "font.family": "DejaVu Sans", "text.parse_math": False}
+    look: dict[Any, Any] = {"svg.hashsalt": "hf-memopt", "font.family": FONT, "text.parse_math": False}
     look |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), theme.ink)
     look |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), theme.paper)
-    look |= {"font.size": 9.0, "axes.titlesize": 9.5, "axes.labelsize": 9.0, "legend.fontsize": 8.5}
+    look |= {"legend.facecolor": theme.paper, "legend.edgecolor": theme.faint, "hatch.color": theme.strong}
+    look |= {"font.size": 9.0, "axes.titlesize": 9.5, "axes.labelsize": 9.0, "legend.fontsize": 8.5, **(more or {})}
     with rc_context(look):
         yield
 
@@ -103,12 +147,85 @@ def save_picture(figure: Figure, path: Path) -> None:
     Raises:
         ValueError: ``path`` cannot be written; a former file at ``path`` is kept.
     """
-    drawn, kind = BytesIO(), path.suffix.lower()[1:]
+    kind = path.suffix.lower()[1:]
     try:
-        figure.savefig(drawn, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-        write_whole(path, drawn.getvalue())
+        write_whole(path, _explained(figure) if kind == "svg" else _saved(figure, kind, dpi=150))
     except OSError as error:
         raise ValueError(
             f"plot={str(path)!r} cannot be written ({error.strerror}); expected a writable folder with free space. "
             "Pass another file"
         ) from error
+
+
+def _saved(figure: Figure, kind: str, **options: Any) -> bytes:
+    drawn = BytesIO()
+    figure.savefig(drawn, format=kind, **options)
+    return drawn.getvalue()
+
+
+# ---- In a page
+
+
+def page_pictures(pictures: Mapping[str, tuple[str, Callable[[Theme], Figure]]]) -> dict[str, str]:
+    """Return the SVG of each picture for a page; none where matplotlib is not installed.
+
+    Args:
+        pictures: by a name that is unique in the page, what a screen reader says, and what draws it.
+    """
+    if find_spec("matplotlib") is None:
+        return {}
+    found = {}
+    for name, (label, draw) in pictures.items():
+        # identifiers are hashes with this salt, so two pictures of a page share none
+        with drawing(LIGHT, {"svg.fonttype": "none", "svg.hashsalt": name}), catch_warnings():
+            filterwarnings("ignore", "Glyph .* missing from font")  # the reader's browser has its own fonts
+            found[name] = _for_page(_explained(draw(LIGHT)), label)
+    return found
+
+
+def _for_page(svg: str, label: str) -> str:
+    """Return an SVG without what only a file needs, with the page's fonts and colours, in fewer digits."""
+    box, body = re.findall(r'<svg [^>]*viewBox="([^"]*)"[^>]*>(.*)</svg>', svg, re.DOTALL)[0]
+    body = re.sub(r"<style.*?</style>", "", body, count=1)
+    body = body.replace(f"font-family: '{FONT}'; ", "")
+    body = re.sub(r'<g id="[\w.]+_\d+">', "<g>", body)
+    body = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+|\n", r"\1", path[0]), body)
+    variables = {getattr(LIGHT, one.name).lower(): f"var(--{one.name})" for one in fields(Theme)}
+    body = re.sub(r"(?<=(?:fill|roke): )#\w{6}", lambda colour: variables.get(colour[0], colour[0]), body)
+    return f'<svg viewBox="{box}" role="img" aria-label="{escape(label)}">{body}</svg>'
+
+
+EXPLAINED = "title: "
+
+
+def explain(artist: Artist, text: str) -> None:
+    """Let an SVG show a text where the pointer rests on what is drawn."""
+    artist.set_gid(EXPLAINED + text)
+
+
+def _explained(figure: Figure) -> str:
+    """Return a figure as SVG, with titles that browsers show."""
+    kept = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # else there is a block of metadata
+    svg = _saved(figure, "svg", metadata=kept).decode()
+    return re.sub(rf'<g id="{EXPLAINED}([^"]*)">', r"<g><title>\1</title>", svg)
+
+
+# ---- What pictures share
+
+
+def new_figure(height_inches: float) -> Figure:
+    """Return an empty figure."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+
+
+def bare(axes: Axes, *sides: str) -> Axes:
+    """Return the axes without the lines at these sides, by default those on top and to the right."""
+    axes.spines[list(sides or ("top", "right"))].set_visible(False)
+    return axes
+
+
+def scale_of(most_bytes: int) -> tuple[float, str, int]:
+    """Return what bytes are multiplied with for an axis, its unit, and the digits behind the point."""
+    return (to_gib(1), "GiB", 2) if most_bytes >= 2**28 else (to_mib(1), "MiB", 1)

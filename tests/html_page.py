@@ -53,11 +53,17 @@ SHOWN = """(() => {
     const box = (one) => one.getBoundingClientRect();
     const all = (names) => [...document.querySelectorAll(names)];
     return {
-        width: document.documentElement.scrollWidth,
-        bars: all(".bar.large").map((one) => [box(one).width, box(one).height]),
-        lines: all("path.line").filter((one) => box(one).width > 5).length,
-        wide: all("body *").filter((one) => box(one).right > innerWidth + 1 && !one.closest(".scroll, pre, .marks"))
+        width: document.documentElement.scrollWidth, window: document.documentElement.clientWidth,
+        pictures: all(".picture svg").map((one) => [one.closest("section").id, box(one).width, box(one).height]),
+        cut: all(".picture text").filter((one) => {
+            const text = box(one), whole = box(one.closest("svg"));
+            return text.left < whole.left - 1 || text.right > whole.right + 1
+                || text.top < whole.top - 1 || text.bottom > whole.bottom + 1;
+        }).map((one) => one.textContent),
+        wide: all("body *").filter((one) => box(one).right > innerWidth + 1 && !one.closest(".scroll, .picture, pre"))
             .map((one) => one.tagName + "." + one.className),
+        paper: getComputedStyle(document.querySelector("section")).backgroundColor,
+        drawn: getComputedStyle(document.querySelector(".picture path")).fill,
     };
 })()"""
-"""What a browser shows of a page of a run or a difference."""
+"""What a browser shows of a page: its pictures by section, texts of theirs that are cut, and what is too wide."""

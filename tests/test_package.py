@@ -110,7 +110,7 @@ ALLOWED = {
     "ground": set(),
     "devices": {"ground"},
     "binding": {"ground"},
-    "batching": BELOW,
+    "batching": {*BELOW, "reports"},
     "techniques": BELOW,
     "reports": {"ground"},
     "memory": {*BELOW, "reports"},

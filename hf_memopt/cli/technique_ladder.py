@@ -25,11 +25,12 @@ from hf_memopt.devices.gpus import current_gpu
 from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.models.example_batch import default_length
+from hf_memopt.memory.output.estimate_picture import bar_of
 from hf_memopt.memory.output.estimate_text import as_dict
-from hf_memopt.memory.output.ladder_picture import Bar, Limit, bar_of, draw_ladder
 from hf_memopt.memory.recording.kept_models import keeping_models, load_or_reuse
 from hf_memopt.memory.timeline import COMPONENTS
 from hf_memopt.recipes.effective_batch import largest_divisor
+from hf_memopt.reports.bar_picture import Bar, Limit, draw_bars
 from hf_memopt.units import format_bytes, to_gib
 
 if TYPE_CHECKING:
@@ -248,10 +249,10 @@ def print_ladder(rows: Sequence[Row], console: Console, notes: Sequence[str] = (
 
 
 def draw_rows(rows: Sequence[Row], path: Path) -> None:
-    """Draw the rungs to a PNG, SVG or PDF file; see ``draw_ladder``."""
+    """Draw the rungs to a PNG, SVG or PDF file; see ``draw_bars``."""
     gpu = _first(rows).gpu
     limit = None if gpu is None else Limit(gpu.name, gpu.usable_bytes)
-    draw_ladder([row.bar() for row in rows], path, title=_title(rows), limit=limit)
+    draw_bars([row.bar() for row in rows], path, title=_title(rows), limit=limit)
 
 
 def _first(rows: Sequence[Row]) -> Estimate:

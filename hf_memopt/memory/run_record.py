@@ -12,12 +12,14 @@ from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.devices.memory_reading import read_memory
 from hf_memopt.memory.batch_lengths import BatchShape
 from hf_memopt.memory.settings import NotEstimableError
+from hf_memopt.memory.timeline import phase_peaks
 from hf_memopt.notices import notify
 
 if TYPE_CHECKING:
     import torch
 
     from hf_memopt.memory.result import Estimate
+    from hf_memopt.reports.run_file import StepsData
 
 __all__ = ["RunRecord", "StepPeaks", "name_of"]
 
@@ -100,6 +102,10 @@ class RunRecord:
             if self.largest is None or shape.padded_tokens > self.largest.padded_tokens:
                 self.largest = shape
 
+    def by_step(self) -> dict[str, StepsData]:
+        """Return the peaks of each phase as plain data."""
+        return {phase: {"first": found.steps, "bytes": found.sizes} for phase, found in self.peaks.items()}
+
     def draw(self, path: Path, summary: Mapping[str, Mapping[str, int]], device: torch.device, trainer: Any) -> None:
         """Draw the run beside its prediction; what fails is reported and not raised, since training is over.
 
@@ -110,11 +116,16 @@ class RunRecord:
             trainer: the Trainer; None where none is bound, and so nothing is predicted.
         """
         try:
-            from hf_memopt.memory.output.run_picture import MeasuredRun, draw_run
+            from hf_memopt.reports.run_picture import RunPicture, draw_run
 
-            predicted, reason = self._predicted(device, trainer)
+            found, reason = self._predicted(device, trainer)
+            predicted, batch = {}, ""
+            if found is not None:
+                predicted = {name: sizes["allocated_bytes"] for name, sizes in phase_peaks(found.timeline).items()}
+                batch = f"{found.batch_size}" + ("" if found.seq_len is None else f" x {found.seq_len}")
             model = "" if trainer is None else f"{type(unwrap_model(trainer.model)).__name__} on "
-            draw_run(MeasuredRun(f"{model}{name_of(device)}", self, summary, predicted, reason), path)
+            name = f"{model}{name_of(device)}"
+            draw_run(RunPicture(self.by_step(), summary, predicted, name=name, batch=batch, reason=reason), path)
         except Exception as error:  # a picture must not cost a training its result
             notify(logger, f"plot={str(path)!r} was not drawn ({type(error).__name__}: {error}); the training is whole")
 

@@ -208,9 +208,7 @@ class RunReport:
             "last_step": trainer.state.global_step,
             "peaks": peaks,
             "components": self._components,
-            "steps": {
-                phase: {"first": of_phase.steps, "bytes": of_phase.sizes} for phase, of_phase in record.peaks.items()
-            },
+            "steps": record.by_step(),
             "batches": {
                 "batches": record.batches,
                 "examples": record.examples,

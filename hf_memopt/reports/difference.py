@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.reports.bars import bar_of, css_class, legend_of, percent, share_text
-from hf_memopt.reports.page import rendered
+from hf_memopt.plotting import page_pictures
+from hf_memopt.reports.bar_picture import Bar, Limit, bars_figure, near
+from hf_memopt.reports.page import rendered, share_text, signed
 from hf_memopt.reports.sides import Side
 from hf_memopt.units import format_bytes
 
@@ -164,16 +166,6 @@ def _differing(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str,
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def signed(change_bytes: int) -> str:
-    """Return a change of bytes as text with its sign.
-
-    Examples:
-        >>> signed(2**20), signed(-(2**20)), signed(0)
-        ('+1.0 MiB', '-1.0 MiB', '0 B')
-    """
-    return f"{'+' if change_bytes > 0 else ''}{format_bytes(change_bytes)}"
-
-
 # ---- In a terminal --------------------------------------------------------------------------------------------------
 
 
@@ -235,47 +227,26 @@ def _bytes(size: int | None) -> str:
 
 def difference_page(found: Difference) -> str:
     """Return the difference as one HTML page."""
-    sides = [("A", found.before), ("B", found.after)]
-    limits = [side.limit_bytes for _, side in sides if side.limit_bytes]
-    top = max(found.before.total_bytes, found.after.total_bytes, 1)
-    scale = max(top, *(limit for limit in limits if limit <= 2.5 * top), 1)
+    sides = {"A": found.before, "B": found.after}
+    bars = [Bar(letter, side.components) for letter, side in sides.items()]
+    limits = [Limit(side.device, side.limit_bytes or 0) for side in sides.values()]
+    limit = near(max(limits, key=lambda limit: limit.usable_bytes), max(side.total_bytes for side in sides.values()))
+    said = ", ".join(f"{letter}: {format_bytes(side.total_bytes)}" for letter, side in sides.items())
     grew = found.total.change_bytes
-    return rendered(
-        "difference.html.jinja",
-        {
-            "versions": found.after.versions,
-            "found": found,
-            "headline": "Grew" if grew > 0 else "Shrank" if grew < 0 else "As before",
-            "css": "over" if grew > 0 else "fits",
-            "sides": [
-                {
-                    "letter": letter,
-                    "side": side,
-                    "size": format_bytes(side.total_bytes),
-                    "parts": bar_of(side.components.items(), scale),
-                    "limit": percent(side.limit_bytes, scale)
-                    if side.limit_bytes and side.limit_bytes <= scale
-                    else None,
-                }
-                for letter, side in sides
-            ],
-            "legend_entries": legend_of(row.name for row in found.components),
-            "components": _cells((*found.components, found.total)),
-            "phases": _cells(found.phases),
-        },
-    )
+    view = {
+        "versions": found.after.versions,
+        "found": found,
+        "headline": "Grew" if grew > 0 else "Shrank" if grew < 0 else "As before",
+        "verdict": "over" if grew > 0 else "fits",
+        "sides": sides,
+        "components": _cells((*found.components, found.total)),
+        "phases": _cells(found.phases),
+    }
+    pictures = page_pictures({"total": (said, partial(bars_figure, bars, limit))})
+    return rendered("difference.html.jinja", view, pictures)
 
 
-def _cells(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
+def _cells(rows: tuple[Row, ...]) -> list[list[str]]:
     return [
-        {
-            "name": row.name,
-            "css": "" if row.name == "total" else css_class(row.name),
-            "before": _bytes(row.before_bytes),
-            "after": _bytes(row.after_bytes),
-            "change": row.change_text,
-            "way": "more" if row.change_bytes > 0 else "less" if row.change_bytes < 0 else "",
-            "share": row.share_text,
-        }
-        for row in rows
+        [row.name, row.change_text, row.share_text, _bytes(row.before_bytes), _bytes(row.after_bytes)] for row in rows
     ]

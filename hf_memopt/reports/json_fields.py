@@ -6,27 +6,62 @@ no report shows are not looked at.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from hf_memopt.plain_data import check_value, shown
+from hf_memopt.plain_data import check_value, parse_object, shown
 
-__all__ = ["Number", "check_fields_of", "check_format"]
+__all__ = ["Number", "check_format", "read_json"]
 
 Number = float | int
 SMALLEST, LARGEST = 1e-12, 2.0**63
 """Between them is every number but 0: what a page draws is computed from it, and must neither overflow nor vanish."""
 
 
-def check_format(told: dict[str, Any], number: int) -> None:
-    """Raise ValueError where an object has another ``format``, naming the version that wrote it."""
-    if told.get("format") != number or isinstance(told["format"], bool):
-        version = told.get("versions", {})
-        made_by = version.get("hf-memopt", "another version") if isinstance(version, dict) else "another version"
-        raise ValueError(f"it has format {shown(told.get('format'))}, written by hf-memopt {made_by}")
+def read_json(
+    text: str | bytes,
+    kind: Any,
+    formats: tuple[int | None, ...],
+    *,
+    refused: str,
+    expected: str,
+    check: Callable[[Any], None] = lambda told: None,
+) -> Any:
+    """Return the JSON of a text, with all fields of a ``TypedDict`` class.
+
+    Args:
+        text: of a file.
+        kind: the class.
+        formats: its numbers that are read; None where there is none.
+        refused: the message about another text: what cannot be read as what.
+        expected: and what is, with the command that writes it.
+        check: raises ValueError for what the types do not say.
+
+    Raises:
+        ValueError: it is something else, or of another version.
+    """
+    try:
+        # half a character, as of a file name in another encoding, can be neither drawn nor written
+        told = parse_object(json.dumps(parse_object(text), ensure_ascii=False).encode("utf-8", "replace"))
+        check_format(told, *formats)
+        _check_fields_of(told, kind, "")
+        check(told)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{refused} ({error}); expected {expected}") from None
+    return told
 
 
-def check_fields_of(value: Any, kind: Any, name: str) -> None:
+def check_format(told: Mapping[str, Any], *formats: int | None) -> None:
+    """Raise ValueError where JSON data has none of these formats; None stands for a file without one."""
+    number, versions = told.get("format"), told.get("versions")
+    if number not in formats or isinstance(number, bool):
+        made_by = versions.get("hf-memopt", "another version") if isinstance(versions, dict) else "another version"
+        raise ValueError(f"it has format {shown(number)}, written by hf-memopt {made_by}")
+
+
+def _check_fields_of(value: Any, kind: Any, name: str) -> None:
     """Raise ValueError if JSON data does not fit a type; the message starts with the field's place."""
     if is_typeddict(kind):
         _expect(isinstance(value, dict), name, value, "an object")
@@ -37,19 +72,19 @@ def check_fields_of(value: Any, kind: Any, name: str) -> None:
                 (one,) = get_args(one)
             elif key not in value:
                 raise ValueError(f"it has no {_place(name, key)}")
-            check_fields_of(value[key], one, _place(name, key))
+            _check_fields_of(value[key], one, _place(name, key))
     elif get_origin(kind) is list:
         _expect(isinstance(value, list), name, value, "a list")
         for number, one in enumerate(value):
-            check_fields_of(one, get_args(kind)[0], f"{name}[{number}]")
+            _check_fields_of(one, get_args(kind)[0], f"{name}[{number}]")
     elif get_origin(kind) is dict:
         _expect(isinstance(value, dict), name, value, "an object")
         if get_args(kind)[1] is not Any:
             for key, one in value.items():
-                check_fields_of(one, get_args(kind)[1], _place(name, key))
+                _check_fields_of(one, get_args(kind)[1], _place(name, key))
     elif (options := _of_optional(kind)) is not None:
         if value is not None:
-            check_fields_of(value, options, name)
+            _check_fields_of(value, options, name)
     else:
         try:
             check_value(name, value, kind)

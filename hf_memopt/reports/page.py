@@ -1,7 +1,7 @@
 """Write one HTML file of a template: check its path, fill the template in, write the file in one step.
 
-A page needs no network and no file beside it. Every text in it is escaped by jinja2, and of scripts its security policy
-allows the one of the template alone, by its hash. (Styles are allowed: bars have their widths in attributes.)
+A page needs no network and no file beside it. Every text in it is escaped by jinja2, those of pictures by matplotlib.
+Of scripts its security policy allows the one of the template alone, by its hash; styles are allowed.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 import os
 from base64 import b64encode
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from hf_memopt.plain_data import checked_path
+from hf_memopt.plotting import DARK, LIGHT, Theme
+from hf_memopt.reports.bar_picture import colours_of
+from hf_memopt.units import format_bytes, format_duration, format_number, to_gib
 from hf_memopt.whole_files import write_whole
 
-__all__ = ["check_page", "rendered", "write_page"]
+__all__ = ["check_page", "rendered", "share_text", "signed", "write_page"]
 
 ENDINGS = (".html", ".htm")
 
@@ -55,9 +59,16 @@ def write_page(page: str, path: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def rendered(template: str, view: Mapping[str, Any]) -> str:
-    """Return the page of a template beside this file."""
+def rendered(template: str, view: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+    """Return the page of a template beside this file.
+
+    Args:
+        template: its name.
+        view: what it shows.
+        pictures: the SVG of each by its name, as ``page_pictures`` returns them.
+    """
     import jinja2
+    from markupsafe import Markup
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -65,6 +76,51 @@ def rendered(template: str, view: Mapping[str, Any]) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        extensions=["jinja2.ext.do"],
     )
-    environment.filters["sha256"] = lambda text: b64encode(sha256(text.encode()).digest()).decode()
-    return environment.get_template(template).render(view)
+    variables = {one.name: f"var(--{one.name})" for one in fields(Theme)}
+    environment.globals |= {"light": asdict(LIGHT), "dark": asdict(DARK), "colours": colours_of(Theme(**variables))}
+    environment.filters |= {
+        "bytes": format_bytes,
+        "duration": format_duration,
+        "gib": lambda size: f"{to_gib(size):.2f}",
+        "number": format_number,
+        "sha256": lambda text: b64encode(sha256(text.encode()).digest()).decode(),
+        "of": lambda rows, *names: [[row[name] for name in names] for row in rows],
+        "signed": signed,
+        "sized": sized,
+    }
+    drawn = {name: Markup(svg) for name, svg in pictures.items()}  # whose texts were escaped as it was drawn
+    return environment.get_template(template).render(view, pictures=drawn)
+
+
+# ---- Figures as text
+
+
+def sized(parts: Mapping[str, int], whole_bytes: int) -> list[list[str]]:
+    """Return a row of a table for each part that has bytes, the largest first, with its share of the whole."""
+    found = sorted((part for part in parts.items() if part[1]), key=lambda part: -part[1])
+    return [[name, format_bytes(size), f"{size / max(whole_bytes, 1):.1%}"] for name, size in found]
+
+
+def signed(change_bytes: int) -> str:
+    """Return a change of bytes as text with its sign.
+
+    Examples:
+        >>> signed(2**20), signed(-(2**20)), signed(0)
+        ('+1.0 MiB', '-1.0 MiB', '0 B')
+    """
+    return f"{'+' if change_bytes > 0 else ''}{format_bytes(change_bytes)}"
+
+
+def share_text(value: float, before: float) -> str:
+    """Return by how much a value differs from the one before, in percent; "" where that was 0.
+
+    Examples:
+        >>> share_text(12, 10), share_text(10, 10), share_text(1, 0)
+        ('+20.0 %', '0.0 %', '')
+    """
+    if not before:
+        return ""
+    change = round(100 * (value / before - 1), 1)
+    return f"{change:+.1f} %" if change else "0.0 %"

@@ -7,12 +7,27 @@ no report shows are not looked at.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
-from hf_memopt.plain_data import Count, CountOrZero, parse_object
-from hf_memopt.reports.json_fields import Number, check_fields_of, check_format
+from hf_memopt.plain_data import Count, CountOrZero
+from hf_memopt.reports.json_fields import Number, read_json
 
-__all__ = ["FORMAT", "CandidateData", "PlanData", "read_plan_text"]
+__all__ = [
+    "FORMAT",
+    "AlternativeData",
+    "CandidateData",
+    "CellData",
+    "ChoiceData",
+    "FitMapData",
+    "PaddingData",
+    "PlanData",
+    "TimelineData",
+    "Verdict",
+    "batch_of",
+    "is_same",
+    "read_plan_text",
+    "shown_one",
+]
 
 FORMAT = 1
 """Raised when a field changes its meaning or goes."""
@@ -50,7 +65,6 @@ class ShortfallData(TypedDict):
     """What is missing where nothing fits; see ``Shortfall``."""
 
     nearest: CandidateData
-    lacks_bytes: int
     longest: Count | None
     batch: Count | None
     parameters: CountOrZero
@@ -64,19 +78,22 @@ class TextsData(TypedDict):
     seq_len: Count | None
     width: Count | None
     rows: Count | None
-    tokens: Number | None
     cut: CountOrZero
 
 
 class CellData(TypedDict):
-    """A batch at a length; see ``Cell``."""
+    """A batch at a length: its verdict, and its bytes where it was simulated, None where others prove the verdict."""
 
     verdict: Verdict
     total_bytes: CountOrZero | None
 
 
 class FitMapData(TypedDict):
-    """What fits at other lengths and batches; see ``FitMap``."""
+    """The verdicts by batch and length.
+
+    ``lengths`` are tokens of the longest row, ascending, [None] for a model without text; ``rows`` of a micro-batch,
+    ascending; ``cells`` one for each of ``rows`` and, within it, each of ``lengths``.
+    """
 
     lengths: list[Count | None]
     rows: list[Count]
@@ -108,7 +125,11 @@ class TimelineData(TypedDict):
 
 
 class AlternativeData(TypedDict):
-    """Another value for a choice; see ``Alternative``."""
+    """Another value for a choice, as text, and what it would cost.
+
+    ``total_bytes`` are reserved bytes and context; ``time_ratio`` is the seconds of a step beside those of the set-up,
+    None where they are not predicted; ``refused`` says why it could not be simulated, and is "" where it was.
+    """
 
     value: str
     total_bytes: CountOrZero | None
@@ -118,7 +139,7 @@ class AlternativeData(TypedDict):
 
 
 class ChoiceData(TypedDict):
-    """A field of the recipe; see ``Choice``."""
+    """A field of the recipe, why it has its value, and what others would cost."""
 
     name: str
     value: str
@@ -181,7 +202,6 @@ class PlanData(TypedDict):
     parameters: CountOrZero
     gpu: str
     usable_bytes: Count
-    memory_bytes: Count
     goal: str
     effective_batch_size: Count
     world_size: Count
@@ -203,19 +223,11 @@ def read_plan_text(text: str | bytes, name: str) -> PlanData:
     Raises:
         ValueError: it is no plan, or one of another version.
     """
-    try:
-        told = parse_object(text)
-        if "format" not in told or "candidates" not in told:
-            raise ValueError("it has no format and candidates")
-        check_format(told, FORMAT)
-        check_fields_of(told, PlanData, "")
-        _check_places(told)
-    except ValueError as error:
-        raise ValueError(
-            f"path={name!r} is not a plan of format {FORMAT} ({error}); expected what `hf-memopt plan --json` writes. "
-            "Write it anew with this version: hf-memopt plan MODEL --json > plan.json"
-        ) from None
-    return told  # type: ignore[return-value]  # checked
+    refused = f"path={name!r} is not a plan of format {FORMAT}"
+    remedy = "Write it anew with this version: hf-memopt plan MODEL --json > plan.json"
+    expected = f"what `hf-memopt plan --json` writes. {remedy}"
+    found = read_json(text, PlanData, (FORMAT,), refused=refused, expected=expected, check=_check_places)
+    return cast(PlanData, found)
 
 
 def _check_places(told: Mapping[str, Any]) -> None:
@@ -237,3 +249,25 @@ def _check_places(told: Mapping[str, Any]) -> None:
         histogram = padding["histogram"]
         if not histogram["counts"] or len(histogram["edges"]) != len(histogram["counts"]) + 1:
             raise ValueError("it has a figures.padding.histogram without one edge more than counts")
+
+
+# ---- What the fields say together
+
+
+def shown_one(told: PlanData) -> CandidateData:
+    """Return the chosen set-up, else the one that comes nearest."""
+    if told["chosen"] is not None:
+        return told["chosen"]
+    assert told["shortfall"] is not None  # checked when it was read
+    return told["shortfall"]["nearest"]
+
+
+def batch_of(one: CandidateData) -> str:
+    """Return the rows of a micro-batch times the micro-batches."""
+    return f"{one['micro_batch_size']} x {one['accumulation_steps']}"
+
+
+def is_same(one: CandidateData, other: CandidateData | None) -> bool:
+    """Return whether two are the same set-up."""
+    names = ("name", "micro_batch_size", "seq_len")
+    return other is not None and all(one.get(name) == other.get(name) for name in names)

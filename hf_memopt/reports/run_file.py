@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, cast
 
-from hf_memopt.plain_data import Count, CountOrZero, parse_object
-from hf_memopt.reports.json_fields import Number, check_fields_of, check_format
+from hf_memopt.components import CONTEXT, UNUSED
+from hf_memopt.plain_data import Count, CountOrZero
+from hf_memopt.reports.json_fields import Number, read_json
 
-__all__ = ["FORMAT", "RUN_FILE", "RunData", "read_run", "run_file_of", "run_name"]
+__all__ = [
+    "FORMAT",
+    "RESERVED",
+    "RUN_FILE",
+    "RunData",
+    "largest_peak",
+    "measured_parts",
+    "phase_pairs",
+    "read_run",
+    "run_file_of",
+    "run_name",
+    "total_bytes",
+]
 
 FORMAT = 1
 """Raised when a field changes its meaning or goes."""
 
 RUN_FILE = "memopt_run.json"
+HOST, REST = "resident memory of the process", "gradients, activations and others"
+ALLOCATED = ("peak_allocated_bytes", "allocated_bytes", "rss_bytes")
+RESERVED = ("peak_reserved_bytes", "reserved_bytes", "rss_bytes")
+"""The kinds of a reading: peaks on CUDA, ROCm and XPU, samples on MPS, the process without an accelerator."""
+PREDICTED_PHASES = {"forward_backward": ("forward", "backward"), "evaluation": ("evaluation", "generation")}
+"""By the phases of a run that an estimate calls otherwise, what it calls them."""
 
 
 class StepsData(TypedDict):
@@ -59,11 +79,9 @@ class PredictedData(TypedDict):
     batch_size: Count
     seq_len: Count | None
     reserved_bytes: CountOrZero
-    allocated_bytes: CountOrZero
     context_bytes: CountOrZero | None
     components: dict[str, CountOrZero]
     phases: dict[str, CountOrZero]
-    gpu: str
     usable_bytes: Count | None
     hints: list[str]
 
@@ -107,7 +125,6 @@ class RunData(TypedDict):
     model: str
     parameters: CountOrZero
     trainable_parameters: CountOrZero
-    device: str
     device_name: str
     device_bytes: CountOrZero | None
     context_bytes: CountOrZero | None
@@ -155,17 +172,65 @@ def read_run(text: str | bytes, name: str) -> RunData:
     Raises:
         ValueError: it is no run, or one of another version.
     """
-    try:
-        told = parse_object(text)
-        check_format(told, FORMAT)
-        check_fields_of(told, RunData, "")
-        if (told["state"] == "out of memory") is not (told["out_of_memory"] is not None):
-            raise ValueError("it is out of memory and does not say how, or the other way round")
-        if any(len(one["first"]) != len(one["bytes"]) for one in told["steps"].values()):
-            raise ValueError("it has steps without one peak for each")
-    except ValueError as error:
-        raise ValueError(
-            f"path={name!r} is not a run of format {FORMAT} ({error}); expected what a MemoryReportCallback writes. "
-            "Train with this version: attach(trainer, MemoryReportCallback())"
-        ) from None
-    return told  # type: ignore[return-value]  # checked
+    refused = f"path={name!r} is not a run of format {FORMAT}"
+    remedy = "Train with this version: attach(trainer, MemoryReportCallback())"
+    expected = f"what a MemoryReportCallback writes. {remedy}"
+    return cast(RunData, read_json(text, RunData, (FORMAT,), refused=refused, expected=expected, check=_check_steps))
+
+
+def _check_steps(told: RunData) -> None:
+    """Check what the types do not say."""
+    if (told["state"] == "out of memory") is not (told["out_of_memory"] is not None):
+        raise ValueError("it is out of memory and does not say how, or the other way round")
+    if any(len(one["first"]) != len(one["bytes"]) for one in told["steps"].values()):
+        raise ValueError("it has steps without one peak for each")
+
+
+# ---- What the fields say together
+
+
+def largest_peak(told: RunData, kinds: tuple[str, ...]) -> int:
+    """Return the largest peak of one of ``kinds`` over all phases; 0 where nothing was measured."""
+    return max((of_phase.get(kind, 0) for of_phase in told["peaks"].values() for kind in kinds), default=0)
+
+
+def total_bytes(told: RunData) -> int:
+    """Return what the device held at the peak: reserved bytes and the context, as far as they are known."""
+    return _peaks(told)[1] + (told["context_bytes"] or 0)
+
+
+def _peaks(told: RunData) -> tuple[int, int]:
+    """Return the largest allocated and reserved bytes, what was held when memory ran out included."""
+    lost = told["out_of_memory"]
+    failed = (0, 0) if lost is None else (lost["allocated_bytes"] or 0, lost["reserved_bytes"] or 0)
+    return max(largest_peak(told, ALLOCATED), failed[0]), max(largest_peak(told, RESERVED), failed[1])
+
+
+def measured_parts(told: RunData) -> dict[str, int]:
+    """Return the parts of the measured peak: weights and optimizer state are in it, whatever the phase."""
+    if host_bytes := largest_peak(told, ("rss_bytes",)):
+        return {HOST: host_bytes}
+    rest, reserved = _peaks(told)
+    parts = {CONTEXT: told["context_bytes"] or 0}
+    unused = max(reserved - rest, 0)
+    for name in ("weights", "optimizer state"):
+        parts[name] = min(told["components"].get(name, 0), rest)
+        rest -= parts[name]
+    return {**parts, REST: rest, UNUSED: unused}
+
+
+def phase_pairs(
+    peaks: Mapping[str, Mapping[str, int]], predicted: Mapping[str, int]
+) -> dict[str, tuple[int | None, int | None]]:
+    """Return the measured and the predicted allocated peak of each phase of a run, None where one is unknown.
+
+    Args:
+        peaks: measured, by phase and kind.
+        predicted: by the phases of an estimate. A process holds more than what is predicted: nothing is beside it.
+    """
+    found: dict[str, tuple[int | None, int | None]] = {}
+    for phase, kinds in peaks.items():
+        size = next((kinds[kind] for kind in ALLOCATED if kind in kinds), None)
+        names = PREDICTED_PHASES.get(phase, (phase,)) if "rss_bytes" not in kinds else ()
+        found[phase] = size, max((predicted[name] for name in names if name in predicted), default=None)
+    return found

@@ -5,41 +5,67 @@ The page is made of the JSON that ``MemoryReportCallback`` leaves in the output 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-from hf_memopt.reports.bars import bar_of, css_class, legend_of, share_text
-from hf_memopt.reports.page import rendered
-from hf_memopt.reports.run_charts import (
-    ALLOCATED,
+from hf_memopt.components import parts_of
+from hf_memopt.plotting import page_pictures
+from hf_memopt.reports.bar_picture import Bar, Limit, bars_figure, near
+from hf_memopt.reports.page import rendered, share_text
+from hf_memopt.reports.run_file import (
     RESERVED,
+    RunData,
+    StepsData,
     largest_peak,
-    peak_bars,
-    steps_chart,
+    measured_parts,
+    phase_pairs,
     total_bytes,
 )
-from hf_memopt.reports.run_file import OutOfMemoryData, RunData
-from hf_memopt.units import format_bytes, to_gib
+from hf_memopt.reports.run_picture import RunPicture, phase_name
+from hf_memopt.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from hf_memopt.plotting import Theme
 
 __all__ = ["padding_share", "run_page"]
 
+UNPREDICTED = "not predicted: "
 TIGHT_SHARE = 20  # a run that leaves less than a twentieth of the device is tight
 HEADLINES = {"training": "Still training", "finished": "Trained", "out of memory": "Out of memory"}
-MEASURED = {
-    "peak_allocated_bytes": "Peaks of torch's allocator in each phase, exact: it counts every allocation.",
-    "allocated_bytes": "Samples at the end of each pass, since MPS keeps no peaks: lower bounds.",
-    "rss_bytes": "The resident memory of the whole process, without an accelerator; where a phase set no new peak, "
-    "what was resident at its end.",
-}
-LEFT_OUT = (
-    "Memory of other processes on the device.",
-    "Peaks between the phases: loading data, logging, saving checkpoints.",
-)
 
 
 def run_page(told: RunData) -> str:
     """Return the page."""
-    return rendered("run.html.jinja", _view(told))
+    return rendered("run.html.jinja", _view(told), page_pictures(_pictures(told)))
+
+
+def _pictures(told: RunData) -> dict[str, tuple[str, Callable[[Theme], Figure]]]:
+    """Return what is drawn, by its section: what a screen reader says, and what draws it."""
+    bars, lost, predicted = [Bar("measured", measured_parts(told))], told["out_of_memory"], told["predicted"]
+    if predicted is not None:
+        parts = parts_of(predicted["components"], predicted["reserved_bytes"], predicted["context_bytes"])
+        bars.append(Bar("predicted", parts))
+    device = Limit(told["device_name"], told["device_bytes"] or 0)
+    limit = near(device, max(bar.total_bytes for bar in bars))
+    said = ", ".join(f"{format_bytes(bar.total_bytes)} {bar.label}" for bar in bars)
+    found: dict[str, tuple[str, Callable[[Theme], Figure]]] = {"peak": (said, partial(bars_figure, bars, limit))}
+    if lost is not None:
+        alive = Bar("", dict(sorted(lost["components"].items(), key=lambda part: -part[1])))
+        found["alive"] = (f"{format_bytes(alive.total_bytes)} by component", partial(bars_figure, [alive], None))
+    if steps := _steps(told):
+        phases = {} if predicted is None else predicted["phases"]
+        picture = RunPicture(steps, told["peaks"], phases, device)
+        found["timeline"] = ("Peaks by optimizer step and phase", picture.draw)
+    return found
+
+
+def _steps(told: RunData) -> dict[str, StepsData]:
+    """Return the phases of which there are steps."""
+    return {name: one for name, one in told["steps"].items() if one["first"]}
 
 
 def padding_share(told: RunData) -> float | None:
@@ -51,27 +77,21 @@ def padding_share(told: RunData) -> float | None:
 
 
 def _view(told: RunData) -> dict[str, Any]:
-    lost, predicted, padding = told["out_of_memory"], told["predicted"], padding_share(told)
+    padding = padding_share(told)
     return {
         "told": told,
         "versions": told["versions"],
         "verdict": _verdict(told),
         "headline": HEADLINES[told["state"]],
-        "set_up": _set_up(told),
-        "happened": "" if lost is None else _happened(lost),
-        "fixes": [] if predicted is None else predicted["hints"],
-        "tiles": list(_tiles(told)),
-        "on_host": bool(largest_peak(told, ("rss_bytes",))),
-        "bars": peak_bars(told),
+        "total_bytes": total_bytes(told),
         "components": list(_components(told)),
         "phases": list(_phases(told)),
-        "alive": None if lost is None else _alive(lost),
-        "steps": steps_chart(told),
-        "padding": None if padding is None else {"real": 100 * (1 - padding), "share": f"{padding:.1%}"},
-        "batches": _batches(told),
-        "micro": _micro_batching(told),
-        "certainty": list(_certainty(told)),
-        "left_out": LEFT_OUT,
+        "steps": _steps_text(told),
+        "padding": "" if padding is None else f"{padding:.1%}",
+        "kinds": {kind for of_phase in told["peaks"].values() for kind in of_phase},
+        "unpredicted": next(
+            (note for note in told["notes"] if note.startswith(UNPREDICTED)), "not asked for"
+        ).removeprefix(UNPREDICTED),
     }
 
 
@@ -82,172 +102,38 @@ def _verdict(told: RunData) -> str:
     return "tight" if device and TIGHT_SHARE * (device - total_bytes(told)) < device else "fits"
 
 
-def _set_up(told: RunData) -> str:
-    batches, steps = told["batches"], told["arguments"].get("gradient_accumulation_steps", "1")
-    length = "" if batches["largest_length"] is None else f" of up to {batches['largest_length']:,} tokens"
-    if not batches["batches"]:
-        return "no batch was trained"
-    return f"{batches['largest_rows']} x {steps} examples{length}"
-
-
-def _happened(lost: OutOfMemoryData) -> str:
-    size = "" if lost["rows"] is None else f" with {lost['rows']} {'row' if lost['rows'] == 1 else 'rows'}"
-    length = "" if lost["rows"] is None or lost["length"] is None else f" of {lost['length']:,} tokens"
-    return f"Memory ran out at step {lost['step']:,}, {lost['phase']}{size}{length}."
-
-
-def _tiles(told: RunData) -> Iterator[dict[str, str]]:
-    total, device, predicted = total_bytes(told), told["device_bytes"], told["predicted"]
-    of_device = "" if device is None else f" of {to_gib(device):.2f}"
-    yield _tile("Memory at the peak", f"{to_gib(total):.2f}{of_device} GiB", told["device_name"])
-    if predicted is not None:
-        needed = predicted["reserved_bytes"] + (predicted["context_bytes"] or 0)
-        of_gpu = "" if predicted["usable_bytes"] is None else f" of {to_gib(predicted['usable_bytes']):.2f}"
-        length = "" if predicted["seq_len"] is None else f" x {predicted['seq_len']}"
-        yield _tile("Predicted", f"{to_gib(needed):.2f}{of_gpu} GiB", f"batch {predicted['batch_size']}{length}")
-    count = told["last_step"] - told["first_step"]
-    yield _tile(
-        "Steps", f"{count:,}", f"{told['first_step'] + 1:,} to {told['last_step']:,}" if count else "none ended"
-    )
-    padding = padding_share(told)
-    if padding is not None:
-        yield _tile("Padding", f"{padding:.1%}", f"of {told['batches']['padded_tokens']:,} tokens")
-    micro = told["micro_batching"]
-    if micro is not None:
-        failures = _times(micro["failures"])
-        yield _tile("In micro-batches", f"{micro['cut_steps']:,} of {micro['steps']:,} steps", failures)
-    trained = told["trainable_parameters"]
-    what = "all trained" if trained == told["parameters"] else f"{trained / 1e6:,.1f} M trained"
-    yield _tile("Parameters", f"{told['parameters'] / 1e6:,.1f} M", what)
-
-
-def _times(failures: int) -> str:
-    often = {0: "never", 1: "once"}.get(failures, f"{failures} times")
-    return f"memory ran out {often}" if failures else "memory never ran out"
-
-
-def _tile(label: str, value: str, detail: str) -> dict[str, str]:
-    return {"label": label, "value": value, "detail": detail}
-
-
-def _components(told: RunData) -> Iterator[dict[str, Any]]:
+def _components(told: RunData) -> Iterator[list[str]]:
     """Yield measured beside predicted bytes of each component that is known of either."""
     predicted = {} if told["predicted"] is None else told["predicted"]["components"]
     for name in dict.fromkeys([*told["components"], *(name for name, size in predicted.items() if size)]):
         row = _row(name, told["components"].get(name), predicted.get(name))
-        yield {**row, "cells": row["cells"][:2]}  # their difference would be of two moments
+        yield row[:-1]  # their difference would be of two moments
 
 
-def _phases(told: RunData) -> Iterator[dict[str, Any]]:
+def _phases(told: RunData) -> Iterator[list[str]]:
     """Yield the peak of each phase, allocated, beside the predicted one; and the peak of what is reserved."""
-    is_known = told["predicted"] is not None and not largest_peak(told, ("rss_bytes",))  # a process has more in it
-    predicted = dict(told["predicted"]["phases"]) if told["predicted"] is not None and is_known else {}
-    passes = [predicted[name] for name in ("forward", "backward") if name in predicted]
-    if passes:
-        predicted["forward_backward"] = max(passes)
-    for name, kinds in told["peaks"].items():
-        size = next((kinds[kind] for kind in ALLOCATED if kind in kinds), None)
-        yield {**_row(name.replace("_", " + "), size, predicted.get(name)), "css": ""}
+    predicted = told["predicted"]
+    pairs = phase_pairs(told["peaks"], {} if predicted is None else predicted["phases"])
+    for name, pair in pairs.items():
+        yield _row(phase_name(name), *pair)
     if reserved := largest_peak(told, RESERVED[:2]):
-        needed = None if told["predicted"] is None else told["predicted"]["reserved_bytes"]
-        yield {**_row("reserved by torch", reserved, needed), "css": ""}
+        yield _row("reserved by torch", reserved, None if predicted is None else predicted["reserved_bytes"])
     if told["context_bytes"] is not None:
-        needed = None if told["predicted"] is None else told["predicted"]["context_bytes"]
-        yield {**_row("CUDA context", told["context_bytes"], needed), "css": ""}
+        yield _row("CUDA context", told["context_bytes"], None if predicted is None else predicted["context_bytes"])
 
 
-def _row(name: str, measured: int | None, predicted: int | None) -> dict[str, Any]:
+def _row(name: str, measured: int | None, predicted: int | None) -> list[str]:
     both = measured is not None and predicted is not None
     cells = ["" if size is None else format_bytes(size) for size in (measured, predicted)]
     change = share_text(predicted or 0, measured or 0) if both else ""
-    return {"name": name, "css": css_class(name), "cells": [*cells, change]}
+    return [name, *cells, change]
 
 
-def _alive(lost: OutOfMemoryData) -> dict[str, Any]:
-    """Return what was alive: a bar by component, the largest tensors, and blocks without a name."""
-    parts = sorted(lost["components"].items(), key=lambda part: -part[1])
-    total = sum(size for _, size in parts)
-    held = lost["allocated_bytes"]
-    return {
-        "bar": bar_of(parts, total),
-        "legend": legend_of(name for name, size in parts if size),
-        "total": format_bytes(total if held is None else held),
-        "reserved": None if lost["reserved_bytes"] is None else format_bytes(lost["reserved_bytes"]),
-        "rows": [
-            {"name": name, "css": css_class(name), "cells": [format_bytes(size), f"{size / max(total, 1):.1%}"]}
-            for name, size in parts
-        ],
-        "tensors": [
-            {
-                "name": one["component"],
-                "css": css_class(one["component"]),
-                "cells": [
-                    " x ".join(map(str, one["shape"])) or "scalar",
-                    one["dtype"],
-                    f"{one['count']:,}",
-                    format_bytes(one["bytes"]),
-                ],
-            }
-            for one in lost["tensors"]
-        ],
-        "blocks": [
-            {
-                "name": format_bytes(one["bytes"]),
-                "css": "",
-                "cells": [f"{one['count']:,}", format_bytes(one["bytes"] * one["count"])],
-            }
-            for one in lost["blocks"] or ()
-        ],
-    }
-
-
-def _batches(told: RunData) -> str:
-    batches = told["batches"]
-    largest = f"{batches['largest_rows']:,} rows"
-    if batches["largest_length"] is not None:
-        largest += f" of {batches['largest_length']:,} tokens"
-    return f"{batches['batches']:,} batches with {batches['examples']:,} examples; the largest {largest}."
-
-
-def _micro_batching(told: RunData) -> dict[str, Any] | None:
-    micro = told["micro_batching"]
-    if micro is None:
-        return None
-    limits = {name: "none" if limit is None else f"{limit:,}" for name, limit in micro["limits"].items()}
-    given = ", ".join(f"{name}={limit}" for name, limit in micro["limits"].items() if limit is not None)
-    return {
-        "figures": {
-            "optimizer steps": f"{micro['steps']:,}",
-            "of them in micro-batches": f"{micro['cut_steps']:,}",
-            "attempts that ran out of memory": f"{micro['failures']:,}",
-            "what these took": f"{micro['lost_seconds']:.1f} s",
-            **{f"{name} at the end": limit for name, limit in limits.items()},
-        },
-        "call": f"MicrobatchCallback({given})" if given and micro["failures"] else "",
-    }
-
-
-def _certainty(told: RunData) -> Iterator[dict[str, str]]:
-    """Yield each figure, what it is, and what it rests on."""
-    kinds = {kind for of_phase in told["peaks"].values() for kind in of_phase}
-    for kind, detail in MEASURED.items():
-        if kind in kinds:
-            yield {"figure": "memory", "kind": "measured", "detail": detail}
-    if told["components"]:
-        detail = "Weights, gradients and optimizer state are the bytes of their tensors after the first step."
-        yield {"figure": "components", "kind": "measured", "detail": detail}
-    if told["batches"]["tokens"] is not None:
-        detail = "Every batch that the Trainer got, by its attention mask."
-        yield {"figure": "padding", "kind": "measured", "detail": detail}
-    if told["predicted"] is not None:
-        detail = (
-            "One simulated step of the largest batch, or of the one that failed; components as they are at its peak."
-        )
-        yield {"figure": "prediction", "kind": "computed", "detail": detail}
-    else:
-        reason = next((note for note in told["notes"] if note.startswith("not predicted: ")), "not asked for")
-        detail = f"{reason.removeprefix('not predicted: ')}. MemoryReportCallback(predict=True) simulates a step."
-        yield {"figure": "prediction", "kind": "none", "detail": detail}
-    if told["out_of_memory"] is not None:
-        detail = "Tensors that Python could reach as the error passed; of what autograd keeps only sizes are known."
-        yield {"figure": "what was alive", "kind": "measured", "detail": detail}
+def _steps_text(told: RunData) -> str:
+    """Return the largest peak of each phase by step; "" without steps."""
+    found = _steps(told)
+    largest = (f"{phase_name(name)} at most {format_bytes(max(one['bytes']))}" for name, one in found.items())
+    widths = [end - begin for one in found.values() for begin, end in pairwise(one["first"])]
+    joined = min(widths, default=1)
+    stretches = f" Each point is the largest of {joined} steps or more." if joined > 1 else ""
+    return f"{', '.join(largest)}.{stretches}" if found else ""

@@ -9,20 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict
 
-from hf_memopt.components import COMPONENTS
-from hf_memopt.plain_data import checked_path, parse_object
-from hf_memopt.reports.bars import CONTEXT, UNUSED
-from hf_memopt.reports.charts import batch_of
-from hf_memopt.reports.estimate_file import ESTIMATE_FORMAT, EstimateData
-from hf_memopt.reports.json_fields import check_fields_of, check_format
+from hf_memopt.components import parts_of
+from hf_memopt.plain_data import Count, CountOrZero, checked_path, parse_object
+from hf_memopt.reports.json_fields import read_json
 from hf_memopt.reports.measurement_file import Measurement
-from hf_memopt.reports.plan_file import PlanData, read_plan_text
-from hf_memopt.reports.run_charts import ALLOCATED, measured_parts, total_bytes
-from hf_memopt.reports.run_file import RunData, read_run, run_file_of
+from hf_memopt.reports.plan_file import PlanData, batch_of, read_plan_text, shown_one
+from hf_memopt.reports.run_file import RunData, measured_parts, phase_pairs, read_run, run_file_of, total_bytes
+from hf_memopt.reports.run_picture import phase_name
 
-__all__ = ["Kind", "Side", "kind_of", "read_side", "text_of"]
+__all__ = ["ESTIMATE_FORMAT", "Kind", "Side", "kind_of", "read_side", "text_of"]
 
 Kind = Literal["plan", "run", "estimate", "measurement"]
 MARKS: Mapping[Kind, str] = {
@@ -32,6 +29,31 @@ MARKS: Mapping[Kind, str] = {
     "measurement": "step_seconds",
 }
 """A field that only this kind has."""
+ESTIMATE_FORMAT = 1
+"""Raised when a field changes its meaning or goes."""
+
+
+class GpuData(TypedDict):
+    """The GPU of an estimate; see ``Gpu``."""
+
+    name: str
+    usable_bytes: Count
+
+
+class EstimateData(TypedDict):
+    """An estimate; see ``Estimate``."""
+
+    model: str
+    batch_size: Count
+    seq_len: Count | None
+    settings: dict[str, Any]
+    gpu: GpuData | None
+    peak_reserved_bytes: CountOrZero
+    context_bytes: CountOrZero | None
+    total_bytes: CountOrZero
+    components: dict[str, CountOrZero]
+    phase_peaks: dict[str, dict[str, CountOrZero]]
+    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -113,33 +135,22 @@ def read_side(path: Path) -> Side:
         return _of_plan(read_plan_text(text, name), name)
     if kind == "run":
         return _of_run(read_run(text, name), name)
-    return _of_figures(text, kind, name)
-
-
-def _of_figures(text: bytes, kind: Kind, name: str) -> Side:
-    is_estimate = kind == "estimate"
+    expected = "what this version of hf-memopt writes. Write it anew: hf-memopt "
+    if kind == "estimate":
+        refused = f"path={name!r} cannot be read as an estimate"
+        expected += "estimate MODEL --json > estimate.json"
+        formats = (ESTIMATE_FORMAT, None)  # once estimates had no format
+        return _of_estimate(read_json(text, EstimateData, formats, refused=refused, expected=expected), name)
     try:
-        if not is_estimate:
-            return _of_measurement(Measurement.from_json(text), name)
-        told = {"format": ESTIMATE_FORMAT, **parse_object(text)}  # once estimates had no format
-        check_format(told, ESTIMATE_FORMAT)
-        check_fields_of(told, EstimateData, "")
+        return _of_measurement(Measurement.from_json(text), name)
     except ValueError as error:
-        command = (
-            f"hf-memopt {'estimate MODEL --json > estimate.json' if is_estimate else 'measure train.py -o run.json'}"
-        )
         raise ValueError(
-            f"path={name!r} cannot be read as {'an estimate' if is_estimate else 'a measurement'} ({error}); expected "
-            f"what this version of hf-memopt writes. Write it anew: {command}"
+            f"path={name!r} cannot be read as a measurement ({error}); expected {expected}measure train.py -o run.json"
         ) from None
-    return _of_estimate(cast(EstimateData, told), name)
 
 
 def _of_plan(told: PlanData, name: str) -> Side:
-    one = told["chosen"]
-    if one is None:
-        assert told["shortfall"] is not None  # checked when it was read
-        one = told["shortfall"]["nearest"]
+    one = shown_one(told)
     length = "" if one["seq_len"] is None else f" of {one['seq_len']} tokens"
     return Side(
         name=name,
@@ -148,7 +159,7 @@ def _of_plan(told: PlanData, name: str) -> Side:
         device=told["gpu"],
         limit_bytes=told["usable_bytes"],
         total_bytes=one["total_bytes"],
-        components=_parts(one["components"], one["reserved_bytes"], one["context_bytes"]),
+        components=parts_of(one["components"], one["reserved_bytes"], one["context_bytes"]),
         phases={},
         failed="",
         settings={"set-up": one["name"], "batch": batch_of(one), **_texts(one["recipe"], without=("reasons", "name"))},
@@ -159,10 +170,7 @@ def _of_plan(told: PlanData, name: str) -> Side:
 def _of_run(told: RunData, name: str) -> Side:
     batches, lost = told["batches"], told["out_of_memory"]
     length = "" if batches["largest_length"] is None else f" of up to {batches['largest_length']} tokens"
-    phases = {
-        phase.replace("_", " + "): next((kinds[kind] for kind in ALLOCATED if kind in kinds), 0)
-        for phase, kinds in told["peaks"].items()
-    }
+    phases = {phase_name(phase): size or 0 for phase, (size, _) in phase_pairs(told["peaks"], {}).items()}
     micro = told["micro_batching"]
     limits = {} if micro is None else {f"micro-batching {key}": str(limit) for key, limit in micro["limits"].items()}
     return Side(
@@ -172,7 +180,7 @@ def _of_run(told: RunData, name: str) -> Side:
         device=told["device_name"],
         limit_bytes=told["device_bytes"],
         total_bytes=total_bytes(told),
-        components=dict(measured_parts(told)),
+        components=measured_parts(told),
         phases=phases,
         failed="" if lost is None else f"ran out of memory in step {lost['step']}, {lost['phase']}",
         settings={"largest batch": f"{batches['largest_rows']}{length}", **told["arguments"], **limits},
@@ -190,7 +198,7 @@ def _of_estimate(told: EstimateData, name: str) -> Side:
         device="" if gpu is None else gpu["name"],
         limit_bytes=None if gpu is None else gpu["usable_bytes"],
         total_bytes=told["total_bytes"],
-        components=_parts(told["components"], told["peak_reserved_bytes"], told["context_bytes"] or 0),
+        components=parts_of(told["components"], told["peak_reserved_bytes"], told["context_bytes"]),
         phases={phase: peaks.get("allocated_bytes", 0) for phase, peaks in told["phase_peaks"].items()},
         failed="",
         settings={"batch": size, **_texts(told["settings"])},
@@ -214,12 +222,6 @@ def _of_measurement(found: Measurement, name: str) -> Side:
         settings={"largest batch": size, **{key: str(getattr(found, key)) for key in settings}},
         versions=found.versions,
     )
-
-
-def _parts(components: Mapping[str, int], reserved_bytes: int, context_bytes: int) -> dict[str, int]:
-    """Return what the total is made of: the components of the peak, unused reserved bytes, and the context."""
-    known = {name: components.get(name, 0) for name in COMPONENTS}
-    return {**known, UNUSED: max(reserved_bytes - sum(known.values()), 0), CONTEXT: context_bytes}
 
 
 def _texts(values: Mapping[str, Any], without: tuple[str, ...] = ()) -> dict[str, str]:

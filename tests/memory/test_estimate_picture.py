@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hand_made import EVENTS, MIB, SMALL, hand_made
+from hf_memopt.components import COLOURS
 from hf_memopt.devices.gpus import Gpu
 from hf_memopt.memory.hints import Hint
-from hf_memopt.memory.output import estimate_picture
 from hf_memopt.memory.output.estimate_picture import draw, drawn_events
 from hf_memopt.memory.output.estimate_text import describe, verdict
 from hf_memopt.memory.result import Estimate
@@ -88,7 +88,7 @@ def test_the_picture_is_a_file_with_every_component(tmp_path) -> None:
         assert (image.format, image.width) == ("PNG", 1200)
         pixels = np.asarray(image.convert("RGB"))
     heights = []
-    for colour in estimate_picture.COLOURS.values():
+    for colour in COLOURS.values():
         wanted = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
         found = np.nonzero((pixels[: len(pixels) * 3 // 4, :900] == wanted).all(axis=-1))[0]  # above the legend
         assert len(found) > 2000, colour
@@ -104,12 +104,12 @@ def test_the_picture_names_peak_phases_steps_and_limits(monkeypatch, tmp_path) -
         "peak 1.59 GiB, backward\nbert.encoder.layer.23",
         "usable on GPU 4GB: 3.80 GiB",
         "reserved and context, peak 1.99 GiB",
-        "1.59 GiB allocated at the peak; at the peak / largest:",
+        "1.59 GiB allocated at the peak; of components, at the peak / at their largest:",
         "at the\npeak",
         "CUDA context  0.39",
         "memory in GiB",
-        " step 1",
-        " step 2",
+        "\xa0step 1",
+        "\xa0step 2",
         "weights  0.59 / 0.59",
         "gradients  0.07 / 0.59",
         *("load", "forward", "backward", "optimizer", "evaluation"),
@@ -190,6 +190,7 @@ def test_a_picture_without_a_gpu_and_of_a_tiny_model(monkeypatch, tmp_path) -> N
         context_bytes=None,
         module="",
         timeline=small,
+        components={name: size // 1024 for name, size in hand_made().components.items()},
         peak_allocated_bytes=1625 * 1024,
         peak_reserved_bytes=1633 * 1024,
     )

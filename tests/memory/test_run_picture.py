@@ -11,12 +11,13 @@ from test_report import EVALUATION, GIB, STATE, TRAIN_FORWARD, WEIGHTS, gpu, mak
 
 from hf_memopt.binding.attach import attach
 from hf_memopt.memory import run_record
-from hf_memopt.memory.output import run_picture
 from hf_memopt.memory.output.model_card import add_section
-from hf_memopt.memory.output.run_picture import predicted_peaks
 from hf_memopt.memory.report import MemoryReportCallback
 from hf_memopt.memory.run_record import StepPeaks
+from hf_memopt.memory.timeline import phase_peaks
 from hf_memopt.memory.trainer_estimate import estimate_of
+from hf_memopt.reports import run_picture
+from hf_memopt.reports.run_file import phase_pairs
 
 PEAK = WEIGHTS + STATE + EVALUATION
 
@@ -26,9 +27,9 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are saved; their files are written too."""
     pytest.importorskip("matplotlib")
     found: list[Any] = []
-    save = run_picture.pictures.save_picture
+    save = run_picture.plotting.save_picture
     monkeypatch.setattr(
-        run_picture.pictures, "save_picture", lambda figure, path: (found.append(figure), save(figure, path))
+        run_picture.plotting, "save_picture", lambda figure, path: (found.append(figure), save(figure, path))
     )
     monkeypatch.setattr(run_record, "name_of", lambda device: "a GPU")
     return found
@@ -54,7 +55,10 @@ def test_a_run_is_drawn_beside_its_prediction(gpu, tmp_path, figures) -> None:  
     assert lines["evaluation, measured"].get_xdata().tolist() == [4]
     shape = callback._record.largest
     assert (shape.rows, shape.seq_len) == (4, max(len(row["input_ids"]) for row in trainer.train_dataset))
-    expected = predicted_peaks(estimate_of(trainer, shape))
+    peaks = {
+        name: sizes["allocated_bytes"] for name, sizes in phase_peaks(estimate_of(trainer, shape).timeline).items()
+    }
+    expected = {phase: size for phase, (_, size) in phase_pairs(callback.summary, peaks).items()}
     for phase in ("forward_backward", "optimizer", "evaluation"):
         line = lines[f"{phase.replace('_', ' + ')}, predicted"]
         assert line.get_ydata()[0] == pytest.approx(expected[phase] / GIB)

@@ -13,7 +13,8 @@ from hand_made import hand_made
 from hf_memopt import Recipe, estimate
 from hf_memopt.memory.timeline import Timeline, phase_peaks, without_repeated_steps
 from hf_memopt.recipes.planning.candidates import Verdict
-from hf_memopt.recipes.planning.fit_map import Cell, settle
+from hf_memopt.recipes.planning.fit_map import settle
+from hf_memopt.reports.plan_file import CellData
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -41,12 +42,12 @@ def test_settled_cells_are_those_of_a_full_simulation(seed: int) -> None:
     per_token, room = draw.uniform(0.1, 2), draw.uniform(1, 5000)
     asked = []
 
-    def simulate(count: int, length: int | None) -> Cell:
+    def simulate(count: int, length: int | None) -> CellData:
         assert length is not None
         asked.append((count, length))
         needed = 10 + per_token * count * length
         verdict: Verdict = "fits" if needed < 0.95 * room else "tight" if needed <= room else "over"
-        return Cell(verdict, int(needed))
+        return {"verdict": verdict, "total_bytes": int(needed)}
 
     found = settle(rows, lengths, simulate)
     times = len(asked)
@@ -55,8 +56,8 @@ def test_settled_cells_are_those_of_a_full_simulation(seed: int) -> None:
     for count, cells in zip(rows, found, strict=True):
         for length, cell in zip(lengths, cells, strict=True):
             whole = simulate(count, length)
-            assert cell.verdict == whole.verdict
-            assert cell.total_bytes in (None, whole.total_bytes)
+            assert cell["verdict"] == whole["verdict"]
+            assert cell["total_bytes"] in (None, whole["total_bytes"])
 
 
 @pytest.mark.slow
@@ -66,7 +67,7 @@ def test_the_map_is_that_of_direct_estimates() -> None:
     assert one is not None
     assert one.seq_len in chart["lengths"]
     assert max(chart["lengths"]) <= 128  # the model's positions
-    assert chart["rows"] == (1, 2, 4)
+    assert chart["rows"] == [1, 2, 4]
     verdicts = set()
     for count, cells in zip(chart["rows"], chart["cells"], strict=True):
         for length, cell in zip(chart["lengths"], cells, strict=True):
@@ -96,7 +97,7 @@ def test_alternatives_cost_what_direct_estimates_say() -> None:
     time = found.simulation.step_time(with_it).seconds / found.simulation.step_time(whole).seconds
     assert larger["time_ratio"] == pytest.approx(time)
     assert {other["value"] for other in choices["per_device_train_batch_size"]["alternatives"]} <= {"1", "2", "4"}
-    assert choices["memory_report"]["alternatives"] == ()
+    assert choices["memory_report"]["alternatives"] == []
 
 
 # ---- The timeline ---------------------------------------------------------------------------------------------------

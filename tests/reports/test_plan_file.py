@@ -31,7 +31,8 @@ def changed(text: str, place: str, value: Any) -> str:
 DELETED = ...  # instead of a value: the field is taken out
 NONSENSE = [
     ("format", 99, f"is not a plan of format {FORMAT} (it has format 99, written by hf-memopt "),
-    ("format", DELETED, "(it has no format and candidates)"),
+    ("format", DELETED, "(it has format None, written by hf-memopt "),
+    ("candidates", DELETED, "(it has no candidates)"),
     ("gpu", DELETED, "(it has no gpu)"),
     ("candidates.0.total_bytes", "much", "(candidates[0].total_bytes='much' is invalid; expected an integer of 0 or"),
     ("candidates.0.verdict", "maybe", "candidates[0].verdict='maybe' is invalid; expected 'fits', 'tight' or 'over'"),
@@ -65,7 +66,7 @@ def test_nonsense_is_refused_with_its_place(text: str, place: str, value: Any, s
         (b"[1]", "(it is not an object but [1])"),
         (b'{"format": NaN}', "(it has NaN, which is not a JSON number)"),
         (b"\xff\xfe", "(it is not UTF-8 text: "),
-        (b"{}", "(it has no format and candidates)"),
+        (b"{}", "(it has format None, written by hf-memopt another version)"),
     ],
 )
 def test_a_file_of_something_else_is_refused(content: bytes, says: str) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from hf_memopt import Plan
 from hf_memopt.plotting import DARK, LIGHT, Theme
-from hf_memopt.recipes.planning import plan_picture
-from hf_memopt.recipes.planning.plan_picture import draw_plan
+from hf_memopt.reports import plan_picture
 from hf_memopt.reports.plan_file import PlanData, read_plan_text
+from hf_memopt.reports.plan_picture import draw_plan
 
 pytest.importorskip("matplotlib")
 
@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    monkeypatch.setattr(plan_picture.pictures, "save_picture", lambda figure, path: found.append(figure))
+    monkeypatch.setattr(plan_picture.plotting, "save_picture", lambda figure, path: found.append(figure))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def test_it_says_what_the_run_says() -> None:
     read = Page(page)
     assert read.open == []
     assert len(set(read.ids)) == len(read.ids)
-    assert set(read.ids) == SECTIONS
+    assert {one for one in read.ids if one.isalpha()} == SECTIONS  # others are within pictures
     assert [where for where in read.loaded if not where.startswith("#")] == ["data:,"]
     said = read.words
     assert "LlamaForCausalLM on NVIDIA GeForce RTX 4060 4 x 4 examples of up to 512 tokens Trained" in said
@@ -50,7 +51,7 @@ def test_it_says_what_the_run_says() -> None:
 def test_an_out_of_memory_says_what_was_alive_and_what_fits() -> None:
     read = Page(page_of(lost_run()))
     assert read.open == []
-    assert set(read.ids) == {*SECTIONS, "alive"}
+    assert {one for one in read.ids if one.isalpha()} == {*SECTIONS, "alive"}
     said = read.words
     assert "Memory ran out at step 3, backward with 4 rows of 512 tokens." in said
     assert "batch_size=1, gradient_accumulation_steps=16 needs 6.90 GiB: fits, 0.81 GiB to spare" in said
@@ -83,8 +84,7 @@ def test_every_text_is_escaped() -> None:
     assert "script" not in read.tags
     assert EVIL not in page
     assert EVIL in read.text
-    assert 'onmouseover="' not in page
-    assert 'onload="' not in page
+    assert not re.search(r"<[^>]*\son(mouseover|load)=", page)
 
 
 def test_a_folder_makes_the_page_and_the_newest_process_is_taken(tmp_path: Path) -> None:
@@ -136,7 +136,8 @@ def test_a_browser_shows_runs_without_complaint(browser: Chromium, tmp_path: Pat
         shown = browser.value(SHOWN)
         assert browser.complaints() == []
         assert shown["width"] <= width, name
-        assert len(shown["bars"]) == (3 if name == "lost" else 2)
-        assert all(wide > 200 and high > 15 for wide, high in shown["bars"])
-        assert shown["lines"] == (3 if name != "lost" else 2)
+        sections = ["alive", "peak", "timeline"] if name == "lost" else ["peak", "timeline"]
+        assert [section for section, *_ in shown["pictures"]] == sections
+        assert all(wide > 300 and high > 60 for _, wide, high in shown["pictures"])
+        assert shown["cut"] == []
         assert shown["wide"] == []

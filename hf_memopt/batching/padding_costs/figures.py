@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,6 +28,9 @@ from hf_memopt.batching.padding_costs.strategies import (
 from hf_memopt.batching.plan.buckets import LengthBuckets
 from hf_memopt.batching.plan.checks import check_batch_limits, check_counts
 from hf_memopt.plain_data import check_value, checked_path
+
+if TYPE_CHECKING:
+    from hf_memopt.reports.plan_file import PaddingData
 
 __all__ = ["Cut", "Histogram", "PaddingReport", "PaddingStrategy", "Suggestion", "padding_report"]
 
@@ -122,9 +125,9 @@ class PaddingReport:
             ValueError: ``path`` is not such a file that can be written.
             MissingExtraError: matplotlib is not installed.
         """
-        from hf_memopt.batching.padding_costs.output import draw_report
+        from hf_memopt.reports.lengths_picture import draw_lengths
 
-        draw_report(self, checked_path("path", path))
+        draw_lengths(cast("PaddingData", self.as_dict()), checked_path("path", path), self.unit)
 
 
 def padding_report(

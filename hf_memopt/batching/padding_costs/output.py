@@ -1,26 +1,20 @@
-"""Show a ``PaddingReport``: as text for the terminal, and as a picture of lengths and padding."""
+"""Show a ``PaddingReport``: as text for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt import plotting
-
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from rich.console import Console, RenderableType
 
     from hf_memopt.batching.padding_costs.figures import Histogram, PaddingReport
 
-__all__ = ["draw_report", "print_report", "report_text"]
+__all__ = ["print_report", "report_text"]
 
 LEAST_BAR_COLUMNS, BAR_COLUMNS = 8, 40
 FIGURE_COLUMNS = 21  # beside the bar: its edge, the count and its share
 NARROW_COLUMNS = 70  # where the names of strategies have a line for their arguments
-MOST_OF_REAL = 6.0  # how long a bar of the picture is, at most
-REAL, OURS, MEAN = "#0072B2", "#009E73", "#D55E00"  # of Okabe and Ito's palette
 
 
 def report_text(report: PaddingReport) -> str:
@@ -132,73 +126,3 @@ def _look() -> dict[str, Any]:
 
     edges = {"show_edge": False, "pad_edge": False, "collapse_padding": True}
     return {"title_justify": "left", "box": box.SIMPLE_HEAD, **edges}
-
-
-def draw_report(report: PaddingReport, path: Path) -> None:
-    """Draw the lengths and what each way of batching pads to a file; see ``PaddingReport.plot``."""
-    plotting.check_picture(path, purpose="the picture of a padding report", name="path")
-    from matplotlib.figure import Figure
-
-    with plotting.drawing():
-        rows = len(report.strategies)
-        figure = Figure(figsize=(plotting.WIDTH_INCHES, 4.3 + 0.42 * rows), layout="constrained")
-        above, below = figure.subplots(2, 1, height_ratios=[3.0, 0.9 + 0.42 * rows])
-        _draw_histogram(report, above)
-        _draw_strategies(report, below)
-        plotting.save_picture(figure, path)
-
-
-def _draw_histogram(report: PaddingReport, axes: Axes) -> None:
-    edges, counts = report.histogram.edges, report.histogram.counts
-    cells = len(counts) - report.histogram.has_tail
-    axes.bar(edges[:cells], counts[:cells], width=edges[1] - edges[0], align="edge", color="#9ECAE1", edgecolor="white")
-    axes.set_xlim(0, edges[cells])
-    lines = dict(zip(("p50", "p90", "p95", "p99"), ("-", "--", "-.", ":"), strict=True))
-    shown: dict[int, list[str]] = {}  # percentiles that are equal share a line
-    for name in lines:
-        shown.setdefault(report.percentiles[name], []).append(name)
-    for length, names in shown.items():
-        label = f"{', '.join(names)} = {length:,}"
-        axes.axvline(length, color=REAL, linestyle=lines[names[0]], linewidth=1.6, label=label)
-    axes.axvline(report.mean, color=MEAN, linewidth=1.6, label=f"mean = {report.mean:,.1f}")
-    beyond = f"; {counts[-1]:,} longer ones, up to {report.longest:,}, not drawn" if report.histogram.has_tail else ""
-    axes.set_title(f"Lengths of {report.examples:,} examples", fontsize=10, loc="left")
-    axes.set_xlabel(f"{report.unit} per example{beyond}")
-    axes.set_ylabel("examples")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.legend(loc="upper right", framealpha=0.9)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_strategies(report: PaddingReport, axes: Axes) -> None:
-    """Draw what is computed for each way of batching, padding included, as a multiple of what is real."""
-    found = report.strategies
-    most = min(max(1 / max(one.padding_efficiency, 1e-9) for one in found), MOST_OF_REAL)
-    for row, one in enumerate(found):
-        computed = 1 / max(one.padding_efficiency, 1e-9)
-        is_ours = one.name.startswith("bucketed")
-        axes.barh(row, 1, color=OURS if is_ours else REAL, height=0.66)
-        padding: dict[str, Any] = {"color": "#E3E3E3", "hatch": "////", "edgecolor": "#9A9A9A", "linewidth": 0}
-        axes.barh(row, min(computed, most) - 1, left=1, height=0.66, **padding)
-        cut = "» " if computed > most else ""
-        axes.annotate(
-            f"{cut}{computed:.2f} x, {one.wasted_fraction:.0%} padding",
-            (min(computed, most), row),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8.5,
-            weight="bold" if is_ours else "normal",
-        )
-    names = [f"{one.name}\nlargest batch {one.largest_batch_tokens:,} {report.unit}" for one in found]
-    axes.set_yticks(range(len(found)), names, fontsize=8.5)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.38 * most)
-    axes.set_title(
-        f"What one epoch computes: real {report.unit}, and padding (hatched), in batches of {report.batch_size}",
-        fontsize=10,
-        loc="left",
-    )
-    axes.set_xlabel(f"{report.unit} computed for each real one")
-    axes.spines[["top", "right"]].set_visible(False)

@@ -1,49 +1,37 @@
-"""Draw the timeline of an ``Estimate`` as a stacked area chart, with its peak as a bar of its own beside it.
+"""The timeline of an ``Estimate`` as plain data, and its picture.
 
-The horizontal axis counts allocations and frees, not seconds. A long timeline is reduced to the extremes of about 2,000
-stretches, each of them a state that was reached: no peak is lost and nothing is averaged. CUDA's context is the bottom
-layer, so that one line is the limit: what is usable of the GPU. A last step that repeats the one before is left out.
+A long timeline is reduced to the extremes of some stretches, each of them a state that was reached: no peak is lost and
+nothing is averaged. A last step that repeats the one before is left out.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hf_memopt import plotting as pictures
-from hf_memopt.memory.output.estimate_text import COLOURS, describe, verdict
+from hf_memopt import plotting
+from hf_memopt.components import parts_of
+from hf_memopt.memory.output.estimate_text import describe, verdict
 from hf_memopt.memory.timeline import COMPONENTS, phase_spans, without_repeated_steps
 from hf_memopt.plain_data import checked_path
-from hf_memopt.units import format_bytes, to_gib, to_mib
+from hf_memopt.reports.bar_picture import Bar, Limit
+from hf_memopt.reports.timeline_picture import TITLE_COLUMNS, TimelinePicture
+from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     import os
 
     import numpy as np
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.timeline import Timeline
+    from hf_memopt.reports.plan_file import TimelineData
 
-__all__ = ["draw", "drawn_events", "event_positions"]
+__all__ = ["bar_of", "draw", "drawn_events", "event_positions", "timeline_data"]
 
 STRETCHES = 2000
-CONTEXT = "CUDA context"
-TITLE_COLUMNS = 100
-HEADROOM = 1.25  # above the highest line, for the notes
-THEME = pictures.LIGHT
-
-PHASE_SHADES = {
-    "load": "#F2F2F2",
-    "forward": "#D9D9D9",
-    "backward": "#B3B3B3",
-    "optimizer": "#595959",
-    "generation": "#F0D9B5",
-    "evaluation": "#D6CBE6",
-}
+DIGITS = 5  # of a position
 
 
 def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
@@ -53,10 +41,66 @@ def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
         ValueError: ``path`` is not such a file, or cannot be written.
         MissingExtraError: matplotlib is not installed.
     """
-    path = checked_path("path", path)
-    pictures.check_picture(path, purpose="the picture of an estimate", name="path")
-    with pictures.drawing():
-        pictures.save_picture(_figure(replace(estimate, timeline=without_repeated_steps(estimate.timeline))), path)
+    path, gpu = checked_path("path", path), estimate.gpu
+    purpose = "the picture of an estimate"
+    plotting.check_picture(path, purpose, name="path")
+    label = ""
+    if gpu is not None:
+        without = "" if estimate.context_bytes is not None else ", less a context of unknown size"
+        label = f"usable on {gpu.name}{without}: {format_bytes(gpu.usable_bytes)}"
+    fits = verdict(estimate).partition(";")[0]  # without the advice
+    picture = TimelinePicture(
+        timeline_data(estimate, STRETCHES),
+        parts_of(estimate.components, estimate.peak_reserved_bytes, estimate.context_bytes),
+        None if gpu is None else Limit(gpu.name, gpu.usable_bytes),
+        label,
+        title="\n".join(fill(text, TITLE_COLUMNS) for text in (describe(estimate), fits)),
+    )
+    plotting.write_picture(path, picture.draw, purpose=purpose)
+
+
+def bar_of(group: str, label: str, found: Estimate | None, *, measured_bytes: int | None = None) -> Bar:
+    """Return the bar of an estimate; of None one that says so."""
+    if found is None:
+        return Bar(label, {}, group)
+    parts = parts_of(found.components, found.peak_reserved_bytes, found.context_bytes)
+    return Bar(
+        label,
+        parts,
+        group,
+        "" if found.fits is None else "fits" if found.fits else "over",
+        measured_bytes=measured_bytes,
+    )
+
+
+def timeline_data(estimate: Estimate, stretches: int) -> TimelineData:
+    """Return the drawn events of loading, of the steps that differ, and of evaluation; positions from 0 to 1."""
+    timeline = without_repeated_steps(estimate.timeline)
+    shown, ends = drawn_events(timeline, stretches), event_positions(timeline)
+    places = [round(place, DIGITS) for place in (ends / ends[-1]).tolist()]
+    return {
+        "positions": [places[event] for event in shown],
+        "components": {
+            name: timeline.components[shown, number].tolist()
+            for number, name in enumerate(COMPONENTS)
+            if timeline.components[:, number].any()
+        },
+        "reserved_bytes": timeline.reserved[shown].tolist(),
+        "phases": [
+            {"from": places[first], "to": places[end], "name": name} for first, end, name in phase_spans(timeline)
+        ],
+        "steps": [
+            {"from": places[first], "number": number}
+            for first, number in timeline.steps
+            if first < len(timeline.reserved)
+        ],
+        "peak": {
+            "position": places[int(timeline.components.sum(axis=1).argmax())],
+            "allocated_bytes": estimate.peak_allocated_bytes,
+            "phase": estimate.phase,
+            "module": estimate.module,
+        },
+    }
 
 
 def drawn_events(timeline: Timeline, stretches: int = STRETCHES) -> np.ndarray:
@@ -90,182 +134,3 @@ def event_positions(timeline: Timeline) -> np.ndarray:
     least = events * min(0.015, 0.5 / len(spans))
     ends = np.cumsum([0, *(max(end - first, least) for first, end, _ in spans)])
     return np.asarray(np.interp(np.arange(events + 1), [*(first for first, _, _ in spans), events], ends))
-
-
-def _figure(estimate: Estimate) -> Figure:
-    from matplotlib.figure import Figure
-
-    positions = event_positions(estimate.timeline)
-    in_gib = estimate.peak_reserved_bytes >= 2**28
-    scale, unit = (to_gib(1), "GiB") if in_gib else (to_mib(1), "MiB")
-    fits = verdict(estimate).partition(";")[0]  # without the advice
-    title = "\n".join(fill(text, TITLE_COLUMNS) for text in (describe(estimate), fits))
-    legend_inches = 0.19 * (2 + max((len(_used(estimate.timeline)) + 2) // 2, len(_names(estimate.timeline))))
-    figure = Figure(figsize=(pictures.WIDTH_INCHES, 4.4 + legend_inches), layout="constrained")
-    grid = figure.add_gridspec(3, 2, height_ratios=[0.22, 3.6, legend_inches], width_ratios=[20, 1.3])
-    strip = figure.add_subplot(grid[0, 0])
-    axes = figure.add_subplot(grid[1, 0], sharex=strip)
-    panel = figure.add_subplot(grid[1, 1], sharey=axes)
-    axes.set_xlim(0, positions[-1])
-    for one in (axes, panel):
-        one.set_xticks([])
-        one.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("allocations and frees in their order (no time scale)")
-    axes.set_ylabel(f"memory in {unit}")
-    panel.set_xlabel("at the\npeak")
-    panel.tick_params(left=False, labelleft=False)
-    _draw_stack(estimate, axes, positions, scale)
-    _draw_limits(estimate, axes, panel, positions, scale)
-    _draw_phases(estimate.timeline, strip, axes, positions)
-    _draw_peak(estimate, axes, panel, positions, scale)
-    _draw_legends(estimate, figure.add_subplot(grid[2, :]), axes, scale, unit)
-    figure.suptitle(title, fontsize=9.5, x=0.01, ha="left")
-    return figure
-
-
-def _used(timeline: Timeline) -> list[int]:
-    """Return the numbers of the components that ever hold a byte."""
-    return [number for number in range(len(COMPONENTS)) if timeline.components[:, number].any()]
-
-
-def _names(timeline: Timeline) -> list[str]:
-    """Return the phases, each once."""
-    return list(dict.fromkeys(name for _, _, name in phase_spans(timeline)))
-
-
-def _draw_stack(estimate: Estimate, axes: Axes, positions: np.ndarray, scale: float) -> None:
-    import numpy as np
-
-    timeline, context_bytes = estimate.timeline, estimate.context_bytes or 0
-    shown = drawn_events(timeline)
-    where = np.append(positions[shown], positions[-1])
-    rows = np.append(shown, shown[-1])  # the last state is held to the end
-    used = _used(timeline)
-    colours = [THEME.strong, *(COLOURS[COMPONENTS[number]] for number in used)]
-    layers = np.vstack([np.full(len(where), context_bytes), timeline.components[rows][:, used].T]) * scale
-    first = 0 if context_bytes else 1
-    axes.stackplot(where, layers[first:], colors=colours[first:], step="post", linewidth=0)
-    reserved = (timeline.reserved[rows] + context_bytes) * scale
-    label = f"reserved{' and context' if context_bytes else ''}, peak {format_bytes(estimate.total_bytes)}"
-    axes.step(where, reserved, where="post", color=THEME.ink, linewidth=1.1, label=label)
-
-
-def _draw_limits(estimate: Estimate, axes: Axes, panel: Axes, positions: np.ndarray, scale: float) -> None:
-    """Draw what is usable of the GPU, all above it in red, and where memory runs out."""
-    top_bytes, gpu = estimate.total_bytes, estimate.gpu
-    if gpu is not None:
-        without = "" if estimate.context_bytes is not None else ", less a context of unknown size"
-        label = f"usable on {gpu.name}{without}: {format_bytes(gpu.usable_bytes)}"
-        is_drawn = gpu.usable_bytes <= 2 * top_bytes
-        if is_drawn:
-            top_bytes = max(top_bytes, gpu.usable_bytes)
-        else:  # drawn to scale, it would leave the run a thin line at the bottom
-            label += " (above the picture)"
-        limit = gpu.usable_bytes * scale
-        axes.axhline(limit, color=THEME.limit, linestyle="--", linewidth=1.6, label=label)
-        if is_drawn:
-            panel.axhline(limit, color=THEME.limit, linestyle="--", linewidth=1.6)
-            for one in (axes, panel):
-                one.axhspan(limit, HEADROOM * top_bytes * scale, color=THEME.limit, alpha=0.08, linewidth=0, zorder=0)
-        _mark_out_of_memory(estimate, axes, positions, gpu.usable_bytes, scale)
-    axes.set_ylim(0, HEADROOM * top_bytes * scale)
-
-
-def _mark_out_of_memory(estimate: Estimate, axes: Axes, positions: np.ndarray, usable_bytes: int, scale: float) -> None:
-    """Mark the first event at which more is reserved than is usable; none where that is never so."""
-    timeline = estimate.timeline
-    over = timeline.reserved + (estimate.context_bytes or 0) > usable_bytes
-    if not over.any():
-        return
-    event = int(over.argmax())
-    phase = next(name for first, end, name in phase_spans(timeline) if first <= event < end)
-    step = max((number for first, number in timeline.steps if first <= event), default=0)
-    name = f"step {step}, {phase}" if step and phase not in ("generation", "evaluation") else phase
-    limit = usable_bytes * scale
-    axes.plot(positions[event], limit, marker="X", color=THEME.limit, markersize=10, zorder=6)
-    text = f"out of memory here: {name}"
-    _note(axes, positions, event, text, height=limit, offset=-18, colour=THEME.limit)
-
-
-def _draw_phases(timeline: Timeline, strip: Axes, axes: Axes, positions: np.ndarray) -> None:
-    strip.set_ylim(0, 1)
-    strip.axis("off")
-    for first, end, name in phase_spans(timeline):
-        left, right = positions[first], positions[end]
-        strip.axvspan(left, right, color=PHASE_SHADES[name], linewidth=0)
-        axes.axvspan(left, right, color=PHASE_SHADES[name], alpha=0.3, linewidth=0, zorder=0)
-        ink = "white" if name == "optimizer" else "black"
-        if right - left >= 0.0108 * len(name) * positions[-1]:  # the legend names the others
-            strip.text((left + right) / 2, 0.45, name, ha="center", va="center", fontsize=8, color=ink)
-    for first, number in timeline.steps:
-        if first < len(timeline.reserved):
-            axes.axvline(positions[first], color=THEME.ink, linewidth=0.9, linestyle=":")
-            axes.text(
-                positions[first], 0.99, f" step {number}", transform=axes.get_xaxis_transform(), va="top", fontsize=8.5
-            )
-
-
-def _draw_legends(estimate: Estimate, place: Axes, axes: Axes, scale: float, unit: str) -> None:
-    """Explain the lines, the stack from its top with its bytes, and the phases, below the picture."""
-    from matplotlib.patches import Patch
-
-    place.axis("off")
-    look: dict[str, Any] = {"frameon": False, "borderaxespad": 0, "alignment": "left", "labelspacing": 0.35}
-    timeline = estimate.timeline
-    digits = 2 if unit == "GiB" else 1
-    largest = timeline.components.max(axis=0).tolist()
-    stack = []
-    for number in reversed(_used(timeline)):
-        name = COMPONENTS[number]
-        sizes = f"{estimate.components[name] * scale:.{digits}f} / {largest[number] * scale:.{digits}f}"
-        stack.append(Patch(color=COLOURS[name], label=f"{name}  {sizes}"))
-    if estimate.context_bytes:
-        stack.append(Patch(color=THEME.strong, label=f"{CONTEXT}  {estimate.context_bytes * scale:.{digits}f}"))
-    allocated = (
-        f"{estimate.peak_allocated_bytes * scale:.{digits}f} {unit} allocated at the peak; at the peak / largest:"
-    )
-    lines = place.legend(*axes.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0, 1.1), ncols=2, **look)
-    place.add_artist(lines)  # a second legend would replace it
-    rows = place.legend(handles=stack, loc="upper left", bbox_to_anchor=(0, 0.9), title=allocated, ncols=2, **look)
-    place.add_artist(rows)
-    shades = [
-        Patch(facecolor=PHASE_SHADES[name], edgecolor="#888888", linewidth=0.5, label=name) for name in _names(timeline)
-    ]
-    place.legend(handles=shades, loc="upper right", bbox_to_anchor=(1, 0.9), title="phases", **look)
-
-
-def _draw_peak(estimate: Estimate, axes: Axes, panel: Axes, positions: np.ndarray, scale: float) -> None:
-    """Draw the peak as a bar of its own, since it may be too short to be seen among all events, and name it."""
-    bottom = context_bytes = estimate.context_bytes or 0
-    panel.bar(0, context_bytes * scale, color=THEME.strong)
-    for name in COMPONENTS:
-        panel.bar(0, estimate.components[name] * scale, bottom=bottom * scale, color=COLOURS[name])
-        bottom += estimate.components[name]
-    panel.bar(
-        0, (estimate.total_bytes - bottom) * scale, bottom=bottom * scale, color=THEME.faint
-    )  # reserved, not in use
-    event = int(estimate.timeline.components.sum(axis=1).argmax())
-    height = (context_bytes + estimate.peak_allocated_bytes) * scale
-    text = f"peak {format_bytes(estimate.peak_allocated_bytes)}, {estimate.phase}"
-    text += f"\n{estimate.module}" if estimate.module else ""
-    arrow = {"arrowstyle": "->", "color": THEME.ink, "linewidth": 1.2}
-    _note(axes, positions, event, text, height=height, offset=16, colour=THEME.ink, arrowprops=arrow)
-
-
-def _note(
-    axes: Axes, positions: np.ndarray, event: int, text: str, *, height: float, offset: float, colour: str, **look: Any
-) -> None:
-    """Write a note beside an event, towards the middle of the picture."""
-    right_half = positions[event] > positions[-1] / 2
-    axes.annotate(
-        text,
-        xy=(positions[event], height),
-        xytext=(-20 if right_half else 20, offset),
-        textcoords="offset points",
-        ha="right" if right_half else "left",
-        fontsize=8.5,
-        color=colour,
-        bbox={"boxstyle": "round,pad=0.3", "facecolor": THEME.paper, "edgecolor": colour},
-        zorder=6,
-        **look,
-    )

@@ -8,8 +8,9 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.memory.timeline import COMPONENTS, phase_peaks
-from hf_memopt.reports.estimate_file import ESTIMATE_FORMAT
+from hf_memopt.components import COLOURS, COMPONENTS
+from hf_memopt.memory.timeline import phase_peaks
+from hf_memopt.reports.sides import ESTIMATE_FORMAT
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -18,21 +19,9 @@ if TYPE_CHECKING:
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.settings import StepSettings
 
-__all__ = ["COLOURS", "as_dict", "describe", "estimate_table", "print_estimate", "verdict"]
+__all__ = ["as_dict", "describe", "estimate_table", "print_estimate", "verdict"]
 
 BAR_COLUMNS = 20
-
-# Okabe and Ito's palette for colour-blind readers, with grey instead of black.
-COLOURS = {
-    "weights": "#0072B2",
-    "gradients": "#D55E00",
-    "optimizer state": "#E69F00",
-    "activations": "#009E73",
-    "logits and loss": "#CC79A7",
-    "temporaries": "#F0E442",
-    "workspace": "#999999",
-    "inputs": "#56B4E9",
-}
 
 
 # ---- Table

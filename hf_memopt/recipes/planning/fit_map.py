@@ -12,17 +12,17 @@ cell which nearly fills the GPU may be tight where it says that it fits, or the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_memopt.recipes.planning.candidates import Verdict, verdict_of
 from hf_memopt.recipes.planning.texts import MULTIPLE
+from hf_memopt.reports.plan_file import CellData, FitMapData
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.simulation import Simulation
 
-__all__ = ["Cell", "FitMap", "fit_map", "settle"]
+__all__ = ["fit_map", "settle"]
 
 MOST_ROWS = 7
 PARTS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)  # of the planned length
@@ -30,31 +30,8 @@ SHORTEST = 16
 ORDER: tuple[Verdict, ...] = ("fits", "tight", "over")
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A batch at a length: its verdict, and its bytes where it was simulated, None where others prove the verdict."""
-
-    verdict: Verdict
-    total_bytes: int | None
-
-
-@dataclass(frozen=True)
-class FitMap:
-    """The verdicts by batch and length.
-
-    Attributes:
-        lengths: tokens of the longest row, ascending; (None,) for a model without text.
-        rows: of a micro-batch, ascending.
-        cells: one for each of ``rows`` and, within it, each of ``lengths``.
-    """
-
-    lengths: tuple[int | None, ...]
-    rows: tuple[int, ...]
-    cells: tuple[tuple[Cell, ...], ...]
-
-
-def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation, most_tokens: int | None) -> FitMap:
-    """Return the map of a set-up.
+def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation, most_tokens: int | None) -> FitMapData:
+    """Return the map of a set-up, its cells one for each of its rows and, within it, each of its lengths.
 
     Args:
         one: the set-up whose techniques are kept.
@@ -75,23 +52,23 @@ def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation, 
             found[count, length] = simulation.estimate(recipe, length).total_bytes
         return found[count, length]
 
-    def simulated(count: int, length: int | None) -> Cell:
+    def simulated(count: int, length: int | None) -> CellData:
         needed = total_bytes(count, length)
-        return Cell(verdict_of(one.usable_bytes - needed, one.margin_bytes), needed)
+        return {"verdict": verdict_of(one.usable_bytes - needed, one.margin_bytes), "total_bytes": needed}
 
     accumulated = rows if one.recipe.gradient_release else [count for count in rows if count < share]
-    cells: list[list[Cell]] = []
+    cells: list[list[CellData]] = []
     for part in (accumulated, [count for count in rows if count not in accumulated]):
         cells += settle(part, lengths, simulated)
-    return FitMap(tuple(lengths), tuple(rows), tuple(map(tuple, cells)))
+    return {"lengths": lengths, "rows": rows, "cells": cells}
 
 
 def settle(
-    rows: Sequence[int], lengths: Sequence[int | None], simulate: Callable[[int, int | None], Cell]
-) -> list[list[Cell]]:
+    rows: Sequence[int], lengths: Sequence[int | None], simulate: Callable[[int, int | None], CellData]
+) -> list[list[CellData]]:
     """Return a cell for each of ``rows`` and ``lengths``, both ascending, of verdicts that get worse along both."""
     places = [(i, j) for i in range(len(rows)) for j in range(len(lengths))]
-    found: dict[tuple[int, int], Cell] = {}
+    found: dict[tuple[int, int], CellData] = {}
     while open_places := [place for place in places if place not in found]:
 
         def settles(place: tuple[int, int], among: Sequence[tuple[int, int]] = tuple(open_places)) -> tuple[int, int]:
@@ -104,15 +81,15 @@ def settle(
         found[i, j] = simulate(rows[i], lengths[j])
         for place in open_places:
             if place not in found and (verdict := _implied(place, found)) is not None:
-                found[place] = Cell(verdict, None)
+                found[place] = {"verdict": verdict, "total_bytes": None}
     return [[found[i, j] for j in range(len(lengths))] for i in range(len(rows))]
 
 
-def _implied(place: tuple[int, int], found: dict[tuple[int, int], Cell]) -> Verdict | None:
+def _implied(place: tuple[int, int], found: dict[tuple[int, int], CellData]) -> Verdict | None:
     """Return the verdict that is the worst of smaller cells and the best of larger ones; None where they differ."""
     i, j = place
-    smaller = [ORDER.index(cell.verdict) for (r, c), cell in found.items() if r <= i and c <= j]
-    larger = [ORDER.index(cell.verdict) for (r, c), cell in found.items() if r >= i and c >= j]
+    smaller = [ORDER.index(cell["verdict"]) for (r, c), cell in found.items() if r <= i and c <= j]
+    larger = [ORDER.index(cell["verdict"]) for (r, c), cell in found.items() if r >= i and c >= j]
     least, most = max(smaller, default=0), min(larger, default=len(ORDER) - 1)
     return ORDER[least] if least == most else None
 

@@ -5,19 +5,18 @@ timeline, what each choice costs, padding before and after, and how sure each fi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.memory.output.estimate_picture import drawn_events, event_positions
+from hf_memopt.memory.output.estimate_picture import timeline_data
 from hf_memopt.memory.recording.kept_models import keeping_models
-from hf_memopt.memory.timeline import COMPONENTS, phase_spans, without_repeated_steps
-from hf_memopt.recipes.planning.candidates import Verdict, verdict_of
+from hf_memopt.recipes.planning.candidates import verdict_of
 from hf_memopt.recipes.planning.fit_map import fit_map
+from hf_memopt.reports.plan_file import AlternativeData, ChoiceData
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.step_time.prices import StepTime
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.result import Plan
@@ -61,49 +60,12 @@ def report_figures(found: Plan) -> dict[str, Any]:
         estimate = simulation.estimate(one.recipe, one.seq_len)
         chart = fit_map(one, found.candidates, simulation, simulation.most_tokens)
         choices = priced_choices(one, simulation, simulation.step_time(estimate))
-    simulated = {"fit_map": asdict(chart), "timeline": _timeline(estimate), "choices": list(map(asdict, choices))}
+    simulated = {"fit_map": chart, "timeline": timeline_data(estimate, STRETCHES), "choices": choices}
     return {**known_figures(found), **simulated}
 
 
 def _shown(found: Plan) -> Candidate | None:
     return found.chosen or (found.shortfall.nearest if found.shortfall is not None else None)
-
-
-def _timeline(estimate: Estimate) -> dict[str, Any]:
-    """Return the drawn events of loading, of the steps that differ, and of evaluation; positions from 0 to 1."""
-    timeline = without_repeated_steps(estimate.timeline)
-    shown, positions = drawn_events(timeline, STRETCHES), event_positions(timeline)
-    end = float(positions[-1])
-    allocated = timeline.components.sum(axis=1)
-    last = len(timeline.reserved)
-    return {
-        "positions": [round(float(positions[event]) / end, 5) for event in shown],
-        "components": {
-            name: timeline.components[shown, number].tolist()
-            for number, name in enumerate(COMPONENTS)
-            if timeline.components[:, number].any()
-        },
-        "reserved_bytes": timeline.reserved[shown].tolist(),
-        "phases": [
-            {
-                "from": round(float(positions[first]) / end, 5),
-                "to": round(float(positions[stop]) / end, 5),
-                "name": name,
-            }
-            for first, stop, name in phase_spans(timeline)
-        ],
-        "steps": [
-            {"from": round(float(positions[first]) / end, 5), "number": number}
-            for first, number in timeline.steps
-            if first < last
-        ],
-        "peak": {
-            "position": round(float(positions[int(allocated.argmax())]) / end, 5),
-            "allocated_bytes": estimate.peak_allocated_bytes,
-            "phase": estimate.phase,
-            "module": estimate.module,
-        },
-    }
 
 
 def _padding(found: Plan, one: Candidate | None) -> dict[str, Any] | None:
@@ -164,36 +126,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
 """By the field of a technique, what a Recipe has without it."""
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """Another value for a choice, and what it would cost.
-
-    Attributes:
-        value: as text.
-        total_bytes: reserved bytes and context; None where it could not be simulated.
-        verdict: whether that fits; "" where it could not be simulated.
-        time_ratio: seconds of a step beside those of the set-up; None where they are not predicted.
-        refused: why it could not be simulated; "" where it was.
-    """
-
-    value: str
-    total_bytes: int | None = None
-    verdict: Verdict | str = ""
-    time_ratio: float | None = None
-    refused: str = ""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A field of the recipe, why it has its value, and what others would cost."""
-
-    name: str
-    value: str
-    reason: str
-    alternatives: tuple[Alternative, ...] = ()
-
-
-def priced_choices(one: Candidate, simulation: Simulation, time: StepTime | None) -> list[Choice]:
+def priced_choices(one: Candidate, simulation: Simulation, time: StepTime | None) -> list[ChoiceData]:
     """Return every field of the set-up's recipe, those with alternatives or a reason of their own first.
 
     Args:
@@ -202,14 +135,19 @@ def priced_choices(one: Candidate, simulation: Simulation, time: StepTime | None
         time: of a step of the set-up with rows of the planned length, which the alternatives have too.
     """
     recipe, seconds = one.recipe, None if time is None else time.seconds
-    priced: dict[str, list[Alternative]] = {}
+    priced: dict[str, list[AlternativeData]] = {}
     for name, changed in _changes(recipe, simulation.world_size):
         simulation.announce(f"what {name} costs: {_text(changed[name])} instead")
         priced.setdefault(name, []).append(_priced(one, changed, name, simulation, seconds))
     names = [item.name for item in fields(recipe) if item.name not in NOT_SHOWN]
     names.sort(key=lambda name: (name not in priced, name not in recipe.reasons))
     return [
-        Choice(name, _text(getattr(recipe, name)), recipe.reason_of(name), tuple(priced.get(name, ())))
+        {
+            "name": name,
+            "value": _text(getattr(recipe, name)),
+            "reason": recipe.reason_of(name),
+            "alternatives": priced.get(name, []),
+        }
         for name in names
     ]
 
@@ -230,16 +168,22 @@ def _changes(recipe: Recipe, world_size: int) -> Iterator[tuple[str, dict[str, A
 
 def _priced(
     one: Candidate, changed: dict[str, Any], name: str, simulation: Simulation, seconds: float | None
-) -> Alternative:
-    value = _text(changed[name])
+) -> AlternativeData:
+    alternative: AlternativeData = {
+        "value": _text(changed[name]),
+        "total_bytes": None,
+        "verdict": "",
+        "time_ratio": None,
+        "refused": "",
+    }
     try:
         found = simulation.estimate(one.recipe.replace(**changed), one.seq_len)
     except (ValueError, MissingExtraError) as error:
-        return Alternative(value, refused=str(error))
+        return {**alternative, "refused": str(error)}
     time = simulation.step_time(found)
     verdict = verdict_of(one.usable_bytes - found.total_bytes, one.margin_bytes)
     ratio = None if time is None or seconds is None else time.seconds / seconds
-    return Alternative(value, found.total_bytes, verdict, ratio)
+    return {**alternative, "total_bytes": found.total_bytes, "verdict": verdict, "time_ratio": ratio}
 
 
 def _text(value: Any) -> str:

@@ -199,8 +199,8 @@ class Plan:
             MissingExtraError: matplotlib is not installed.
         """
         from hf_memopt.plotting import check_picture
-        from hf_memopt.recipes.planning.plan_picture import draw_plan
         from hf_memopt.reports.plan_file import read_plan_text
+        from hf_memopt.reports.plan_picture import draw_plan
 
         picture = checked_path("path", path)
         check_picture(picture, purpose="the picture of a plan", name="path")  # before what it shows is simulated

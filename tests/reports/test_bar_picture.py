@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from hand_made import MIB, SMALL, hand_made
-from hf_memopt.memory.output.estimate_text import COLOURS
-from hf_memopt.memory.output.ladder_picture import MOST_OF_GPU, Bar, Limit, bar_of, draw_ladder, height_of
+from hf_memopt.components import COLOURS
+from hf_memopt.memory.output.estimate_picture import bar_of
 from hf_memopt.memory.result import Estimate
+from hf_memopt.reports.bar_picture import MOST_OF_GPU, Bar, Limit, draw_bars, height_of
 
 pytest.importorskip("matplotlib")
 LARGE = hand_made(4)
@@ -34,7 +35,7 @@ def drawn(monkeypatch, tmp_path):
 
     def draw(given: list[Bar], usable_bytes: int | None = SMALL.usable_bytes):
         limit = None if usable_bytes is None else Limit("GPU 4GB", usable_bytes)
-        draw_ladder(given, tmp_path / "p.png", title="a model", limit=limit)
+        draw_bars(given, tmp_path / "p.png", title="a model", limit=limit)
         return figures[-1].axes[0]
 
     return draw
@@ -58,14 +59,14 @@ def test_a_bar_is_as_long_as_the_total_and_the_gpu_is_a_line(drawn) -> None:
     assert line.get_xdata()[0] == pytest.approx(usable / 2**30)
     texts = [text.get_text().strip() for text in axes.texts]
     assert {"fp32", "LoRA", "rank 16", "+ frozen", "not estimable"} <= set(texts)
-    assert f"{totals[0]:.1f}" in texts
-    assert f"{totals[1]:.1f} fits" in texts
+    assert f"{totals[0]:.2f}" in texts
+    assert f"{totals[1]:.2f} fits" in texts
 
 
 def test_a_bar_far_beyond_the_gpu_is_cut_and_says_so(drawn) -> None:
     axes = drawn(bars(100 * MIB)[:1], 100 * MIB)
     assert sum(widths(axes).values()) == pytest.approx(MOST_OF_GPU * 100 / 1024)
-    assert f"» {LARGE.total_bytes / 2**30:.1f}" in [text.get_text() for text in axes.texts]
+    assert f"» {LARGE.total_bytes / 2**30:.2f}" in [text.get_text() for text in axes.texts]
 
 
 def test_without_a_gpu_there_is_no_line(drawn) -> None:
@@ -77,7 +78,7 @@ def test_without_a_gpu_there_is_no_line(drawn) -> None:
 def test_the_legend_explains_what_is_drawn(drawn) -> None:
     [legend] = drawn(bars()).figure.legends
     labels = [text.get_text() for text in legend.get_texts()]
-    assert labels == [*COLOURS, "reserved, not in use", "CUDA context", "GPU 4GB: 3.80 GiB usable"]
+    assert labels == ["CUDA context", *COLOURS, "reserved, not in use", "GPU 4GB: 3.80 GiB usable"]
 
 
 def test_what_was_measured_is_marked(drawn) -> None:
@@ -96,7 +97,7 @@ def test_bars_without_a_group_have_no_heading_and_long_labels_make_rows_higher()
 
 @pytest.mark.parametrize(("name", "start"), [("l.png", b"\x89PNG"), ("l.svg", b"<?xml"), ("l.pdf", b"%PDF")])
 def test_the_ending_chooses_the_format(tmp_path, name, start) -> None:
-    draw_ladder(bars(), tmp_path / name, title="a model", limit=None)
+    draw_bars(bars(), tmp_path / name, title="a model", limit=None)
     assert (tmp_path / name).read_bytes().startswith(start)
 
 
