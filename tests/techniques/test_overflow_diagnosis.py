@@ -96,9 +96,8 @@ def test_gradient_that_begins_in_the_loss(tmp_path: Any) -> None:
         "step 1: the loss is finite, a gradient is not, and no one module is to blame; first weights with such a "
         "gradient: model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, "
         "model.layers.0.self_attn.k_proj.weight; accumulation step 0, rows 0, 1, 2, 3, examples 0, 1, 2, 3, batch in "
-        "overflow_batch_step1.pt. Look for sqrt, log or a division of zero in the loss, or the model's forward: add an eps "
-        "inside; else lower learning_rate, lengthen "
-        "warmup_steps or set max_grad_norm=1.0"
+        "overflow_batch_step1.pt. Look for sqrt, log or a division of zero in the loss, or the model's forward: add an "
+        "eps inside; else lower learning_rate, lengthen warmup_steps or set max_grad_norm=1.0"
     )
 
 
@@ -431,8 +430,8 @@ def described(**fields: Any) -> str:
             ),
             "step 7: the gradient stops being finite in the backward pass of a.b (Linear); first weights with such a "
             "gradient: a.b.weight; accumulation step 0, rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more. Look for sqrt, "
-            "log or a division of zero in a.b: add an eps inside; else lower learning_rate, lengthen warmup_steps or set "
-            "max_grad_norm=1.0",
+            "log or a division of zero in a.b: add an eps inside; else lower learning_rate, lengthen warmup_steps or "
+            "set max_grad_norm=1.0",
             id="gradient",
         ),
         pytest.param(
