@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.binding.layer_names import checked_patterns, matching_parameters, shown_patterns
 from hf_memopt.binding.model_traits import check_model
 
-__all__ = ["freeze", "trainable_parameters"]
+__all__ = ["freeze", "set_trainable", "trainable_parameters"]
 
 
 def freeze(model: nn.Module, patterns: str | Iterable[str]) -> UndoHandle:
@@ -60,22 +60,33 @@ def freeze(model: nn.Module, patterns: str | Iterable[str]) -> UndoHandle:
             f"patterns={shown_patterns(names)} would leave {type(model).__name__} nothing to train; expected at least "
             "one parameter that stays trainable. Name less, for example: freeze(model, 'layers:0')."
         )
+    return set_trainable(model, dict.fromkeys(chosen.values(), False))
+
+
+def set_trainable(model: nn.Module, flags: Mapping[nn.Parameter, bool]) -> UndoHandle:
+    """Set ``requires_grad`` of parameters, and drop the gradients of those that are frozen.
+
+    Returns:
+        A handle whose ``remove()`` restores exactly those flags that this call changed; it does not keep the model
+        alive.
+    """
     changed = [
-        (weakref.ref(module), name)
+        (weakref.ref(module), name, parameter.requires_grad)
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if id(parameter) in chosen and parameter.requires_grad
+        if flags.get(parameter, parameter.requires_grad) != parameter.requires_grad
     ]
-    for parameter in chosen.values():
-        parameter.requires_grad_(False)
-        parameter.grad = None  # else an optimizer would step once more with it
+    for parameter, is_trained in flags.items():
+        parameter.requires_grad_(is_trained)
+        if not is_trained:
+            parameter.grad = None  # else an optimizer would step once more with it
 
-    def thaw() -> None:
-        for reference, name in changed:
+    def undo() -> None:
+        for reference, name, former in changed:
             if (module := reference()) is not None:
-                module.get_parameter(name).requires_grad_(True)
+                module.get_parameter(name).requires_grad_(former)
 
-    return UndoHandle(thaw)
+    return UndoHandle(undo)
 
 
 def trainable_parameters(model: nn.Module) -> int:
