@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding, unbound_error
 from hf_memopt.binding.conflicts import check_compatibility, techniques_in_use
-from hf_memopt.binding.handles import UndoHandle, nothing_to_undo, override_method, undo_all
+from hf_memopt.binding.handles import UndoHandle, nothing_to_undo, override_method, set_attribute, undo_all
 from hf_memopt.binding.model_traits import unwrap_optimizer
 from hf_memopt.binding.versions import checkpointing_of, is_checkpointing
 from hf_memopt.changes import Change, add_change
@@ -78,14 +78,7 @@ def disable_autocast_cache(trainer: Trainer) -> UndoHandle:
             f"autocast_cache=False comes too late, {type(trainer.model).__name__} runs under autocast already; "
             "expected a Trainer that has neither trained nor evaluated. Call attach(trainer) right after Trainer(...)"
         )
-    accelerator.autocast_handler = replace(former or AutocastKwargs(), cache_enabled=False)
-    reference = weakref.ref(accelerator)
-
-    def undo() -> None:
-        if (alive := reference()) is not None:
-            alive.autocast_handler = former
-
-    return UndoHandle(undo)
+    return set_attribute(accelerator, "autocast_handler", replace(former or AutocastKwargs(), cache_enabled=False))
 
 
 def is_under_autocast(model: Any) -> bool:

@@ -24,7 +24,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.binding.handles import UndoHandle
+from hf_memopt.binding.handles import UndoHandle, set_attribute
 from hf_memopt.binding.refusals import refusal_of
 
 __all__ = ["gradient_release", "plain_step"]
@@ -221,12 +221,9 @@ class _Released(torch.optim.Optimizer):
 
     def _step_alone(self, parameter: torch.Tensor, group_index: int, index: int) -> None:
         """Run the plain step with one parameter only, and its group's current options."""
-        groups = self.param_groups
-        self.param_groups = [{**groups[group_index], "params": [parameter]}]
-        try:
+        group = {**self.param_groups[group_index], "params": [parameter]}
+        with set_attribute(self, "param_groups", [group]):
             self._plain_step()
-        finally:
-            self.param_groups = groups
 
 
 class _ReleasedBitsandbytes(_Released):

@@ -32,6 +32,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optimizer8bit
 
 from hf_memopt.binding.conflicts import check_settings
+from hf_memopt.binding.handles import set_attribute
 from hf_memopt.devices.precision_support import choose_precision
 from hf_memopt.techniques.optimizers.gradient_release import TECHNIQUE as GRADIENT_RELEASE
 from hf_memopt.techniques.optimizers.gradient_release import plain_step
@@ -222,12 +223,8 @@ class _SixteenBitTorch(_SixteenBit):
 
     def _step_with(self, groups: list[dict[str, Any]]) -> None:
         """Run the plain step with other groups."""
-        whole = self.param_groups
-        self.param_groups = groups
-        try:
+        with set_attribute(self, "param_groups", groups):
             self._rounded_step()
-        finally:
-            self.param_groups = whole
 
 
 class _SixteenBitBitsandbytes(_SixteenBit):
