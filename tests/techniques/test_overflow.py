@@ -25,8 +25,13 @@ import tiny
 from hf_memopt.binding.attach import attach
 from hf_memopt.changes import Change
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
-from hf_memopt.techniques.nonfinite.overflow import BFLOAT16_FAMILY, OverflowCallback, detect_nonfinite
-from hf_memopt.techniques.nonfinite.step_reading import StepReading, is_nonfinite, read_step
+from hf_memopt.techniques.nonfinite.overflow import (
+    BFLOAT16_FAMILY,
+    OverflowCallback,
+    StepReading,
+    detect_nonfinite,
+    read_step,
+)
 from scarcity import Scarcity
 from two_ranks import run_pair
 
@@ -362,7 +367,7 @@ def test_a_search_for_a_scale_without_end_is_a_finding(tmp_path: Any) -> None:
     ],
 )
 def test_what_is_nonfinite(reading: StepReading, skips: int, expected: bool) -> None:
-    assert is_nonfinite(reading, skips) is expected
+    assert reading.is_nonfinite(skips) is expected
 
 
 @pytest.mark.parametrize("norm", [None, 1.5, torch.tensor(1.5)], ids=["none", "number", "tensor"])

@@ -309,20 +309,15 @@ def _hook(tensor: Any, on_gradient: Callable[[torch.Tensor], None]) -> Removable
 def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Put buffers and random numbers back afterwards; the parameters have no gradients before and after."""
     random_state = RandomState.capture(device)
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     model.zero_grad()
     try:
         yield
     finally:
         model.zero_grad()
         with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                buffer.copy_(value)
-                setattr(module, name, buffer)
+            for name, value in buffers.items():
+                model.get_buffer(name).copy_(value)
         random_state.restore()
 
 

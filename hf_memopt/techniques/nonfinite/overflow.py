@@ -30,7 +30,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,6 @@ from hf_memopt.techniques.microbatching.splitting import row_count
 from hf_memopt.techniques.nonfinite.diagnosis import StepInputs, bad_gradients, diagnose
 from hf_memopt.techniques.nonfinite.example_indices import example_indices
 from hf_memopt.techniques.nonfinite.report import OverflowReport, save_batch, write_reports
-from hf_memopt.techniques.nonfinite.step_reading import StepReading, is_nonfinite, read_step
 from hf_memopt.whole_files import warn_unwritten
 
 if TYPE_CHECKING:
@@ -60,6 +59,12 @@ __all__ = ["OverflowCallback", "detect_nonfinite"]
 logger = logging.getLogger(__name__)
 
 DETECTS = "non-finite detection"  # the purpose of the override of training_step
+
+MOST_SKIPS = 10
+"""So many skipped steps in a row are not the usual search for a loss scale, which goes from 65,536 to 64 in them."""
+
+SMALLEST_SCALE = 1.0
+"""A smaller loss scale makes the loss smaller, not larger; ``GradScaler`` too says that something is likely wrong."""
 
 BFLOAT16_FAMILY = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 """Model types pretrained with bfloat16 activations (github.com/google-research/text-to-text-transfer-transformer,
@@ -254,7 +259,7 @@ class OverflowCallback(TrainerCallback):
             # keep the learning rate as it is until the step ends
             hold = override_method(trainer.lr_scheduler, "step", lambda before: lambda *args, **kwargs: None)
             self._of_step.append(hold)
-        if not is_nonfinite(reading, self._skips_in_a_row):
+        if not reading.is_nonfinite(self._skips_in_a_row):
             self._in_a_row = 0
             return
         self._in_a_row += 1
@@ -341,6 +346,60 @@ class OverflowCallback(TrainerCallback):
             f"{name}={count!r} steps {'in a row ' if is_row else ''}up to step {step} had losses or gradients that are "
             f"not finite, and were dropped; expected finite ones. {found}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StepReading:
+    """The flags of an optimizer step; the same in all processes except for ``is_loss_bad``.
+
+    Args:
+        is_loss_bad: for each accumulation step of this process, whether its loss was not finite.
+        is_any_loss_bad: whether any loss of any process was not finite.
+        is_norm_bad: whether the gradient norm was not finite.
+        loss_scale: of fp16, with which the step was computed; None without a gradient scaler.
+    """
+
+    is_loss_bad: tuple[bool, ...]
+    is_any_loss_bad: bool
+    is_norm_bad: bool
+    loss_scale: float | None
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the gradient scaler skips this step by itself."""
+        return self.loss_scale is not None and self.is_norm_bad
+
+    def is_nonfinite(self, skips_in_a_row: int) -> bool:
+        """Return whether the step has to be dropped and examined.
+
+        That is every step whose losses or gradients are not finite, except for one that a gradient scaler skips while
+        it searches for its scale: up to ``MOST_SKIPS`` - 1 in a row, as long as it is not below ``SMALLEST_SCALE``.
+        """
+        if self.is_any_loss_bad or self.loss_scale is None:
+            return self.is_any_loss_bad or self.is_norm_bad
+        return self.is_norm_bad and (skips_in_a_row >= MOST_SKIPS or self.loss_scale < SMALLEST_SCALE)
+
+
+def read_step(is_loss_bad: Sequence[torch.Tensor], norm: torch.Tensor | float | None, accelerator: Any) -> StepReading:
+    """Read the flags of a step, the gradient norm and the loss scale in one transfer from the device.
+
+    Args:
+        is_loss_bad: one 0-dimensional bool tensor for each accumulation step, on the device.
+        norm: what ``accelerator.clip_grad_norm_`` returned; None if it was not called.
+        accelerator: shares the flags with the other processes, on the device, and has the gradient scaler.
+    """
+    here = torch.stack(list(is_loss_bad)).float()  # (accumulation steps,)
+    if norm is not None and hasattr(norm, "full_tensor"):  # under FSDP2 each process has a part of it
+        norm = norm.full_tensor()
+    is_norm_bad = ~torch.isfinite(torch.as_tensor(0.0 if norm is None else norm, device=here.device))
+    shared = torch.stack([here.sum(), is_norm_bad.float()])  # (2,)
+    if accelerator.num_processes > 1:
+        shared = accelerator.reduce(shared, reduction="sum")
+    # the scale itself is not public, and get_scale() would be a second wait for the device
+    scale = None if accelerator.scaler is None else accelerator.scaler.scale(torch.ones(1, device=here.device))
+    any_loss, any_norm, *flags = torch.cat([shared, here] if scale is None else [shared, here, scale]).tolist()
+    loss_scale = None if scale is None else flags.pop()
+    return StepReading(tuple(flag > 0 for flag in flags), any_loss > 0, any_norm > 0, loss_scale)
 
 
 def _precision(trainer: Any) -> str:
