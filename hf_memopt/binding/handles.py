@@ -85,8 +85,9 @@ def set_attribute(owner: Any, name: str, value: Any) -> UndoHandle:
     The handle does not keep the object alive.
 
     Examples:
-        >>> from types import SimpleNamespace
-        >>> args = SimpleNamespace(seed=1)
+        >>> class Arguments:
+        ...     seed = 1
+        >>> args = Arguments()
         >>> handle = set_attribute(args, "seed", 2)
         >>> args.seed; handle.remove(); args.seed
         2

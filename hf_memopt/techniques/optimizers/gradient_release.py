@@ -27,16 +27,17 @@ from torch.utils.hooks import RemovableHandle
 from hf_memopt.binding.handles import UndoHandle, set_attribute
 from hf_memopt.binding.refusals import refusal_of
 
-__all__ = ["gradient_release", "plain_step"]
+__all__ = ["gradient_release"]
 
 TECHNIQUE = "gradient release"
 FIX = "Call gradient_release(torch.optim.AdamW)."
 
-_TRUSTED_OF_TORCH = (
-    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
+ELEMENTWISE = (
+    *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
-"""Classes of ``torch.optim`` that are bit for bit the plain ones when released, by ``test_gradient_release.py``."""
+"""Classes of ``torch.optim`` whose update of an element depends on that element and scalars only. With Adafactor they
+are bit for bit the plain ones when released, by ``test_gradient_release.py``."""
 
 
 def gradient_release(
@@ -86,11 +87,7 @@ def gradient_release(
         (True, True)
         >>> optimizer.step()
     """
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(
-            f"optimizer_class={optimizer_class!r} is not a class of optimizers; expected a subclass of "
-            f"torch.optim.Optimizer. {FIX}"
-        )
+    check_is_optimizer(optimizer_class, FIX)
     is_number = isinstance(max_tensor_norm, (int, float)) and not isinstance(max_tensor_norm, bool)
     if max_tensor_norm is not None and not (is_number and max_tensor_norm > 0):
         raise ValueError(
@@ -227,9 +224,8 @@ class _Released(torch.optim.Optimizer):
 
 
 class _ReleasedBitsandbytes(_Released):
-    """bitsandbytes looks overrides up by group and position, so ``param_groups`` stay whole; it has a public method for
-    the
-    step of one parameter.
+    """bitsandbytes looks overrides up by group and position, so ``param_groups`` stay whole; it has a public method
+    for the step of one parameter.
     """
 
     def _step_alone(self, parameter: torch.Tensor, group_index: int, index: int) -> None:
@@ -279,6 +275,15 @@ def _copied(optimizer_class: Any, max_tensor_norm: float | None) -> Any:
     return copied
 
 
+def check_is_optimizer(optimizer_class: Any, fix: str) -> None:
+    """Raise TypeError for what is not a class of optimizers."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(
+            f"optimizer_class={optimizer_class!r} is not a class of optimizers; expected a subclass of "
+            f"torch.optim.Optimizer. {fix}"
+        )
+
+
 def _check_class(optimizer_class: Any) -> None:
     step = plain_step(optimizer_class.step)
     closure = inspect.signature(step).parameters.get("closure")
@@ -308,7 +313,7 @@ def _steps_alone(optimizer_class: Any) -> bool:
     from transformers.optimization import Adafactor
 
     optimizer_class = getattr(optimizer_class, "_rounded_class", optimizer_class)  # inside sixteen_bit_optimizer's
-    of_torch = (getattr(torch.optim, name) for name in _TRUSTED_OF_TORCH)
+    of_torch = (getattr(torch.optim, name) for name in (*ELEMENTWISE, "Adafactor"))
     known = {plain_step(kind.step) for kind in (Optimizer8bit, Adafactor, *of_torch)}
     return plain_step(optimizer_class.step) in known
 
