@@ -1,4 +1,4 @@
-"""Freeze the parameters of a model that patterns name, and count those that are left to train.
+"""Freeze the parameters of a model that patterns name, count those that are left to train, and cast parameters.
 
 ``FreezeCallback`` does it in a real run, and ``estimate(freeze=...)`` on the model that it simulates.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
 
 from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.binding.layer_names import checked_patterns, matching_parameters, shown_patterns
 from hf_memopt.binding.model_traits import check_model
 
-__all__ = ["freeze", "set_trainable", "trainable_parameters"]
+__all__ = ["cast_parameters", "freeze", "set_trainable", "trainable_parameters"]
 
 
 def freeze(model: nn.Module, patterns: str | Iterable[str]) -> UndoHandle:
@@ -86,6 +87,28 @@ def set_trainable(model: nn.Module, flags: Mapping[nn.Parameter, bool]) -> UndoH
             if (module := reference()) is not None:
                 module.get_parameter(name).requires_grad_(former)
 
+    return UndoHandle(undo)
+
+
+def cast_parameters(dtypes: Mapping[nn.Parameter, torch.dtype]) -> UndoHandle:
+    """Give parameters another dtype, in place: they stay the same objects, tied ones tied, and lose their gradients.
+
+    Returns:
+        A handle that gives them their former dtype back, exactly or rounded; it does not keep them alive.
+    """
+    former = [(weakref.ref(parameter), parameter.dtype) for parameter in dtypes]
+
+    def cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        parameter.grad = None  # of the former dtype
+        parameter.data = parameter.data.to(dtype)
+
+    def undo() -> None:
+        for reference, dtype in former:
+            if (parameter := reference()) is not None:
+                cast(parameter, dtype)
+
+    for parameter, dtype in dtypes.items():
+        cast(parameter, dtype)
     return UndoHandle(undo)
 
 

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +21,7 @@ from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility, techniques_in_use
+from hf_memopt.binding.frozen_parameters import cast_parameters
 from hf_memopt.binding.handles import UndoHandle, nothing_to_undo, override_method, set_attribute
 from hf_memopt.binding.model_traits import unwrap_optimizer
 from hf_memopt.binding.versions import checkpointing_of, is_checkpointing
@@ -130,27 +130,7 @@ def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | Non
                 f"optimizer={type(optimizer).__name__} holds 16-bit states of {name}; expected one that has not "
                 "stepped yet. Call keep_master_weights(model) before the optimizer is built"
             )
-    ids = {id(parameter) for parameter in chosen.values()}
-    former = [
-        (weakref.ref(module), name, parameter.dtype)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if id(parameter) in ids
-    ]
-    for parameter in chosen.values():
-        _cast(parameter, torch.float32)
-
-    def undo() -> None:
-        for reference, name, dtype in former:
-            if (module := reference()) is not None:
-                _cast(module.get_parameter(name), dtype)
-
-    return UndoHandle(undo)
-
-
-def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    parameter.grad = None  # of the former dtype
-    parameter.data = parameter.data.to(dtype)
+    return cast_parameters(dict.fromkeys(chosen.values(), torch.float32))
 
 
 # ---- The Trainer ----------------------------------------------------------------------------------------------------
