@@ -61,6 +61,7 @@ bench: $(READY)           ## the benchmarks behind the figures; appends to bench
 	$(BIN)/python benchmarks/sixteen_bit_weights.py
 	$(BIN)/python benchmarks/quantized.py
 	$(BIN)/python benchmarks/resume.py
+	$(BIN)/python benchmarks/checkpoint_manifest.py
 	$(BIN)/python benchmarks/accuracy.py
 	$(BIN)/python benchmarks/command_line.py
 	$(MAKE) bench-batching

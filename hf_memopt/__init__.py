@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.settings import NotEstimableError, StepSettings
     from hf_memopt.recipes.measuring.measure import measure
-    from hf_memopt.recipes.measuring.measurement import Measurement
     from hf_memopt.recipes.planning.plan import plan
     from hf_memopt.recipes.planning.result import Plan
     from hf_memopt.recipes.presets import PRESETS, preset, recipe
     from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.reports.measurement_file import Measurement
     from hf_memopt.techniques.checkpointing.policies import CheckpointingCallback, checkpoint_layers
     from hf_memopt.techniques.checkpoints.sharded import LeanCheckpointCallback, ShardedCheckpointCallback
     from hf_memopt.techniques.evaluation.guard import EvaluationGuardCallback
@@ -79,7 +79,7 @@ _MODULES = {
     "hf_memopt.memory.settings": ("NotEstimableError", "StepSettings"),
     "hf_memopt.devices.memory_reading": ("MemoryReading", "read_memory"),
     "hf_memopt.recipes.measuring.measure": ("measure",),
-    "hf_memopt.recipes.measuring.measurement": ("Measurement",),
+    "hf_memopt.reports.measurement_file": ("Measurement",),
     "hf_memopt.recipes.planning.plan": ("plan",),
     "hf_memopt.recipes.planning.result": ("Plan",),
     "hf_memopt.recipes.presets": ("PRESETS", "preset", "recipe"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
-__all__ = ["MissingExtraError", "did_you_mean", "nearest"]
+__all__ = ["MissingExtraError", "did_you_mean", "nearest", "reason"]
 
 
 class MissingExtraError(ImportError):
@@ -22,6 +23,24 @@ class MissingExtraError(ImportError):
         super().__init__(f"{purpose} needs {package}, which is not installed. Call: pip install 'hf-memopt[{extra}]'")
         self.package = package
         self.extra = extra
+        self.purpose = purpose
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), self.package, extra=self.extra, purpose=self.purpose), (), vars(self)
+
+
+def reason(error: BaseException) -> str:
+    """Return the type and, if there is one, the message of an error, to be quoted in another.
+
+    Examples:
+        >>> reason(KeyError("x")), reason(StopIteration())
+        ("KeyError: 'x'", 'StopIteration')
+    """
+    try:
+        text = str(error).strip()
+    except Exception:  # of the message's own code
+        text = ""
+    return ": ".join(filter(None, (type(error).__name__, text)))
 
 
 def did_you_mean(name: Any, known: Iterable[Any]) -> str:

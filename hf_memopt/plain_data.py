@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Count",
     "CountOrZero",
+    "FixedMapping",
     "check_fields",
     "check_value",
+    "check_word",
     "checked_array",
     "checked_path",
     "from_object",
+    "items_of",
     "parse_object",
     "shown",
 ]
@@ -37,6 +40,7 @@ Count = Annotated[int, range(1, 2**63)]
 CountOrZero = Annotated[int, range(2**63)]
 
 Kind = TypeVar("Kind", bound="DataclassInstance")
+Value = TypeVar("Value")
 
 _NAMES: dict[Any, str] = {
     bool: "True or False",
@@ -44,7 +48,27 @@ _NAMES: dict[Any, str] = {
     float: "a number",
     str: "a string",
     type(None): "None",
+    Callable: "a function",
 }
+
+
+class FixedMapping(Mapping[str, Value]):
+    """A table that is read only; unlike ``MappingProxyType`` it can be copied and pickled."""
+
+    def __init__(self, rows: Mapping[str, Value]) -> None:
+        self._rows = dict(rows)
+
+    def __getitem__(self, name: str) -> Value:
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return repr(self._rows)
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------
@@ -144,11 +168,29 @@ def check_value(name: str, value: Any, kind: Any, example: Any = MISSING) -> Non
     if _fits(value, kind):
         return
     options = get_args(kind) if get_origin(kind) is Literal else ()
-    hint = did_you_mean(value, map(str, options)) if isinstance(value, str) else ""
+    hint = did_you_mean(value, options)
     proposal = f"Pass {name}={example!r}" if example is not MISSING else f"Pass another {name}"
     end = _end(kind)
     most = f", below {'2**63' if end == 2**63 else end}" if isinstance(value, int) and value >= end else ""
     raise ValueError(f"{name}={shown(value)} is invalid; expected {_rule(kind)}{most}.{hint} {proposal}")
+
+
+def check_word(name: str, value: Any, known: Iterable[str], example: str = "") -> None:
+    """Raise ValueError if ``value`` is not one of the known words; ``example`` is proposed, or the first."""
+    words = tuple(known)
+    if not isinstance(value, str) or value not in words:
+        raise ValueError(
+            f"{name}={shown(value)} is unknown; expected one of {', '.join(map(repr, words))}."
+            f"{did_you_mean(value, words)} Pass {name}={(example or words[0])!r}"
+        )
+
+
+def items_of(values: Any) -> tuple[Any, ...] | None:
+    """Return what can be iterated as a tuple; None for anything else, for text and for tensors without dimensions."""
+    try:
+        return None if isinstance(values, str | bytes) else tuple(values)
+    except TypeError:
+        return None
 
 
 def checked_path(name: str, value: Any) -> Path:
@@ -191,7 +233,7 @@ def shown(value: Any, most: int = 60) -> str:
     """Return the ``repr`` of a value of any type, cut to ``most`` characters."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # integers of more than 4,300 digits; lists nested as deep as JSON may be
+    except Exception:  # integers of more than 4,300 digits; lists nested as deep as JSON may be; a repr that fails
         text = f"<{type(value).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -57,21 +57,23 @@ LIGHT = Theme("#FFFFFF", "#222222", "#DDDDDD", "#555555", "#B00020", "#00694E", 
 DARK = Theme("#0D1117", "#E6EDF3", "#343B44", "#8B949E", "#FF7B72", "#56D1A4", "#E8B04A", "#0B6B51", "#8A6100")
 
 
-def check_picture(path: Path, purpose: str) -> None:
+def check_picture(path: Path, purpose: str, name: str = "plot") -> None:
     """Refuse a path that no picture can be written to.
 
     Args:
         path: the file to be written; its ending chooses the format.
         purpose: what the picture is, as the subject of the message about a missing matplotlib.
+        name: what the messages call the path.
 
     Raises:
         ValueError: ``path`` does not end in one of ``ENDINGS``, is a folder or is in a missing one.
         MissingExtraError: matplotlib is not installed.
     """
-    name = f"plot={str(path)!r}"
+    name = f"{name}={str(path)!r}"
     if path.suffix.lower() not in ENDINGS:
         raise ValueError(
-            f"{name} is not a kind of picture; expected a name that ends in .png, .svg or .pdf. Pass {path.stem}.png"
+            f"{name} is not a kind of picture; expected a name that ends in .png, .svg or .pdf. Pass "
+            f"{path.stem or 'plot'}.png"
         )
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(

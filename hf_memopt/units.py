@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from hf_memopt.plain_data import shown
+
 __all__ = ["format_bytes", "format_duration", "format_number", "parse_bytes", "to_gib", "to_mib"]
 
 _FACTORS = {
@@ -25,8 +27,10 @@ _FACTORS = {
 }
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, name: str = "size") -> int:
     """Return a number of bytes from text such as ``"4GB"``, ``"3.5 GiB"`` or from an int, which is bytes already.
+
+    ``name`` is what messages call it.
 
     Raises:
         ValueError: the text is not a number followed by a unit, or the size is negative.
@@ -37,14 +41,15 @@ def parse_bytes(size: int | str) -> int:
     """
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
-            raise ValueError(f"size={size!r} is negative; expected 0 bytes or more. Write, for example, '4GB'.")
+            raise ValueError(f"{name}={size!r} is negative; expected 0 bytes or more. Write, for example, '4GB'.")
         return size
     number = r"[0-9]{1,1000}(?:\.[0-9]{1,1000})?"  # Python makes no integer of more than 4300 digits
-    match = re.fullmatch(rf"\s*({number})\s*([A-Z]+)\s*", str(size), flags=re.IGNORECASE | re.ASCII)
+    text = size if isinstance(size, str) else ""
+    match = re.fullmatch(rf"\s*({number})\s*([A-Z]+)\s*", text, flags=re.IGNORECASE | re.ASCII)
     factor = None if match is None else _FACTORS.get(match.group(2).upper())
     if match is None or factor is None:
         raise ValueError(
-            f"size={size!r} is not an amount of memory; expected a number with one of the units "
+            f"{name}={shown(size)} is not an amount of memory; expected a number with one of the units "
             "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB. Write, for example, '4GB' or '3.5GiB'."
         )
     return round(Fraction(match.group(1)) * factor)  # exact: a float has 53 bits

@@ -170,6 +170,18 @@ def test_what_is_no_array_is_refused() -> None:
     assert checked_array("lengths", [1, 2]).tolist() == [1, 2]
 
 
+class Unshown:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def test_a_value_whose_repr_fails_is_named_by_its_class() -> None:
+    with pytest.raises(ValueError, match=r"^batch_size=<Unshown> is invalid; expected an integer of 1 or more\. Pass"):
+        hf_memopt.LengthBuckets([3, 4], batch_size=Unshown())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^boundaries=<Unshown> is invalid; expected 'auto' or"):
+        hf_memopt.LengthBuckets([3, 4], batch_size=2, boundaries=Unshown())  # type: ignore[arg-type]
+
+
 def test_a_bound_is_told_where_it_is_passed() -> None:
     with pytest.raises(ValueError) as error:
         check_value("steps", 9, Annotated[int, range(1, 9)], 8)
@@ -194,6 +206,7 @@ def test_what_is_read_is_data() -> None:
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 trusted.add(ast.unparse(node.value))
     assert found == {
-        ("cli/measure_command.py", "runpy.run_path"),  # the script that hf-memopt measure is asked to run
+        ("recipes/measuring/script.py", "compile"),  # the script that hf-memopt measure is asked to run
+        ("recipes/measuring/script.py", "exec"),
     }
     assert trusted == {"False"}

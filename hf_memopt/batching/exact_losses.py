@@ -38,10 +38,9 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_memopt.binding.attach import refuse_data_parallel
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, share_attribute, undo_all
-from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_model
+from hf_memopt.binding.model_traits import IGNORED_LABEL, check_model, unwrap_model
 from hf_memopt.changes import Change, record_changes
-from hf_memopt.errors import did_you_mean
-from hf_memopt.plain_data import check_value
+from hf_memopt.plain_data import check_value, check_word, shown
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -107,14 +106,12 @@ def exact_loss(model: nn.Module, *, label_smoothing: float | None = None, task: 
     check_value("label_smoothing", label_smoothing, float | None, 0.1)
     if label_smoothing is not None and not 0 <= label_smoothing < 1:
         raise ValueError(
-            f"label_smoothing={label_smoothing!r} is out of range; expected 0 <= label_smoothing < 1. "
+            f"label_smoothing={shown(label_smoothing)} is out of range; expected 0 <= label_smoothing < 1. "
             "Call: exact_loss(model, label_smoothing=0.1)"
         )
-    if task is not None and task not in TASKS:
-        raise ValueError(
-            f"task={task!r} is unknown; expected one of {', '.join(TASKS)}.{did_you_mean(task, TASKS)} "
-            "Leave task out to find out from the model."
-        )
+    if task is not None:
+        check_word("task", task, TASKS)
+    check_model(model)
     inside = unwrap_model(model)
     config = getattr(inside, "config", None)
     found = task or _find_task(inside)
@@ -313,7 +310,7 @@ class ExactLoss:
             )
 
     def __repr__(self) -> str:
-        return f"exact_loss({self.model_name}, task={self.task!r}, label_smoothing={self.label_smoothing!r})"
+        return f"exact_loss({self.model_name}, task={self.task!r}, label_smoothing={shown(self.label_smoothing)})"
 
 
 def _find_task(model: Any) -> str | None:

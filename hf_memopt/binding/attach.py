@@ -35,6 +35,9 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
     that is not one of transformers' is watched in the first step, so the list is complete after that. A repaired scale
     weighs the accumulation steps of an optimizer step equally, however many labels each has.
 
+    Each checkpoint gets a manifest, and a run resumes from whole checkpoints only (``checkpoint_manifest``):
+    ``resume_from_checkpoint=True`` means the last whole one, and one that is asked for and is not whole raises.
+
     All of it belongs to this one trainer, and ``trainer.memopt_handle.remove()`` undoes it (not while it trains):
     callbacks that were added are removed, all are unbound, and dataset, collator, loss and arguments are as before. A
     deep copy or an unpickled trainer is not attached: callbacks that need it refuse to train until ``attach(copy)``. A
@@ -54,6 +57,8 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
             setting are incompatible (``hf_memopt.binding.conflicts``), fp16 training of float16 weights, or a
             callback is attached to another Trainer. The trainer is as before then.
     """
+    from hf_memopt.binding.checkpoint_manifest import keep_manifests  # imports transformers
+
     _check_types(trainer, callbacks)
     refuse_data_parallel(trainer.args.n_gpu)
     check_compatibility(trainer, *callbacks)
@@ -80,6 +85,7 @@ def attach(trainer: Trainer, *callbacks: TrainerCallback) -> Trainer:
             if isinstance(callback, AttachedCallback):
                 is_new = (binding := _binding_of(callback)) is None or binding.trainer is not trainer
                 (handles if is_new else bound_again).append(_checked(callback, callback.bind(trainer)))
+        handles.append(keep_manifests(trainer))  # outermost: the others are told what is resumed from
     except BaseException:
         remove_all(handles)  # but what an earlier call bound stays
         _keep_handles(trainer, bound_again)

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import items_of, shown
 
 __all__ = ["checked_patterns", "layer_stacks", "matching_parameters", "parameters_outside_adapters", "shown_patterns"]
 
@@ -61,14 +62,14 @@ def _attends(stack: nn.ModuleList) -> bool:
 def checked_patterns(patterns: Any) -> tuple[str, ...]:
     """Return the patterns as a tuple; raise ValueError for what is not a pattern for any model."""
     expected = "expected one pattern or several. Write, for example, patterns=['embeddings', 'layers:0-3']."
-    if not isinstance(patterns, Iterable) or isinstance(patterns, bytes):
-        raise ValueError(f"patterns={patterns!r} is not text; {expected}")
-    names = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    names = (patterns,) if isinstance(patterns, str) else items_of(patterns)
+    if names is None:
+        raise ValueError(f"patterns={shown(patterns)} is not text; {expected}")
     if not names:
-        raise ValueError(f"patterns={patterns!r} is empty; {expected}")
+        raise ValueError(f"patterns={shown(patterns)} is empty; {expected}")
     for name in names:
         if not isinstance(name, str):
-            raise ValueError(f"patterns={list(names)!r} contains {name!r}, which is not text; {expected}")
+            raise ValueError(f"patterns={shown(list(names))} contains {shown(name)}, which is not text; {expected}")
         if not name.strip():
             raise ValueError(f"patterns={shown_patterns(names)} contains an empty pattern; {expected}")
         if name.startswith("layers:"):

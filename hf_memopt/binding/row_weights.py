@@ -10,6 +10,7 @@ import torch
 
 from hf_memopt.binding.model_traits import IGNORED_LABEL
 from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import shown
 
 __all__ = ["CLASSES", "MEANS", "POSITIONS", "KnownLoss", "stated_loss"]
 
@@ -141,10 +142,10 @@ def stated_loss(text: str) -> KnownLoss:
         [0.6666666666666666, 0.3333333333333333]
     """
     over = text.removeprefix("mean over ") if isinstance(text, str) else ""
-    if text != "sum" and (not over or over == text or over == "sum"):
+    if not isinstance(text, str) or (text != "sum" and (not over or over == text or over == "sum")):
         raise ValueError(
-            f"loss={text!r} is unknown; expected one of {', '.join(MEANS)}, or 'mean over <column of the batch>'."
-            f'{did_you_mean(str(text), MEANS)} Call MicrobatchCallback(loss="mean over labels")'
+            f"loss={shown(text)} is unknown; expected one of {', '.join(MEANS)}, or 'mean over <column of the batch>'."
+            f'{did_you_mean(text, MEANS)} Call MicrobatchCallback(loss="mean over labels")'
         )
     return KnownLoss(over, f"stated as loss={text!r}")
 

@@ -12,9 +12,11 @@ the checks of the options answer at once.
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +26,8 @@ from typer.core import TyperGroup
 
 from hf_memopt.cli.command import BEFORE, EXAMPLES, MACHINE, TRYING_OUT, Command
 from hf_memopt.cli.model_commands import AsJson, estimate, measure, plan, report
+from hf_memopt.errors import MissingExtraError, reason
+from hf_memopt.notices import PrintableRecord, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,16 +38,22 @@ __all__ = ["app", "main"]
 class _Commands(TyperGroup):
     """Prints the errors of all commands in one line, and lists the commands in groups.
 
-    typer itself reports invalid options and interrupts.
+    typer itself words invalid options.
     """
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().main(*args, **kwargs)
+            # which returns exit codes, and raises what it would print
+            sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}) or 0)
         except Exception as error:
-            if os.environ.get("HF_MEMOPT_DEBUG"):
+            text, show = io.StringIO(), getattr(error, "show", None)
+            if show is not None:  # typer's own
+                show(text)
+            elif os.environ.get("HF_MEMOPT_DEBUG"):
                 raise
-            typer.echo(_in_one_line(error), err=True)
+            else:
+                text.write(f"{' '.join(_message(error).split())}\n")
+            typer.echo(printable(text.getvalue()), err=True, nl=False)
             sys.exit(2)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -56,16 +66,18 @@ class _Commands(TyperGroup):
                 formatter.write_dl([(name.ljust(COMMAND_COLUMNS), text) for name, text in rows])
 
 
-def _in_one_line(error: Exception) -> str:
-    from hf_memopt.errors import MissingExtraError
-
-    text = " ".join(str(error).split())
+def _message(error: Exception) -> str:
     if isinstance(error, (ValueError, MissingExtraError)):
-        return text
+        return str(error)
     if isinstance(error, OSError):
-        return f"{type(error).__name__}: {text}"
+        return reason(error)
+    if isinstance(error, MemoryError):
+        return (
+            f"the memory of this computer ran out ({reason(error)}); expected enough for data and model. Close other "
+            "programs, or take a smaller file or model"
+        )
     return (
-        f"hf-memopt failed ({type(error).__name__}: {text}), which is a bug in hf-memopt; please report it. "
+        f"hf-memopt failed ({reason(error)}), which is a bug in hf-memopt; please report it. "
         "Set HF_MEMOPT_DEBUG=1 for the traceback"
     )
 
@@ -138,10 +150,9 @@ def presets(
     json_output: AsJson = False,
 ) -> None:
     """List the presets and which models fit with each, or explain one."""
-    from rich.console import Console
-
     from hf_memopt.cli.progress import spinner
     from hf_memopt.recipes.presets import recipe
+    from hf_memopt.terminal import Console
 
     if name is None and model is not None:
         raise ValueError(
@@ -152,14 +163,15 @@ def presets(
         from hf_memopt.cli.preset_tables import presets_json, print_presets
 
         if json_output:
-            typer.echo(presets_json())
+            Console().out(presets_json(), highlight=False)
         else:
             print_presets(Console())
         return
     what = "looking at this machine" if model is None else f"estimating {model}"
     with spinner(what, Console(stderr=True), shown=(name == "auto" or model is not None) and not json_output):
         chosen = recipe(name, model, seq_len=seq_len)
-    typer.echo(chosen.to_json() if json_output else _wrapped(str(chosen), Console()))
+    console = Console()
+    console.out(chosen.to_json() if json_output else _wrapped(str(chosen), console), highlight=False)
 
 
 def _wrapped(text: str, console: Console) -> str:
@@ -260,18 +272,19 @@ def lengths(
     )
     if plot is not None:
         report.plot(plot)
+    from hf_memopt.terminal import Console
+
+    console = Console()
     if json_output:
         import json
 
-        typer.echo(json.dumps({"path": str(path), **found.as_dict(), **report.as_dict()}, indent=2))
+        figures = {"path": str(path), **found.as_dict(), **report.as_dict()}
+        console.out(json.dumps(figures, indent=2), highlight=False)
         return
-    from rich.console import Console
-
-    console = Console()
-    typer.echo(_wrapped(found.heading(path), console))
+    console.out(_wrapped(found.heading(path), console), highlight=False)
     print_report(report, console)
     if plot is not None:
-        typer.echo(f"Picture: {plot}")
+        console.out(f"Picture: {plot}", highlight=False)
 
 
 app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["estimate"])(estimate)
@@ -294,9 +307,8 @@ def doctor(
         from hf_memopt.cli.doctor_launch import examine_launch
 
         raise typer.Exit(examine_launch(json_output=json_output))
-    from rich.console import Console
-
     from hf_memopt.cli.progress import spinner
+    from hf_memopt.terminal import Console
 
     with spinner("looking at this machine", Console(stderr=True), shown=not json_output):
         from hf_memopt.cli.doctor import examine, print_findings
@@ -305,7 +317,7 @@ def doctor(
     if json_output:
         import json
 
-        typer.echo(json.dumps([finding.as_dict() for finding in findings], indent=2))
+        Console().out(json.dumps([finding.as_dict() for finding in findings], indent=2), highlight=False)
     else:
         print_findings(findings, Console())
     raise typer.Exit(int(any(finding.level == "error" for finding in findings)))
@@ -317,4 +329,7 @@ def main() -> None:
     gc.set_threshold(100_000, 20, 100)
     # bitsandbytes recommends a kernel for CPUs whenever it is imported on a recent one; no command needs it
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    logging.setLogRecordFactory(PrintableRecord)  # for what other packages say of a model or a file
+    formatted = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: printable(formatted(*args, **kwargs))
     app(prog_name="hf-memopt")

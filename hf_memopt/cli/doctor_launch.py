@@ -218,15 +218,15 @@ def processes_table(processes: Sequence[LaunchedProcess]) -> Table:
 
 
 def _print(processes: Sequence[LaunchedProcess], problems: Sequence[Finding], *, json_output: bool) -> None:
+    from hf_memopt.terminal import Console
+
+    console = Console()
     if json_output:
         import json
 
         found = {"processes": [each.as_dict() for each in processes], "findings": [each.as_dict() for each in problems]}
-        print(json.dumps(found, indent=2), flush=True)
+        console.out(json.dumps(found, indent=2), highlight=False)
         return
-    from rich.console import Console
-
-    console = Console()
     console.print(processes_table(processes))
     for problem in problems:
         console.print(f"{problem.level}: {problem.subject}: {problem.found}", markup=False)

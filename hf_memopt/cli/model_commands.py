@@ -159,9 +159,8 @@ def estimate(
     Exit code 0 if it fits or no GPU is known, 1 if it does not fit, 2 on errors.
     """
     given = locals()  # typer before 0.29 has paths as text in context.params
-    from rich.console import Console
-
     from hf_memopt.cli.estimate_command import EstimateOptions, run_estimate
+    from hf_memopt.terminal import Console
 
     # each parameter above that is not handled here is a field of the options
     options = EstimateOptions(**{item.name: given[item.name] for item in fields(EstimateOptions)})
@@ -239,9 +238,8 @@ def plan(
     Exit code 0 if one fits, 1 if none does, 2 if it cannot be planned.
     """
     given = locals()  # as for estimate
-    from rich.console import Console
-
     from hf_memopt.cli.plan_command import PlanOptions, run_plan
+    from hf_memopt.terminal import Console
 
     options = PlanOptions(**{item.name: given[item.name] for item in fields(PlanOptions)})
     made_by = typed_command(context, without=("write", "report", "plot", "force", "json_output"))
@@ -266,9 +264,8 @@ def report(
     kind: what grew, by component and phase, as tables; with --output also as a page. No network is needed, and neither
     the model nor the data.
     """
-    from rich.console import Console
-
     from hf_memopt.cli.report_command import run_report
+    from hf_memopt.terminal import Console
 
     run_report(path, Console(), output=output, force=force, json_output=json_output)
 
@@ -287,12 +284,11 @@ def measure(
 ) -> None:
     """Measure a few real steps of a script beside their prediction.
 
-    The script runs up to its first Trainer.train() and ends there. Exit code 0 if its steps fit, 1 if memory ran out, 2
-    if it cannot be measured.
+    The script runs in a process of its own, up to its first Trainer.train(); nothing after it runs. Exit code 0 if its
+    steps fit, 1 if memory ran out, 2 if it cannot be measured.
     """
-    from rich.console import Console
-
     from hf_memopt.cli.measure_command import MeasureOptions, run_measure
+    from hf_memopt.terminal import Console
 
     options = MeasureOptions(script, tuple(arguments or ()), steps, output, force, json_output)
     raise typer.Exit(run_measure(options, Console()))

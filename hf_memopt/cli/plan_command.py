@@ -14,12 +14,13 @@ from hf_memopt.cli.command import Flag, in_flags
 from hf_memopt.cli.progress import spinner
 from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.memory.without_compiler import without_compiler
+from hf_memopt.plain_data import check_word
 from hf_memopt.plotting import check_picture
 from hf_memopt.recipes.launch import launch_files
-from hf_memopt.recipes.measuring.measurement import named_measurement
-from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, checked_word, read_gpu
+from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, read_gpu
 from hf_memopt.recipes.planning.script.folder import RowsFile, check_folder
 from hf_memopt.recipes.planning.sharing import check_strategy
+from hf_memopt.reports.measurement_file import named_measurement
 from hf_memopt.reports.page import check_page
 
 if TYPE_CHECKING:
@@ -124,8 +125,8 @@ def run_plan(
 
 
 def _check(options: PlanOptions, words: Sequence[str]) -> None:
-    checked_word("goal", options.goal, GOALS)
-    checked_word("method", options.method, METHODS)
+    check_word("goal", options.goal, GOALS)
+    check_word("method", options.method, METHODS)
     checked_batch(options.effective_batch, options.world_size)
     check_strategy(options.strategy, options.world_size, options.goal)
     check_task(options.task)

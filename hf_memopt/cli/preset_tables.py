@@ -71,7 +71,6 @@ def print_presets(console: Console) -> None:
 
 
 def _print_fits(console: Console) -> None:
-
     found = preset_fits()
     headings, *lines = preset_fits_table(found)
     widths = [max(len(line[column]) for line in (headings, *lines)) for column in range(len(headings))]

@@ -81,7 +81,7 @@ def run_demo(
             its standard library.
         ChildProcessError: a set-up failed.
     """
-    from rich.console import Console
+    from hf_memopt.terminal import Console
 
     check_value("epochs", epochs, Count, 1)
     check_value("max_train", max_train, Count | None, None)

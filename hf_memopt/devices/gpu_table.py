@@ -38,8 +38,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from statistics import median_low
-from types import MappingProxyType
 
+from hf_memopt.plain_data import FixedMapping
 from hf_memopt.units import parse_bytes
 
 __all__ = ["GIB", "GPUS", "NAMES", "Gpu", "PeakRates", "typical_context"]
@@ -188,7 +188,7 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
     )
 
 
-GPUS: Mapping[str, Gpu] = MappingProxyType({row["name"]: _gpu(row) for row in _ROWS})
+GPUS: Mapping[str, Gpu] = FixedMapping({row["name"]: _gpu(row) for row in _ROWS})
 """The GPUs that are known by name."""
 
 NAMES = [(row["name"], name) for row in _ROWS for name in (row["name"], row["alias"]) if name]

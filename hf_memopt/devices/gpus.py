@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from hf_memopt.devices.gpu_table import GIB, GPUS, NAMES, Gpu, PeakRates, typical_context
+from hf_memopt.plain_data import check_value, shown
 from hf_memopt.units import format_bytes, parse_bytes
 
 __all__ = ["GPUS", "Gpu", "PeakRates", "current_gpu", "custom_gpu", "find_gpu"]
@@ -92,8 +93,8 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
     """
     if isinstance(gpu, Gpu):
         return gpu
-    if _SIZE.fullmatch(str(gpu)):
-        return custom_gpu(gpu)
+    if isinstance(gpu, str) and _SIZE.fullmatch(gpu):
+        return custom_gpu(_gpu_bytes("gpu", gpu))
     found = _narrowed(_candidates(gpu), gpu) if isinstance(gpu, str) else []
     if len(found) == 1:
         return found[0]
@@ -108,8 +109,9 @@ def find_gpu(gpu: str | Gpu) -> Gpu:
             "GPU. Pass gpu='RTX 3060 12GB'"
         )
     raise ValueError(
-        f"gpu={gpu!r} is not a GPU of the table; expected one of its {len(GPUS)} names, which list(hf_memopt.GPUS) "
-        f"shows.{_nearest(gpu)} Pass its size: gpu='8GB' (--gpu 8GB), or custom_gpu('8GB', compute_capability='8.6')."
+        f"gpu={shown(gpu)} is not a GPU of the table; expected one of its {len(GPUS)} names, which "
+        f"list(hf_memopt.GPUS) shows.{_nearest(gpu)} Pass its size: gpu='8GB' (--gpu 8GB), or custom_gpu('8GB', "
+        "compute_capability='8.6')."
     )
 
 
@@ -155,18 +157,10 @@ def custom_gpu(
         >>> custom_gpu("4GB", compute_capability="7.5").name
         'custom 4.00 GiB'
     """
-    in_gib = re.sub(r"(?i)(?<=[kmgt])b\s*$", "iB", memory) if isinstance(memory, str) else memory
-    try:
-        memory_bytes = parse_bytes(in_gib)
-    except ValueError as error:
-        raise ValueError(str(error).replace(f"size={in_gib!r}", f"memory={memory!r}", 1)) from None
-    if not _SMALLEST_BYTES <= memory_bytes <= _LARGEST_BYTES:
-        raise ValueError(
-            f"memory={memory!r} is too {'little' if memory_bytes < _SMALLEST_BYTES else 'much'} for a GPU; expected "
-            f"{format_bytes(_SMALLEST_BYTES)} to {format_bytes(_LARGEST_BYTES)}. Pass memory='4GiB'."
-        )
+    memory_bytes = _gpu_bytes("memory", memory)
     capability = _ASSUMED_CAPABILITY if compute_capability is None else _parse_capability(compute_capability)
     context_bytes, context_source = typical_context(capability)
+    check_value("name", name, str | None, "my GPU")
     name = f"custom {format_bytes(memory_bytes)}" if name is None else name
     assumed = ""
     notes: tuple[str, ...] = ()
@@ -185,16 +179,30 @@ def custom_gpu(
     )
 
 
+def _gpu_bytes(argument: str, memory: int | str) -> int:
+    in_gib = re.sub(r"(?i)(?<=[kmgt])b\s*$", "iB", memory) if isinstance(memory, str) else memory
+    try:
+        memory_bytes = parse_bytes(in_gib)
+    except ValueError as error:
+        raise ValueError(str(error).replace(f"size={shown(in_gib)}", f"{argument}={shown(memory)}", 1)) from None
+    if not _SMALLEST_BYTES <= memory_bytes <= _LARGEST_BYTES:
+        raise ValueError(
+            f"{argument}={memory!r} is too {'little' if memory_bytes < _SMALLEST_BYTES else 'much'} for a GPU; "
+            f"expected {format_bytes(_SMALLEST_BYTES)} to {format_bytes(_LARGEST_BYTES)}. Pass {argument}='4GiB'."
+        )
+    return memory_bytes
+
+
 def _parse_capability(value: str | float | tuple[int, int]) -> tuple[int, int]:
     if isinstance(value, tuple):
         text = ".".join(str(part) for part in value)
     else:
-        text = f"{value}.0" if type(value) is int else str(value)
+        text = f"{value}.0" if type(value) is int else str(value) if isinstance(value, str | float) else ""
     match = re.fullmatch(r"([3-9]|1\d)\.(\d)", text, flags=re.ASCII)
     if match is None:
         raise ValueError(
-            f"compute_capability={value!r} is not a compute capability; expected major.minor as in {CAPABILITIES}. "
-            "Pass compute_capability='7.5'."
+            f"compute_capability={shown(value)} is not a compute capability; expected major.minor as in "
+            f"{CAPABILITIES}. Pass compute_capability='7.5'."
         )
     return int(match.group(1)), int(match.group(2))
 

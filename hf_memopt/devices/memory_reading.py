@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 import torch
 
+from hf_memopt.plain_data import shown
 from hf_memopt.units import format_bytes
 
 __all__ = [
@@ -180,8 +181,8 @@ def _find_device(device: torch.device | str | int | None) -> torch.device:
             return torch.device(kind, index)
     known = ["cpu", *(f"{kind}:{index}" for kind in _ACCELERATORS for index in range(_device_count(kind)))]
     raise ValueError(
-        f"device={device!r} is not a device whose memory can be read here; expected None, the index of an accelerator "
-        f"or one of: {', '.join(known)}. Call read_memory() for the current accelerator, else the host."
+        f"device={shown(device)} is not a device whose memory can be read here; expected None, the index of an "
+        f"accelerator or one of: {', '.join(known)}. Call read_memory() for the current accelerator, else the host."
     )
 
 

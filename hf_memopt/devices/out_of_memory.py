@@ -5,9 +5,10 @@ raises a plain ``RuntimeError`` that is recognised by the beginning of its text,
 error that quotes such a text later (a log, the report of another process) is another error.
 
 Not recognised, since a smaller batch does not help or the process cannot continue: Python's ``MemoryError``,
-``CUDNN_STATUS_NOT_SUPPORTED`` (a layout or a size that cuDNN has no kernel for), shared memory that a Triton kernel
-lacks, NCCL's "Cuda failure 'out of memory'" (the other ranks wait forever), and bitsandbytes' own kernels, which print
-and exit.
+``CUDNN_STATUS_NOT_SUPPORTED`` and "unable to find an engine" (a layout or a size that cuDNN has no kernel for),
+``CUFFT_INTERNAL_ERROR`` (also a driver that does not know the GPU), shared memory that a Triton kernel lacks,
+NCCL's "Cuda failure 'out of memory'" (the other ranks wait forever), and bitsandbytes' own kernels, which print and
+exit.
 """
 
 from __future__ import annotations
@@ -37,6 +38,16 @@ OUT_OF_MEMORY_TEXTS: Mapping[str, str] = {
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED": "cuDNN 9 (the same page)",
     "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED": "cuDNN 9 (the same page)",
     "CUSOLVER_STATUS_ALLOC_FAILED": "cuSOLVER's workspace (aten/src/ATen/cuda/Exceptions.cpp)",
+    "CUDA error: resource allocation failed when calling `cusparse": (
+        "cuSPARSE (TORCH_CUDASPARSE_CHECK in aten/src/ATen/cuda/Exceptions.h, text of cusparseGetErrorString)"
+    ),
+    "CUDA error: insufficient resources when calling `cusparse": (
+        "cuSPARSE's workspace (https://github.com/pytorch/pytorch/issues/104108)"
+    ),
+    "CUFFT_ALLOC_FAILED": "cuFFT's workspace (aten/src/ATen/native/cuda/CuFFTUtils.h)",
+    "HIPFFT_ALLOC_FAILED": "the same on ROCm, translated",
+    "Triton Error [CUDA]: out of memory": "a kernel's launch (third_party/nvidia/backend/driver.c of triton)",
+    "Triton Error [HIP]: Code: 2,": "the same on ROCm (third_party/amd/backend/driver.c); 2 is hipErrorOutOfMemory",
     "HIP out of memory": "torch's allocator on ROCm, whose sources are translated from CUDA's",
     "HIP error: out of memory": "a call of the HIP runtime (c10/hip/HIPException.cpp, translated)",
     "HIPBLAS_STATUS_ALLOC_FAILED": "hipBLAS' workspace (aten/src/ATen/cuda/Exceptions.cpp)",
@@ -44,6 +55,7 @@ OUT_OF_MEMORY_TEXTS: Mapping[str, str] = {
     "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY": "Level Zero (https://github.com/intel/torch-xpu-ops/issues/5432)",
     "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY": "Level Zero (ur_api.h)",
     "UR_RESULT_ERROR_OUT_OF_RESOURCES": "Level Zero (https://github.com/pytorch/pytorch/issues/190972)",
+    "NPU out of memory": "torch_npu's allocator (torch_npu/csrc/core/npu/NPUCachingAllocator.cpp)",
     "MPS backend out of memory": "torch's MPS allocator (aten/src/ATen/mps/MPSAllocator.mm)",
     "Invalid buffer size: ": "the same, for a tensor larger than one Metal buffer may be",
     "DefaultCPUAllocator: can't allocate memory": "the host on Linux and macOS (c10/core/impl/alloc_cpu.cpp)",
@@ -51,9 +63,10 @@ OUT_OF_MEMORY_TEXTS: Mapping[str, str] = {
 }
 """Texts of a ``RuntimeError`` that mean out of memory, each with its origin and where it was seen."""
 
+_TEXTS = "|".join(re.escape(text).replace(r"\ ", " +") for text in OUT_OF_MEMORY_TEXTS)
 _BEGINNING = re.compile(
-    r"(?:(?:CUDA|cuDNN|cusolver|HIP) error: |\[enforce fail at [^]]*\] .*?|(?:level_zero|UR) backend .*?\d+ \()?"
-    f"(?:{'|'.join(map(re.escape, OUT_OF_MEMORY_TEXTS))})"
+    r"(?:(?:CUDA|cuDNN|cusolver|cuFFT|HIP) error: |cuDNN Frontend error: .*?(?=CUDNN_)|\[enforce fail at [^]]*\] .*?"
+    rf"|(?:level_zero|UR) backend .*?\d+ \()?(?:{_TEXTS})"
 )
 
 

@@ -120,6 +120,7 @@ def estimate(
     found_gpu = current_gpu() if gpu is None else find_gpu(gpu)
     overrides = in_own_names({**overrides, **({} if batch_size is None else {"batch_size": batch_size})})
     shape = Shape(overrides.pop("batch_size", DEFAULT_BATCH_SIZE), seq_len, labels_length)
+    check_value("hints", hints, bool, False)
     settings = settings_of_recipe(recipe, overrides)
     plan = None
     if lengths is not None:

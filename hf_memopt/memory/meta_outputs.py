@@ -21,7 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["run_on_meta"]
+__all__ = ["HOST_GENERATOR", "run_on_meta"]
+
+HOST_GENERATOR = torch.Generator()
+"""What operations on the host draw from, which decide, for example, whether a layer is dropped."""
+
+_CPU = torch.device("cpu")
 
 _MOST_REMEMBERED = 2**15
 _PLAIN_TENSORS = {torch.Tensor, nn.Parameter}
@@ -79,7 +84,7 @@ def run_on_meta(
         if isinstance(made, list):
             return tuple(None if facts is None else _empty(facts) for facts in made), operations, beside
         return _empty(made), operations, beside
-    out = func(*args, **kwargs)
+    out = _run(func, args, kwargs)
     formula = _FLOPS.get(func._overloadpacket) if flops else None  # private: pinned by a test, torch 2.6 to 2.13
     operations = 0 if formula is None else formula(*args, **kwargs, out_val=out)
     made = () if way == "in place" else _facts(out, (*args, *kwargs.values())) if known else None
@@ -90,6 +95,25 @@ def run_on_meta(
     beside = {}
     _remembered[tuple(key)] = made, operations, beside
     return out, operations, beside
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation; what draws on the host draws from ``HOST_GENERATOR``: other threads draw from the process's."""
+    device = args[0].device if args and isinstance(args[0], torch.Tensor) else kwargs.get("device") or _CPU
+    if torch.Tag.nondeterministic_seeded not in func.tags or device != _CPU or kwargs.get("generator") is not None:
+        return func(*args, **kwargs)
+    if any(argument.name == "generator" for argument in func._schema.arguments):
+        return func(*args, **kwargs, generator=HOST_GENERATOR)
+    name = {"default": "generator", "low": "low_generator"}.get(func._overloadname, "")
+    if name in func.overloadpacket.overloads():
+        return getattr(func.overloadpacket, name)(*args, **kwargs, generator=HOST_GENERATOR)
+    state = torch.default_generator.get_state()  # rand_like in torch before 2.9, which takes no generator
+    torch.default_generator.set_state(HOST_GENERATOR.get_state())
+    try:
+        return func(*args, **kwargs)
+    finally:
+        HOST_GENERATOR.set_state(torch.default_generator.get_state())
+        torch.default_generator.set_state(state)
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_memopt.devices.memory_reading import MemoryReading, read_memory
+from hf_memopt.plain_data import shown
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def print_summary(result: TrainOutput, device: torch.device | str | int | None =
     metrics = getattr(result, "metrics", None)
     if not isinstance(metrics, dict) or "train_runtime" not in metrics:
         raise ValueError(
-            f"result={result!r} has no train_runtime; expected what trainer.train() returned. "
+            f"result={shown(result)} has no train_runtime; expected what trainer.train() returned. "
             "Call print_summary(trainer.train())."
         )
     utilization = _utilization(read_memory(device))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices.gpus import Gpu
 from hf_memopt.memory.settings import StepSettings
+from hf_memopt.plain_data import shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +23,7 @@ def settings_of_recipe(recipe: Any, overrides: Mapping[str, Any]) -> StepSetting
         settings = recipe.step_settings()
     else:
         raise TypeError(
-            f"recipe={recipe!r} is not a recipe; expected an object with step_settings(). "
+            f"recipe={shown(recipe)} is not a recipe; expected an object with step_settings(). "
             "Pass recipe=hf_memopt.recipe('4gb-gpu')"
         )
     changed = settings.replace(**overrides)

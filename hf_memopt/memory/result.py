@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from hf_memopt.memory.output.estimate_picture import draw
 from hf_memopt.memory.output.estimate_text import as_dict, estimate_table, print_estimate
 from hf_memopt.memory.settings import StepSettings
-from hf_memopt.notebook_output import printed_html
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
@@ -111,4 +110,6 @@ class Estimate:
         return self.table()
 
     def _repr_html_(self) -> str:
+        from hf_memopt.terminal import printed_html
+
         return printed_html(partial(print_estimate, self))

@@ -28,6 +28,8 @@ _KINDS: Mapping[str, Any] = {
     "cublas_workspace_bytes": CountOrZero | None,
     "sparse_tied_embedding": bool,
     "fused_cross_entropy": bool,
+    "gradient_release": bool,
+    "optimizer_memory": Callable | None,
     "loop": Literal["trainer", "manual"],
     "precision": Literal["auto", "fp32", "tf32", "bf16", "fp16"],
     "weights_dtype": Literal["float32", "bfloat16", "float16"],
@@ -169,24 +171,19 @@ class StepSettings:
             check_value(name, getattr(self, name), kind, defaults[name])
         if not _is_number(self.max_grad_norm):
             raise ValueError(
-                f"max_grad_norm={self.max_grad_norm!r} is not a number; expected one, 0 for no clipping. "
+                f"max_grad_norm={shown(self.max_grad_norm)} is not a number; expected one, 0 for no clipping. "
                 "Pass max_grad_norm=0"
             )
         if not _is_number(self.label_smoothing_factor) or not 0 <= self.label_smoothing_factor < 1:
             raise ValueError(
-                f"label_smoothing_factor={self.label_smoothing_factor!r} is invalid; expected a number from 0 to below "
-                "1. Pass label_smoothing_factor=0.1"
+                f"label_smoothing_factor={shown(self.label_smoothing_factor)} is invalid; expected a number from 0 to "
+                "below 1. Pass label_smoothing_factor=0.1"
             )
         functions = self.prepare if isinstance(self.prepare, tuple | list) else (None,)
         if not all(map(callable, functions)):
             raise ValueError(
                 f"prepare={shown(self.prepare)} is invalid; expected a tuple of functions that change the model. "
                 "Pass prepare=(function,)"
-            )
-        if self.optimizer_memory is not None and not callable(self.optimizer_memory):
-            raise ValueError(
-                f"optimizer_memory={shown(self.optimizer_memory)} is invalid; expected a function, or None for optim. "
-                "Pass optimizer_memory=None"
             )
         if self.rounding != "nearest" and self.weights_dtype == "float16":
             raise ValueError(
@@ -207,7 +204,8 @@ class StepSettings:
             object.__setattr__(self, "lora", copy.deepcopy(self.lora))
         elif self.lora is not None and (isinstance(self.lora, bool) or not isinstance(self.lora, int) or self.lora < 1):
             raise ValueError(
-                f"lora={self.lora!r} is invalid; expected a rank of 1 or more, a peft.LoraConfig, or None. Pass lora=16"
+                f"lora={shown(self.lora)} is invalid; expected a rank of 1 or more, a peft.LoraConfig, or None. "
+                "Pass lora=16"
             )
         targets: Any = self.lora_targets
         if isinstance(targets, list):
@@ -215,15 +213,15 @@ class StepSettings:
         check_value("lora_targets", self.lora_targets, Literal["auto"] | tuple[str, ...], "auto")
         if self.lora_targets != "auto" and not isinstance(self.lora, int):
             raise ValueError(
-                f"lora_targets={self.lora_targets!r}, lora={self.lora!r} do not fit each other; expected a rank as "
-                "lora. Pass lora=16, or LoraConfig(target_modules=...) alone"
+                f"lora_targets={self.lora_targets!r}, lora={shown(self.lora)} do not fit each other; expected a rank "
+                "as lora. Pass lora=16, or LoraConfig(target_modules=...) alone"
             )
 
     def _check_load_in(self) -> None:
-        if self.load_in not in (None, "nf4", "int8"):
-            near = "int8" if "8" in str(self.load_in) else "nf4"
+        if self.load_in is not None and (not isinstance(self.load_in, str) or self.load_in not in ("nf4", "int8")):
+            near = "int8" if "8" in shown(self.load_in) else "nf4"
             raise ValueError(
-                f"load_in={self.load_in!r} is not a quantisation of bitsandbytes that is known; expected 'nf4' "
+                f"load_in={shown(self.load_in)} is not a quantisation of bitsandbytes that is known; expected 'nf4' "
                 f"(4 bits), 'int8' (8 bits), or None. Pass load_in={near!r}"
             )
         if self.load_in is not None and self.lora is None and not self.prepare:
@@ -260,7 +258,7 @@ class StepSettings:
         patterns = (given,) if isinstance(given, str) else given
         if not isinstance(patterns, tuple | list) or not all(isinstance(name, str) and name for name in patterns):
             raise ValueError(
-                f"freeze={self.freeze!r} is invalid; expected a pattern of hf_memopt.freeze, or a tuple of them. "
+                f"freeze={shown(self.freeze)} is invalid; expected a pattern of hf_memopt.freeze, or a tuple of them. "
                 "Pass freeze=('embeddings',)"
             )
         object.__setattr__(self, "freeze", tuple(patterns))

@@ -76,7 +76,8 @@ def view_arguments(name: str, dataset: Any, given: Mapping[str, Any]) -> dict[st
 def _is_map_style(dataset: Any) -> bool:
     from torch.utils.data import IterableDataset
 
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+    is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return is_indexed and getattr(dataset, "shape", 1) != () and not isinstance(dataset, IterableDataset)
 
 
 def _why_not(dataset: Any) -> str | None:

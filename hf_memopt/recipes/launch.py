@@ -19,9 +19,8 @@ from hf_memopt.binding import versions
 from hf_memopt.binding.conflicts import is_of_bitsandbytes
 from hf_memopt.binding.refusals import NO_LIMIT, Refusal, refusal_of
 from hf_memopt.changes import Change
-from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.distributed.zero_config import ZERO_STAGES, zero_options
-from hf_memopt.plain_data import Count, check_value, checked_path
+from hf_memopt.plain_data import Count, check_value, check_word, checked_path
 from hf_memopt.recipes.effective_batch import cut_effective_batch
 from hf_memopt.whole_files import write_whole
 
@@ -191,11 +190,7 @@ def _check_request(world_size: int, strategy: str, offload: bool) -> None:
         raise ValueError(
             "world_size=1 is one process; expected 2 or more, one for each GPU. Call recipe.trainer(...) in one process"
         )
-    if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        raise ValueError(
-            f"strategy={strategy!r} is unknown; expected one of {', '.join(map(repr, STRATEGIES))}."
-            f"{did_you_mean(strategy, STRATEGIES)} Pass strategy='auto'"
-        )
+    check_word("strategy", strategy, STRATEGIES)
     if strategy == "ddp" and offload:
         raise ValueError(
             "strategy='ddp', offload=True contradict each other: every process keeps a whole model on its GPU; "

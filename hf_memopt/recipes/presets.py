@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import FixedMapping, shown
 from hf_memopt.recipes.recipe import Recipe
 from hf_memopt.units import format_bytes, parse_bytes
 
@@ -38,7 +38,7 @@ NOT_RECOMPUTED = "activations of {rows} examples of 512 tokens fit without recom
 FITS_WHOLE = "the whole effective batch fits into one pass"
 FULL_STATE = "the full 32-bit state fits, and one fused kernel is fastest"
 
-PRESETS: Mapping[str, Recipe] = MappingProxyType(
+PRESETS: Mapping[str, Recipe] = FixedMapping(
     {
         "4gb-gpu": Recipe(
             name="4gb-gpu",
@@ -188,17 +188,17 @@ def recipe(name: str | os.PathLike[str], model: Any = None, *, seq_len: int | No
     """
     if seq_len is not None and model is None:
         raise ValueError(
-            f"seq_len={seq_len!r} is the length of a model's texts, and model=None; expected both. "
+            f"seq_len={shown(seq_len)} is the length of a model's texts, and model=None; expected both. "
             "Call: recipe('8gb-gpu', model='Llama-3.2-1B', seq_len=512)"
         )
-    if isinstance(name, os.PathLike) or str(name).endswith(".json"):
+    if isinstance(name, os.PathLike) or (isinstance(name, str) and name.endswith(".json")):
         return _from_file(name, model)
     if isinstance(name, str) and name == "auto":
         return _for_this_machine() if model is None else _fitting_here(model, seq_len)
     if not isinstance(name, str) or name not in PRESETS:
         known = [*PRESETS, "auto"]
         raise ValueError(
-            f"name={name!r} is not a preset; expected one of {', '.join(known)}.{did_you_mean(str(name), known)} "
+            f"name={shown(name)} is not a preset; expected one of {', '.join(known)}.{did_you_mean(name, known)} "
             "See them: hf-memopt presets"
         )
     if model is None or name == "cpu":  # what a CPU can hold is not estimated
@@ -211,7 +211,7 @@ def _from_file(path: str | os.PathLike[str], model: Any) -> Recipe:
     name = os.fspath(path)
     if model is not None:
         raise ValueError(
-            f"name={name!r} is a recipe for one model already, and another is given; expected only the file. "
+            f"name={shown(name)} is a recipe for one model already, and another is given; expected only the file. "
             f"Call: recipe({name!r}), or plan(model, gpu=...)"
         )
     try:
@@ -219,13 +219,13 @@ def _from_file(path: str | os.PathLike[str], model: Any) -> Recipe:
     except (OSError, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ValueError(
-            f"name={name!r} cannot be read ({cause}); expected a file that Plan.write has written. "
+            f"name={shown(name)} cannot be read ({cause}); expected a file that Plan.write has written. "
             "Call: plan(model, gpu=...).write('run')"
         ) from error
     try:
         return Recipe.from_json(text)
     except ValueError as error:
-        raise ValueError(f"name={name!r} holds no recipe: {error}") from error
+        raise ValueError(f"name={shown(name)} holds no recipe: {error}") from error
 
 
 def _fitting_here(model: Any, seq_len: int | None) -> Recipe:

@@ -16,14 +16,15 @@ from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.notebook_output import printed_html
 from hf_memopt.plain_data import (
     Count,
     CountOrZero,
     check_fields,
     check_value,
+    check_word,
     checked_path,
     from_object,
+    items_of,
     parse_object,
     shown,
 )
@@ -164,6 +165,8 @@ class Recipe:
         from rich.markup import escape
         from rich.table import Table
 
+        from hf_memopt.terminal import printed_html
+
         table = Table("setting", "value", "reason", title=escape(f"{self.name}: {self.purpose}"), title_justify="left")
         table.box, table.show_edge, table.pad_edge = box.SIMPLE_HEAD, False, False
         for name in self._shown:
@@ -176,10 +179,11 @@ class Recipe:
 
     def reason_of(self, name: str) -> str:
         """Return why a field has its value: the recipe's own reason, else that of its default."""
-        default = next(item.default for item in fields(self) if item.name == name)
+        defaults = {item.name: item.default for item in fields(self)}
+        check_word("name", name, defaults)
         why = self.reasons.get(name)
         if why is None:
-            why = DEFAULT_REASONS[name] if getattr(self, name) == default else "chosen by the caller"
+            why = DEFAULT_REASONS[name] if getattr(self, name) == defaults[name] else "chosen by the caller"
         return why
 
     def to_json(self) -> str:
@@ -378,8 +382,8 @@ class Recipe:
         """
         from hf_memopt.recipes.wired_trainer import build_trainer
 
-        given: Any = callbacks
-        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        given = items_of(callbacks)
+        if given is None:
             raise TypeError(
                 f"callbacks={shown(callbacks)} is no list of callbacks; expected one. Pass callbacks=[callback]"
             )
@@ -390,7 +394,7 @@ class Recipe:
             train_dataset=train_dataset,
             processing_class=processing_class,
             training_arguments=training_arguments,
-            callbacks=tuple(callbacks),
+            callbacks=given,
             trainer_kwargs=trainer_kwargs,
         )
 

@@ -93,6 +93,9 @@ def build_trainer(
     if trainer_kwargs.get("data_collator") is None:
         if fixed is None:
             causal_lm = needs_causal_labels(model, train_dataset)
+            from hf_memopt.batching.collation.collators import check_tokenizer
+
+            check_tokenizer(processing_class, "processing_class")
             trainer_kwargs["data_collator"] = recipe.collator(processing_class, causal_lm=causal_lm)
             if causal_lm:
                 reason = f"{_name(model)} predicts tokens, and the data has no labels of its own"

@@ -1,4 +1,4 @@
-"""The JSON of ``hf-memopt estimate --json`` and ``hf-memopt measure``: the fields that a difference compares."""
+"""The JSON of ``hf-memopt estimate --json``: the fields that a difference compares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 from hf_memopt.plain_data import Count, CountOrZero
 
-__all__ = ["ESTIMATE_FORMAT", "EstimateData", "FiguresData", "MeasurementData"]
+__all__ = ["ESTIMATE_FORMAT", "EstimateData"]
 
 ESTIMATE_FORMAT = 1
 """Raised when a field of an estimate's JSON changes its meaning or goes."""
@@ -35,30 +35,3 @@ class EstimateData(TypedDict):
     components: dict[str, CountOrZero]
     phase_peaks: dict[str, dict[str, CountOrZero]]
     versions: dict[str, str]
-
-
-class FiguresData(TypedDict):
-    """Measured figures; see ``Figures``."""
-
-    allocated_bytes: CountOrZero
-    reserved_bytes: CountOrZero | None
-    context_bytes: CountOrZero | None
-    phases: dict[str, CountOrZero]
-    components: dict[str, CountOrZero]
-
-
-class MeasurementData(TypedDict):
-    """A measurement; see ``Measurement``."""
-
-    model: str
-    gpu: str
-    versions: dict[str, str]
-    method: str
-    precision: str
-    optim: str
-    checkpointing: bool
-    accumulation_steps: Count
-    batch_size: CountOrZero
-    seq_len: Count | None
-    out_of_memory: str
-    measured: FiguresData

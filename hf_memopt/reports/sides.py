@@ -15,8 +15,9 @@ from hf_memopt.components import COMPONENTS
 from hf_memopt.plain_data import checked_path, parse_object
 from hf_memopt.reports.bars import CONTEXT, UNUSED
 from hf_memopt.reports.charts import batch_of
-from hf_memopt.reports.estimate_file import ESTIMATE_FORMAT, EstimateData, MeasurementData
+from hf_memopt.reports.estimate_file import ESTIMATE_FORMAT, EstimateData
 from hf_memopt.reports.json_fields import check_fields_of, check_format
+from hf_memopt.reports.measurement_file import Measurement
 from hf_memopt.reports.plan_file import PlanData, read_plan_text
 from hf_memopt.reports.run_charts import ALLOCATED, measured_parts, total_bytes
 from hf_memopt.reports.run_file import RunData, read_run, run_file_of
@@ -31,7 +32,6 @@ MARKS: Mapping[Kind, str] = {
     "measurement": "step_seconds",
 }
 """A field that only this kind has."""
-MEASUREMENT_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -119,21 +119,20 @@ def read_side(path: Path) -> Side:
 def _of_figures(text: bytes, kind: Kind, name: str) -> Side:
     is_estimate = kind == "estimate"
     try:
-        told = parse_object(text)
-        number = ESTIMATE_FORMAT if is_estimate else MEASUREMENT_FORMAT
-        check_format({**({"format": number} if is_estimate else {}), **told}, number)  # once estimates had no format
-        check_fields_of(told, EstimateData if is_estimate else MeasurementData, "")
-    except ValueError as error:
-        command = "hf-memopt estimate MODEL --json > estimate.json"
         if not is_estimate:
-            command = "hf-memopt measure train.py --output run.json"
+            return _of_measurement(Measurement.from_json(text), name)
+        told = {"format": ESTIMATE_FORMAT, **parse_object(text)}  # once estimates had no format
+        check_format(told, ESTIMATE_FORMAT)
+        check_fields_of(told, EstimateData, "")
+    except ValueError as error:
+        command = (
+            f"hf-memopt {'estimate MODEL --json > estimate.json' if is_estimate else 'measure train.py -o run.json'}"
+        )
         raise ValueError(
             f"path={name!r} cannot be read as {'an estimate' if is_estimate else 'a measurement'} ({error}); expected "
             f"what this version of hf-memopt writes. Write it anew: {command}"
         ) from None
-    if is_estimate:
-        return _of_estimate(cast(EstimateData, told), name)
-    return _of_measurement(cast(MeasurementData, told), name)
+    return _of_estimate(cast(EstimateData, told), name)
 
 
 def _of_plan(told: PlanData, name: str) -> Side:
@@ -199,23 +198,21 @@ def _of_estimate(told: EstimateData, name: str) -> Side:
     )
 
 
-def _of_measurement(told: MeasurementData, name: str) -> Side:
-    found = told["measured"]
-    reserved, context = found["reserved_bytes"] or found["allocated_bytes"], found["context_bytes"] or 0
-    size = f"{told['batch_size']} rows" + ("" if told["seq_len"] is None else f" of {told['seq_len']} tokens")
-    settings = {key: str(told[key]) for key in ("method", "precision", "optim", "checkpointing", "accumulation_steps")}
+def _of_measurement(found: Measurement, name: str) -> Side:
+    size = f"{found.batch_size} rows" + ("" if found.seq_len is None else f" of {found.seq_len} tokens")
+    settings = ("method", "precision", "optim", "checkpointing", "accumulation_steps")
     return Side(
         name=name,
         kind="measurement",
-        title=f"{told['model']}: {size}",
-        device=told["gpu"],
+        title=f"{found.model}: {size}",
+        device=found.gpu,
         limit_bytes=None,
-        total_bytes=reserved + context,
-        components=found["components"],
-        phases=found["phases"],
-        failed=f"ran out of memory in the {told['out_of_memory']} phase" if told["out_of_memory"] else "",
-        settings={"largest batch": size, **settings},
-        versions=told["versions"],
+        total_bytes=found.total_bytes,
+        components=found.measured.components,
+        phases=found.measured.phases,
+        failed="" if found.fits else f"ran out of memory in the {found.out_of_memory} phase",
+        settings={"largest batch": size, **{key: str(getattr(found, key)) for key in settings}},
+        versions=found.versions,
     )
 
 

@@ -14,9 +14,10 @@ from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_settings
-from hf_memopt.binding.fused_loss.fuse import FusedHandle, checked_chunk_bytes, fuse_cross_entropy
+from hf_memopt.binding.fused_loss.fuse import FusedHandle, fuse_cross_entropy
 from hf_memopt.binding.handles import UndoHandle, undo_all
 from hf_memopt.changes import Change, add_change, record_changes
+from hf_memopt.plain_data import Count, check_value
 from hf_memopt.techniques.model_handles import ModelHandles
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class FusedCrossEntropyCallback(TrainerCallback):
     technique = "fused cross-entropy"
 
     def __init__(self, chunk_bytes: int | None = None) -> None:
-        self.chunk_bytes = checked_chunk_bytes(chunk_bytes)
+        check_value("chunk_bytes", chunk_bytes, Count | None, 64 * 2**20)
+        self.chunk_bytes = chunk_bytes
         self.changes: list[Change] = []
         self.handle: FusedHandle | None = None
         self.binding = Binding()

@@ -23,6 +23,7 @@ from hf_memopt.batching.views.bucketed_view import bucketed
 from hf_memopt.batching.views.sorted_view import sorted_by_length
 from hf_memopt.binding.attach import attach
 from hf_memopt.changes import Change
+from hf_memopt.plain_data import shown
 
 COUNT = 36
 LENGTHS = [(7 * i) % 23 + 1 for i in range(COUNT)]
@@ -482,8 +483,8 @@ def test_a_stream_takes_no_setting_that_needs_all_lengths(name, value):
     with pytest.raises(ValueError) as error:
         bucketed(StartsOver(examples()), batch_size=4, **{name: value})
     assert str(error.value) == (
-        f"{name}={value!r} needs all lengths beforehand, which are unknown in a stream; expected it left out. Leave it "
-        "out, or pass boundaries=[64, 128, 256] to bound the shapes"
+        f"{name}={shown(value)} needs all lengths beforehand, which are unknown in a stream; expected it left out. "
+        "Leave it out, or pass boundaries=[64, 128, 256] to bound the shapes"
     )
 
 

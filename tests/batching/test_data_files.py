@@ -22,6 +22,8 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from hf_memopt.batching.padding_costs import data_files, file_readers
@@ -89,7 +91,7 @@ WITH_IDS = [name for name in WRITERS if "csv" not in name]
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch):
     """Make every file of these tests take several batches, and CSV several blocks."""
-    monkeypatch.setattr(file_readers, "CSV_BLOCK_BYTES", 4096)
+    monkeypatch.setitem(file_readers.MOST_ROW, "csv", 4096)
     monkeypatch.setattr(file_readers, "ROWS_AT_ONCE", 64)
     monkeypatch.setattr(file_readers, "JSON_ROWS_AT_ONCE", 64)
 
@@ -394,6 +396,73 @@ def test_what_no_reader_should_guess_is_told_in_whole(tmp_path, name, content, k
         error_of(tmp_path / name)
         == f"path={str(tmp_path / name)!r} cannot be read as {kind} ({cause}); expected {rule}"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "opening", "mebibytes", "cause", "most"),
+    [
+        ("a.jsonl.gz", '{"text": "b"}\n{"text":"', 65, "line 2: a row is too long", "64.0 MiB"),
+        ("a.json.gz", '{\n"text":"', 65, "line 1: a row is too long", "64.0 MiB"),
+        ("a.json.gz", '[{"text": "b"},\n\n{"text":"', 65, "line 1: a row is too long", "64.0 MiB"),
+        ("a.csv.gz", "text\n", 33, "a row is too long", "16.0 MiB"),
+    ],
+)
+def test_a_row_that_is_too_long_is_refused(tmp_path, monkeypatch, name, opening, mebibytes, cause, most):
+    monkeypatch.undo()
+    with gzip.open(tmp_path / name, "wb", 1) as file:
+        file.write(opening.encode() + b"a" * mebibytes * 2**20)
+    assert error_of(tmp_path / name) == (
+        f"path={str(tmp_path / name)!r} cannot be read as {KINDS[Path(name).suffixes[0]]} ({cause}); expected rows of "
+        f"at most {most}. Cut its texts, or close the quotation mark or bracket left open"
+    )
+
+
+def test_memory_is_not_wanting_because_a_file_is_broken(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
+    monkeypatch.setattr(file_readers, "_open_table", fail)
+    with pytest.raises(MemoryError, match="malloc"):
+        file_lengths(tmp_path / "a.parquet")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.text(max_size=40),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.dictionaries(st.text(max_size=4), JSON, max_size=4), max_size=12),
+    indent=st.none() | st.integers(0, 3),
+    once=st.integers(1, 60),
+    damage=st.none() | st.tuples(st.floats(0, 1), st.sampled_from(["", ",", "]", '"', "x", "\\", " ", "1"])),
+    escaped=st.booleans(),
+)
+def test_an_array_is_read_element_by_element_as_at_once(tmp_path, monkeypatch, rows, indent, once, damage, escaped):
+    """Whatever is read at once, and however it is damaged: the rows of ``json.loads``, or its line and reason."""
+    monkeypatch.setattr(file_readers, "JSON_CHARACTERS", once)
+    text = json.dumps(rows, indent=indent, ensure_ascii=escaped)
+    if damage is not None:
+        place = round(damage[0] * len(text))
+        text = "[" + text[1:place] + damage[1] + text[place + 1 :]
+    try:
+        (tmp_path / "a.json").write_text(text, encoding="utf-8", newline="")
+    except UnicodeEncodeError:  # half a surrogate pair
+        return
+    try:
+        expected = json.loads(text.rstrip())
+    except ValueError as error:
+        expected = f"line {error.lineno}: {error.msg}"
+    try:
+        found = [row for row, _ in file_readers._json_rows(tmp_path / "a.json")]
+    except pa.ArrowInvalid as error:
+        found = str(error)
+    if not str(found).endswith(" is not an object"):  # which an element before what is wrong may be
+        assert found == expected
 
 
 def test_a_row_that_is_cut_off_is_named_by_its_own_line(tmp_path):

@@ -707,8 +707,8 @@ def test_an_unknown_task_is_refused():
     with pytest.raises(ValueError) as error:
         exact_loss(tiny.bert(), task="causal")
     assert str(error.value) == (
-        f"task='causal' is unknown; expected one of {', '.join(TASKS)}. Did you mean 'causal-lm'? "
-        "Leave task out to find out from the model."
+        f"task='causal' is unknown; expected one of {', '.join(map(repr, TASKS))}. Did you mean 'causal-lm'? "
+        "Pass task='sequence-classification'"
     )
 
 

@@ -268,21 +268,19 @@ def test_a_resumed_run_that_skips_nothing_takes_the_batches_of_the_straight_run(
     assert not {"save_model", "train"} & vars(resumed).keys()
 
 
-def test_a_checkpoint_without_a_state_warns_that_the_stream_starts_over(tmp_path) -> None:
+def test_the_state_is_in_the_manifest_and_a_run_without_it_is_refused(tmp_path) -> None:
     settings = {**SAVED, "max_steps": 7}
-    straight, seen = make_trainer(tmp_path, make_stream("examples"), **settings)
+    straight, _ = make_trainer(tmp_path, make_stream("examples"), **settings)
     attach(straight).train()
     file = tmp_path / "checkpoint-7" / "memopt_stream_0.json"
     assert json.loads(file.read_text())["turn"] == 7
-    last = file.with_name("trainer_state.json")  # with it a checkpoint counts as complete
-    assert file.stat().st_mtime_ns <= last.stat().st_mtime_ns
+    manifest = file.with_name("memopt_manifest.json")
+    assert file.name in json.loads(manifest.read_text())["files"]
     file.unlink()
-    resumed, rest = make_trainer(
-        tmp_path, make_stream("examples"), **settings | {"max_steps": 9}, ignore_data_skip=True
-    )
-    with pytest.warns(UserWarning, match=r"memopt_stream_0.json could not be read .* so with ignore_data_skip=True"):
+    manifest.unlink()  # which would refuse it by itself
+    resumed, _ = make_trainer(tmp_path, make_stream("examples"), **settings | {"max_steps": 9}, ignore_data_skip=True)
+    with pytest.raises(ValueError, match=r"ignore_data_skip=True cannot resume: .*memopt_stream_0.json could not be"):
         attach(resumed).train(resume_from_checkpoint=True)
-    assert rest == seen[:2]
 
 
 TRAINER_PROGRAM = """
@@ -354,9 +352,7 @@ def test_ranks_that_do_not_fit_are_refused(tmp_path) -> None:
     for rank in (2, -1, True, "0"):
         with pytest.raises(ValueError) as error:
             bucketed(Rows(), batch_size=4, world_size=2, rank=rank)
-        assert str(error.value) == (
-            f"rank={rank!r} is out of range; expected None or 0 to world_size - 1 = 1. Pass rank=0, world_size=2"
-        )
+        assert str(error.value).startswith(f"rank={rank!r} is invalid; expected an integer of 0 or more, or None")
     with pytest.raises(ValueError) as error:
         bucketed([example(0)], batch_size=4, world_size=2, rank=1)
     assert str(error.value) == (

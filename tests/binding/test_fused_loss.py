@@ -480,9 +480,9 @@ def test_what_cannot_be_fused_is_refused(
 
 @pytest.mark.parametrize("chunk_bytes", [0, -1, True, 1.5, "64MiB"])
 def test_chunk_bytes_out_of_range(chunk_bytes: Any) -> None:
-    with pytest.raises(ValueError, match="expected a number of bytes of at least 1, or None") as error:
+    with pytest.raises(ValueError, match="chunk_bytes=") as error:
         fuse_cross_entropy(llama(), chunk_bytes=chunk_bytes)
-    assert f"chunk_bytes={chunk_bytes!r} is not a number of bytes" in str(error.value)
+    assert f"chunk_bytes={chunk_bytes!r} is invalid; expected an integer of 1 or more, or None" in str(error.value)
 
 
 def test_a_masked_model_fuses_its_bias() -> None:

@@ -288,6 +288,17 @@ VERBS = {
             "LoRA needs peft, which is not installed. Call: pip install 'hf-memopt[peft]'",
         ),
         (
+            MemoryError("malloc of size 9 failed"),
+            "the memory of this computer ran out (MemoryError: malloc of size 9 failed); expected enough for data and "
+            "model. Close other programs, or take a smaller file or model",
+        ),
+        (
+            RuntimeError(),
+            "hf-memopt failed (RuntimeError), which is a bug in hf-memopt; please report it. Set "
+            "HF_MEMOPT_DEBUG=1 for the traceback",
+        ),
+        (ValueError("a=\x1b[31m is wrong"), "a=\\u001b[31m is wrong"),
+        (
             KeyError("x"),
             "hf-memopt failed (KeyError: 'x'), which is a bug in hf-memopt; please report it. Set "
             "HF_MEMOPT_DEBUG=1 for the traceback",

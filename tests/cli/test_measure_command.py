@@ -1,15 +1,18 @@
-"""``hf-memopt measure``: the script runs up to its training, which is measured; exit codes; what is refused."""
+"""``hf-memopt measure``: the script runs up to its training, which is measured; exit codes; what is refused.
+
+What scripts do around ``train()`` is in ``tests/hard/test_measured_scripts.py``.
+"""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Trainer
 from typer.testing import CliRunner
 
 from hf_memopt.cli.app import app
@@ -36,46 +39,58 @@ def script_of(folder: Path, text: str) -> str:
 
 
 def run(*arguments: str) -> Any:
+    """Run the command in this process; what the script prints goes to the real streams."""
     return CliRunner().invoke(app, ["measure", *arguments])
 
 
-@pytest.fixture(autouse=True)
-def unchanged(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("SCRIPT_RAN", "")
-    before = Trainer.train, list(sys.argv), list(sys.path), list(sys.meta_path)
-    yield
-    assert (Trainer.train, sys.argv, sys.path, sys.meta_path) == before
-
-
-def test_a_script_runs_with_its_arguments_up_to_its_training(tmp_path: Path) -> None:
-    script = script_of(tmp_path, BEGIN + "try:\n    " + TRAIN + "except Exception:\n    pass\nprint('NEVER')\n")
-    output = tmp_path / "run.json"
-    found = run(script, "--steps", "2", "--output", str(output), "--", str(tmp_path / "out"), "--lr", "0.5")
-    assert found.exit_code == 0, found.output
-    assert f"arguments: ['{tmp_path / 'out'}', '--lr', '0.5'] train.py __main__" in found.output
-    assert "NEVER" not in found.output
-    assert "It fits: " in found.output
+def test_a_script_runs_with_its_arguments_up_to_its_training(tmp_path: Path, capfd: Any) -> None:
+    own = (
+        "from transformers import TrainerCallback\nclass Saves(TrainerCallback):\n"
+        "    def on_train_end(self, *_, model, **__):\n        model.save_pretrained(sys.argv[1])\n"
+        "trainer = Trainer(BertForSequenceClassification(config), args, train_dataset=rows, callbacks=[Saves()])\n"
+        "try:\n    trainer.train()\nfinally:\n    trainer.save_model()\n    print('NEVER')\n"
+    )
+    first = "import sys\nassert not {'torch', 'transformers'} & set(sys.modules), 'imported'\n"
+    script = script_of(tmp_path, first + BEGIN + own)
+    output, folder = tmp_path / "run.json", tmp_path / "out"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("TRAINED")
+    handler = signal.getsignal(signal.SIGTERM)
+    found = run(script, "--steps", "2", "--json", "--output", str(output), "--", str(folder), "--lr", "0.5")
+    printed = capfd.readouterr()
+    assert found.exit_code == 0, found.output + printed.err
+    assert printed.out == ""  # what the script prints is not in the JSON
+    assert f"arguments: ['{folder}', '--lr', '0.5'] train.py __main__" in printed.err
+    assert "NEVER" not in printed.err
+    assert [(file.name, file.read_text()) for file in folder.iterdir()] == [("model.safetensors", "TRAINED")]
     told = json.loads(output.read_text())
-    assert (told["steps"], len(told["step_seconds"]), told["device"]) == (5, 2, "cpu")
+    assert json.loads(found.stdout) == told
+    assert (told["steps"], len(told["step_seconds"]), told["device"], told["batch_size"]) == (5, 2, "cpu", 4)
+    assert signal.getsignal(signal.SIGTERM) == handler
     again = run(script, "--output", str(output))
-    assert (again.exit_code, "arguments" in again.output) == (2, False)  # the script does not run
-    assert f"--output {output} exists already; expected a new file. Pass --force, or another path" in again.output
+    assert (again.exit_code, capfd.readouterr().err) == (2, "")  # the script does not run
+    assert again.stderr == (f"--output {output} exists already; expected a new file. Pass --force, or another path\n")
 
 
-def test_a_script_that_attaches_is_measured(tmp_path: Path) -> None:
-    own = TRAIN.replace("Trainer(", "attach(Trainer(").replace("=rows)", "=rows), MicrobatchCallback())")
-    script = script_of(tmp_path, f"{BEGIN}from hf_memopt import MicrobatchCallback, attach\n{own}")
+@pytest.mark.slow
+def test_a_script_that_attaches_is_measured_as_its_trainer_in_hand(tmp_path: Path) -> None:
+    own = TRAIN.replace("Trainer(", "trainer = attach(Trainer(").replace("=rows)", "=rows), MicrobatchCallback())")
+    own = own.replace(
+        ".train()",
+        "\nif sys.argv[2:]:\n    print(measure(trainer, steps=1).to_json())\n    sys.exit()\ntrainer.train()",
+    )
+    script = script_of(tmp_path, f"{BEGIN}from hf_memopt import MicrobatchCallback, attach, measure\n{own}")
+    command = [sys.executable, script, str(tmp_path / "out"), "in hand"]
+    by_hand = subprocess.run(command, capture_output=True, text=True).stdout
     found = run(script, "--steps", "1", "--json", "--", str(tmp_path / "out"))
     assert found.exit_code == 0, found.output
-    assert len(json.loads(found.stdout)["step_seconds"]) == 1
+    told, expected = json.loads(found.stdout), json.loads(by_hand[by_hand.index("{\n") :])
+    for figures in ("measured", "predicted"):
+        for name in ("allocated_bytes", "phases", "components"):
+            assert told[figures][name] == expected[figures][name]
 
 
-def test_json_is_alone_on_standard_output(tmp_path: Path) -> None:
-    found = run(script_of(tmp_path, BEGIN + TRAIN), "--steps", "1", "--json", "--", str(tmp_path / "out"))
-    assert found.exit_code == 0, found.output
-    assert json.loads(found.stdout)["batch_size"] == 4
-
-
+@pytest.mark.slow
 def test_out_of_memory_is_exit_code_1(tmp_path: Path) -> None:
     fails = (
         "from transformers import TrainerCallback\nimport torch\nclass Full(TrainerCallback):\n"
@@ -87,22 +102,53 @@ def test_out_of_memory_is_exit_code_1(tmp_path: Path) -> None:
     assert "Out of memory in the forward phase, after 0 whole steps." in found.output
 
 
-WRONG = [
-    ("x = 1\n", "never called Trainer.train() (it finished); expected a script that trains with the stock Trainer."),
-    ("import sys\nsys.exit(3)\n", "never called Trainer.train() (it ended with exit code 3); expected a script"),
-    ("x = 1\nraise KeyError('data')\n", "never called Trainer.train() (KeyError: 'data', line 2); expected a script"),
-    ("def f(:\n", "never called Trainer.train() (SyntaxError: "),
-    (BEGIN + TRAIN.replace("rows", "[{}] * 64"), "fails in its first steps ("),
-    (BEGIN + "args._n_gpu = 2\n" + TRAIN, "n_gpu=2 GPUs are visible to this one process"),
+NEVER = (
+    "{script!r} never called Trainer.train() ({ended}); expected a script that trains with the stock Trainer. "
+    "Run it by itself: python {script}\n"
+)
+UNMEASURED = [
+    ("x = 1\n", "it ended with exit code 0", ""),
+    ("import sys\nsys.exit(3)\n", "it ended with exit code 3", ""),
+    ("import os\nos.kill(os.getpid(), 9)\n", "it was killed by SIGKILL", ""),
+    ("x = 1\nraise KeyError('data')\n", "it ended with exit code 1", "KeyError: 'data'"),
+    ("def f(:\n", "it ended with exit code 1", "SyntaxError: invalid syntax"),
 ]
 
 
-@pytest.mark.parametrize(("text", "message"), WRONG)
-def test_a_script_that_cannot_be_measured_is_exit_code_2(text: str, message: str, tmp_path: Path) -> None:
-    found = run(script_of(tmp_path, text), "--", str(tmp_path / "out"))
+@pytest.mark.parametrize(("text", "ended", "shown"), UNMEASURED)
+def test_a_script_that_never_trains_is_exit_code_2(
+    text: str, ended: str, shown: str, tmp_path: Path, capfd: Any
+) -> None:
+    script = script_of(tmp_path, text)
+    found = run(script)
+    assert found.exit_code == 2
+    assert found.output == NEVER.format(script=script, ended=ended)
+    assert (capfd.readouterr().err.splitlines() or [""])[-1] == shown
+
+
+FAILING = [
+    (
+        TRAIN.replace("rows", "[{'input_ids': [500], 'labels': 0}] * 64"),
+        "{script!r} fails in its first steps (IndexError: index out of range in self); expected steps that run. "
+        "Run it by itself: python {script}\n",
+    ),
+    (
+        "args._n_gpu = 2\n" + TRAIN,
+        "n_gpu=2 GPUs are visible to this one process, so the Trainer would use torch.nn.DataParallel; expected one "
+        "process per GPU. Launch: torchrun --nproc_per_node=2 your_script.py (or show it one GPU only: "
+        "CUDA_VISIBLE_DEVICES=0 python your_script.py)\n",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "message"), FAILING)
+def test_steps_that_cannot_be_measured_are_exit_code_2(text: str, message: str, tmp_path: Path, capfd: Any) -> None:
+    script = script_of(tmp_path, BEGIN + text)
+    found = run(script, "--", str(tmp_path / "out"))
     assert found.exit_code == 2, found.output
-    assert message in found.output
-    assert "Traceback" not in found.output
+    assert found.output == message.format(script=script)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -130,13 +176,3 @@ def test_bad_options_are_refused_before_the_script_runs(
 def test_options_are_checked_without_torch() -> None:
     code = "import sys, hf_memopt.cli.measure_command, hf_memopt.cli.plan_command; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
-
-
-@pytest.mark.slow
-def test_a_script_sets_its_environment_before_anything_heavy_is_imported(tmp_path: Path) -> None:
-    first = "import sys\nassert not {'torch', 'transformers'} & set(sys.modules), 'imported'\n"
-    script = script_of(tmp_path, first + BEGIN + TRAIN)
-    command = [sys.executable, "-m", "hf_memopt", "measure", script, "--steps", "1", "--", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "It fits: " in done.stdout

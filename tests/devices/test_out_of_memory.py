@@ -38,6 +38,19 @@ OUT_OF_MEMORY = [
     RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
     RuntimeError("level_zero backend failed with error: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)"),
     RuntimeError("UR backend failed. UR backend returns:40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)"),
+    RuntimeError("NPU out of memory. Tried to allocate 22.00 MiB (NPU 0; 60.97 GiB total capacity; 10.24 GiB already"),
+    RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    RuntimeError("cuFFT error: HIPFFT_ALLOC_FAILED"),
+    RuntimeError("CUDA error: resource allocation failed when calling `cusparseCreate(handle)`"),
+    RuntimeError("CUDA error: insufficient resources when calling `cusparseSpGEMM_workEstimation( handle, opA, opB,"),
+    RuntimeError("cuDNN Frontend error: cudnnBackendExecute(handle, plan, pack) failed with CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError(
+        "cuDNN Frontend error: CUDNN_BACKEND_OPERATION: cudnnFinalize Failed cudnn_status: "
+        "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
+    ),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("Triton Error [HIP]:  Code: 2, Messsage: out of memory"),
+    RuntimeError("Triton Error [HIP]: Code: 2, Message: out of memory"),
     RuntimeError("MPS backend out of memory (MPS allocated: 7.80 GiB, other allocations: 6.94 GiB)"),
     RuntimeError("Invalid buffer size: 24.00 GiB"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:114] data. DefaultCPUAllocator: not enough memory: you tried to"),
@@ -48,6 +61,14 @@ OTHERS = [
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous"),
+    RuntimeError(
+        "cuDNN Frontend error: CUDNN_BACKEND_OPERATION: cudnnFinalize Failed cudnn_status: CUDNN_STATUS_BAD_PARAM"
+    ),
+    RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph."),
+    RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR"),
+    RuntimeError("CUDA error: insufficient resources when calling `cublasCreate(handle)`"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError("Triton Error [HIP]:  Code: 209, Messsage: no kernel image is available for execution on the device"),
     RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:84, unhandled cuda error, Cuda failure 'out of memory'"),
     RuntimeError("out of resource: shared memory, Required: 147456, Hardware limit: 101376"),
     RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)"),

@@ -27,18 +27,18 @@ import hf_memopt as m
 import tiny
 from hf_memopt.batching.padding_costs.data_files import data_file, file_lengths
 from hf_memopt.batching.views.stream_checkpoint import _saved_state
+from hf_memopt.binding.checkpoint_manifest import MANIFEST, why_not_whole
 from hf_memopt.demo.run import MARKER, check_output
 from hf_memopt.devices.gpus import find_gpu
 from hf_memopt.memory.models.loading import load_model
-from hf_memopt.recipes.measuring.measurement import Figures, Measurement, named_measurement
 from hf_memopt.recipes.planning.measured import Corrections
 from hf_memopt.reports.difference import compare, difference_page, print_difference
+from hf_memopt.reports.measurement_file import Figures, Measurement, named_measurement
 from hf_memopt.reports.plan_file import read_plan_text
 from hf_memopt.reports.plan_page import plan_page
 from hf_memopt.reports.run_file import read_run
 from hf_memopt.reports.run_page import run_page
 from hf_memopt.reports.sides import read_side
-from hf_memopt.techniques.checkpoints.complete import why_incomplete
 from hf_memopt.techniques.microbatching.limits import LIMITS_FILE, microbatch_limits, read_limits, write_limits
 
 __all__ = ["FILES", "StrangeFile", "broken_bytes", "broken_json"]
@@ -183,9 +183,14 @@ def _write_checkpoint(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
 
 
+def _write_manifest(folder: Path) -> None:
+    _write_checkpoint(folder)
+    files = {"optimizer.pt": "0 bytes, CRC32 00000000"}
+    (folder / MANIFEST).write_text(json.dumps({"run": "a", "step": 3, "world_size": 2, "files": files}))
+
+
 def _read_checkpoint(path: Path) -> None:
-    why_incomplete(path.parent)
-    why_incomplete(path.parent, check_files=False)
+    why_not_whole(path.parent)
 
 
 def _write_demo(folder: Path) -> None:
@@ -292,6 +297,7 @@ FILES: dict[str, StrangeFile] = {
     "stream": StrangeFile("memopt_stream_0.json", _json("memopt_stream_0.json", _stream_state), _resume_stream),
     "checkpoint's state": StrangeFile("trainer_state.json", _write_checkpoint, _read_checkpoint),
     "checkpoint's index": StrangeFile("model.safetensors.index.json", _write_checkpoint, _read_checkpoint),
+    "checkpoint's manifest": StrangeFile(MANIFEST, _write_manifest, _read_checkpoint),
     "demo": StrangeFile(MARKER, _write_demo, lambda path: check_output(path.parent)),
     "model": StrangeFile("config.json", _write_model, _read_model),
     "tokenizer": StrangeFile("tokenizer.json", _write_tokenizer, _read_tokenizer),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from hf_memopt import (
     attach,
     bucketed,
 )
-from hf_memopt.techniques.checkpoints.complete import why_incomplete
+from hf_memopt.binding.checkpoint_manifest import why_not_whole
 
 FINAL = "final.pt"
 STEPS = 64
@@ -89,6 +90,24 @@ SETUPS = {
 }
 
 
+PAIR = "two processes, a stream"
+SETUPS_OF_TWO = {
+    PAIR: SetUp(
+        lambda: bucketed(Stream(), batch_size=2, buffer_examples=8),
+        {
+            "per_device_train_batch_size": 2,
+            "ignore_data_skip": True,
+            "ddp_backend": "gloo",
+            "ddp_broadcast_buffers": False,
+            "ddp_find_unused_parameters": False,
+            "save_total_limit": 1,  # so that the newest whole checkpoint is the only one
+        },
+        lambda: [MicrobatchCallback(max_examples=1), ShardedCheckpointCallback("40KB")],
+    ),
+}
+"""Of two processes that share their gradients."""
+
+
 class Progress(TrainerCallback):
     """Send what a run does, so that it can be ended there."""
 
@@ -102,9 +121,12 @@ class Progress(TrainerCallback):
         self.writer.send("saved")
 
 
-def train(name: str, folder: Path, writer: Any, seed: int = 0) -> None:
-    """Train from the newest complete checkpoint on, if there is one, and keep what the run ends with."""
-    set_up = SETUPS[name]
+def train(name: str, folder: Path, writer: Any, rank: int = 0, port: int = 0, seed: int = 0) -> None:
+    """Train from the newest whole checkpoint on, if there is one, and keep what the run ends with."""
+    set_up = {**SETUPS, **SETUPS_OF_TWO}[name]
+    if name in SETUPS_OF_TWO:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true")
     torch.manual_seed(seed)  # a resumed run has other random numbers than the first, until it reads those saved
     model = set_up.model()
     args = tiny.arguments(
@@ -128,11 +150,12 @@ def train(name: str, folder: Path, writer: Any, seed: int = 0) -> None:
     attach(trainer, *set_up.callbacks())
     trainer.add_callback(Progress(writer))
     writer.send("built")
-    trainer.train(resume_from_checkpoint=any(why_incomplete(each) is None for each in folder.glob("checkpoint-*")))
+    trainer.train(resume_from_checkpoint=any(why_not_whole(each) is None for each in folder.glob("checkpoint-*")))
     logs = [
         {key: log[key] for key in ("step", "loss", "grad_norm", "learning_rate")}
         for log in trainer.state.log_history
         if "loss" in log
     ]
     state = trainer.optimizer.optimizer.state_dict()
-    torch.save({"weights": model.state_dict(), "optimizer": state, "logs": logs}, folder / FINAL)
+    final = {"weights": model.state_dict(), "optimizer": state, "logs": logs if rank == 0 else None}
+    torch.save(final, folder / f"{rank}-{FINAL}")

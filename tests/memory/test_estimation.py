@@ -1300,3 +1300,14 @@ def test_an_estimate_under_inference_mode_is_the_same() -> None:
     with torch.inference_mode():
         inside = of_bert()
     assert inside.peak_allocated_bytes == outside.peak_allocated_bytes
+
+
+def test_heads_wider_than_any_kernel_are_told_as_such() -> None:
+    config = tiny.llama_config(hidden_size=2**18, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1)
+    with pytest.raises(NotEstimableError) as error:
+        estimate(config, batch_size=1, seq_len=16, gpu="T4")
+    assert str(error.value) == (
+        "not estimable: an attention head has 131072 numbers; expected at most 65536, as torch has no kernel for more. "
+        "Pass attn_implementation='eager', or a model with more heads"
+    )
+    assert estimate(config, batch_size=1, seq_len=16, gpu="T4", attn_implementation="eager").fits is False

@@ -15,9 +15,9 @@ import transformers
 import tiny
 from hf_memopt import Gpu, Measurement, Plan, Recipe, estimate, find_gpu, measure, plan, recipe
 from hf_memopt.devices import gpus
-from hf_memopt.recipes.measuring.measurement import Figures
 from hf_memopt.recipes.measuring.recorder import StepMeter
 from hf_memopt.recipes.planning.measured import Corrections
+from hf_memopt.reports.measurement_file import Figures
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -236,8 +236,10 @@ def test_the_whole_way_from_the_counters_of_a_gpu_to_a_plan(tmp_path: Path, monk
     """Only the counters are made up: steps, prediction, file and plan are real."""
     for module in ("memory.estimation", "recipes.measuring.measure"):
         monkeypatch.setattr(f"hf_memopt.{module}.current_gpu", lambda: GPU)
-    monkeypatch.setattr("hf_memopt.recipes.measuring.measure.meter_of", lambda device: Counters(torch.device("cuda:0")))
-    monkeypatch.setattr("hf_memopt.recipes.measuring.measure.read_context", lambda device: CONTEXT_BYTES)
+    monkeypatch.setattr(
+        "hf_memopt.recipes.measuring.recorder.meter_of", lambda device: Counters(torch.device("cuda:0"))
+    )
+    monkeypatch.setattr("hf_memopt.recipes.measuring.recorder.read_context", lambda device: CONTEXT_BYTES)
     rows = [{name: [5] * 32 for name in ("input_ids", "labels")}] * 16
     args = tiny.arguments(tmp_path / "out", per_device_train_batch_size=2, optim="adamw_torch_fused")
     trainer = transformers.Trainer(transformers.LlamaForCausalLM(config()), args, train_dataset=rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -110,6 +112,17 @@ def test_texts_are_escaped(text: str) -> None:
     assert "img" not in read.tags
     assert EVIL not in page
     assert EVIL in read.text
+
+
+def test_the_policy_allows_the_one_script_by_its_hash(text: str) -> None:
+    page = page_of(text)
+    [script] = re.findall("<script>(.*?)</script>", page, re.DOTALL)
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    [policy] = re.findall('http-equiv="Content-Security-Policy" content="(.*?)"', page)
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["script-src"] == f"'sha256-{allowed}'"
+    assert rules["default-src"] == "'none'"
+    assert not re.search(r"\son\w+=", page)  # a handler in an attribute would not run
 
 
 def test_the_script_is_there_to_copy(text: str) -> None:

@@ -693,10 +693,7 @@ FIX = 'Set, for example, TrainingArguments(optim="adamw_8bit").'
 @pytest.mark.parametrize("bits", [8, 16, "32", 32.0, None])
 def test_wrong_bits(bits: Any) -> None:
     model = Words()
-    message = (
-        f"bits={bits!r} is not supported for embeddings; expected 32. Write bits=32, or take EmbeddingBitsCallback() "
-        "out of callbacks=."
-    )
+    message = f"bits={bits!r} is invalid; expected 32. Pass bits=32"
     for call in (EmbeddingBitsCallback, lambda bits: override_embedding_bits(model, make(AdamW8bit, model), bits)):
         with pytest.raises(ValueError) as error:
             call(bits)

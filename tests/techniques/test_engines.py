@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from slow_cases import resumes_on_a_cpu, slow_except
 
 import technique_table
 from hf_memopt import OverflowCallback, attach
+from hf_memopt.binding.checkpoint_manifest import MANIFEST
 from hf_memopt.binding.refusals import REFUSALS, TECHNIQUES
 from two_ranks import run_pair
 
@@ -67,6 +69,10 @@ def check_resumed(ranks: Found, folder: Path, case: str) -> None:
     straight, resumed = (torch.load(folder / f"{name}.pt") for name in (case, f"{case}, resumed"))
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
     assert all(rank["resumed"] == rank["losses"] for rank in ranks)
+    for checkpoint in (folder / case).glob("checkpoint-*"):
+        saved = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
+        manifest = json.loads((checkpoint / MANIFEST).read_bytes())
+        assert ({*manifest["files"], MANIFEST}, manifest["world_size"]) == (saved, len(ranks))
 
 
 def check_techniques(ranks: Found, folder: Path, case: str) -> None:

@@ -701,10 +701,10 @@ def test_argmax_of_what_is_no_logits(logits: Any, shown: str) -> None:
         ),
         (
             {"card_budget": "64 megs"},
-            "size='64 megs' is not an amount of memory; expected a number with one of the units "
+            "card_budget='64 megs' is not an amount of memory; expected a number with one of the units "
             "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB. Write, for example, '4GB' or '3.5GiB'.",
         ),
-        ({"card_budget": -1}, "size=-1 is negative; expected 0 bytes or more. Write, for example, '4GB'."),
+        ({"card_budget": -1}, "card_budget=-1 is negative; expected 0 bytes or more. Write, for example, '4GB'."),
     ],
     ids=["reduce", "card_budget", "negative"],
 )

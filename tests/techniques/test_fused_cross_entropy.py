@@ -191,5 +191,5 @@ def test_settings_are_refused_without_attach_too(tmp_path: Any) -> None:
 
 
 def test_chunk_bytes_are_checked_at_once() -> None:
-    with pytest.raises(ValueError, match="chunk_bytes=0 is not a number of bytes"):
+    with pytest.raises(ValueError, match="chunk_bytes=0 is invalid; expected an integer of 1 or more, or None"):
         FusedCrossEntropyCallback(chunk_bytes=0)

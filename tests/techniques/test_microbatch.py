@@ -7,6 +7,7 @@ import logging
 import pickle
 import re
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,11 +31,12 @@ from hf_memopt.techniques.microbatching.limits import (
     LIMITS_FILE,
     MOST_FAILED_TRIES,
     Limit,
+    Tally,
     microbatch_limits,
     read_limits,
 )
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback, run_in_microbatches
-from hf_memopt.techniques.microbatching.splitting import cut
+from hf_memopt.techniques.microbatching.splitting import cut, take_rows
 from scarcity import CASES, Case, Pad, Scarcity, causal_rows, mixed_rows
 
 FLOAT32 = 2**-23  # one bit of a norm's weight, 1: the same gradients, added in another order and over shorter rows
@@ -361,9 +363,73 @@ def test_each_change_of_the_limit_is_one_line(tmp_path: Path, caplog: pytest.Log
         "gradient up to rounding.",
     ]
     assert re.fullmatch(
-        r"3 of 3 steps ran in micro-batches\. Memory ran out 2 times, which cost \d+\.\d s\. To cut from the first "
+        r"3 of 3 steps ran in micro-batches\. Memory ran out 2 times, which cost [\d.]+ s\. To cut from the first "
         r"step on: MicrobatchCallback\(max_tokens=18\)",
         summary,
+    )
+
+
+def test_memory_that_runs_out_while_rows_are_taken_is_recovered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are taken one micro-batch at a time: a batch is never there twice."""
+    whole = run(CASES["bert"], tmp_path)
+    trainer = make(CASES["bert"], tmp_path, MicrobatchCallback(max_examples=2))
+    events: list[str] = []
+
+    def take(inputs: Any, rows: list[int]) -> dict[str, Any]:
+        events.append("take")
+        if len(events) == 3:  # the second micro-batch of the first step
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return take_rows(inputs, rows)
+
+    monkeypatch.setattr("hf_memopt.techniques.microbatching.step.take_rows", take)
+    trainer.model.register_forward_pre_hook(lambda *_: events.append("run"))
+    trainer.train()
+    assert tiny.largest_difference(whole.model, trainer.model) <= FLOAT32
+    assert events[:3] == ["take", "run", "take"]
+    assert events[3:] == ["take", "run"] * (len(events[3:]) // 2)
+
+
+class OwnLoss(Trainer):
+    """A loss that is not known: the backbone's rows run in parts."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, OwnLoss])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_repetitions_cost_is_told_whole(trainer_class: type[Trainer], where: str, tmp_path: Path) -> None:
+    def fail(rows: int) -> None:
+        if rows > 2 and trainer.state.global_step == 1:
+            time.sleep(0.05)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if module is not trainer.model.bert.embeddings:
+            return
+        if where == "forward":
+            fail(len(output))
+        elif output.requires_grad:
+            output.register_hook(lambda gradient: fail(len(gradient)))
+
+    callback = MicrobatchCallback()
+    trainer = make(CASES["bert"], tmp_path, callback, None, trainer_class)
+    handle = nn.modules.module.register_module_forward_hook(watch)
+    try:
+        trainer.train()
+    finally:
+        handle.remove()
+    assert callback.tally.failures > 1
+    assert 0.05 * callback.tally.failures <= callback.tally.lost_seconds < callback.tally.seconds
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.0153, "0.0153"), (2.34, "2.34"), (1234.5, "1,234")])
+def test_a_cost_below_a_second_is_not_told_as_none(seconds: float, text: str) -> None:
+    tally = Tally(steps=3, cut_steps=2, failures=1, lost_seconds=seconds, seconds=9.0)
+    assert tally.summary(microbatch_limits()) == (
+        f"2 of 3 steps ran in micro-batches. Memory ran out once, which cost {text} s."
     )
 
 
@@ -438,7 +504,10 @@ def test_a_resumed_run_starts_with_the_limit_and_equals_the_straight_run(tmp_pat
     straight = run(CASES["bert"], tmp_path / "straight", MicrobatchCallback(), Scarcity(limit=40), **settings)
     saved = read_limits(tmp_path / "straight/checkpoint-2")
     assert saved["max_tokens"].limit == 36
-    assert sorted(path.name for path in (tmp_path / "straight/checkpoint-2").glob("memopt*")) == [LIMITS_FILE]
+    assert sorted(path.name for path in (tmp_path / "straight/checkpoint-2").glob("memopt*")) == [
+        "memopt_manifest.json",
+        LIMITS_FILE,
+    ]
     callback, scarcity = MicrobatchCallback(), Scarcity(limit=40)
     resumed = make(CASES["bert"], tmp_path / "other", callback, scarcity, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight/checkpoint-2"))
@@ -662,7 +731,7 @@ def test_the_function_does_it_without_the_callback(tmp_path: Path) -> None:
     handle.remove()
     handle.remove()
     assert {name for name in vars(split) if name not in before} <= {"_created_lr_scheduler"} | vars(whole).keys()
-    assert not {"training_step", "compute_loss", "train", "prediction_step"} & vars(split).keys()
+    assert not {"training_step", "compute_loss", "prediction_step"} & vars(split).keys()
 
 
 def test_the_function_refuses_settings_that_became_incompatible(tmp_path: Path) -> None:

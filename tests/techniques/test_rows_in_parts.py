@@ -670,7 +670,8 @@ class Halving:
         for _ in range(2):  # checked now, and again in the second step
             self.run()
 
-    def _fail(self, rows: int, columns: int | None, text: str) -> None:
+    def _fail(self, rows: int, columns: int | None, text: str, seconds: float) -> None:
+        assert seconds > 0
         self.rows = max(1, rows // 2)
         self.failed.append((rows, columns, text))
 

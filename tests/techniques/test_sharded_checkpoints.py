@@ -22,6 +22,7 @@ from transformers import Trainer
 
 import tiny
 from hf_memopt.binding.attach import attach
+from hf_memopt.binding.checkpoint_manifest import MANIFEST
 from hf_memopt.memory.storage_tracker import StorageTracker
 from hf_memopt.techniques.checkpoints import sharded as checkpoint_files
 from hf_memopt.techniques.checkpoints.sharded import (
@@ -515,6 +516,7 @@ def test_setting_is_put_back_when_there_is_no_state(tmp_path, monkeypatch, damag
     trainer(llama(), tmp_path, ours()).train()
     monkeypatch.setattr(checkpoint_files, "_maps_state", lambda trainer: True)
     path = tmp_path / "checkpoint-2/optimizer.pt"
+    path.with_name(MANIFEST).unlink()  # which would refuse it
     built = trainer(llama(), tmp_path, ours())
     seen: list[bool] = []
     step = built.training_step
@@ -566,6 +568,8 @@ def test_handle_gives_the_trainer_back(tmp_path) -> None:
     overridden = {"save_model", "create_scheduler", "train"}
     assert overridden <= set(vars(built))
     callback.handle.remove()
+    assert "create_scheduler" not in vars(built)
+    built.memopt_handle.remove()  # of the manifests too
     assert overridden.isdisjoint(vars(built))
     assert before <= set(vars(built))
 
@@ -575,7 +579,7 @@ def test_moves_to_another_trainer_once_it_was_taken_off(tmp_path) -> None:
     first = trainer(llama(), tmp_path / "1", callback)
     callback.handle.remove()
     second = trainer(llama(), tmp_path / "2", callback)
-    assert "save_model" not in vars(first)
+    assert "create_scheduler" not in vars(first)
     second.train()
     assert (tmp_path / "2/checkpoint-2/model.safetensors.index.json").is_file()
     with pytest.raises(RuntimeError, match="never bound to its trainer"):

@@ -441,7 +441,7 @@ def test_other_arguments_that_are_refused() -> None:
     with pytest.raises(ValueError) as error:
         sixteen_bit_optimizer(torch.optim.SGD, "nearest")  # type: ignore[arg-type]
     assert str(error.value) == (
-        "rounding='nearest' is unknown; expected 'stochastic' or 'kahan'. Pass rounding='stochastic'"
+        "rounding='nearest' is unknown; expected one of 'stochastic', 'kahan'. Pass rounding='stochastic'"
     )
     with pytest.raises(ValueError) as error:
         sixteen_bit_optimizer(of_bitsandbytes.LAMB8bit)(weights(), lr=1e-3)

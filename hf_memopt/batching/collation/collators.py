@@ -44,7 +44,7 @@ from hf_memopt.plain_data import check_value, shown
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["BucketedCollator", "DynamicPaddingCollator", "flatten", "needs_position_ids"]
+__all__ = ["BucketedCollator", "DynamicPaddingCollator", "check_tokenizer", "flatten", "needs_position_ids"]
 
 LabelId = Annotated[int, range(-(2**31), 2**31)]
 
@@ -119,7 +119,7 @@ class BucketedCollator:
         if inner is not None:
             _check_inner(inner, own)
         else:
-            _check_tokenizer(tokenizer)
+            check_tokenizer(tokenizer)
             _check_settings(tokenizer, mlm_probability, causal_lm, pad_to_multiple_of)
             if not getattr(tokenizer, "is_fast", True):
                 warnings.warn(
@@ -369,7 +369,7 @@ def _check_inner(inner: Any, own: dict[str, Any]) -> None:
         )
 
 
-def _check_tokenizer(tokenizer: Any) -> None:
+def check_tokenizer(tokenizer: Any, name: str = "tokenizer") -> None:
     if tokenizer is None:
         raise ValueError(
             "tokenizer=None and inner=None leave nothing to pad with; expected one of them. "
@@ -377,12 +377,12 @@ def _check_tokenizer(tokenizer: Any) -> None:
         )
     if not hasattr(tokenizer, "pad_token_id") or not hasattr(tokenizer, "padding_side"):
         raise TypeError(
-            f"tokenizer={reprlib.repr(tokenizer)} has no pad_token_id and padding_side; expected a transformers "
+            f"{name}={reprlib.repr(tokenizer)} has no pad_token_id and padding_side; expected a transformers "
             "tokenizer or a processor that holds one. Call: AutoTokenizer.from_pretrained(name)."
         )
     if tokenizer.pad_token_id is None:
         raise ValueError(
-            f"tokenizer={type(tokenizer).__name__} has no pad token; expected one to pad with. "
+            f"{name}={type(tokenizer).__name__} has no pad token; expected one to pad with. "
             "Set: tokenizer.pad_token = tokenizer.eos_token."
         )
 

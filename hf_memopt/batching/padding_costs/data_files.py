@@ -316,7 +316,7 @@ def _token_counter(name: str) -> Callable[[pa.ChunkedArray, str], NDArray[np.int
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     # a missing file, a broken one, no network, a missing package: each raises its own, and where the Rust of tokenizers
     # panics, what it raises is no Exception

@@ -27,7 +27,6 @@ from hf_memopt.batching.padding_costs.strategies import (
 )
 from hf_memopt.batching.plan.buckets import LengthBuckets
 from hf_memopt.batching.plan.checks import check_batch_limits, check_counts
-from hf_memopt.notebook_output import printed_html
 from hf_memopt.plain_data import check_value, checked_path
 
 __all__ = ["Cut", "Histogram", "PaddingReport", "PaddingStrategy", "Suggestion", "padding_report"]
@@ -107,6 +106,7 @@ class PaddingReport:
 
     def _repr_html_(self) -> str:
         from hf_memopt.batching.padding_costs.output import print_report
+        from hf_memopt.terminal import printed_html
 
         return printed_html(partial(print_report, self))
 

@@ -1,8 +1,9 @@
 """Read one column of a data file as pyarrow tables: Parquet, Arrow, JSON Lines, CSV and datasets saved to disk.
 
 Files are read batch by batch, and of Parquet, Arrow and CSV, which ``pyarrow.dataset`` reads, only the column in
-question. JSON is parsed by Python: a row may have other fields than the first ones, and deep nesting is an error. So
-memory stays bounded whatever the size of a file; only an array or object over several lines is read as a whole.
+question. JSON is parsed by Python: a row may have other fields than the first ones, and deep nesting is an error. Of
+JSON a row above 64 MiB is refused and of CSV one above 16 MiB, which a few kilobytes of a compressed file can hold. So
+memory stays bounded whatever the size of such a file. Of Parquet 8192 values are held at once, however long.
 
 ``datasets.load_dataset(..., streaming=True)`` is not used (seen in 5.2): each call asks a server and writes to the
 cache, names are patterns, JSON Lines with another field or type in a later block are refused, deeply nested ones end
@@ -14,23 +15,28 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from hf_memopt.plain_data import parse_object, shown
+from hf_memopt.units import format_bytes
 
 __all__ = ["first_line", "likely_type", "open_source", "reading"]
 
 ROWS_AT_ONCE, JSON_ROWS_AT_ONCE = 8192, 512  # Python objects of a row take up to ten times the memory of its table
 MOST_OF_CAUSE = 300  # characters: it may quote the file
-CSV_BLOCK_BYTES = 16 * 2**20  # a row must fit into one block
+MOST_ROW = {"csv": 16 * 2**20, "json": 64 * 2**20}  # bytes, of JSON characters; a million token ids are 7 MiB
+TOO_LONG = "a row is too long"
+JSON_CHARACTERS = 2**20  # read at once
+BLANK, COMMA = re.compile(r"\s*").match, re.compile(r"\s*,\s*").match
+CUT_OFF = 16  # characters before its end at which a text that is cut off may be wrong
 
 Read = Callable[[str], Iterator[pa.Table]]
 """Takes the name of a column and yields tables of it alone."""
@@ -41,9 +47,16 @@ def reading(source: Path, kind: str) -> Iterator[None]:
     """Raise what the readers raise on a broken file as a ValueError of one line that names the file."""
     try:
         yield
+    except MemoryError:  # one of pyarrow is an ArrowException too
+        raise
     except (pa.ArrowException, OSError, EOFError, KeyError, TypeError, OverflowError, UnicodeError) as error:
         cause, action = first_line(error), "a complete file. Write it again"
-        if cause.startswith("line "):
+        if "straddling object" in cause:  # of pyarrow's CSV reader
+            cause = TOO_LONG
+        if cause.endswith(TOO_LONG):
+            most = format_bytes(MOST_ROW[kind])
+            action = f"rows of at most {most}. Cut its texts, or close the quotation mark or bracket left open"
+        elif cause.startswith("line "):
             action = f"complete JSON. Correct {cause.partition(':')[0]}, or write the file again"
         raise ValueError(f"path={str(source)!r} cannot be read as {kind} ({cause}); expected {action}") from error
 
@@ -125,7 +138,7 @@ def _open_table(file: Path, kind: str) -> tuple[pa.Schema, Read]:
         options = ds.ParquetFragmentScanOptions(pre_buffer=False)  # otherwise whole row groups are read ahead
         form = ds.ParquetFileFormat(default_fragment_scan_options=options)
     else:
-        reading = csv.ReadOptions(block_size=CSV_BLOCK_BYTES)
+        reading = csv.ReadOptions(block_size=MOST_ROW["csv"])  # a row must fit into one block
         form = ds.CsvFileFormat(csv.ParseOptions(newlines_in_values=True), read_options=reading)
     fragment = form.make_fragment(str(file), fs.LocalFileSystem())
     schema = fragment.physical_schema
@@ -144,7 +157,7 @@ def _open_table(file: Path, kind: str) -> tuple[pa.Schema, Read]:
 def _open_json(file: Path) -> tuple[pa.Schema, Read]:
     """Open JSON Lines, one array of objects, or one object; the first value of a column gives its type."""
     rows = _json_rows(file)
-    first = list(islice(rows, JSON_ROWS_AT_ONCE))
+    first = _block(rows)
     if not first:
         raise EOFError("it holds no rows")
     values: dict[str, Any] = {}
@@ -156,9 +169,19 @@ def _open_json(file: Path) -> tuple[pa.Schema, Read]:
         kind, block = likely_type(schema.field(column).type), first
         while block:
             yield pa.table({column: pa.array([row.get(column) for row in block], kind)})
-            block = list(islice(rows, JSON_ROWS_AT_ONCE))
+            block = _block(rows)
 
     return schema, read
+
+
+def _block(rows: Iterator[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
+    """Return the next rows, few where they are long; none at the end."""
+    block: list[dict[str, Any]] = []
+    size = 0
+    while len(block) < JSON_ROWS_AT_ONCE and size <= MOST_ROW["json"] and (found := next(rows, None)):
+        block.append(found[0])
+        size += found[1]
+    return block
 
 
 def _json_type(value: Any) -> pa.DataType:
@@ -170,16 +193,48 @@ def _json_type(value: Any) -> pa.DataType:
     return kinds.get(type(value), pa.null())
 
 
-def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file: one per line, or those of an array or object that spans several lines."""
+def _json_rows(file: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the objects of a file and their characters: one per line, or those of an array or object of many lines."""
     with io.TextIOWrapper(pa.input_stream(str(file), compression="detect"), encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            opens = line.lstrip().startswith("[") or line.strip() == "{"
-            found = _parse_json(line + lines.read() if opens else line, number) if line.strip() else []
-            for row in found if isinstance(found, list) else [found]:
+        for number, line in enumerate(iter(lambda: lines.readline(MOST_ROW["json"] + 1), ""), 1):
+            if line.strip() == "{":
+                line += lines.read(MOST_ROW["json"])
+            if line.lstrip().startswith("["):
+                found = _elements(lines, line, number)
+            elif len(line) > MOST_ROW["json"]:
+                raise pa.ArrowInvalid(f"line {number}: {TOO_LONG}")
+            else:
+                found = iter([(_parse_json(line, number), len(line))] if line.strip() else [])
+            for row, characters in found:
                 if not isinstance(row, dict):
                     raise pa.ArrowInvalid(f"line {number}: {reprlib.repr(row)} is not an object")
-                yield row
+                yield row, characters
+
+
+def _elements(lines: io.TextIOWrapper, text: str, line: int) -> Iterator[tuple[Any, int]]:
+    """Yield the elements of the array that begins in ``text``, and their characters, without reading it as a whole."""
+    decode, at, before = json.JSONDecoder().raw_decode, text.index("[") + 1, "["
+    gap = BLANK(text, at)
+    while True:
+        cut = len(text)
+        try:
+            while gap is not None:
+                row, end = decode(text, gap.end())
+                yield row, end - at
+                at, before = end, "[0"  # in which what follows is as right or wrong as after the element
+                gap = COMMA(text, at)
+        except (ValueError, RecursionError) as error:
+            cut = len(text) if str(error).startswith("Unterminated") else getattr(error, "pos", 0)
+        is_cut_off = cut > len(text) - CUT_OFF
+        line, text, at = line + text.count("\n", 0, at), text[at:], 0
+        if is_cut_off and len(text) > MOST_ROW["json"]:
+            raise pa.ArrowInvalid(f"line {line}: {TOO_LONG}")
+        more = lines.read(max(JSON_CHARACTERS, len(text))) if is_cut_off else ""
+        if not more:
+            _parse_json(before + text, line)  # raises, unless it is the end of the array
+            return
+        text += more
+        gap = (COMMA if before == "[0" else BLANK)(text)
 
 
 def _parse_json(text: str, number: int) -> Any:

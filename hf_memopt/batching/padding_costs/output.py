@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_report", "print_report", "report_text"]
 
-COLUMNS = 80
 LEAST_BAR_COLUMNS, BAR_COLUMNS = 8, 40
 FIGURE_COLUMNS = 21  # beside the bar: its edge, the count and its share
 NARROW_COLUMNS = 70  # where the names of strategies have a line for their arguments
@@ -27,11 +25,9 @@ REAL, OURS, MEAN = "#0072B2", "#009E73", "#D55E00"  # of Okabe and Ito's palette
 
 def report_text(report: PaddingReport) -> str:
     """Return the report as plain text of at most 80 columns."""
-    from rich.console import Console
+    from hf_memopt.terminal import printed_text
 
-    text = io.StringIO()
-    print_report(report, Console(file=text, width=COLUMNS, color_system=None, force_jupyter=False))
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    return printed_text(lambda console: print_report(report, console))
 
 
 def print_report(report: PaddingReport, console: Console) -> None:
@@ -140,7 +136,7 @@ def _look() -> dict[str, Any]:
 
 def draw_report(report: PaddingReport, path: Path) -> None:
     """Draw the lengths and what each way of batching pads to a file; see ``PaddingReport.plot``."""
-    plotting.check_picture(path, purpose="the picture of a padding report")
+    plotting.check_picture(path, purpose="the picture of a padding report", name="path")
     from matplotlib.figure import Figure
 
     with plotting.drawing():

@@ -157,7 +157,7 @@ class LengthBuckets:
             self.boundaries = checked_boundaries(given, max_tokens, n_buckets)
         fitting = self._fitting(int(self.boundaries[-1]) if given is not None else self._longest_allowed())
         if given is None:
-            if n_buckets == "auto":
+            if isinstance(n_buckets, str) and n_buckets == "auto":
                 n_buckets = self._enough_buckets(fitting)
             check_counts(n_buckets=n_buckets)
             self.boundaries = optimal_boundaries(

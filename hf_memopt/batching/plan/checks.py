@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hf_memopt.plain_data import Count, CountOrZero, check_value, checked_array
+from hf_memopt.plain_data import Count, CountOrZero, check_value, checked_array, shown
 
 __all__ = [
     "check_batch_limits",
@@ -75,10 +75,10 @@ def checked_boundaries(
     is_ascending = boundaries.ndim == 1 and boundaries.size > 0 and boundaries.dtype.kind in "iu"
     if not is_ascending or boundaries[0] < 1 or (np.diff(boundaries) <= 0).any():
         raise unknown_boundaries(boundaries.tolist())
-    if n_buckets != "auto":
+    if not isinstance(n_buckets, str) or n_buckets != "auto":
         raise ValueError(
-            f"n_buckets={n_buckets!r}, boundaries={boundaries.tolist()!r} both set the number of buckets; expected one "
-            "of them. Leave n_buckets out"
+            f"n_buckets={shown(n_buckets)}, boundaries={shown(boundaries.tolist())} both set the number of buckets; "
+            "expected one of them. Leave n_buckets out"
         )
     if max_tokens is not None and boundaries[-1] > max_tokens:
         raise ValueError(
@@ -91,7 +91,7 @@ def checked_boundaries(
 def unknown_boundaries(boundaries: Any) -> ValueError:
     """Return the error for boundaries that are not ascending limits."""
     return ValueError(
-        f"boundaries={boundaries!r} is invalid; expected 'auto' or ascending integers of 1 or more. "
+        f"boundaries={shown(boundaries)} is invalid; expected 'auto' or ascending integers of 1 or more. "
         "Pass boundaries=[64, 128, 256]"
     )
 
@@ -100,7 +100,7 @@ def check_batch_limits(batch_size: int | None, max_tokens: int | None) -> None:
     """Raise ValueError unless exactly one of the two limits is given and is 1 or more."""
     if (batch_size is None) == (max_tokens is None):
         raise ValueError(
-            f"batch_size={batch_size!r}, max_tokens={max_tokens!r}; expected exactly one of them. "
+            f"batch_size={shown(batch_size)}, max_tokens={shown(max_tokens)}; expected exactly one of them. "
             "Pass batch_size=32 (examples per batch) or max_tokens=4096 (padded tokens per batch)"
         )
     name, value = ("batch_size", batch_size) if max_tokens is None else ("max_tokens", max_tokens)
@@ -124,7 +124,7 @@ def checked_position(position: Any, size: int, item: str = "an example") -> int:
         index = operator.index(position)
     except TypeError:
         raise TypeError(
-            f"position={position!r} is not an integer; expected the position of {item}. "
+            f"position={shown(position)} is not an integer; expected the position of {item}. "
             "Read several with: [view[i] for i in range(3)]"
         ) from None
     if not -size <= index < size:
@@ -139,11 +139,7 @@ def check_seed(seed: Any, name: str = "seed") -> None:
 
 def check_rank(rank: Any, world_size: int) -> None:
     """Raise ValueError unless ``rank`` is None or one of ``world_size`` processes."""
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size):
-        raise ValueError(
-            f"rank={rank!r} is out of range; expected None or 0 to world_size - 1 = {world_size - 1}. "
-            f"Pass rank=0, world_size={world_size}"
-        )
+    check_value("rank", rank, Annotated[int, range(world_size)] | None, 0)
 
 
 def check_too_long(too_long: Any) -> None:

@@ -101,7 +101,7 @@ def _check_rows(dataset: Any) -> None:
             fix = "Pass datasets.Dataset.from_dict(dict(dataset))"
     elif library in _TABLES and hasattr(dataset, "columns"):
         fix = f"Pass {_TABLES[library]}"
-    elif not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    elif not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or getattr(dataset, "shape", 1) == ():
         raise TypeError(
             f"dataset={shown(dataset)} has no rows; expected a datasets.Dataset, a list of dicts or anything else with "
             "__len__ and __getitem__. Pass datasets.Dataset.from_list(rows)"

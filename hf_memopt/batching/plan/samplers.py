@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from hf_memopt.batching.plan.buckets import LengthBuckets, PlanDiagnostics
 from hf_memopt.batching.plan.checks import check_rank, check_seed
-from hf_memopt.plain_data import shown
+from hf_memopt.plain_data import check_value, shown
 
 __all__ = ["LengthBucketedBatchSampler", "LengthBucketedSampler", "check_state"]
 
@@ -115,7 +115,7 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
         """
         if position is None:
             position = self._position
-        _check_position(position, len(self))
+        check_value("position", position, Annotated[int, range(len(self) + 1)], 0)
         return {**self._settings(), "epoch": self.epoch, "position": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -126,7 +126,7 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
         """
         check_state(state, self._settings(), ("epoch", "position"), of="sampler")
         check_seed(state["epoch"], name="epoch")
-        _check_position(state["position"], len(self))
+        check_value("position", state["position"], Annotated[int, range(len(self) + 1)], 0)
         self.epoch, self._position, self._resume_at = state["epoch"], state["position"], state["position"]
 
     def _settings(self) -> dict[str, Any]:
@@ -181,14 +181,6 @@ class LengthBucketedSampler(LengthBucketedBatchSampler):
                 batch = np.resize(batch, self.batch_size).tolist()
             yield from batch[begin:]
             begin = 0
-
-
-def _check_position(position: Any, length: int) -> None:
-    if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= length:
-        raise ValueError(
-            f"position={position!r} is not within the epoch; expected 0 to {length}. Pass the number of items that "
-            "were trained on since the epoch began"
-        )
 
 
 def check_state(state: Mapping[str, Any], order: Mapping[str, Any], more: Iterable[str], *, of: str) -> None:

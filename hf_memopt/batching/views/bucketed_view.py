@@ -35,6 +35,7 @@ from hf_memopt.batching.views.trainer_checks import (
 )
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
+from hf_memopt.plain_data import shown
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -122,7 +123,7 @@ def bucketed(
     for name, value in {"buffer_examples": buffer_examples, "rank": rank}.items():
         if value is not None:
             raise ValueError(
-                f"{name}={value!r} is for streams, and <{type(dataset).__name__}> can be indexed; "
+                f"{name}={shown(value)} is for streams, and <{type(dataset).__name__}> can be indexed; "
                 f"expected it left out, since all lengths are known. Leave {name} out"
             )
     buckets = LengthBuckets(
@@ -145,15 +146,15 @@ def _check_settings_of_stream(lengths: Any, n_buckets: Any, boundaries: Any) -> 
     """Raise ValueError for settings that need all lengths before the first batch."""
     needs_lengths = {
         "lengths": lengths is not None,
-        "n_buckets": n_buckets != "auto",
+        "n_buckets": not isinstance(n_buckets, str) or n_buckets != "auto",
         "boundaries": isinstance(boundaries, str),
     }
     given = {"lengths": lengths, "n_buckets": n_buckets, "boundaries": boundaries}
     for name, value in given.items():
         if needs_lengths[name]:
             raise ValueError(
-                f"{name}={value!r} needs all lengths beforehand, which are unknown in a stream; expected it left out. "
-                "Leave it out, or pass boundaries=[64, 128, 256] to bound the shapes"
+                f"{name}={shown(value)} needs all lengths beforehand, which are unknown in a stream; expected it left "
+                "out. Leave it out, or pass boundaries=[64, 128, 256] to bound the shapes"
             )
 
 

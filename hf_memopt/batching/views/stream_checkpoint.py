@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint
 
+from hf_memopt.binding.checkpoint_manifest import own_checkpoint
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all, undo_all
 from hf_memopt.plain_data import parse_object
 from hf_memopt.whole_files import warn_unwritten, write_whole
@@ -31,7 +31,7 @@ __all__ = ["keep_in_checkpoints"]
 def keep_in_checkpoints(trainer: Trainer, stream: BucketedStream) -> UndoHandle:
     """Write the stream's state into each checkpoint of a trainer, and read it in a run that resumes.
 
-    It is written with the weights: ``trainer_state.json`` comes last, and with it a checkpoint counts as complete.
+    It is written with the weights, so the checkpoint's manifest has it.
     """
     purpose = f"state of stream {id(stream)}"
     if is_overridden(trainer, "save_model", purpose):
@@ -39,10 +39,10 @@ def keep_in_checkpoints(trainer: Trainer, stream: BucketedStream) -> UndoHandle:
     unwritten: set[str] = set()  # the causes of failed writes that were already warned of
 
     def saving(before: Callable[..., Any]) -> Callable[..., Any]:
-        def save_model(output_dir: Any = None, _internal_call: bool = False, **kwargs: Any) -> Any:
-            found = before(output_dir, _internal_call, **kwargs)
-            if _internal_call and Path(output_dir or "").name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
-                _write_state(trainer, stream, Path(output_dir), unwritten)
+        def save_model(*args: Any, **kwargs: Any) -> Any:
+            found = before(*args, **kwargs)
+            if (folder := own_checkpoint(*args, **kwargs)) is not None:
+                _write_state(trainer, stream, folder, unwritten)
             return found
 
         return save_model
@@ -92,27 +92,28 @@ def _write_state(trainer: Trainer, stream: BucketedStream, folder: Path, unwritt
     batches = trainer.state.global_step * trainer.args.gradient_accumulation_steps
     file = folder / _file_name(trainer.args)
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # where the first process has not made it yet
         write_whole(file, json.dumps(stream.state_dict(position=batches)))
     except OSError as error:
-        warn_unwritten(file, error, "a run that resumes here reads again what was trained on", unwritten)
+        warn_unwritten(file, error, "a run with ignore_data_skip=True cannot resume here", unwritten)
 
 
 def _saved_state(trainer: Trainer, folder: str | os.PathLike[str] | None) -> Any:
-    """Return the state that this process wrote into a checkpoint, or None, with a warning where there is none."""
+    """Return the state that this process wrote into a checkpoint; None of a run that does not resume.
+
+    Raises:
+        ValueError: it cannot be read. To start the stream over would train on the same examples again.
+    """
     if not folder:
         return None
     file = Path(folder) / _file_name(trainer.args)
     try:
         return parse_object(file.read_bytes())
     except (OSError, ValueError) as error:
-        warnings.warn(
-            f"{file} could not be read ({type(error).__name__}: {error}), so with ignore_data_skip=True the stream "
-            "starts over. To go on where the checkpoint stands and read again what was trained on, train with "
-            "TrainingArguments(..., ignore_data_skip=False)",
-            stacklevel=3,
-        )
-        return None
+        raise ValueError(
+            f"ignore_data_skip=True cannot resume: {file} could not be read ({type(error).__name__}: {error}); "
+            "expected where the stream of this process stands. To read again what was trained on, train with "
+            "TrainingArguments(..., ignore_data_skip=False)"
+        ) from error
 
 
 def _file_name(args: TrainingArguments) -> str:

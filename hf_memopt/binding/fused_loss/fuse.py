@@ -31,9 +31,10 @@ from hf_memopt.binding.fused_loss.deferred_logits import defer
 from hf_memopt.binding.handles import UndoHandle, override_method, remove_all
 from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.changes import Change
+from hf_memopt.plain_data import Count, check_value
 from hf_memopt.units import format_bytes
 
-__all__ = ["FusedHandle", "FusionRecord", "checked_chunk_bytes", "fuse_cross_entropy"]
+__all__ = ["FusedHandle", "FusionRecord", "fuse_cross_entropy"]
 
 PURPOSE = "fused cross entropy"
 
@@ -123,7 +124,7 @@ def fuse_cross_entropy(model: nn.Module, *, chunk_bytes: int | None = None) -> F
         >>> handle.record.fused, dict(handle.record.real)
         (1, {})
     """
-    checked_chunk_bytes(chunk_bytes)
+    check_value("chunk_bytes", chunk_bytes, Count | None, 64 * 2**20)
     inside, head = _head_of(model)
     layers = _linear_layers(inside, head)
     limit = f"{format_bytes(chunk_bytes or CHUNK_BYTES)} of logits"
@@ -134,21 +135,6 @@ def fuse_cross_entropy(model: nn.Module, *, chunk_bytes: int | None = None) -> F
         override_method(layer, "forward", _deferring(layer, chunk_bytes, record), purpose=PURPOSE) for layer in layers
     ]
     return FusedHandle(handles, record)
-
-
-def checked_chunk_bytes(chunk_bytes: int | None) -> int | None:
-    """Return ``chunk_bytes`` if it is a memory bound or None.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    is_number = isinstance(chunk_bytes, int) and not isinstance(chunk_bytes, bool)
-    if chunk_bytes is not None and not (is_number and chunk_bytes > 0):
-        raise ValueError(
-            f"chunk_bytes={chunk_bytes!r} is not a number of bytes; expected a number of bytes of at least 1, or None. "
-            "Call fuse_cross_entropy(model, chunk_bytes=64 * 2**20)"
-        )
-    return chunk_bytes
 
 
 def _deferring(

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_memopt.memory.cuda.chip import Chip, copy_bytes, divide_up, round_up, torch_release
+from hf_memopt.memory.settings import NotEstimableError
 
 __all__ = ["attend", "attention_kernel", "efficient_backward", "efficient_forward", "flash_backward", "flash_forward"]
 
 _HALF = (torch.float16, torch.bfloat16)
+WIDEST_HEAD = 2**16  # of the memory-efficient kernel
 
 
 # ---- which kernel
@@ -238,7 +240,12 @@ def _efficient_tile(chip: Chip, half: bool, head_dim: int, dropout: bool) -> tup
 
     Source: kernels/cutlassB.h and generate_kernels.py: tiles of 128 queries need the shared memory of the large chips.
     """
-    width = next(width for width in (32, 64, 128, 65536) if head_dim <= width)
+    if head_dim > WIDEST_HEAD:
+        raise NotEstimableError(
+            f"not estimable: an attention head has {head_dim} numbers; expected at most {WIDEST_HEAD}, as torch has no "
+            "kernel for more. Pass attn_implementation='eager', or a model with more heads"
+        )
+    width = next(width for width in (32, 64, 128, WIDEST_HEAD) if head_dim <= width)
     ampere = chip.capability >= (8, 0)
     if half and chip.capability in ((8, 6), (8, 9)) and 64 < head_dim <= 96 and not dropout:
         return 128, 64, True

@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_memopt.errors import did_you_mean, nearest
 from hf_memopt.hub import hub_answers
-from hf_memopt.plain_data import parse_object
+from hf_memopt.plain_data import check_word, parse_object
 
 __all__ = ["TASKS", "check_task", "find_config", "known_models", "known_name", "name_on_hub"]
 
@@ -34,11 +34,8 @@ TASKS = (
 
 def check_task(task: str | None) -> None:
     """Raise ValueError if ``task`` is neither None nor one of ``TASKS``."""
-    if task is not None and task not in TASKS:
-        raise ValueError(
-            f"task={task!r} is unknown; expected one of {', '.join(map(repr, TASKS))}.{did_you_mean(task, TASKS)} "
-            "Pass task='sequence-classification'"
-        )
+    if task is not None:
+        check_word("task", task, TASKS, "sequence-classification")
 
 
 def find_config(text: str) -> Path | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.timeline import Timeline
 
-__all__ = ["check_picture", "draw", "drawn_events", "event_positions"]
+__all__ = ["draw", "drawn_events", "event_positions"]
 
 STRETCHES = 2000
 CONTEXT = "CUDA context"
@@ -47,11 +46,6 @@ PHASE_SHADES = {
 }
 
 
-def check_picture(path: Path) -> None:
-    """Refuse a path to which no picture can be written; see ``pictures.check_picture``."""
-    pictures.check_picture(path, purpose="the picture of an estimate")
-
-
 def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
     """Draw the timeline to a PNG, SVG or PDF file: components stacked, phases shaded, the peak labelled.
 
@@ -60,7 +54,7 @@ def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
         MissingExtraError: matplotlib is not installed.
     """
     path = checked_path("path", path)
-    check_picture(path)
+    pictures.check_picture(path, purpose="the picture of an estimate", name="path")
     with pictures.drawing():
         pictures.save_picture(_figure(replace(estimate, timeline=without_repeated_steps(estimate.timeline))), path)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from functools import partial
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "as_dict", "describe", "estimate_table", "print_estimate", "verdict"]
 
-COLUMNS = 80
 BAR_COLUMNS = 20
 
 # Okabe and Ito's palette for colour-blind readers, with grey instead of black.
@@ -42,11 +40,9 @@ COLOURS = {
 
 def estimate_table(estimate: Estimate) -> str:
     """Return the estimate as plain text of at most 80 columns, the verdict at its end."""
-    from rich.console import Console
+    from hf_memopt.terminal import printed_text
 
-    text = io.StringIO()
-    print_estimate(estimate, Console(file=text, width=COLUMNS, color_system=None, force_jupyter=False))
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    return printed_text(lambda console: print_estimate(estimate, console))
 
 
 def print_estimate(estimate: Estimate, console: Console, wording: Callable[[str], str] = lambda text: text) -> None:

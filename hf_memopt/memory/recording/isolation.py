@@ -18,10 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from hf_memopt.binding.handles import set_attribute
+from hf_memopt.memory.meta_outputs import HOST_GENERATOR
+
 __all__ = ["RECORDING_LOCK", "collector_paused", "configs_of", "recording", "state_kept"]
 
 RECORDING_LOCK = threading.RLock()
-"""Held by ``recording``, which changes process-wide state: garbage collector, warnings, random state, torch's flags."""
+"""Held by ``recording``, which changes process-wide state: garbage collector, warnings, torch's flags."""
 
 
 @contextmanager
@@ -29,13 +32,13 @@ def recording(*modes: Any) -> Iterator[None]:
     """Enter the modes, and keep out what would disturb a recording; everything is restored afterwards.
 
     The garbage collector is paused: it would free storages at random moments and costs more than the recording. Random
-    numbers come from one seed, and the caller's generators continue where they were. transformers logs errors only. One
-    thread records at a time.
+    numbers come from one seed, and no generator of the process is touched. transformers logs errors only. One thread
+    records at a time.
     """
     import torch.fx.experimental._config as fx_config
 
     with collector_paused(), ExitStack() as stack:
-        stack.enter_context(_one_seed())
+        stack.enter_context(_own_generators())
         stack.enter_context(_only_errors())
         stack.enter_context(warnings.catch_warnings())
         # torch's checkpoint enters CUDA's autocast where it recomputes; a build without CUDA warns each time
@@ -64,19 +67,35 @@ def collector_paused() -> Iterator[None]:
                 gc.enable()
 
 
+class _OfThread:
+    """Gives one thread an object of its own, and all others the one that they share."""
+
+    def __init__(self, own: Any, shared: Any) -> None:
+        self._thread, self._own, self._shared = threading.get_ident(), own, shared
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own if threading.get_ident() == self._thread else self._shared, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__getattr__("__call__")(*args, **kwargs)
+
+
 @contextmanager
-def _one_seed() -> Iterator[None]:
-    """Draw the host's random numbers from one seed inside: models use torch's, Python's or numpy's."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+def _own_generators() -> Iterator[None]:
+    """Draw what this thread draws on the host from generators of its own, each with one seed.
+
+    Models use functions of torch, numpy and Python that draw from one generator for all threads, where a training may
+    be drawing at the same time. ``torch.random.default_generator`` is what checkpoints capture and restore; operations
+    of torch draw from ``HOST_GENERATOR`` by themselves (``run_on_meta``).
+    """
+    with ExitStack() as stack:
+        for module, own in ((random, random.Random(0)), (np.random, np.random.RandomState(0))):
+            for name in (name for name in module.__all__ if hasattr(own, name)):
+                one = _OfThread(getattr(own, name), getattr(module, name))
+                stack.callback(set_attribute(module, name, one).remove)
+        one = _OfThread(HOST_GENERATOR.manual_seed(0), torch.default_generator)
+        stack.callback(set_attribute(torch.random, "default_generator", one).remove)
+        yield
 
 
 @contextmanager

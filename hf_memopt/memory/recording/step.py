@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_memopt.binding.handles import set_attribute, undo_all
+from hf_memopt.errors import reason
 from hf_memopt.memory.cuda.semantics import CudaSemantics
 from hf_memopt.memory.recording.isolation import configs_of, recording
 from hf_memopt.memory.recording.passes import PassRecorder, autocast_dtype, storage_numbers
@@ -110,7 +111,7 @@ def record_step(
             if evaluation_batch is not None:
                 trace.evaluation_inputs = storage_numbers(evaluation_batch, tracker)
                 trace.evaluation = recorder.evaluate(evaluation_batch)
-    except NotEstimableError:
+    except (NotEstimableError, MemoryError):
         raise
     except Exception as error:  # of the model's code, which may raise anything
         raise _not_estimable(model, error) from error
@@ -158,7 +159,7 @@ def _refuse_recurrent_layers(model: nn.Module, modules: Sequence[nn.Module]) -> 
 
 def _not_estimable(model: nn.Module, error: Exception) -> NotEstimableError:
     """Return the error that quotes what the model's code failed with."""
-    name, cause = type(model).__name__, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    name, cause = type(model).__name__, reason(error).splitlines()[0]
     if "meta" in str(error).lower():
         return NotEstimableError(
             f"not estimable: {name} does not run on the meta device, where tensors have shapes but no values ({cause})"

@@ -18,16 +18,15 @@ from hf_memopt.binding.attach import refuse_data_parallel
 from hf_memopt.binding.quantized_weights import is_quantized
 from hf_memopt.binding.versions import checkpointing_of
 from hf_memopt.devices.gpus import GPUS, current_gpu
-from hf_memopt.devices.memory_reading import read_context, read_memory, read_process
-from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
+from hf_memopt.devices.memory_reading import read_memory, read_process
 from hf_memopt.memory.batch_lengths import BatchShape
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.timeline import COMPONENTS, Timeline, phase_spans
 from hf_memopt.memory.trainer_estimate import estimate_of
 from hf_memopt.plain_data import Count, check_value
-from hf_memopt.recipes.measuring.measurement import DEFAULT_STEPS, PACKAGES, Figures, Measurement, check_new_file
-from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepMeter, StepRecorder, meter_of
+from hf_memopt.recipes.measuring.recorder import WARM_UP_STEPS, StepRecorder
 from hf_memopt.recipes.measuring.restoring import restored
+from hf_memopt.reports.measurement_file import DEFAULT_STEPS, PACKAGES, Figures, Measurement, check_new_file
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from hf_memopt.memory.result import Estimate
 
-__all__ = ["check_trainer", "measure"]
+__all__ = ["check_trainer", "measure", "measurement_of"]
 
 
 def measure(
@@ -53,8 +52,8 @@ def measure(
         path: of a file to write the result to as JSON, for ``plan(..., measured=path)``; None for none.
         force: whether a file that exists is overwritten.
 
-    What is trained is copied to the host meanwhile. Callbacks run with their attributes put back afterwards; those of
-    ``report_to``, progress bars and memory reports are set aside.
+    What is trained is copied to the host meanwhile. Callbacks run with their attributes put back afterwards, but do not
+    hear of the end of epochs and of training; those of ``report_to``, progress bars and memory reports are set aside.
 
     Limitations: evaluation, checkpoints and resuming; what callbacks and collators do outside of Python's objects (a
     file, a request); streams that can be read only once. On a CPU the bytes are those of tensors (``recorder``).
@@ -77,14 +76,10 @@ def measure(
     check_trainer(trainer)
     if path is not None:
         check_new_file(path, force=force)
-    device = trainer.args.device
-    meter = meter_of(device)
-    recorder = StepRecorder(trainer, meter, steps)
+    recorder = StepRecorder(trainer, steps)
     with restored(trainer):
-        with recorder.watch():
-            ran_out = _ran_out(trainer, recorder)
-        context_bytes = read_context(device)
-    found = _measurement(trainer, recorder, meter, ran_out, context_bytes)
+        recorder.run(trainer.train)
+    found = measurement_of(trainer, recorder)
     if path is not None:
         found.write(path, force=force)
     return found
@@ -107,27 +102,12 @@ def check_trainer(trainer: Any) -> None:
         )
 
 
-def _ran_out(trainer: Trainer, recorder: StepRecorder) -> str:
-    """Train, and return the phase in which memory ran out; "" where it did not."""
-    ran_out = ""
-    try:
-        trainer.train()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        ran_out = recorder.phase
-    if ran_out:
-        free_failed_step()
-    return ran_out
-
-
-def _measurement(
-    trainer: Trainer, recorder: StepRecorder, meter: StepMeter, ran_out: str, context_bytes: int | None
-) -> Measurement:
-    args, model = trainer.args, cast(nn.Module, trainer.model)
+def measurement_of(trainer: Trainer, recorder: StepRecorder) -> Measurement:
+    """Return what was recorded of a Trainer beside what ``estimate`` says of it."""
+    args, model, device = trainer.args, cast(nn.Module, trainer.model), recorder.meter.device
     largest = recorder.largest
     timed = [shape for of_step in recorder.shapes[WARM_UP_STEPS : recorder.steps] for shape in of_step]
-    estimated, predicted, notes = _predicted(trainer, largest, timed, meter.device)
+    estimated, predicted, notes = _predicted(trainer, largest, timed, device)
     counts = [shape.tokens for shape in timed]
     known = [count for count in counts if count is not None]
     timed_steps = max(len(recorder.seconds), 1)
@@ -137,8 +117,8 @@ def _measurement(
         model=type(model).__name__,
         parameters=_base_parameters(model, estimated),
         trainable_parameters=trainable,
-        device=str(meter.device),
-        gpu="" if meter.device.type == "cpu" else read_memory(meter.device).device_name if gpu is None else gpu.name,
+        device=str(device),
+        gpu="" if device.type == "cpu" else read_memory(device).device_name if gpu is None else gpu.name,
         versions={name: importlib.metadata.version(name) for name in PACKAGES},
         method="qlora" if is_quantized(model) else "lora" if hasattr(model, "peft_config") else "full",
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "tf32" if args.tf32 else "fp32",
@@ -148,14 +128,14 @@ def _measurement(
         batch_size=0 if largest is None else largest.rows,
         seq_len=None if largest is None else largest.seq_len,
         steps=recorder.steps,
-        out_of_memory=ran_out,
+        out_of_memory=recorder.out_of_memory,
         step_seconds=tuple(recorder.seconds),
         examples=sum(shape.rows for shape in timed) / timed_steps,
         tokens=sum(known) / timed_steps if timed and len(known) == len(counts) else None,
         host_peak_bytes=read_process()[1],
-        measured=_measured(recorder, context_bytes),
+        measured=_measured(recorder),
         predicted=predicted,
-        notes=tuple(note for note in (recorder.note, *_notes(recorder, ran_out), *notes) if note),
+        notes=tuple(note for note in (recorder.note, _note(recorder), *notes) if note),
     )
 
 
@@ -166,7 +146,7 @@ def _base_parameters(model: nn.Module, found: Estimate | None) -> int:
     return (sum(sizes.values()) if found is None else found.parameters) - added
 
 
-def _measured(recorder: StepRecorder, context_bytes: int | None) -> Figures:
+def _measured(recorder: StepRecorder) -> Figures:
     phases = recorder.peaks.summary
     reserved = [peaks["peak_reserved_bytes"] for peaks in phases.values() if "peak_reserved_bytes" in peaks]
     allocated = {
@@ -176,7 +156,7 @@ def _measured(recorder: StepRecorder, context_bytes: int | None) -> Figures:
     return Figures(
         allocated_bytes=max(allocated.values(), default=0),
         reserved_bytes=max(reserved, default=None),
-        context_bytes=context_bytes,
+        context_bytes=recorder.context_bytes,
         phases=allocated,
         components=recorder.components,
         seconds=median(seconds) if seconds else None,
@@ -185,10 +165,10 @@ def _measured(recorder: StepRecorder, context_bytes: int | None) -> Figures:
     )
 
 
-def _notes(recorder: StepRecorder, ran_out: str) -> tuple[str, ...]:
-    if recorder.seconds or ran_out:
-        return ()
-    return (f"the run has {recorder.steps} steps, and {WARM_UP_STEPS} come before the first that is timed",)
+def _note(recorder: StepRecorder) -> str:
+    if recorder.seconds or recorder.out_of_memory:
+        return ""
+    return f"the run has {recorder.steps} steps, and {WARM_UP_STEPS} come before the first that is timed"
 
 
 def _predicted(

@@ -2,7 +2,8 @@
 
 The first steps get the longest rows of the data, so that their peaks are those of a whole run; the others get the run's
 own batches and are timed. Forward and backward passes have no events, so ``compute_loss`` and accelerate's ``backward``
-are overridden on this one Trainer.
+are overridden on this one Trainer. Nothing is evaluated, saved, logged or pushed meanwhile, and callbacks of others do
+not hear of the end of an epoch or of the training, at which many save.
 
 On a CPU torch counts no bytes, so the operations of the measured steps go through ``StorageTracker``: its bytes are
 those that tensors hold, without the allocator's rounding and without what a kernel allocates inside itself. That slows
@@ -20,29 +21,34 @@ import numpy as np
 import pyarrow as pa
 import torch
 from accelerate.utils import send_to_device
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from hf_memopt.batching.plan.lengths import token_lengths
-from hf_memopt.binding.handles import UndoHandle, override_method, undo_all
+from hf_memopt.binding.handles import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.binding.model_traits import unwrap_optimizer
 from hf_memopt.binding.nested_tensors import tensors_in
 from hf_memopt.binding.protocols import TrainingView
-from hf_memopt.devices.memory_reading import PeakMeter, measured_device, read_memory
+from hf_memopt.devices.memory_reading import PeakMeter, measured_device, read_context, read_memory
+from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.memory.batch_lengths import BatchShape
 from hf_memopt.memory.live_tensors import bytes_on
-from hf_memopt.memory.report import PhasePeaks
+from hf_memopt.memory.report import MemoryReportCallback, PhasePeaks
 from hf_memopt.memory.storage_tracker import StorageTracker
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl
 
-__all__ = ["WARM_UP_STEPS", "StepMeter", "StepRecorder", "meter_of"]
+__all__ = ["WARM_UP_STEPS", "StepMeter", "StepRecorder"]
 
 MEMORY_STEPS = 2
 """Steps of the longest rows: the first makes the optimizer's state, the second begins with it."""
 
 WARM_UP_STEPS = MEMORY_STEPS + 1
 """Steps before the first that is timed."""
+
+_SINKS = "transformers.integrations"  # the module of W&B's, TensorBoard's and other callbacks; seen in 5.8.1 to 5.23.0
+_REPORTING = (ProgressCallback, PrinterCallback, MemoryReportCallback)
+_OFF = ("eval_on_start", "load_best_model_at_end", "auto_find_batch_size", "push_to_hub")
 
 
 class StepRecorder(TrainerCallback):
@@ -51,6 +57,9 @@ class StepRecorder(TrainerCallback):
     Attributes:
         steps: optimizer steps that were finished.
         phase: that runs now, by the names of an ``Estimate``'s phases.
+        out_of_memory: the phase in which memory ran out; "" where it did not.
+        meter: that reads the bytes.
+        context_bytes: what the process holds on the GPU besides; None where it is unknown.
         peaks: by phase, of all steps on an accelerator, of those of the longest rows on a CPU.
         components: bytes of weights, gradients and optimizer state, and what a forward pass keeps for the backward
             pass; each at its largest.
@@ -59,28 +68,63 @@ class StepRecorder(TrainerCallback):
         seconds: of each timed step, from the end of the step before it.
     """
 
-    def __init__(self, trainer: Trainer, meter: StepMeter, timed_steps: int) -> None:
-        self._trainer, self._meter, self._timed_steps = trainer, meter, timed_steps
+    def __init__(self, trainer: Trainer, timed_steps: int) -> None:
+        self._trainer, self._timed_steps = trainer, timed_steps
         self._longest = LongestRows()
         self._ended = 0.0
+        self.meter = meter_of(trainer.args.device)
         self.steps = 0
         self.phase = "load"
-        self.peaks = PhasePeaks(meter)
+        self.out_of_memory = ""
+        self.context_bytes: int | None = None
+        self.peaks = PhasePeaks(self.meter)
         self.components: dict[str, int] = {}
         self.shapes: list[list[BatchShape]] = []
         self.seconds: list[float] = []
 
-    def watch(self) -> UndoHandle:
-        """Override the Trainer's methods, and be its last callback; the handle undoes both."""
-        trainer = self._trainer
+    def run(self, train: Callable[[], Any]) -> None:
+        """Let ``train`` take the steps. Memory that runs out ends them; the list of callbacks is changed for good."""
+        with self._watch():
+            try:
+                train()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.out_of_memory = self.phase
+            if self.out_of_memory:  # after the exception, which holds the step's tensors
+                free_failed_step()
+            self.context_bytes = read_context(self.meter.device)
+
+    def _watch(self) -> UndoHandle:
+        """Override the Trainer's methods, and be its last callback."""
+        trainer, handler = self._trainer, self._trainer.callback_handler
+        handler.callbacks[:] = [one for one in handler.callbacks if not _reports(one)]
         trainer.add_callback(self)
         return undo_all(
             override_method(trainer, "get_train_dataloader", self._longest.reading),
             override_method(trainer, "get_batch_samples", self._batches),
             override_method(trainer, "compute_loss", self._forward),
             override_method(trainer.accelerator, "backward", self._backward),
-            UndoHandle(lambda: self._meter.end()),
+            override_method(trainer, "log", lambda before: lambda *args, **kwargs: None),
+            override_method(handler, "on_epoch_end", self._for_own_callbacks),
+            override_method(handler, "on_train_end", self._for_own_callbacks),
+            *(set_attribute(trainer.args, name, False) for name in _OFF),
+            UndoHandle(self.meter.end),
         )
+
+    def _for_own_callbacks(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the event that callbacks of this package alone hear."""
+        handler = self._trainer.callback_handler
+
+        def event(*args: Any, **kwargs: Any) -> Any:
+            everyone = handler.callbacks[:]
+            handler.callbacks[:] = [one for one in everyone if type(one).__module__.startswith("hf_memopt.")]
+            try:
+                return before(*args, **kwargs)
+            finally:
+                handler.callbacks[:] = everyone
+
+        return event
 
     @property
     def note(self) -> str:
@@ -96,7 +140,7 @@ class StepRecorder(TrainerCallback):
     @property
     def _counts(self) -> bool:
         """Whether bytes are counted: on a CPU only until steps are timed."""
-        return self._meter.device.type != "cpu" or self.steps < MEMORY_STEPS
+        return self.meter.device.type != "cpu" or self.steps < MEMORY_STEPS
 
     def _close(self, phase: str) -> None:
         if self._counts:
@@ -124,10 +168,10 @@ class StepRecorder(TrainerCallback):
     def _forward(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             self.phase = "forward"
-            held_bytes = self._meter.allocated_bytes() if self.steps < MEMORY_STEPS else 0
+            held_bytes = self.meter.allocated_bytes() if self.steps < MEMORY_STEPS else 0
             loss = before(*args, **kwargs)
             if self.steps < MEMORY_STEPS:
-                self._note("activations and logits", self._meter.allocated_bytes() - held_bytes)
+                self._note("activations and logits", self.meter.allocated_bytes() - held_bytes)
             self._close("forward")
             self.phase = "backward"
             return loss
@@ -148,32 +192,32 @@ class StepRecorder(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         model: Any = self._trainer.model
         weights = [*model.parameters(), *model.buffers()]
-        self._note("weights", bytes_on(self._meter.device, weights))
-        self._meter.begin(weights)
+        self._note("weights", bytes_on(self.meter.device, weights))
+        self.meter.begin(weights)
         self.peaks.close("load")
         self.phase = "forward"
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         model: Any = self._trainer.model
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
-        self._note("gradients", bytes_on(self._meter.device, gradients))
+        self._note("gradients", bytes_on(self.meter.device, gradients))
         self._close("optimizer")  # clipping
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self.steps < MEMORY_STEPS:
             state = tensors_in(dict(unwrap_optimizer(self._trainer.optimizer).state))
-            self._note("optimizer state", bytes_on(self._meter.device, state))
+            self._note("optimizer state", bytes_on(self.meter.device, state))
         self._close("optimizer")
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        self._meter.synchronize()
+        self.meter.synchronize()
         ended = time.perf_counter()
         self.steps += 1
         if self.steps > WARM_UP_STEPS:
             self.seconds.append(ended - self._ended)
-        if self.steps == MEMORY_STEPS and self._meter.device.type == "cpu":
-            self._meter.end()
-        self._meter.skip()  # the gradients are gone now
+        if self.steps == MEMORY_STEPS and self.meter.device.type == "cpu":
+            self.meter.end()
+        self.meter.skip()  # the gradients are gone now
         self._ended = time.perf_counter()
         self.phase = "forward"
         self._quiet(control)
@@ -186,6 +230,10 @@ class StepRecorder(TrainerCallback):
     @staticmethod
     def _quiet(control: TrainerControl) -> None:
         control.should_log = control.should_save = control.should_evaluate = False
+
+
+def _reports(callback: Any) -> bool:
+    return isinstance(callback, _REPORTING) or type(callback).__module__.startswith(_SINKS)
 
 
 LOOKED_AT = 2000

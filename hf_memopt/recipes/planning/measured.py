@@ -18,16 +18,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory.step_time.prices import Prices, expected_error
-from hf_memopt.recipes.measuring.measurement import PACKAGES
+from hf_memopt.reports.measurement_file import PACKAGES
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.step_time.prices import StepTime
-    from hf_memopt.recipes.measuring.measurement import Measurement
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.recipe import Recipe
+    from hf_memopt.reports.measurement_file import Measurement
 
 __all__ = ["Corrections"]
 

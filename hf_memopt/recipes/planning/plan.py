@@ -23,8 +23,7 @@ from hf_memopt.memory.distributed.zero_config import ZERO_STAGES
 from hf_memopt.memory.models.config_files import check_task
 from hf_memopt.memory.recording.kept_models import keeping_models
 from hf_memopt.memory.step_time.prices import equally_fast
-from hf_memopt.plain_data import Count, check_value
-from hf_memopt.recipes.measuring.measurement import named_measurement
+from hf_memopt.plain_data import Count, check_value, check_word
 from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.measured import Corrections
 from hf_memopt.recipes.planning.model_facts import facts_of, name_to_load
@@ -34,7 +33,6 @@ from hf_memopt.recipes.planning.request import (
     METHODS,
     checked_allow,
     checked_batch,
-    checked_word,
     read_gpu,
 )
 from hf_memopt.recipes.planning.result import Plan
@@ -42,6 +40,7 @@ from hf_memopt.recipes.planning.sharing import check_strategy, sharings_of
 from hf_memopt.recipes.planning.simulation import Simulation
 from hf_memopt.recipes.planning.stages import StageSearch, stages_of
 from hf_memopt.recipes.planning.texts import Texts
+from hf_memopt.reports.measurement_file import named_measurement
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -52,8 +51,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.recipes.measuring.measurement import Measurement
     from hf_memopt.recipes.planning.candidates import Candidate
+    from hf_memopt.reports.measurement_file import Measurement
 
 __all__ = ["plan"]
 
@@ -115,9 +114,10 @@ def plan(
         >>> found.chosen.batch, found.chosen.stage
         ('32 x 1', 'full')
     """
-    checked_word("goal", goal, GOALS)
-    checked_word("method", method, METHODS)
+    check_word("goal", goal, GOALS)
+    check_word("method", method, METHODS)
     check_value("seq_len", seq_len, Count | None, 512)
+    check_value("announce", announce, Callable, print)
     check_task(task)
     found_gpu, corrections = _corrected_gpu(gpu, budget, measured)
     words = checked_allow(allow, method, found_gpu)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from hf_memopt.devices.gpus import Gpu, current_gpu, custom_gpu, find_gpu
-from hf_memopt.errors import did_you_mean
-from hf_memopt.plain_data import Count, check_value
+from hf_memopt.plain_data import Count, check_value, check_word, items_of
 from hf_memopt.units import format_bytes
 
-__all__ = ["GOALS", "METHODS", "checked_allow", "checked_batch", "checked_word", "read_gpu"]
+__all__ = ["GOALS", "METHODS", "checked_allow", "checked_batch", "read_gpu"]
 
 GOALS: Mapping[str, str] = {
     "speed": "the least time per example",
@@ -41,24 +40,16 @@ EffectiveBatch = Annotated[int, range(1, 10**5 + 1)]
 """The search tries the divisors of it one by one."""
 
 
-def checked_word(name: str, value: Any, known: Mapping[str, str]) -> None:
-    """Refuse a word that is not among the known ones."""
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(
-            f"{name}={value!r} is unknown; expected one of {', '.join(map(repr, known))}.{did_you_mean(value, known)} "
-            f"Pass {name}={next(iter(known))!r}"
-        )
-
-
 def checked_allow(allow: str | Iterable[str], method: str, gpu: Gpu) -> tuple[str, ...]:
     """Return the words of ``allow`` in the order of ``ALLOW``.
 
     Raises:
         ValueError: a word is unknown, or contradicts the method or the GPU.
     """
-    words = tuple(allow) if isinstance(allow, Iterable) and not isinstance(allow, str) else (allow,)
+    items = items_of(allow)
+    words = (allow,) if items is None else items
     for word in words:
-        checked_word("allow", word, ALLOW)
+        check_word("allow", word, ALLOW)
     for word in OF_ALL_WEIGHTS:
         if word in words and method in ("lora", "qlora"):
             raise ValueError(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from hf_memopt.notebook_output import printed_html
-from hf_memopt.plain_data import checked_path
+from hf_memopt.plain_data import check_value, checked_path
 
 if TYPE_CHECKING:
     import os
@@ -109,6 +108,7 @@ class Plan:
         """Return the plan as text of at most ``width`` columns."""
         from hf_memopt.recipes.planning.output import plan_text
 
+        check_value("width", width, Annotated[int, range(1, 10**4)], 80)
         return plan_text(self, width)
 
     @cached_property
@@ -127,6 +127,7 @@ class Plan:
         """
         from hf_memopt.recipes.planning.output import plan_json
 
+        check_value("figures", figures, bool, False)
         return plan_json(self, figures=figures)
 
     def write(
@@ -159,7 +160,8 @@ class Plan:
         """
         from hf_memopt.recipes.planning.script.folder import RowsFile, write_plan
 
-        rows = self.rows if data is None else RowsFile(data, column, tokenizer)
+        check_value("force", force, bool, False)
+        rows = self.rows if data is None else RowsFile(checked_path("data", data), column, tokenizer)
         return write_plan(self, directory, force=force, rows=rows)
 
     def script(self) -> str | None:
@@ -201,7 +203,7 @@ class Plan:
         from hf_memopt.reports.plan_file import read_plan_text
 
         picture = checked_path("path", path)
-        check_picture(picture, purpose="the picture of a plan")  # before what it shows is simulated
+        check_picture(picture, purpose="the picture of a plan", name="path")  # before what it shows is simulated
         draw_plan(read_plan_text(self.to_json(figures=True), "Plan.to_json()"), picture)
 
     def __str__(self) -> str:
@@ -209,5 +211,6 @@ class Plan:
 
     def _repr_html_(self) -> str:
         from hf_memopt.recipes.planning.output import print_plan
+        from hf_memopt.terminal import printed_html
 
         return printed_html(partial(print_plan, self))

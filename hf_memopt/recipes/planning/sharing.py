@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding.refusals import NO_LIMIT, refusal_of
-from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import check_word
 from hf_memopt.recipes.launch import NAMES, STRATEGIES
 from hf_memopt.units import format_bytes
 
@@ -91,11 +91,7 @@ class Sharing:
 
 def check_strategy(strategy: str, world_size: int, goal: str = "speed") -> None:
     """Refuse a strategy that is unknown, or that there are too few GPUs for."""
-    if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        raise ValueError(
-            f"strategy={strategy!r} is unknown; expected one of {', '.join(map(repr, STRATEGIES))}."
-            f"{did_you_mean(strategy, STRATEGIES)} Pass strategy='auto'"
-        )
+    check_word("strategy", strategy, STRATEGIES)
     if world_size == 1 and strategy != "auto":
         raise ValueError(
             f"strategy={strategy!r}, world_size=1 do not fit each other: one GPU shares nothing; expected several. "

@@ -78,7 +78,7 @@ class Simulation:
     texts: Texts
     world_size: int = 1
     allow: tuple[str, ...] = ()
-    announce: Callable[[str], object] = lambda text: None
+    announce: Callable[[str], object] = str
     measured: Corrections | None = None
     count: int = 0
     refused: dict[str, str] = field(default_factory=dict)
@@ -92,6 +92,9 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.priced_on = priced_on(self.gpu)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "announce": str}  # what shows progress belongs to this process
 
     def of(self, set_up: SetUp, rows: int) -> Candidate | None:
         """Return the set-up with micro-batches of ``rows``; None where it cannot be simulated (see ``refused``)."""

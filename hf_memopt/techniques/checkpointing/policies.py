@@ -34,6 +34,7 @@ from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.binding.versions import can_offload_checkpoints, checkpointing_of, enable_checkpointing
 from hf_memopt.changes import Change, add_change
 from hf_memopt.errors import did_you_mean
+from hf_memopt.plain_data import check_value, shown
 from hf_memopt.techniques.checkpointing.selective import activation_memory_budget, selective_contexts
 from hf_memopt.techniques.model_handles import ModelHandles
 
@@ -155,6 +156,7 @@ class CheckpointingCallback(TrainerCallback):
     technique = "checkpointing policy"
 
     def __init__(self, policy: str = "full", *, offload: bool = False) -> None:
+        check_value("offload", offload, bool, False)
         self._parsed = _parsed(policy, budgets=True)
         if offload and self._parsed.kind in ("selective", "budget"):
             raise _offload_error(policy)
@@ -243,8 +245,8 @@ def _parsed(policy: Any, *, budgets: bool = False) -> _Policy:
             )
     budget = ", 'budget_<share from 0 to 1>'" if budgets else ""
     raise ValueError(
-        f"policy={policy!r} is unknown; expected 'full', 'selective', 'every_<n>' or 'first_<k>' with a number from 1"
-        f"{budget}.{did_you_mean(str(policy), _FORMS)} Pass policy='full'"
+        f"policy={shown(policy)} is unknown; expected 'full', 'selective', 'every_<n>' or 'first_<k>' with a number "
+        f"from 1{budget}.{did_you_mean(policy, _FORMS)} Pass policy='full'"
     )
 
 
@@ -305,6 +307,7 @@ def _check_model(model: Any, policy: _Policy) -> None:
 
 
 def _check_offload(model: nn.Module, policy: _Policy, offload: bool) -> None:
+    check_value("offload", offload, bool, False)
     if not offload:
         return
     if policy.kind == "selective":

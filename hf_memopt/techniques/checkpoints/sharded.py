@@ -39,14 +39,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.handles import UndoHandle, override_method
 from hf_memopt.binding.model_traits import unwrap_optimizer
 from hf_memopt.binding.nested_tensors import tensors_in
-from hf_memopt.techniques.checkpoints.complete import checkpoint_to_resume, remove_training_state
 from hf_memopt.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -215,9 +214,6 @@ class ShardedCheckpointCallback(TrainerCallback):
     optimizer's state is mapped (not on a CPU, where it stays in the host's memory anyway) and loaded by
     ``load_optimizer_state``.
 
-    A run resumes from complete checkpoints only, whatever an earlier run left in the folder (``complete``):
-    ``resume_from_checkpoint=True`` means the last complete one, and an incomplete one that is asked for raises.
-
     Args:
         max_shard_bytes: the size of a file of weights, as a number of bytes or as text, and with it the bytes that
             saving copies to the host at once. A model that is smaller is one file, as stock writes it.
@@ -264,26 +260,17 @@ class ShardedCheckpointCallback(TrainerCallback):
     def _wrap_save_model(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def save_model(*args: Any, **kwargs: Any) -> Any:
             trainer = self.binding.trainer
-            folder = _own_checkpoint(*args, **kwargs) if trainer.args.should_save else None
-            if folder is not None:
-                remove_training_state(folder, trainer.args.world_size)
             model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
             if isinstance(model, PreTrainedModel) and not _has_adapters(model):
                 with save_in_shards(model, max_shard_bytes=self.max_shard_bytes):
                     before(*args, **kwargs)
             else:
                 before(*args, **kwargs)
-            if folder is not None:
-                _remove_shadowing_weights(folder, has_adapters=_has_adapters(model))
 
         return save_model
 
     def _wrap_train(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            trainer = self.binding.trainer
-            resume_from_checkpoint = checkpoint_to_resume(
-                resume_from_checkpoint, trainer.args.output_dir, check_files=not _engine_saves(trainer)
-            )
             self._is_resuming = bool(resume_from_checkpoint)
             try:
                 return before(resume_from_checkpoint, *args, **kwargs)
@@ -321,23 +308,6 @@ class ShardedCheckpointCallback(TrainerCallback):
         return load_state_dict
 
 
-def _own_checkpoint(output_dir: Any = None, _internal_call: bool = False, **_: Any) -> Path | None:
-    """Return the folder if ``save_model`` was called with these arguments to begin a checkpoint, else None.
-
-    ``_internal_call`` is stock's own (5.8.1 to 5.23.0): weights that a user saves into a checkpoint leave its state.
-    """
-    is_checkpoint = _internal_call and Path(output_dir or "").name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
-    return Path(output_dir) if is_checkpoint else None
-
-
-def _remove_shadowing_weights(folder: Path, *, has_adapters: bool) -> None:
-    """Remove weights that an earlier run left, and that stock would read instead of those saved now."""
-    if has_adapters or (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        (folder / WEIGHTS_NAME).unlink(missing_ok=True)
-    if has_adapters:
-        (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
-
-
 def _engine_saves(trainer: Trainer) -> bool:
     return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
 
@@ -347,10 +317,7 @@ def _maps_state(trainer: Trainer) -> bool:
 
 
 def _checked_size(max_shard_bytes: int | str) -> int:
-    try:
-        size_bytes = parse_bytes(max_shard_bytes)
-    except ValueError as error:
-        raise ValueError(str(error).replace("size=", "max_shard_bytes=", 1)) from error
+    size_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
     if size_bytes == 0:
         raise ValueError(
             f"max_shard_bytes={max_shard_bytes!r} is invalid; expected 1 byte or more. "

@@ -28,6 +28,7 @@ from transformers.trainer_utils import has_length
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.handles import UndoHandle, override_method, set_attribute, undo_all
+from hf_memopt.plain_data import shown
 from hf_memopt.techniques.evaluation.outputs import KeptOutputs, OutputSettings, Reduce
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.units import parse_bytes
@@ -192,13 +193,14 @@ def _data_set(dataloader: Any) -> Any:
 
 
 def _checked(reduce: Any, card_budget: Any) -> OutputSettings:
-    if reduce is not None and reduce != "argmax" and not callable(reduce):
+    is_argmax = isinstance(reduce, str) and reduce == "argmax"
+    if reduce is not None and not is_argmax and not callable(reduce):
         raise ValueError(
-            f"reduce={reduce!r} is not a reduction of logits; expected None, 'argmax' or a callable that takes logits "
-            "and labels. Write: EvaluationGuardCallback(reduce='argmax')"
+            f"reduce={shown(reduce)} is not a reduction of logits; expected None, 'argmax' or a callable that takes "
+            "logits and labels. Write: EvaluationGuardCallback(reduce='argmax')"
         )
-    function = class_predictions if reduce == "argmax" else reduce
-    return OutputSettings(function, parse_bytes(card_budget), _name(function))
+    function = class_predictions if is_argmax else reduce
+    return OutputSettings(function, parse_bytes(card_budget, "card_budget"), _name(function))
 
 
 def _name(function: Any, *, short: bool = True) -> str:

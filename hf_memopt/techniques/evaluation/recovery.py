@@ -201,7 +201,7 @@ class _Recovery:
         reason = found.reason_against(inputs) if has_loss else None
         return None if reason or splittable_reason(trainer.model) or splittable_batch_reason(inputs) else found
 
-    def _part_failed(self, rows: int, columns: int | None, text: str) -> None:
+    def _part_failed(self, rows: int, columns: int | None, text: str, seconds: float) -> None:
         self._rows_that_fit = max(1, rows // 2)
 
     def _shrink(self, inputs: Any, start: int, stop: int, message: str) -> None:

@@ -28,6 +28,7 @@ from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.binding.input_gradients import INPUT_GRADIENTS_DROPPED, drop_input_gradients
 from hf_memopt.binding.layer_names import checked_patterns, matching_parameters
 from hf_memopt.changes import Change, add_change
+from hf_memopt.plain_data import shown
 from hf_memopt.techniques.model_handles import ModelHandles
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class GradualUnfreezeCallback(TrainerCallback):
 def checked_schedule(schedule: Any) -> dict[int | float, tuple[str, ...]]:
     """Return the schedule with its patterns as tuples; raise ValueError for what is not a schedule for any model."""
     if not isinstance(schedule, Mapping) or not schedule:
-        raise ValueError(f"schedule={schedule!r} names no stage; expected patterns by step. Write {EXAMPLE}")
+        raise ValueError(f"schedule={shown(schedule)} names no stage; expected patterns by step. Write {EXAMPLE}")
     for step in schedule:
         is_step = type(step) is int and step >= 0
         if not is_step and not (isinstance(step, float) and 0 <= step < 1):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object, parse_object, shown
+from hf_memopt.units import format_number
 from hf_memopt.whole_files import write_whole
 
 __all__ = ["LIMITS_FILE", "Limit", "Tally", "microbatch_limits", "part_rows", "read_limits", "write_limits"]
@@ -190,8 +191,10 @@ class Tally:
         text = f"{self.cut_steps} of {self.steps} steps ran in micro-batches."
         if self.check_seconds:
             share = self.check_seconds / max(self.seconds, self.check_seconds)
-            text += f" Checks that rows are independent took {self.check_seconds:.1f} s, {share:.1%} of the run."
+            text += (
+                f" Checks that rows are independent took {format_number(self.check_seconds)} s, {share:.1%} of the run."
+            )
         if self.failures:
             times = "once" if self.failures == 1 else f"{self.failures} times"
-            text += f" Memory ran out {times}, which cost {self.lost_seconds:.1f} s."
+            text += f" Memory ran out {times}, which cost {format_number(self.lost_seconds)} s."
         return text + (f" To cut from the first step on: MicrobatchCallback({', '.join(learned)})" if learned else "")

@@ -36,7 +36,6 @@ does not run out. With dropout the masks of parts are other draws of the same di
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -47,6 +46,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_memopt.binding.callback_binding import Binding
+from hf_memopt.binding.checkpoint_manifest import own_checkpoint
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all
 from hf_memopt.binding.known_losses import stated_loss
 from hf_memopt.binding.refusals import NO_LIMIT
@@ -220,6 +220,7 @@ class MicrobatchCallback(TrainerCallback):
                 backbone=self.backbone,
                 loss=self.loss,
             ),
+            override_method(trainer, "save_model", self._wrap_save_model),
             override_method(trainer, "train", self._wrap_train),
         )
         return self.handle
@@ -233,15 +234,19 @@ class MicrobatchCallback(TrainerCallback):
             last = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             self._restore_limits(Path(last if self._resume_from is True else self._resume_from))
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the limits into the checkpoint."""
-        folder = Path(args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        if args.should_save and os.path.isdir(folder):
-            try:
-                write_limits(folder, self.limits)
-            except OSError as error:
-                lost = "a run that resumes here begins with the limits of a new one"
-                warn_unwritten(folder / LIMITS_FILE, error, lost, self._unwritten)
+    def _wrap_save_model(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def save_model(*args: Any, **kwargs: Any) -> Any:
+            found = before(*args, **kwargs)
+            folder = own_checkpoint(*args, **kwargs)
+            if folder is not None and self.binding.trainer.args.should_save:
+                try:
+                    write_limits(folder, self.limits)
+                except OSError as error:
+                    lost = "a run that resumes here begins with the limits of a new one"
+                    warn_unwritten(folder / LIMITS_FILE, error, lost, self._unwritten)
+            return found
+
+        return save_model
 
     def _wrap_train(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def train(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:

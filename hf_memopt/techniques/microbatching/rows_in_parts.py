@@ -22,6 +22,7 @@ Limitations: first derivatives; see also ``row_check``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -53,12 +54,12 @@ class PartsFailedError(torch.OutOfMemoryError):
 class Size(NamedTuple):
     """How many rows a part may have, and what is told when that was too many.
 
-    ``rows``: gives the most rows of a part of so many columns; ``failed``: is told rows, columns and the error's text,
-    and lowers what ``rows`` gives.
+    ``rows``: gives the most rows of a part of so many columns; ``failed``: is told rows, columns, the error's text and
+    the seconds lost, and lowers what ``rows`` gives.
     """
 
     rows: Callable[[int | None], int]
-    failed: Callable[[int, int | None, str], None]
+    failed: Callable[[int, int | None, str, float], None]
 
 
 def run_rows_in_parts(call: ModuleCall, layout: Layout, size: Size) -> Any:
@@ -148,7 +149,7 @@ class _Parts:
         start = 0
         while start < self.call.rows:
             stop = min(start + self.size.rows(self.call.columns), self.call.rows)
-            states = self._capture()
+            states, begin = self._capture(), time.perf_counter()
             leaves = self.call.rows_from(self.layout.into, start, stop)
             text = None
             try:
@@ -156,7 +157,7 @@ class _Parts:
             except Exception as error:
                 text = self._text_of(error, stop - start)
             if text is not None:  # the except block has ended, and with it the frames that hold tensors
-                self._halve(stop - start, text)
+                self._halve(stop - start, text, begin)
                 for state in states:
                     state.restore()
                 continue
@@ -187,9 +188,9 @@ class _Parts:
             raise PartsFailedError(1, self.call.columns, text) from None
         return text
 
-    def _halve(self, rows: int, text: str) -> None:
-        self.size.failed(rows, self.call.columns, text)
+    def _halve(self, rows: int, text: str, begin: float) -> None:
         free_failed_step()
+        self.size.failed(rows, self.call.columns, text, time.perf_counter() - begin)
 
     # ---- Backward ---------------------------------------------------------------------------------------------------
 
@@ -247,7 +248,7 @@ class _Parts:
         ]
         for state in part.states:
             state.restore()
-        text, fresh = None, {}
+        text, fresh, begin = None, {}, time.perf_counter()
         try:
             fresh = {i: self._rows(self.call.leaves[i], i, part).detach().requires_grad_() for i in sums}
             runner.run(used, lambda: self._run_part(part, gradients, fresh))
@@ -264,7 +265,7 @@ class _Parts:
         if text is None:
             return
         fresh.clear()
-        self._halve(part.stop - part.start, text)
+        self._halve(part.stop - part.start, text, begin)
         middle = (part.start + part.stop) // 2
         for start, stop in ((part.start, middle), (middle, part.stop)):
             half, of_half = self._half(part, gradients, start, stop)

@@ -209,7 +209,7 @@ class MicrobatchedStep:
         """Run the newest accumulation step; after out of memory the whole window, in smaller parts."""
         first = len(self._window) - 1  # the gradients of those before are there already
         while True:
-            begin = time.perf_counter()
+            begin, lost = time.perf_counter(), self._tally.lost_seconds
             loss, failure = self._attempt(run, trainer, model, first)
             failure = failure or self._buffer_changed()
             if failure is None:
@@ -227,7 +227,7 @@ class MicrobatchedStep:
             else:
                 self._lower_limit(trainer, failure, has_drawn=has_drawn)
                 self._tally.failures += 1
-            self._tally.lost_seconds += time.perf_counter() - begin
+            self._tally.lost_seconds = lost + time.perf_counter() - begin  # what parts lost is in it
             first = 0
 
     def _buffer_changed(self) -> _Failure | None:
@@ -468,7 +468,7 @@ class MicrobatchedStep:
                 f"micro-batching: from the second accumulation step on, gradients of {names} exist twice: {twice}",
             )
 
-    def _part_failed(self, rows: int, columns: int | None, text: str) -> None:
+    def _part_failed(self, rows: int, columns: int | None, text: str, seconds: float) -> None:
         """Lower the limit after a part ran out of memory, which is run again in smaller ones on the spot."""
         trainer = self._trainer()
         name, size = ("max_examples", rows) if columns is None else ("max_tokens", rows * columns)
@@ -477,6 +477,7 @@ class MicrobatchedStep:
         limit.lower(size)
         self._record(trainer, name, old, f"out of memory at step {step}")
         self._tally.failures += 1
+        self._tally.lost_seconds += seconds
         shown = f"{rows} examples" if columns is None else f"{rows} x {columns} tokens"
         notify(
             logger,

@@ -20,7 +20,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import bitsandbytes
 import torch
@@ -31,8 +31,9 @@ from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.handles import UndoHandle
-from hf_memopt.binding.model_traits import unwrap_optimizer
+from hf_memopt.binding.model_traits import check_model, unwrap_optimizer
 from hf_memopt.binding.nested_tensors import tensors_in
+from hf_memopt.plain_data import check_value
 from hf_memopt.techniques.model_handles import ModelHandles
 from hf_memopt.units import format_bytes
 
@@ -77,7 +78,7 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
         >>> optimizer_state_bytes(optimizer)  # 2 x 32,768 and the bias; 2 x 4,096 with one scale per block of 256
         {'float32': 66176, 'uint8': 8192}
     """
-    _check_bits(bits)
+    check_value("bits", bits, Literal[32], 32)
     eight_bit = _eight_bit_optimizer(optimizer)
     embeddings = _embedding_weights(model)
     if not embeddings:
@@ -126,7 +127,7 @@ class EmbeddingBitsCallback(TrainerCallback):
     technique = "32-bit embeddings"
 
     def __init__(self, bits: int = 32) -> None:
-        _check_bits(bits)
+        check_value("bits", bits, Literal[32], 32)
         self.bits = bits
         self.handle: UndoHandle | None = None
         self.binding = Binding()
@@ -175,14 +176,6 @@ class EmbeddingBitsCallback(TrainerCallback):
             logger.info(f"EmbeddingBitsCallback keeps {states} in float32; the whole optimizer state is {sizes}")
 
 
-def _check_bits(bits: Any) -> None:
-    if type(bits) is not int or bits != 32:
-        raise ValueError(
-            f"bits={bits!r} is not supported for embeddings; expected 32. Write bits=32, or take "
-            "EmbeddingBitsCallback() out of callbacks=."
-        )
-
-
 def _eight_bit_optimizer(optimizer: Any) -> Any:
     inner: Any = unwrap_optimizer(optimizer)
     name = f"{type(inner).__module__}.{type(inner).__qualname__}"
@@ -199,6 +192,7 @@ def _eight_bit_optimizer(optimizer: Any) -> Any:
 def _embedding_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights of all embeddings by parameter name, tied ones once."""
     names: dict[torch.Tensor, str] = {}
+    check_model(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             names.setdefault(module.weight, f"{name}.weight".lstrip("."))

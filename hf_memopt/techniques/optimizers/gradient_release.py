@@ -13,6 +13,7 @@ optimizers whose parameters depend on each other within a step are refused; an o
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import threading
 import weakref
@@ -26,8 +27,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.binding.handles import UndoHandle, set_attribute
 from hf_memopt.binding.refusals import refusal_of
+from hf_memopt.plain_data import check_value, shown
 
-__all__ = ["gradient_release"]
+__all__ = ["BuiltClass", "check_is_class", "gradient_release", "plain_step"]
 
 TECHNIQUE = "gradient release"
 FIX = "Call gradient_release(torch.optim.AdamW)."
@@ -87,11 +89,12 @@ def gradient_release(
         (True, True)
         >>> optimizer.step()
     """
-    check_is_optimizer(optimizer_class, FIX)
+    check_is_class(optimizer_class, FIX)
+    check_value("trust", trust, bool, False)
     is_number = isinstance(max_tensor_norm, (int, float)) and not isinstance(max_tensor_norm, bool)
     if max_tensor_norm is not None and not (is_number and max_tensor_norm > 0):
         raise ValueError(
-            f"max_tensor_norm={max_tensor_norm!r} is invalid; expected a norm above 0, or None not to clip. "
+            f"max_tensor_norm={shown(max_tensor_norm)} is invalid; expected a norm above 0, or None not to clip. "
             "Pass max_tensor_norm=1.0."
         )
     plain: Any = optimizer_class
@@ -105,7 +108,14 @@ def gradient_release(
     return _released_class(plain, max_tensor_norm)
 
 
-class _Released(torch.optim.Optimizer):
+class BuiltClass(type):
+    """The class of classes that a function builds from another class; they are pickled as its call."""
+
+
+copyreg.pickle(BuiltClass, lambda built: vars(built).get("_built_by", built.__qualname__))
+
+
+class _Released(torch.optim.Optimizer, metaclass=BuiltClass):
     """The methods that a released class has before those of its plain class.
 
     The hook of a parameter runs in the backward pass, once its gradient is complete. It lets the plain class's own
@@ -134,7 +144,7 @@ class _Released(torch.optim.Optimizer):
         self._install_hooks()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _copied, (self._plain_class, self.max_tensor_norm), self.__getstate__()
+        return _copied, (type(self),), self.__getstate__()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, and release its gradients too."""
@@ -263,25 +273,16 @@ def _released_class(optimizer_class: Any, max_tensor_norm: float | None) -> type
         "__doc__": f"{optimizer_class.__name__} that steps within the backward pass.",
         "max_tensor_norm": max_tensor_norm,
         "_plain_class": optimizer_class,
+        "_built_by": (_released_class, (optimizer_class, max_tensor_norm)),
         "_plain_step": plain_step(optimizer_class.step),
     }
     return type(f"Released{optimizer_class.__name__}", (kind, optimizer_class), attributes)
 
 
-def _copied(optimizer_class: Any, max_tensor_norm: float | None) -> Any:
-    released: Any = _released_class(optimizer_class, max_tensor_norm)
+def _copied(released: Any) -> Any:
     copied = released.__new__(released)
     copied.handle, copied._last_norms = UndoHandle(lambda: None), []
     return copied
-
-
-def check_is_optimizer(optimizer_class: Any, fix: str) -> None:
-    """Raise TypeError for what is not a class of optimizers."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(
-            f"optimizer_class={optimizer_class!r} is not a class of optimizers; expected a subclass of "
-            f"torch.optim.Optimizer. {fix}"
-        )
 
 
 def _check_class(optimizer_class: Any) -> None:
@@ -296,6 +297,15 @@ def _check_class(optimizer_class: Any) -> None:
         problem = "has a step of its own; expected a class with the step of bitsandbytes or of torch"
     if problem is not None:
         raise ValueError(f"optimizer_class={_name(optimizer_class)} {problem}. {FIX}")
+
+
+def check_is_class(optimizer_class: Any, fix: str) -> None:
+    """Raise TypeError for what is no class of optimizers."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(
+            f"optimizer_class={shown(optimizer_class)} is not a class of optimizers; expected a subclass of "
+            f"torch.optim.Optimizer. {fix}"
+        )
 
 
 def plain_step(step: Any) -> Any:

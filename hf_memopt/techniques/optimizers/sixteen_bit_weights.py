@@ -34,9 +34,11 @@ from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optim
 from hf_memopt.binding.conflicts import check_settings
 from hf_memopt.binding.handles import set_attribute
 from hf_memopt.devices.precision_support import choose_precision
+from hf_memopt.plain_data import check_word
 from hf_memopt.techniques.optimizers.gradient_release import (
     ELEMENTWISE,
-    check_is_optimizer,
+    BuiltClass,
+    check_is_class,
     gradient_release,
     plain_step,
 )
@@ -101,17 +103,14 @@ def sixteen_bit_optimizer(
         >>> round(weight.mean(dtype=torch.float32).item(), 3)  # plain SGD leaves it at 1.0
         1.005
     """
-    check_is_optimizer(optimizer_class, FIX)
-    if rounding not in ("stochastic", "kahan"):
-        raise ValueError(
-            f"rounding={rounding!r} is unknown; expected 'stochastic' or 'kahan'. Pass rounding='stochastic'"
-        )
+    check_is_class(optimizer_class, FIX)
+    check_word("rounding", rounding, ("stochastic", "kahan"))
     _check_class(optimizer_class)
     plain: Any = optimizer_class
     return _sixteen_bit_class(plain, rounding)
 
 
-class _SixteenBit(torch.optim.Optimizer):
+class _SixteenBit(torch.optim.Optimizer, metaclass=BuiltClass):
     """The methods that the returned class has before those of its plain class.
 
     A slice of a parameter is a float32 tensor with a gradient and a state of its own, views of the parameter's. The
@@ -126,9 +125,6 @@ class _SixteenBit(torch.optim.Optimizer):
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         self._updates = 0  # of 16-bit parameters, since the first step
         super().__init__(params, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _copied, (self._rounded_class, self.rounding), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
@@ -320,6 +316,7 @@ def released_optimizer(
     from transformers import Trainer
 
     check_settings(GRADIENT_RELEASE, args)
+    check_word("rounding", rounding, ("nearest", "stochastic", "kahan"))
     if rounding == "nearest":
         optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
     else:
@@ -342,14 +339,10 @@ def _sixteen_bit_class(optimizer_class: Any, rounding: str) -> type:
         "__doc__": f"{optimizer_class.__name__} for bfloat16 weights, with {rounding} rounding.",
         "rounding": rounding,
         "_rounded_class": optimizer_class,
+        "_built_by": (_sixteen_bit_class, (optimizer_class, rounding)),
         "_rounded_step": plain_step(optimizer_class.step),
     }
     return type(f"SixteenBit{optimizer_class.__name__}", (kind, optimizer_class), attributes)
-
-
-def _copied(optimizer_class: Any, rounding: str) -> Any:
-    rounded: Any = _sixteen_bit_class(optimizer_class, rounding)
-    return rounded.__new__(rounded)
 
 
 def _check_class(optimizer_class: Any) -> None:

@@ -11,6 +11,7 @@ from textwrap import fill
 from typing import Any, Literal
 
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, checked_path, from_object, parse_object, shown
+from hf_memopt.reports.json_fields import check_format
 from hf_memopt.units import format_bytes
 from hf_memopt.whole_files import write_whole
 
@@ -187,14 +188,8 @@ class Measurement:
                 clause about a field or about "it".
         """
         values = parse_object(text)
-        number = values.pop("format", None)
-        if isinstance(number, int) and number > FORMAT:
-            raise ValueError(
-                f"format={number!r} is that of a later version of hf-memopt; expected {FORMAT}. "
-                "Call: pip install -U hf-memopt"
-            )
-        if number != FORMAT or isinstance(number, bool):
-            raise ValueError(f"format={shown(number)} is not that of a measurement; expected {FORMAT}. {FIX}")
+        check_format(values, FORMAT)
+        del values["format"]
         for name in ("measured", "predicted"):
             if isinstance(values.get(name), dict):
                 values[name] = from_object(Figures, values[name])

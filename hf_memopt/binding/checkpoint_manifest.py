@@ -1,0 +1,358 @@
+"""Give each checkpoint a manifest, and resume from whole checkpoints only.
+
+``memopt_manifest.json`` is written last: when all processes have written their files and these are on the disk. It has
+the run, the step, the number of processes, and size and CRC32 of each file, so it finds whatever is missing, cut off,
+changed, or of another run or step, whoever wrote it. While a checkpoint is being saved its manifest has the run alone
+and is locked: a second run that saves into the same folder meanwhile ends in no manifest for either of them.
+
+The trade: files are flushed to the disk and read back once, by several threads, when they are saved, and read once more
+before a run resumes (``python benchmarks/checkpoint_manifest.py``).
+
+It is written before stock deletes older checkpoints, and again where a callback changed files in ``on_save``.
+
+Limitations: ``load_best_model_at_end`` reads without a check. Two runs that save into one folder at the same time on a
+file system without locks are found out only where the first to begin is not killed before its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Container, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from logging import getLogger
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, undo_all
+from hf_memopt.notices import notify
+from hf_memopt.plain_data import Count, CountOrZero, check_fields, from_object, parse_object, shown
+from hf_memopt.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = ["MANIFEST", "checkpoint_to_resume", "keep_manifests", "own_checkpoint", "remove_stale", "why_not_whole"]
+
+MANIFEST = "memopt_manifest.json"
+
+logger = getLogger(__name__)
+
+UNFINISHED = ".memopt-*"  # of write_whole
+STALE = (
+    *(TRAINER_STATE_NAME, "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth", "global_step*"),
+    *("model*.safetensors*", "pytorch_model*", "adapter_model*", "memopt_*.json", UNFINISHED),
+)
+"""What stock, FSDP, DeepSpeed or this package would resume from, also where the run that saves now writes less."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint was when it was saved; ``files`` are size and CRC32 by path below its folder."""
+
+    run: str
+    step: CountOrZero
+    world_size: Count
+    files: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+# ---- Writing --------------------------------------------------------------------------------------------------------
+
+
+def keep_manifests(trainer: Trainer) -> UndoHandle:
+    """Write a manifest with each checkpoint of a trainer, and let it resume from whole ones only; for ``attach``."""
+    if is_overridden(trainer, "save_model", MANIFEST):
+        return undo_all()
+    saving = _Saving(trainer)
+
+    def resuming(before: Callable[..., Any]) -> Callable[..., Any]:
+        def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            folder, is_writer = trainer.args.output_dir or "", trainer.args.should_save
+            for pattern in (UNFINISHED, f"{PREFIX_CHECKPOINT_DIR}-*/{UNFINISHED}") if is_writer else ():
+                for left in Path(folder).glob(pattern):
+                    with suppress(OSError):
+                        left.unlink()
+            return before(checkpoint_to_resume(resume_from_checkpoint, folder, is_reader=is_writer), *args, **kwargs)
+
+        return train
+
+    return undo_all(
+        override_method(trainer, "save_model", saving.wrap_save_model, purpose=MANIFEST),
+        override_method(trainer, "_save_checkpoint", saving.wrap_save_checkpoint),
+        override_method(trainer.callback_handler, "on_save", saving.wrap_on_save),
+        override_method(trainer, "train", resuming),
+    )
+
+
+class _Saving:
+    """A checkpoint of one trainer on its way from the first file to the manifest.
+
+    Private, and the same in transformers 5.8.1 to 5.23.0: all processes call ``_save_checkpoint``, its first act is
+    ``save_model(folder, _internal_call=True)``, and its last before it deletes old checkpoints is, where files are
+    saved, ``state.save_to_json`` (a test pins the order).
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.run = trainer, secrets.token_hex(8)
+        self.file: IO[bytes] | None = None  # the manifest while it is being saved, only where files are
+        self.is_ended = False
+        self.saved: Mapping[Path, tuple[int, int]] = {}  # when the last checkpoint ended, here
+
+    def wrap_save_model(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def save_model(*args: Any, **kwargs: Any) -> Any:
+            if (folder := own_checkpoint(*args, **kwargs)) is not None:
+                if self.trainer.args.should_save:
+                    self.begin(folder)
+                self.trainer.accelerator.wait_for_everyone()  # what an earlier run left is gone
+            return before(*args, **kwargs)
+
+        return save_model
+
+    def wrap_save_checkpoint(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def _save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            self.is_ended = False
+            try:
+                with override_method(self.trainer.state, "save_to_json", self.wrap_save_to_json):
+                    before(*args, **kwargs)
+                if not self.is_ended:  # the process that ends it waits for this one
+                    self.trainer.accelerator.wait_for_everyone()
+            finally:
+                self.close()
+
+        return _save_checkpoint
+
+    def wrap_save_to_json(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def save_to_json(*args: Any, **kwargs: Any) -> None:
+            before(*args, **kwargs)
+            if self.file is not None:
+                self.trainer.accelerator.wait_for_everyone()
+                self.is_ended = True
+                self.end(self.file)
+
+        return save_to_json
+
+    def wrap_on_save(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def on_save(*args: Any, **kwargs: Any) -> Any:
+            control, saved, self.saved = before(*args, **kwargs), self.saved, {}
+            for path in [path for path in saved if path.name == MANIFEST]:
+                found = _stamps(path.parent)
+                if found != saved and found.get(path) == saved[path]:  # else another run saves into it by now
+                    write_whole(path, self.manifest(path.parent))
+            return control
+
+        return on_save
+
+    def manifest(self, folder: Path) -> str:
+        """Return the manifest of the files below a folder, which are on the disk then."""
+        files = _sums(folder, is_flushing=True)
+        found = Manifest(self.run, self.trainer.state.global_step, self.trainer.args.world_size, files)
+        return json.dumps(asdict(found), indent=1)
+
+    def begin(self, folder: Path) -> None:
+        """Make a folder's manifest that of an unfinished checkpoint, and remove what an earlier run left."""
+        self.close()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = open(folder / MANIFEST, "ab")  # noqa: SIM115  # and not "wb", before it is locked
+        self.file.truncate(0)
+        if _lock(self.file):  # else it stays empty, and neither run will find its own name
+            self.file.write(self.run.encode())
+            remove_stale(folder)
+        _flush(self.file, folder, folder.parent)
+
+    def end(self, file: IO[bytes]) -> None:
+        """Write the manifest, unless another run has saved into the folder since ``begin``."""
+        path, args = Path(file.name), self.trainer.args
+        manifest = self.manifest(path.parent)
+        is_own = path.read_bytes() == self.run.encode()
+        file.truncate(0)
+        if is_own:
+            file.write(manifest.encode())
+        else:
+            warnings.warn(
+                f"output_dir={args.output_dir!r} is that of another run too, which saved {path.parent.name} at the "
+                "same time, so no run will resume from that; expected a folder for each run. "
+                "Pass TrainingArguments(output_dir=...)",
+                stacklevel=2,
+            )
+        _flush(file)
+        self.close()
+        self.saved = _stamps(path.parent) if is_own else {}
+
+    def close(self) -> None:
+        """End the lock."""
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+def own_checkpoint(output_dir: Any = None, _internal_call: bool = False, **_: Any) -> Path | None:
+    """Return the folder if ``save_model`` was called with these arguments to begin a checkpoint, else None.
+
+    ``_internal_call`` is stock's own (5.8.1 to 5.23.0): weights that a user saves into a checkpoint leave its state.
+    """
+    is_checkpoint = _internal_call and Path(output_dir or "").name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
+    return Path(output_dir) if is_checkpoint else None
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove what an earlier run left in a checkpoint's folder and stock would read beside what is saved now."""
+    for path in {path for pattern in STALE for path in folder.glob(pattern)} - {folder / MANIFEST}:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Lock a file until it is closed or the process ends; return False where another process has locked it."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # Windows, or a file system without locks
+        pass
+    return True
+
+
+def _flush(*files: IO[bytes] | Path) -> None:
+    """Write files or folders to the disk."""
+    for file in files:
+        if not isinstance(file, Path):
+            file.flush()
+            os.fsync(file.fileno())
+        elif os.name != "nt" or file.is_file():  # Windows opens no folder, and writes none that is opened to be read
+            descriptor = os.open(file, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return size and time of the last change of each file below a folder."""
+    found = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {path: (status.st_size, status.st_mtime_ns) for path, status in found.items()}
+
+
+def _sums(folder: Path, names: Container[str] | None = None, *, is_flushing: bool = False) -> dict[str, str]:
+    """Return size and CRC32 of the files below a folder, of all but the manifest or of those in ``names``."""
+    below = sorted(folder.rglob("*"))
+    files = {path.relative_to(folder).as_posix(): path for path in below if path.is_file() and path.name != MANIFEST}
+    files = {name: path for name, path in files.items() if names is None or name in names}
+    folders = [folder, *(path for path in below if path.is_dir())]
+    with ThreadPoolExecutor(32) as pool:  # CRC32 lets other threads run, and flushing waits for the disk
+        flushed = pool.map(_flush, [*files.values(), *folders] if is_flushing else ())
+        sums = dict(zip(files, pool.map(_sum, files.values()), strict=True))
+        list(flushed)  # raises what flushing raised
+    return sums
+
+
+def _sum(path: Path) -> str:
+    crc, part = 0, memoryview(bytearray(2**18))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(part):
+            crc = zlib.crc32(part[:count], crc)
+        return f"{file.tell()} bytes, CRC32 {crc:08x}"
+
+
+# ---- Resuming -------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_to_resume(asked: Any, output_dir: str, *, is_reader: bool = True) -> Any:
+    """Return what ``Trainer.train`` is to resume from: what was asked for, but never a checkpoint that is not whole.
+
+    If True is asked for, i.e. the last checkpoint, and that one is not whole, the last one that is is returned, with a
+    warning. A checkpoint without a manifest is resumed with a notice. All processes of a run return the same.
+
+    Args:
+        asked: ``resume_from_checkpoint`` as ``Trainer.train`` takes it.
+        output_dir: of the training arguments.
+        is_reader: whether this process looks at the files, as one does for each folder, or takes the others' word.
+
+    Raises:
+        ValueError: the folder that was asked for is not whole, or no checkpoint of ``output_dir`` is.
+    """
+    if asked is not True and not isinstance(asked, (str, os.PathLike)):
+        return asked
+    refused = None
+    for folder in broadcast_object_list([_checkpoints(Path(output_dir)) if asked is True else [Path(asked)]])[0]:
+        is_read = is_reader and folder.is_dir()
+        reason = next(filter(None, gather_object([why_not_whole(folder) if is_read else None])), None)
+        if reason is None:
+            if is_read and not (folder / MANIFEST).exists():
+                notify(
+                    logger, f"{folder} has no {MANIFEST}, as of stock or hf_memopt 0.3.0: its files were not checked"
+                )
+            if refused is not None:
+                warnings.warn(
+                    f"resume_from_checkpoint=True goes back to {folder.name}: {refused}. To choose it without this "
+                    f"warning, call trainer.train(resume_from_checkpoint={str(folder)!r})",
+                    stacklevel=4,
+                )
+            return asked if refused is None else str(folder)
+        refused = refused or f"{folder.name} is not whole, {reason}"
+    if refused is None:  # no checkpoint at all, which stock refuses
+        return asked
+    action = "Start anew: trainer.train()" if asked is True else f"Name another, or delete {MANIFEST} to skip the check"
+    raise ValueError(
+        f"resume_from_checkpoint={asked!r} finds no whole checkpoint: {refused}; expected the files as they were "
+        f"saved. {action}"
+    )
+
+
+def why_not_whole(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint's folder, as a clause, or None if it is whole or cannot be checked."""
+    if not (folder / MANIFEST).exists():
+        if not (folder / TRAINER_STATE_NAME).is_file():
+            return f"it has no {TRAINER_STATE_NAME}, which stock writes last"
+        return _why_foreign(folder)
+    try:
+        saved = from_object(Manifest, parse_object((folder / MANIFEST).read_bytes())).files
+    except (OSError, ValueError):
+        return f"its {MANIFEST} was not written to its end"
+    found = _sums(folder, saved)
+    for name, expected in saved.items():
+        if name not in found:
+            return f"it has no {name}"
+        if found[name] != expected:
+            return f"its {name} has {found[name]}, and was saved with {expected}"
+    return _why_foreign(folder)
+
+
+def _why_foreign(folder: Path) -> str | None:
+    """Return why an index cannot be read or which file elsewhere it names: stock would follow it out of the folder."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if not index.is_file() or (folder / SAFE_WEIGHTS_NAME).is_file():
+        return None
+    try:
+        names = parse_object(index.read_bytes()).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ValueError(f"it has weight_map={shown(names)}, which names no files")
+        for name in names.values():
+            if name != Path(name).name:
+                raise ValueError(f"it has the file {shown(name)}, which is not one of its folder")
+    except ValueError as error:
+        return f"its {index.name} cannot be read: {error}"
+    return None
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """Return the folders of checkpoints as stock names them, the last step first."""
+    name = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+    found = output_dir.iterdir() if output_dir.is_dir() else ()
+    steps = {path: int(match[1]) for path in found if (match := name.fullmatch(path.name)) and path.is_dir()}
+    return sorted(steps, key=lambda path: steps[path], reverse=True)

@@ -1,0 +1,576 @@
+"""A checkpoint is whole or not resumed from: killed at every write, damaged, of two runs, saved by two processes."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import json
+import os
+import shutil
+import sys
+import warnings
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from slow_cases import resumes_on_a_cpu
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback
+
+import tiny
+from hf_memopt import BucketedCollator, MicrobatchCallback, ShardedCheckpointCallback, bucketed
+from hf_memopt.binding.attach import attach
+from hf_memopt.binding.checkpoint_manifest import MANIFEST, checkpoint_to_resume, remove_stale, why_not_whole
+from two_ranks import run_pair
+
+# PEFT asks transformers 5.23 by the older name
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+ROWS = [{"input_ids": [5, 6, 7, 8 + i], "labels": [5, 6, 7, 8 + i]} for i in range(16)]
+NAME_ANOTHER = "Name another, or delete memopt_manifest.json to skip the check"
+RUN: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "learning_rate": 0.01,
+    "lr_scheduler_type": "constant",
+    "optim": "adamw_torch",
+}
+
+
+def lora(seed: int = 0) -> nn.Module:
+    model = tiny.llama()
+    torch.manual_seed(seed)
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
+
+
+def trainer(model: nn.Module, folder: Path, max_shard_bytes: str = "1GB", **settings: Any) -> Trainer:
+    args = tiny.arguments(folder, **{**RUN, "max_steps": 6, **settings})
+    built = Trainer(model=model, args=args, train_dataset=ROWS)
+    return attach(built, MicrobatchCallback(), ShardedCheckpointCallback(max_shard_bytes))
+
+
+def trained(model: nn.Module, folder: Path, *rest: Any, resume: Any = None, **settings: Any) -> nn.Module:
+    trainer(model, folder, *rest, **settings).train(resume_from_checkpoint=resume)
+    return model
+
+
+# ---- Killed while it saves ------------------------------------------------------------------------------------------
+
+
+class Kill:
+    """Ends the program at the n-th change of a folder's files, which it leaves half done."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, at: int) -> None:
+        self.folder, self.at, self.changes = folder, at, 0
+        real_open = builtins.open
+
+        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if set(mode) & set("wxa"):
+                self._change(file, lambda: real_open(file, mode, *args, **kwargs).close())
+            return real_open(file, mode, *args, **kwargs)
+
+        patch.setattr(builtins, "open", opened)
+        for owner, name, where in ((os, "unlink", 0), (os, "remove", 0), (os, "replace", 1)):
+            patch.setattr(owner, name, self._killing(getattr(owner, name), where, half=False))
+        for owner, name in ((torch, "save"), (transformers.modeling_utils, "safe_save_file")):
+            patch.setattr(owner, name, self._killing(getattr(owner, name), 1, half=True))
+
+    def _killing(self, real: Callable[..., Any], where: int, *, half: bool) -> Callable[..., Any]:
+        def killing(*args: Any, **kwargs: Any) -> Any:
+            file = args[where] if len(args) > where else kwargs["filename"]
+
+            def half_done() -> None:
+                if half:
+                    real(*args, **kwargs)
+                    os.truncate(file, os.path.getsize(file) // 2)
+
+            self._change(file, half_done)
+            return real(*args, **kwargs)
+
+        return killing
+
+    def _change(self, file: Any, half_done: Callable[[], None]) -> None:
+        if self.folder in Path(os.fspath(file)).parents:
+            self.changes += 1
+            if self.changes == self.at:
+                half_done()
+                raise SystemExit("killed")
+
+
+@pytest.mark.parametrize(
+    ("build", "max_shard_bytes"),
+    [
+        pytest.param(tiny.llama, "1GB", id="one", marks=pytest.mark.slow),
+        pytest.param(tiny.llama, "40KB", id="many", marks=pytest.mark.slow),
+        pytest.param(lora, "1GB", id="lora", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_any_write_a_run_is_resumed_that_was_saved_whole(tmp_path, build, max_shard_bytes) -> None:
+    """A ran in this folder before; B is killed while it writes its own checkpoint-4 over A's."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    straight = {"A": trained(build(seed=1), a, max_shard_bytes), "B": trained(build(seed=2), b, max_shard_bytes)}
+    saving = trainer(build(seed=2), tmp_path / "b4", max_shard_bytes, max_steps=4)
+    saving.train()
+    found, at, was_killed = [], 1, True
+    while was_killed:
+        folder = tmp_path / "shared"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(b / "checkpoint-2", folder / "checkpoint-2")
+        shutil.copytree(a / "checkpoint-4", folder / "checkpoint-4")
+        saving.args.output_dir = str(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            kill = Kill(patch, folder / "checkpoint-4", at)
+            try:
+                saving._save_checkpoint(saving.model, trial=None)
+                saving.callback_handler.on_save(saving.args, saving.state, saving.control)
+            except SystemExit:
+                pass
+            was_killed = kill.changes >= at  # write_whole cleans up after itself
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            resumed = trained(build(), folder, max_shard_bytes, resume=True)
+        run = [name for name, model in straight.items() if tiny.largest_difference(model, resumed) == 0.0]
+        found.append((*run, any("goes back to checkpoint-2" in str(each.message) for each in caught)))
+        at += 1
+    expected = [("A", False), ("B", True), ("B", False)]
+    assert list(dict.fromkeys(found)) == expected, found
+    assert found.count(("A", False)) == 1, found  # only before the first change
+    assert found.count(("B", True)) >= 8, found
+
+
+def test_stock_saves_in_the_order_that_this_rests_on() -> None:
+    """Private, and the same in transformers 5.8.1, 5.17.0 and 5.23.0: weights first, the Trainer's state last."""
+    source = inspect.getsource(Trainer._save_checkpoint)
+    order = [
+        "self.save_model(output_dir, _internal_call=True)",
+        "self._save_optimizer_and_scheduler(output_dir)",
+        "self._save_scaler(output_dir)",
+        "self._save_rng_state(output_dir)",
+        "self.state.save_to_json(os.path.join(output_dir, TRAINER_STATE_NAME))",
+        "self._push_from_checkpoint(output_dir)",
+        "rotate_checkpoints(",
+    ]
+    places = [source.index(call) for call in order]
+    assert places == sorted(places)
+
+
+# ---- What an earlier run left ---------------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused_and_the_new_weights_stay(tmp_path) -> None:
+    trained(tiny.llama(seed=1), tmp_path, save_steps=4, max_steps=4)
+    dying = trainer(tiny.llama(seed=2), tmp_path, save_steps=4)
+
+    def die(*_: Any) -> None:
+        raise SystemExit("killed between weights and optimizer")
+
+    dying._save_optimizer_and_scheduler = die
+    with pytest.raises(SystemExit):
+        dying.train()
+    checkpoint = str(tmp_path / "checkpoint-4")
+    rest = (
+        " finds no whole checkpoint: checkpoint-4 is not whole, its memopt_manifest.json was not written to its end; "
+        "expected the files as they were saved."
+    )
+    actions = {True: "Start anew: trainer.train()", checkpoint: NAME_ANOTHER}
+    for asked, action in actions.items():
+        with pytest.raises(ValueError) as error:
+            trained(tiny.llama(), tmp_path, resume=asked)
+        assert str(error.value) == f"resume_from_checkpoint={asked!r}{rest} {action}"
+    saved = transformers.LlamaForCausalLM.from_pretrained(checkpoint)
+    assert tiny.largest_difference(saved, dying.model) == 0.0
+    trained(tiny.llama(seed=3), tmp_path, save_steps=4)  # a new run completes the folder
+    assert why_not_whole(Path(checkpoint)) is None
+
+
+def test_only_the_model_is_saved_over_a_whole_checkpoint(tmp_path) -> None:
+    """Else the earlier run's optimizer would be loaded beside these weights."""
+    trained(tiny.llama(seed=1), tmp_path, max_steps=2)
+    trained(tiny.llama(seed=2), tmp_path, max_steps=2, save_only_model=True)
+    left = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
+    assert "trainer_state.json" in left
+    assert left.isdisjoint({"optimizer.pt", "scheduler.pt", "rng_state.pth"})
+    assert checkpoint_to_resume(True, str(tmp_path)) is True
+
+
+def test_adapters_are_resumed_and_not_the_whole_model_of_an_earlier_run(tmp_path) -> None:
+    trained(tiny.llama(seed=1), tmp_path, max_steps=4)
+    straight = trained(lora(seed=2), tmp_path)
+    resumed = trained(lora(seed=3), tmp_path, resume=str(tmp_path / "checkpoint-4"))
+    assert tiny.largest_difference(straight, resumed) == 0.0
+
+
+def test_weights_that_a_user_saves_into_a_checkpoint_leave_its_state(tmp_path) -> None:
+    built = trainer(tiny.llama(), tmp_path, max_steps=2)
+    built.train()
+    built.save_model(str(tmp_path / "checkpoint-2"))
+    assert why_not_whole(tmp_path / "checkpoint-2") is None
+
+
+# ---- Which folders are whole ----------------------------------------------------------------------------------------
+
+HALF, EMPTY, BIT, LOST, OLDER = "half", "empty", "one bit", "lost", "of another step"
+
+
+def damage(path: Path, how: str) -> None:
+    """Do to a file what a power cut, a bad disk or a careless copy does."""
+    content = path.read_bytes()
+    half = len(content) // 2
+    if how == LOST:
+        path.unlink()
+        return
+    found = {
+        HALF: content[:half],
+        EMPTY: b"",
+        BIT: content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :],
+        OLDER: path.parent.with_name("checkpoint-2").joinpath(path.name).read_bytes(),
+    }
+    path.write_bytes(found[how])
+
+
+def described(path: Path) -> str:
+    content = path.read_bytes()
+    return f"{len(content)} bytes, CRC32 {zlib.crc32(content):08x}"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the checkpoints of a run in weights of several files, a stream and micro-batches."""
+    folder = tmp_path_factory.mktemp("saved")
+    streaming(folder, max_steps=4).train()
+    return folder
+
+
+def streaming(folder: Path, **settings: Any) -> Trainer:
+    """Return a Trainer with all that writes into checkpoints."""
+    args = tiny.arguments(folder, **{**RUN, "max_steps": 6, **settings})
+    stream = bucketed(Rows(), batch_size=2, buffer_examples=4)
+    built = Trainer(tiny.llama(), args, train_dataset=stream, data_collator=BucketedCollator(tiny.tokenizer()))
+    return attach(built, MicrobatchCallback(), ShardedCheckpointCallback("20KB"))
+
+
+class Rows(IterableDataset[Any]):
+    """The rows as a stream."""
+
+    def __iter__(self) -> Any:
+        return iter(ROWS)
+
+
+CHANGING = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "memopt_stream_0.json", "model-00001-of-*")
+STAYING = ("rng_state.pth", "training_args.bin", "memopt_microbatch.json", "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [*product(CHANGING + STAYING, (HALF, EMPTY, BIT, LOST)), *product(CHANGING, [OLDER])],
+)
+def test_a_damaged_checkpoint_is_passed_over_or_refused_by_the_files_name(saved, tmp_path, name, how) -> None:
+    shutil.copytree(saved, tmp_path / "out")
+    last, before = tmp_path / "out/checkpoint-4", str(tmp_path / "out/checkpoint-2")
+    (file,) = last.glob(name)
+    expected = described(file)
+    damage(file, how)
+    reason = f"checkpoint-4 is not whole, its {file.name} has {{}}, and was saved with {expected}"
+    reason = f"checkpoint-4 is not whole, it has no {file.name}" if how == LOST else reason.format(described(file))
+    with pytest.warns(UserWarning, match="goes back to checkpoint-2") as caught:
+        assert checkpoint_to_resume(True, str(tmp_path / "out")) == before
+    assert [str(each.message) for each in caught] == [
+        f"resume_from_checkpoint=True goes back to checkpoint-2: {reason}. To choose it without this warning, call "
+        f"trainer.train(resume_from_checkpoint={before!r})"
+    ]
+    with pytest.raises(ValueError) as error:
+        checkpoint_to_resume(str(last), "elsewhere")
+    assert str(error.value) == (
+        f"resume_from_checkpoint={str(last)!r} finds no whole checkpoint: {reason}; expected the files as they were "
+        f"saved. {NAME_ANOTHER}"
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 900, b"{", b"[]", b'{"run": "a", "step": 4, "world_size": 1}'])
+def test_a_manifest_that_was_not_written_to_its_end_is_no_manifest(saved, tmp_path, content) -> None:
+    shutil.copytree(saved / "checkpoint-4", tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-4" / MANIFEST).write_bytes(content)
+    assert why_not_whole(tmp_path / "checkpoint-4") == "its memopt_manifest.json was not written to its end"
+
+
+def test_a_manifest_names_files_of_its_own_folder_alone(saved, tmp_path) -> None:
+    folder = tmp_path / "checkpoint-4"
+    shutil.copytree(saved / "checkpoint-4", folder)
+    (tmp_path / "secret").write_bytes(b"")
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    manifest["files"]["../secret"] = "0 bytes, CRC32 00000000"
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert why_not_whole(folder) == "it has no ../secret"
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_a_manifest_has_all_files_of_the_checkpoint(tmp_path, is_sharded) -> None:
+    args = tiny.arguments(tmp_path, **RUN, max_steps=4)
+    built = Trainer(model=tiny.llama(), args=args, train_dataset=ROWS)
+    attach(built, *([ShardedCheckpointCallback("20KB")] if is_sharded else []))
+    built.train()
+    manifests = [json.loads((tmp_path / f"checkpoint-{step}" / MANIFEST).read_bytes()) for step in (2, 4)]
+    assert manifests[0]["run"] == manifests[1]["run"]
+    for manifest in manifests:
+        folder = tmp_path / f"checkpoint-{manifest['step']}"
+        files = {path.name: described(path) for path in folder.iterdir() if path.name != MANIFEST}
+        assert (manifest["world_size"], manifest["files"]) == (1, files)
+    before = torch.load(tmp_path / "checkpoint-4/optimizer.pt")
+    resumed = attach(Trainer(model=tiny.llama(), args=args, train_dataset=ROWS))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert before["param_groups"] == resumed.optimizer.optimizer.state_dict()["param_groups"]
+
+
+def test_a_copied_checkpoint_resumes_and_goes_on_as_the_straight_run(saved, tmp_path) -> None:
+    straight = streaming(tmp_path / "straight")
+    straight.train()
+    shutil.copytree(saved / "checkpoint-4", tmp_path / "elsewhere")
+    resumed = streaming(tmp_path / "out", ignore_data_skip=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
+    assert tiny.largest_difference(straight.model, resumed.model) == 0.0
+
+
+@pytest.mark.parametrize("asked", [True, "by name"])
+def test_a_checkpoint_without_a_manifest_resumes_with_one_line(saved, tmp_path, caplog, asked) -> None:
+    folder = tmp_path / "checkpoint-4"
+    shutil.copytree(saved / "checkpoint-4", folder)
+    (folder / MANIFEST).unlink()
+    asked = asked if asked is True else str(folder)
+    assert checkpoint_to_resume(asked, str(tmp_path)) == asked
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("hf_memopt")] == [
+        f"{folder} has no memopt_manifest.json, as of stock or hf_memopt 0.3.0: its files were not checked"
+    ]
+    (folder / "trainer_state.json").unlink()  # stock was killed before it wrote its last file
+    assert why_not_whole(folder) == "it has no trainer_state.json, which stock writes last"
+
+
+def test_a_stream_goes_on_from_its_state_or_not_at_all(saved, tmp_path) -> None:
+    folder = tmp_path / "checkpoint-4"
+    shutil.copytree(saved / "checkpoint-4", folder)
+    (folder / MANIFEST).unlink()  # which would refuse it
+    (folder / "memopt_stream_0.json").write_text("{")
+    with pytest.raises(ValueError) as error:
+        streaming(tmp_path, ignore_data_skip=True).train(resume_from_checkpoint=True)
+    assert str(error.value) == (
+        f"ignore_data_skip=True cannot resume: {folder / 'memopt_stream_0.json'} could not be read (ValueError: it is "
+        "not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); expected where the "
+        "stream of this process stands. To read again what was trained on, train with "
+        "TrainingArguments(..., ignore_data_skip=False)"
+    )
+
+
+@pytest.mark.parametrize("asked", [None, False, True, "missing/checkpoint-3"])
+def test_where_nothing_is_damaged_stock_gets_what_was_asked_for(tmp_path, asked) -> None:
+    (tmp_path / "checkpoint-2-old").mkdir()
+    assert checkpoint_to_resume(asked, str(tmp_path)) is asked
+    assert checkpoint_to_resume(asked, str(tmp_path / "missing")) is asked
+
+
+def test_what_stock_would_read_is_removed_and_what_users_keep_stays(tmp_path) -> None:
+    kept = ["ema.pt", "README.md", MANIFEST]
+    for name in ("trainer_state.json", "scaler.pt", "rng_state_7.pth", "pytorch_model.bin", ".memopt-0a", *kept):
+        (tmp_path / name).touch()
+    (tmp_path / "optimizer_0").mkdir()
+    (tmp_path / "optimizer_0" / "__0_0.distcp").touch()
+    remove_stale(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_leftovers_of_interrupted_writes_are_swept(tmp_path) -> None:
+    for left in (tmp_path / ".memopt-0a", tmp_path / "checkpoint-1/.memopt-0b"):
+        left.parent.mkdir(exist_ok=True)
+        left.touch()
+    trained(tiny.llama(), tmp_path, max_steps=2)
+    assert not list(tmp_path.rglob(".memopt-*"))
+
+
+# ---- Deleting old checkpoints ---------------------------------------------------------------------------------------
+
+
+def test_the_old_checkpoint_is_deleted_after_the_manifest_of_the_new_one(tmp_path, monkeypatch) -> None:
+    """Else a kill in between would leave none that is whole."""
+    whole, real = [], shutil.rmtree
+
+    def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
+        whole.append([each.name for each in tmp_path.glob("checkpoint-*") if why_not_whole(each) is None])
+        real(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    trained(tiny.llama(), tmp_path, save_total_limit=1)
+    assert [sorted(names) for names in whole] == [
+        ["checkpoint-2", "checkpoint-4"],
+        ["checkpoint-4", "checkpoint-6"],
+    ]
+
+
+class AdaptersAlone(TrainerCallback):
+    """As many scripts have it: on_save writes files of its own and deletes some of stock's."""
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        (folder / "training_args.bin").unlink()
+        (folder / "scheduler.pt").touch()
+        (folder / "notes.txt").write_text("mine", encoding="utf-8")
+
+
+def test_what_a_callback_changes_in_on_save_is_in_the_manifest(tmp_path) -> None:
+    run = trainer(tiny.llama(), tmp_path)
+    run.add_callback(AdaptersAlone())
+    run.train()
+    last = tmp_path / f"checkpoint-{run.state.global_step}"
+    files = json.loads((last / MANIFEST).read_text(encoding="utf-8"))["files"]
+    assert set(files) == {path.name for path in last.iterdir()} - {MANIFEST}
+    assert files["notes.txt"] == described(last / "notes.txt")
+    assert why_not_whole(last) is None
+    (last / "notes.txt").write_text("more", encoding="utf-8")
+    assert (
+        why_not_whole(last)
+        == f"its notes.txt has {described(last / 'notes.txt')}, and was saved with {files['notes.txt']}"
+    )
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
+    args = tiny.arguments(tmp_path, **RUN, **best, max_steps=6, metric_for_best_model="loss")
+    built = attach(Trainer(model=tiny.llama(), args=args, train_dataset=ROWS, eval_dataset=ROWS[:2]))
+    built.train()
+    saved = transformers.LlamaForCausalLM.from_pretrained(built.state.best_model_checkpoint)
+    assert tiny.largest_difference(saved, built.model) == 0.0
+    assert [why_not_whole(each) for each in tmp_path.glob("checkpoint-*")] == [None]
+
+
+# ---- Two runs in one folder -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dies", "has_locks", "warned"),
+    [("no run", True, 2), ("no run", False, 1), ("second", True, 1), ("second", False, 1), ("first", True, 1)],
+)
+def test_two_runs_that_save_at_the_same_time_leave_no_checkpoint_of_both(
+    tmp_path, monkeypatch, dies, has_locks, warned
+) -> None:
+    """The second run saves while the first one is between its weights and its optimizer."""
+    first, second = (trainer(tiny.llama(seed=seed), tmp_path / f"{seed}", max_steps=4) for seed in (1, 2))
+    for run in (first, second):
+        run.train()
+        run.args.output_dir = str(tmp_path / "out")
+    if not has_locks:
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+    save, save_second = first._save_optimizer_and_scheduler, second._save_optimizer_and_scheduler
+
+    def between(folder: str) -> None:
+        with suppress(SystemExit):
+            second._save_checkpoint(second.model, trial=None)
+        if dies == "first":
+            raise SystemExit("killed")
+        save(folder)
+
+    def between_of_second(folder: str) -> None:
+        save_second(folder)
+        if dies == "second":
+            raise SystemExit("killed")
+        if dies == "first":
+            save(folder)
+
+    first._save_optimizer_and_scheduler, second._save_optimizer_and_scheduler = between, between_of_second
+    with warnings.catch_warnings(record=True) as caught, suppress(SystemExit):
+        warnings.simplefilter("always", UserWarning)
+        first._save_checkpoint(first.model, trial=None)
+    message = (
+        f"output_dir={str(tmp_path / 'out')!r} is that of another run too, which saved checkpoint-4 at the same time, "
+        "so no run will resume from that; expected a folder for each run. Pass TrainingArguments(output_dir=...)"
+    )
+    assert [str(each.message) for each in caught] == [message] * warned
+    reason = "its memopt_manifest.json was not written to its end"
+    assert why_not_whole(tmp_path / "out/checkpoint-4") == reason
+    first._save_optimizer_and_scheduler = save
+    first._save_checkpoint(first.model, trial=None)  # what comes next is whole again
+    assert why_not_whole(tmp_path / "out/checkpoint-4") is None
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        ('{"weight_map": {"a": "../../secret"}}', "it has the file '../../secret', which is not one of its folder"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "it has the file '/etc/passwd', which is not one of its folder"),
+        ('{"weight_map": {"a": 1}}', "it has weight_map={'a': 1}, which names no files"),
+        ("[" * 100_000, "it is nested too deeply"),
+    ],
+    ids=range(4),
+)
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path, index, reason) -> None:
+    """Stock would follow the name, whoever wrote it."""
+    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    found = why_not_whole(tmp_path)
+    assert found == f"its model.safetensors.index.json cannot be read: {reason}"
+
+
+# ---- Two processes --------------------------------------------------------------------------------------------------
+
+
+@resumes_on_a_cpu
+def test_two_processes_go_back_to_the_same_whole_checkpoint(tmp_path) -> None:
+    for rank in run_pair(tmp_path, __file__, str(tmp_path)):
+        assert rank == {
+            "killed": True,
+            "difference": 0.0,
+            "states": ["rng_state_0.pth", "rng_state_1.pth"],
+            "world_size": 2,
+            "damaged": {"empty": "checkpoint-4", "lost": "checkpoint-4"},
+        }
+
+
+def run_rank(folder: Path) -> None:
+    """Let A train, B die between weights and optimizer of its checkpoint-4, and C resume; one of two processes."""
+    settings = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False, "ddp_backend": "gloo"}
+    trained(tiny.llama(seed=1), folder / "out", **settings)
+    straight = trained(tiny.llama(seed=2), folder / "straight", **settings)
+    dying = trainer(tiny.llama(seed=2), folder / "out", **settings)
+    save, killed = dying._save_optimizer_and_scheduler, False
+
+    def die(output_dir: str) -> None:
+        if output_dir.endswith("checkpoint-4"):
+            dying.accelerator.wait_for_everyone()
+            raise SystemExit("killed")
+        save(output_dir)
+
+    dying._save_optimizer_and_scheduler = die
+    try:
+        dying.train()
+    except SystemExit:
+        killed = True
+    shutil.rmtree(folder / "out/checkpoint-6", ignore_errors=True)  # of A
+    dying.accelerator.wait_for_everyone()
+    warnings.simplefilter("ignore")
+    resumed = trainer(tiny.llama(), folder / "out", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    manifest = json.loads((folder / "out/checkpoint-6" / MANIFEST).read_bytes())
+    found: dict[str, Any] = {
+        "killed": killed,
+        "difference": tiny.largest_difference(straight, resumed.model),
+        "states": sorted(name for name in manifest["files"] if name.startswith("rng_state")),
+        "world_size": manifest["world_size"],
+        "damaged": {},
+    }
+    for how in (EMPTY, LOST):  # the state of the other process; only the first one looks
+        resumed.accelerator.wait_for_everyone()
+        if resumed.args.should_save:
+            damage(folder / "out/checkpoint-6/rng_state_1.pth", how)
+        resumed.accelerator.wait_for_everyone()
+        chosen = checkpoint_to_resume(True, str(folder / "out"), is_reader=resumed.args.should_save)
+        found["damaged"][how] = Path(chosen).name
+    (folder / f"rank{resumed.args.process_index}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]))
