@@ -21,7 +21,7 @@ from resource_limits import resource_limit
 import hf_memopt
 from hf_memopt.batching.padding_costs.figures import padding_report
 from hf_memopt.techniques.microbatching.limits import LIMITS_FILE, Limit, write_limits
-from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport, write_reports
+from hf_memopt.techniques.nonfinite.report import OverflowReport, write_reports
 from hf_memopt.whole_files import warn_unwritten, write_whole
 
 WRITERS: dict[str, Callable[[Path], Any]] = {  # the file that is written, by its writer

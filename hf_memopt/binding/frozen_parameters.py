@@ -1,4 +1,4 @@
-"""Freeze the parameters of a model that patterns name, and count those that are left to train.
+"""Freeze the parameters of a model that patterns name, count those that are left to train, and cast parameters.
 
 ``FreezeCallback`` does it in a real run, and ``estimate(freeze=...)`` on the model that it simulates.
 """
@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
 
 from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.binding.layer_names import checked_patterns, matching_parameters, shown_patterns
 from hf_memopt.binding.model_traits import check_model
 
-__all__ = ["freeze", "trainable_parameters"]
+__all__ = ["cast_parameters", "freeze", "set_trainable", "trainable_parameters"]
 
 
 def freeze(model: nn.Module, patterns: str | Iterable[str]) -> UndoHandle:
@@ -60,22 +61,55 @@ def freeze(model: nn.Module, patterns: str | Iterable[str]) -> UndoHandle:
             f"patterns={shown_patterns(names)} would leave {type(model).__name__} nothing to train; expected at least "
             "one parameter that stays trainable. Name less, for example: freeze(model, 'layers:0')."
         )
+    return set_trainable(model, dict.fromkeys(chosen.values(), False))
+
+
+def set_trainable(model: nn.Module, flags: Mapping[nn.Parameter, bool]) -> UndoHandle:
+    """Set ``requires_grad`` of parameters, and drop the gradients of those that are frozen.
+
+    Returns:
+        A handle whose ``remove()`` restores exactly those flags that this call changed; it does not keep the model
+        alive.
+    """
     changed = [
-        (weakref.ref(module), name)
+        (weakref.ref(module), name, parameter.requires_grad)
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if id(parameter) in chosen and parameter.requires_grad
+        if flags.get(parameter, parameter.requires_grad) != parameter.requires_grad
     ]
-    for parameter in chosen.values():
-        parameter.requires_grad_(False)
-        parameter.grad = None  # else an optimizer would step once more with it
+    for parameter, is_trained in flags.items():
+        parameter.requires_grad_(is_trained)
+        if not is_trained:
+            parameter.grad = None  # else an optimizer would step once more with it
 
-    def thaw() -> None:
-        for reference, name in changed:
+    def undo() -> None:
+        for reference, name, former in changed:
             if (module := reference()) is not None:
-                module.get_parameter(name).requires_grad_(True)
+                module.get_parameter(name).requires_grad_(former)
 
-    return UndoHandle(thaw)
+    return UndoHandle(undo)
+
+
+def cast_parameters(dtypes: Mapping[nn.Parameter, torch.dtype]) -> UndoHandle:
+    """Give parameters another dtype, in place: they stay the same objects, tied ones tied, and lose their gradients.
+
+    Returns:
+        A handle that gives them their former dtype back, exactly or rounded; it does not keep them alive.
+    """
+    former = [(weakref.ref(parameter), parameter.dtype) for parameter in dtypes]
+
+    def cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        parameter.grad = None  # of the former dtype
+        parameter.data = parameter.data.to(dtype)
+
+    def undo() -> None:
+        for reference, dtype in former:
+            if (parameter := reference()) is not None:
+                cast(parameter, dtype)
+
+    for parameter, dtype in dtypes.items():
+        cast(parameter, dtype)
+    return UndoHandle(undo)
 
 
 def trainable_parameters(model: nn.Module) -> int:

@@ -82,22 +82,26 @@ def undo_all(*handles: UndoHandle) -> UndoHandle:
 def set_attribute(owner: Any, name: str, value: Any) -> UndoHandle:
     """Set an attribute of one object; the handle puts the value back that it had, or deletes it if it had none.
 
+    The handle does not keep the object alive.
+
     Examples:
-        >>> from types import SimpleNamespace
-        >>> args = SimpleNamespace(seed=1)
+        >>> class Arguments:
+        ...     seed = 1
+        >>> args = Arguments()
         >>> handle = set_attribute(args, "seed", 2)
         >>> args.seed; handle.remove(); args.seed
         2
         1
     """
-    had, before = name in vars(owner), vars(owner).get(name)
+    had, before, reference = name in vars(owner), vars(owner).get(name), weakref.ref(owner)
     setattr(owner, name, value)
 
     def undo() -> None:
-        if had:
-            setattr(owner, name, before)
-        elif name in vars(owner):
-            delattr(owner, name)
+        alive = reference()
+        if alive is not None and had:
+            setattr(alive, name, before)
+        elif alive is not None and name in vars(alive):
+            delattr(alive, name)
 
     return UndoHandle(undo)
 

@@ -14,14 +14,14 @@ baseline-peft-bnb and accelerated-peft-bnb). The estimate prepares its model by 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_memopt.binding.handles import UndoHandle, nothing_to_undo
+from hf_memopt.binding.frozen_parameters import cast_parameters, set_trainable
+from hf_memopt.binding.handles import UndoHandle, nothing_to_undo, set_attribute, undo_all
 from hf_memopt.binding.layer_names import parameters_outside_adapters
 from hf_memopt.binding.model_tasks import NEW_HEADS
 from hf_memopt.binding.model_traits import unwrap_model
@@ -118,32 +118,13 @@ def prepare_quantized(model: nn.Module) -> UndoHandle:
             "quantised. Load it with quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
         )
     frozen = [] if hasattr(model, "peft_config") else [p for p in model.parameters() if p.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
+    undo_flags = set_trainable(model, dict.fromkeys(frozen, False))
     casts = _trained_to_float32(plain) + _frozen_to_16_bits(model, inside)
     repacking = [module for module in model.modules() if getattr(module, REPACKS, False)]
     if not frozen and not casts and not repacking:
         return nothing_to_undo()
-    for module in repacking:
-        setattr(module, REPACKS, False)
-    repacked = [weakref.ref(module) for module in repacking]
-    flags = [weakref.ref(parameter) for parameter in frozen]
-    dtypes = [(weakref.ref(parameter), parameter.dtype) for parameter, _ in casts]
-    for parameter, dtype in casts:
-        parameter.data = parameter.data.to(dtype)
-
-    def undo() -> None:
-        for reference in flags:
-            if (parameter := reference()) is not None:
-                parameter.requires_grad_(True)
-        for reference, dtype in dtypes:
-            if (parameter := reference()) is not None:
-                parameter.data = parameter.data.to(dtype)
-        for module_reference in repacked:
-            if (module := module_reference()) is not None:
-                setattr(module, REPACKS, True)
-
-    return UndoHandle(undo)
+    repacked = (set_attribute(module, REPACKS, False) for module in repacking)
+    return undo_all(undo_flags, cast_parameters(dict(casts)), *repacked)
 
 
 def _trained_to_float32(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, torch.dtype]]:

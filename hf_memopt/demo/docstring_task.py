@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "DocstringTask",
@@ -131,15 +131,15 @@ def docstring_task(module_of: dict[str, str]) -> DocstringTask:
     )
 
 
-def train_tokenizer(texts: Iterable[str], *, vocabulary_tokens: int = VOCABULARY_TOKENS) -> PreTrainedTokenizerFast:
-    """Train a lower-case WordPiece tokenizer with BERT's special tokens; the same texts give the same tokenizer.
+def train_tokenizer(texts: Iterable[str], *, vocabulary_tokens: int = VOCABULARY_TOKENS) -> PreTrainedTokenizerBase:
+    """Train BERT's lower-case WordPiece tokenizer; the same texts give the same tokenizer.
 
     Args:
         texts: the training split only, so that the test texts stay unseen.
         vocabulary_tokens: the upper bound of the vocabulary, special tokens included.
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import BertTokenizer
 
     texts = list(texts)
     normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
@@ -155,32 +155,15 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_tokens: int = VOCABULARY
     trained = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     trained.normalizer, trained.pre_tokenizer = normalizer, splitter
     trained.train_from_iterator(texts, trainer)
-
-    vocabulary = trained.get_vocab()
-    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    backend.normalizer, backend.pre_tokenizer, backend.decoder = normalizer, splitter, decoders.WordPiece()
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")]
-    )
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend,
-        model_max_length=MAX_LENGTH_TOKENS,
-        model_input_names=["input_ids", "attention_mask"],
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-    )
+    inputs = ["input_ids", "attention_mask"]
+    return BertTokenizer(trained.get_vocab(), model_max_length=MAX_LENGTH_TOKENS, model_input_names=inputs)
 
 
 def _docstrings(file: Path) -> Iterator[str]:
     """Yield the docstrings of a source file; nothing where it cannot be read or is not valid Python."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # about invalid escapes in the file, which the user of the demo cannot change
+            warnings.simplefilter("ignore")  # about invalid escapes, which the user of the demo cannot change
             todo: list[ast.AST] = [ast.parse(file.read_bytes())]
     except (OSError, SyntaxError, ValueError):  # ValueError: null bytes or a wrong encoding
         return

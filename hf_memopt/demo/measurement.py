@@ -146,7 +146,9 @@ class TokenCounter:
 
 def measure(trainer: Trainer, clock: OptimizerClock) -> dict[str, Any]:
     """Train and return the figures of the run; the measured peaks are None where torch counts none (CPU, MPS)."""
-    memory = _memory_report(trainer)
+    # the report that the trainer has, or a new one: two would reset each other's peaks
+    memory: Any = trainer.pop_callback(MemoryReportCallback) or MemoryReportCallback()
+    trainer.add_callback(memory)
     counter = TokenCounter(trainer.data_collator)
     trainer.data_collator = counter
     if not trainer.args.disable_tqdm:
@@ -170,15 +172,6 @@ def measure(trainer: Trainer, clock: OptimizerClock) -> dict[str, Any]:
         "measured_peak_bytes": max((phase.get("peak_allocated_bytes", 0) for phase in phases), default=0) or None,
         "measured_reserved_bytes": max((phase.get("peak_reserved_bytes", 0) for phase in phases), default=0) or None,
     }
-
-
-def _memory_report(trainer: Trainer) -> MemoryReportCallback:
-    """Return the memory report that the trainer has, or a new one: two would reset each other's peaks."""
-    memory = trainer.pop_callback(MemoryReportCallback)
-    if not isinstance(memory, MemoryReportCallback):
-        memory = MemoryReportCallback()
-    trainer.add_callback(memory)
-    return memory
 
 
 def _synchronize() -> None:

@@ -39,6 +39,24 @@ MARKER = "demo.json"  # lists the files of a finished demo, so that the next one
 VERSIONS_OF = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "hf-memopt")
 
 
+TITLES = {
+    "baseline": "(a) naive",
+    "stock_best": "(b) stock at its best",
+    "memopt": "(c) hf_memopt",
+    "memory_saver": "(d) memory saver",
+}
+SUMMARIES = {
+    "baseline": "every text padded to 256 tokens",
+    "stock_best": "group_by_length, padded to the longest row",
+    "memopt": 'recipe("auto"), bucketed',
+    "memory_saver": 'recipe("4gb-gpu"), bucketed',
+}
+HEADINGS = ("(a)\nnaive", "(b)\nstock", "(c)\nmemopt", "(d)\nsaver")
+TABLE_COLUMNS = 60  # what the widest table needs
+
+Figures = Mapping[str, Mapping[str, Any]]
+
+
 def run_demo(
     output: Path,
     *,
@@ -87,7 +105,12 @@ def run_demo(
         print_results(figures, results)
         figures["versions"] = versions()
         check_output(output)  # again: what somebody put there while the set-ups trained is not removed
-        publish(work / "model", output, {"labels": task.labels, "figures": figures})
+        model = work / "model"
+        marker = {"labels": task.labels, "figures": figures, "files": sorted(entry.name for entry in model.iterdir())}
+        write_whole(model / MARKER, json.dumps(marker, indent=2) + "\n")
+        if output.exists():
+            output.rename(work / "replaced")  # to be removed with the temporary folder
+        model.rename(output)
     if json_file is not None:
         write_whole(json_file, json.dumps(figures, indent=2) + "\n")
         results.print(f"Figures: {json_file}", soft_wrap=True)
@@ -99,18 +122,23 @@ def run_demo(
 
 def check_output(output: Path) -> None:
     """Raise ValueError unless ``output`` can be made, is empty, or holds only what an earlier demo wrote."""
-    rule = "expected a new folder or that of an earlier demo. Call: hf-memopt demo --output another-folder"
+    problem = ""
     if not output.parent.is_dir():
-        raise ValueError(f"output={str(output)!r} lies in a folder that does not exist; {rule}")
-    if output.is_symlink() or (output.exists() and not output.is_dir()):
-        raise ValueError(f"output={str(output)!r} is not a folder; {rule}")
-    try:
-        written = {MARKER, *parse_object((output / MARKER).read_bytes())["files"]}
-    except (OSError, ValueError, TypeError, KeyError):  # no marker, or one that the demo did not write
-        written = set()
-    others = sorted(entry.name for entry in output.iterdir() if entry.name not in written) if output.exists() else []
-    if others:
-        raise ValueError(f"output={str(output)!r} holds {others[0]!r}, which no demo wrote; {rule}")
+        problem = "lies in a folder that does not exist"
+    elif output.is_symlink() or (output.exists() and not output.is_dir()):
+        problem = "is not a folder"
+    elif output.exists():
+        try:
+            written = {MARKER, *parse_object((output / MARKER).read_bytes())["files"]}
+        except (OSError, ValueError, TypeError, KeyError):  # no marker, or one that the demo did not write
+            written = set()
+        if others := sorted(entry.name for entry in output.iterdir() if entry.name not in written):
+            problem = f"holds {others[0]!r}, which no demo wrote"
+    if problem:
+        raise ValueError(
+            f"output={str(output)!r} {problem}; expected a new folder or that of an earlier demo. Call: hf-memopt demo "
+            "--output another-folder"
+        )
 
 
 def check_json_file(json_file: Path, output: Path) -> None:
@@ -121,18 +149,6 @@ def check_json_file(json_file: Path, output: Path) -> None:
             f"json_file={str(json_file)!r} cannot be written; expected a file in an existing folder outside the "
             "output. Call: hf-memopt demo --json figures.json"
         )
-
-
-def publish(finished: Path, output: Path, marker: Mapping[str, Any]) -> None:
-    """Add the marker to a finished folder and rename it to ``output``.
-
-    What an earlier demo left there is moved beside ``finished``, to be removed with the temporary folder.
-    """
-    files = sorted(entry.name for entry in finished.iterdir())
-    write_whole(finished / MARKER, json.dumps({**marker, "files": files}, indent=2) + "\n")
-    if output.exists():
-        output.rename(finished.with_name("replaced"))
-    finished.rename(output)
 
 
 # ---- Data and children ----------------------------------------------------------------------------------------------
@@ -168,28 +184,26 @@ def run_child(work: Path, setup: str, *, seed: int, epochs: int, sizes: Mapping[
         ChildProcessError: the child failed or was killed.
     """
     arguments = json.dumps({"setup": setup, "seed": seed, "epochs": epochs, "sizes": dict(sizes)})
-    command = [sys.executable, "-m", "hf_memopt.demo.run", str(work), arguments]
-    try:
-        # What the child prints goes where its progress bars go, so that standard output holds the results alone.
-        # KINETO_LOG_LEVEL silences the lines with which torch's profiler announces itself.
-        subprocess.run(command, stdout=2, check=True, env={**os.environ, "KINETO_LOG_LEVEL": "99"})
-    except subprocess.CalledProcessError as error:
-        raise ChildProcessError(
-            f"{TITLES[setup]} failed with exit code {error.returncode}; its error is printed above"
-        ) from None
+    # What the child prints goes where its progress bars go, so that standard output holds the results alone.
+    # KINETO_LOG_LEVEL silences the lines with which torch's profiler announces itself.
+    code = subprocess.call(
+        [sys.executable, "-m", "hf_memopt.demo.run", str(work), arguments],
+        stdout=2,
+        env={**os.environ, "KINETO_LOG_LEVEL": "99"},
+    )
+    if code:
+        raise ChildProcessError(f"{TITLES[setup]} failed with exit code {code}; its error is printed above")
     figures: dict[str, Any] = json.loads((work / f"{setup}.json").read_bytes())
     return figures
 
 
-def _train_in_child(folder: str, arguments: str) -> None:
-    """Train one set-up and write its figures into the folder; what a child of ``run_child`` does."""
+def _train_in_child(work: Path, *, setup: str, **options: Any) -> None:
+    """Train one set-up and write its figures into the folder."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in a terminal reaches the child too; the parent reports it
     _silence_bitsandbytes()
     from hf_memopt.demo.measurement import run_setup
 
-    options = json.loads(arguments)
-    figures = run_setup(Path(folder), **options)
-    write_whole(Path(folder) / f"{options['setup']}.json", json.dumps(figures))
+    write_whole(work / f"{setup}.json", json.dumps(run_setup(work, setup, **options)))
 
 
 def _silence_bitsandbytes() -> None:
@@ -226,31 +240,6 @@ def _ask_reloaded(output: Path, task: DocstringTask, console: Console) -> None:
         )
 
 
-if __name__ == "__main__":  # a child of run_child
-    _train_in_child(*sys.argv[1:])
-
-
-# ---- Results
-
-
-TITLES = {
-    "baseline": "(a) naive",
-    "stock_best": "(b) stock at its best",
-    "memopt": "(c) hf_memopt",
-    "memory_saver": "(d) memory saver",
-}
-SUMMARIES = {
-    "baseline": "every text padded to 256 tokens",
-    "stock_best": "group_by_length, padded to the longest row",
-    "memopt": 'recipe("auto"), bucketed',
-    "memory_saver": 'recipe("4gb-gpu"), bucketed',
-}
-HEADINGS = {"baseline": "(a)\nnaive", "stock_best": "(b)\nstock", "memopt": "(c)\nmemopt", "memory_saver": "(d)\nsaver"}
-TABLE_COLUMNS = 60  # what the widest table needs
-
-Figures = Mapping[str, Mapping[str, Any]]
-
-
 def print_results(figures: Figures, console: Console) -> None:
     """Print what each set-up is, the table and the conclusions; only the text wraps in a narrow terminal."""
     console.print(setups_text(figures))
@@ -271,31 +260,27 @@ def figures_table(figures: Figures) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, collapse_padding=True)
-    table.add_column("", no_wrap=True)
-    for name in TITLES:
-        table.add_column(HEADINGS[name], justify="right", no_wrap=True)
+    for heading in ("", *HEADINGS):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
 
-    def row(label: str, cell: Callable[[Mapping[str, Any]], str]) -> None:
-        table.add_row(label, *(cell(figures[name]) for name in TITLES))
+    def row(label: str, key: str, form: Callable[[Any], str] = _number) -> None:
+        table.add_row(label, *("-" if (value := figures[name][key]) is None else form(value) for name in TITLES))
 
-    def bytes_row(label: str, size: Callable[[Mapping[str, Any]], int | None]) -> None:
-        row(label, lambda f: "-" if (found := size(f)) is None else _number(found / 2**20))
-
-    row("training, seconds", lambda f: _number(f["seconds"]))
-    row("  optimizer steps", lambda f: _number(f["optimizer_seconds"]))
-    row("examples/s", lambda f: _number(f["examples_per_second"]))
-    row("real tokens/s", lambda f: f"{f['real_tokens_per_second']:,.0f}")
-    row("padding efficiency", lambda f: f"{f['padding_efficiency']:.3f}")
-    bytes_row("optimizer state, MiB", lambda f: f["optimizer_state_bytes"])
+    row("training, seconds", "seconds")
+    row("  optimizer steps", "optimizer_seconds")
+    row("examples/s", "examples_per_second")
+    row("real tokens/s", "real_tokens_per_second", "{:,.0f}".format)
+    row("padding efficiency", "padding_efficiency", "{:.3f}".format)
+    row("optimizer state, MiB", STATE, _mebibytes)
     by_dtype = "optimizer_state_bytes_by_dtype"
     for dtype in sorted({dtype for f in figures.values() for dtype in f[by_dtype]}):
-        bytes_row(f"  {dtype}", lambda f, dtype=dtype: f[by_dtype].get(dtype, 0))  # type: ignore[misc]
-    bytes_row("peak predicted, MiB", lambda f: f["predicted_peak_bytes"])
-    bytes_row("peak measured, MiB", lambda f: f["measured_peak_bytes"])
+        row(f"  {dtype}", by_dtype, lambda sizes, dtype=dtype: _mebibytes(sizes.get(dtype, 0)))  # type: ignore[misc]
+    row("peak predicted, MiB", "predicted_peak_bytes", _mebibytes)
+    row("peak measured, MiB", PEAK, _mebibytes)
     if not _on_cpu(figures):
-        bytes_row("reserved predicted, MiB", lambda f: f["predicted_reserved_bytes"])
-        bytes_row("reserved measured, MiB", lambda f: f["measured_reserved_bytes"])
-    row("accuracy", lambda f: f"{f['accuracy']:.3f}")
+        row("reserved predicted, MiB", "predicted_reserved_bytes", _mebibytes)
+        row("reserved measured, MiB", "measured_reserved_bytes", _mebibytes)
+    row("accuracy", "accuracy", "{:.3f}".format)
     return table
 
 
@@ -313,22 +298,24 @@ def conclusions(figures: Figures) -> list[str]:
         f"order, accuracy {ours['accuracy']:.3f} and {saver['accuracy']:.3f}. The standard error of an accuracy is "
         f"{error:.3f} ({texts} unseen texts), and this is one seed.",
     ]
-    if _on_cpu(figures):
-        lines += [
-            "Peaks: weights, gradients, optimizer state and activations of a step with 256 tokens per text, measured "
-            "in torch's allocator apart from the timed run. The prediction is made for a GPU; its matrix workspaces "
-            "are subtracted, its reduction buffers are not.",
-            "On a CPU the 8-bit optimizer step of bitsandbytes is much slower than the fused one; it is written for "
-            "GPUs.",
-        ]
-    return lines
+    return lines + ([*NOTES_ON_A_CPU] if _on_cpu(figures) else [])
+
+
+NOTES_ON_A_CPU = (
+    "Peaks: weights, gradients, optimizer state and activations of a step with 256 tokens per text, measured in "
+    "torch's allocator apart from the timed run. The prediction is made for a GPU; its matrix workspaces are "
+    "subtracted, its reduction buffers are not.",
+    "On a CPU the 8-bit optimizer step of bitsandbytes is much slower than the fused one; it is written for GPUs.",
+)
+STATE, PEAK, SPEED = "optimizer_state_bytes", "measured_peak_bytes", "examples_per_second"
+
+
+def _mebibytes(size_bytes: int) -> str:
+    return _number(size_bytes / 2**20)
 
 
 def _number(value: float) -> str:
     return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
-
-
-STATE, PEAK, SPEED = "optimizer_state_bytes", "measured_peak_bytes", "examples_per_second"
 
 
 def _comparison(name: str, one: Mapping[str, Any], other_name: str, other: Mapping[str, Any]) -> str:
@@ -345,3 +332,7 @@ def _ratio(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> str:
 
 def _on_cpu(figures: Figures) -> bool:
     return all(f["predicted_reserved_bytes"] is None for f in figures.values())
+
+
+if __name__ == "__main__":  # a child of run_child
+    _train_in_child(Path(sys.argv[1]), **json.loads(sys.argv[2]))

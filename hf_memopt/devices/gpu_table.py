@@ -1,9 +1,13 @@
-"""The figures of GPUs, each with its source: the rows are in ``gpus.csv``.
+"""The GPUs that are known by name, and what decides whether a training step fits one of them.
 
-Sizes are those of Linux: Windows reports the whole memory as usable and takes its share at run time. Newer drivers keep
-more for themselves (a T4 went from 14.75 to 14.56 GiB), so the newest of several figures is listed.
+The figures are in ``gpus.csv``, each with its source; an empty field was not found. Where nothing was found for a GPU,
+its context is the median of the GPUs of its compute capability, and its usable share the median of those nearest in
+size; its ``source`` then says "derived". Sizes are those of Linux: Windows reports the whole memory as usable and takes
+its share at run time. Newer drivers keep more for themselves (a T4 went from 14.75 to 14.56 GiB), so the newest of
+several figures is listed.
 
-- ``memory_gib`` is what the GPU is sold with, ``usable`` what torch calls its total capacity.
+- ``memory_gib`` is what the GPU is sold with, ``usable`` what torch calls its total capacity. ``alias`` is a further
+  name, the driver's, that means this GPU although it lacks the size.
 - ``context`` is what a process holds on the GPU besides torch's allocator: the CUDA context, the kernels loaded so far,
   handles and workspaces of cuBLAS and cuDNN. It comes from out-of-memory messages of torch 2.1 and newer, which name
   the memory of the process (by NVML) and what torch has allocated and reserved; the context is the difference, within
@@ -12,129 +16,180 @@ more for themselves (a T4 went from 14.75 to 14.56 GiB), so the newest of severa
   where the page has others (A10G, L4, RTX 2000 Ada, A100 40GB, V100, H200, B200, Instinct). A laptop's clock depends
   on the power that its maker allows: the figure is that of the reference design, and the same name can be a third
   slower or faster. Where a name covers several forms, it is the fastest in a server (a V100 or A100 for SXM).
-- Rates follow from the architecture: operations of one multiprocessor in one clock (a multiplication and its addition
-  are two), times multiprocessors, times boost clock. They are those of dense matrix products that accumulate in
-  float32, as training does: GeForce runs these at half its advertised rate, Quadro, RTX A and data center GPUs do not.
+  ``matrix_mhz`` is the clock of matrix products where it is another one.
+- Rates follow from the design, ``architectures.csv``: operations of one multiprocessor in one clock (a multiplication
+  and its addition are two), times multiprocessors, times clock. They are those of dense matrix products that accumulate
+  in float32, as training does: GeForce runs these at half its advertised rate, Quadro, RTX A and data center GPUs do
+  not. Pascal and the GTX 16 series have no tensor cores: products of fp16 operands run at the rate of float32 on
+  Pascal; what they reach on the GTX 16 series is not published.
 - ``nvlink_gb`` is half of what the source of the architecture calls NVLink's total bandwidth, which counts both
   directions: of GPUs that sit on a board with NVLink in every server. All others reach each other by PCIe; bridges
   between two of them (RTX 3090, RTX A6000, A40, H100 NVL) are not counted, since few computers have one.
 
-Limitations: of AMD only the Instinct series, where a process sees one half of an MI250 or MI250X as its GPU. Rates that
-no published table confirms are None.
+Limitations: of AMD only the Instinct series, where a process sees one half of an MI250 or MI250X as its GPU; their
+kernels are not simulated, those of compute capability 8.0 stand in for them. Rates that no published table confirms are
+None.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import resources
-from typing import NamedTuple
+from statistics import median_low
 
-__all__ = ["CAPABILITIES", "ROWS", "Architecture", "Row"]
+from hf_memopt.plain_data import FixedMapping
+from hf_memopt.units import parse_bytes
 
-CAPABILITIES = "https://developer.nvidia.com/cuda-gpus"
-_LEGACY = "https://developer.nvidia.com/cuda-legacy-gpus"
+__all__ = ["GIB", "GPUS", "NAMES", "Gpu", "PeakRates", "typical_context"]
+
+GIB = 2**30
+PAGES = "https://www.techpowerup.com/gpu-specs/"
+STANDS_IN = "kernels and workspaces of compute capability 8.0 stand in for those of ROCm"
 
 
-class Architecture(NamedTuple):
-    """What GPUs of one design share: operations of a multiprocessor in a clock, by the format of the operands."""
+@dataclass(frozen=True, slots=True)
+class PeakRates:
+    """Floating-point operations per second of dense matrix products that accumulate in float32, by the operands.
 
-    capability: tuple[int, int]
-    source: str
-    fp32: int
+    They are what a GPU's specification promises, without sparsity; None where it is unknown or the GPU lacks the
+    format. ``fp16`` and ``bf16`` of a GeForce are half of what is advertised, which accumulates in float16.
+    """
+
+    fp32: int | None = None
     tf32: int | None = None
     fp16: int | None = None
     bf16: int | None = None
-    capability_list: str = CAPABILITIES
-    is_amd: bool = False
 
 
-class Row(NamedTuple):
-    """The figures of a GPU as they were found.
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The properties of a GPU that decide whether a training step fits.
 
-    ``usable`` and ``context`` come with their source; ``matrix_mhz`` is the clock of matrix products where it is
-    another one; ``alias`` is a further name, the driver's, that means this GPU although it lacks the size.
+    Attributes:
+        name: of the table, or as the driver or the user calls it.
+        memory_bytes: what it is sold with; for a GPU of this machine that is not in the table, the driver's figure.
+        usable_bytes: what all processes together can use, contexts included.
+        context_bytes: what a process holds besides torch's allocator; None where it is unknown.
+        compute_capability: NVIDIA's, as (major, minor); of an AMD GPU that of the kernels that are simulated for it.
+        source: where the figures come from.
+        bandwidth_bytes_per_second: of its memory, by its specification; None where it is unknown.
+        multiprocessors: their number; kernels split their work by it, so the buffers for partial results grow with it.
+            None where it is unknown.
+        peak_flops_per_second: of matrix products, by the format of their operands.
+        notes: what was assumed of it; an estimate for this GPU says so too.
+        nvlink_bytes_per_second: to the other GPUs of its server in one direction, all links together; None where they
+            are joined by PCIe, or by a bridge that not every computer has.
     """
 
     name: str
-    memory_gib: int
-    architecture: Architecture
-    multiprocessors: int
-    boost_mhz: int
-    bandwidth_gb: float  # 1e9 bytes per second
-    page: str  # of TechPowerUp
-    usable: tuple[str, str] | None = None
-    context: tuple[str, str] | None = None
-    alias: str = ""
-    matrix_mhz: int | None = None
-    nvlink_gb: int | None = None  # 1e9 bytes per second in one direction, by the architecture's source
+    memory_bytes: int
+    usable_bytes: int
+    context_bytes: int | None
+    compute_capability: tuple[int, int]
+    source: str
+    bandwidth_bytes_per_second: int | None = None
+    multiprocessors: int | None = None
+    peak_flops_per_second: PeakRates = PeakRates()
+    notes: tuple[str, ...] = ()
+    nvlink_bytes_per_second: int | None = None
+
+    @property
+    def bf16(self) -> bool:
+        """Whether it computes bfloat16 natively."""
+        return self.compute_capability >= (8, 0)
+
+    @property
+    def pcie_generation(self) -> int:
+        """Its generation of PCIe: 3 up to Turing, 4 of Ampere and Ada, 5 from Hopper on."""
+        return 3 if self.compute_capability < (8, 0) else 4 if self.compute_capability < (9, 0) else 5
+
+    @property
+    def pcie_bytes_per_second(self) -> int:
+        """Of 16 lanes in one direction; a computer may have fewer."""
+        return (16 << (self.pcie_generation - 3)) * 10**9
+
+    @property
+    def link(self) -> str:
+        """What joins it to other GPUs, in words."""
+        return "NVLink" if self.nvlink_bytes_per_second else f"PCIe {self.pcie_generation}.0 x16"
+
+    @property
+    def link_bytes_per_second(self) -> int:
+        """Of that, in one direction."""
+        return self.nvlink_bytes_per_second or self.pcie_bytes_per_second
 
 
-_NVIDIA, _AMD = "https://images.nvidia.com/", "https://www.amd.com/content/dam/amd/en/documents/instinct-"
-_GEFORCE = _NVIDIA + "aem-dam/Solutions/geforce/"
-_PASCAL = _NVIDIA + "content/pdf/tesla/whitepaper/pascal-architecture-whitepaper.pdf"
-_VOLTA = _NVIDIA + "content/volta-architecture/pdf/volta-architecture-whitepaper.pdf"
-_TURING = (
-    _NVIDIA + "aem-dam/en-zz/Solutions/design-visualization/technologies/turing-architecture/"
-    "NVIDIA-Turing-Architecture-Whitepaper.pdf"
-)
-_AMPERE_A100 = _NVIDIA + "aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf"
-_AMPERE = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
-_ADA = _GEFORCE + "ada/nvidia-ada-gpu-architecture.pdf"
-_BLACKWELL = _GEFORCE + "blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
-_HOPPER = "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper"
-_BLACKWELL_B200 = "https://resources.nvidia.com/en-us-blackwell-architecture"
-_CDNA2 = _AMD + "business-docs/white-papers/amd-cdna2-white-paper.pdf"
-_CDNA3 = _AMD + "tech-docs/white-papers/amd-cdna-3-white-paper.pdf"
-_CDNA4 = _AMD + "tech-docs/white-papers/amd-cdna-4-architecture-whitepaper.pdf"
-_NO_GTX_16 = "https://cvw.cac.cornell.edu/gpu-architecture/gpu-characteristics/computecap"  # as NVIDIA's list has none
-
-# Pascal and the GTX 16 series have no tensor cores: products of fp16 operands that accumulate in float32 run at the
-# rate of float32 on Pascal; what they reach on the GTX 16 series is not published.
-GP100 = Architecture((6, 0), _PASCAL, 128, fp16=128, capability_list=_LEGACY)
-GP10X = Architecture((6, 1), _PASCAL, 256, fp16=256, capability_list=_LEGACY)
-GV100 = Architecture((7, 0), _VOLTA, 128, fp16=1024, capability_list=_LEGACY)
-TU11X = Architecture((7, 5), _TURING, 128, capability_list=_NO_GTX_16)
-TU10X = Architecture((7, 5), _TURING, 128, fp16=512)
-TU10X_PRO = TU10X._replace(fp16=1024)
-GA100 = Architecture((8, 0), _AMPERE_A100, 128, 1024, 2048, 2048)
-GA10X = Architecture((8, 6), _AMPERE, 256, 256, 512, 512)
-GA10X_PRO = Architecture((8, 6), _AMPERE, 256, 512, 1024, 1024)
-GA10X_PRO_LAPTOP = Architecture((8, 6), _AMPERE, 256)
-AD10X = Architecture((8, 9), _ADA, 256, 256, 512, 512)
-AD10X_PRO = Architecture((8, 9), _ADA, 256, 512, 1024, 1024)
-AD10X_PRO_LAPTOP = Architecture((8, 9), _ADA, 256)
-GH100 = Architecture((9, 0), _HOPPER, 256, 2048, 4096, 4096)
-GB100 = Architecture((10, 0), _BLACKWELL_B200, 256, 4096, 8192, 8192)
-GB20X = Architecture((12, 0), _BLACKWELL, 256, 256, 512, 512)
-GB20X_PRO = Architecture((12, 0), _BLACKWELL, 256, 512, 1024, 1024)
-# Kernels of AMD's GPUs are not simulated: those of compute capability 8.0 stand in for them.
-CDNA2 = Architecture((8, 0), _CDNA2, 256, None, 1024, 1024, is_amd=True)
-CDNA3 = Architecture((8, 0), _CDNA3, 256, 1024, 2048, 2048, is_amd=True)
-CDNA4 = Architecture((8, 0), _CDNA4, 256, None, 4096, 4096, is_amd=True)
-
-ARCHITECTURES = {name: value for name, value in globals().items() if isinstance(value, Architecture)}
+def _read(name: str) -> list[dict[str, str]]:
+    text = resources.files("hf_memopt.devices").joinpath(name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
 
 
-def _rows() -> Iterator[Row]:
-    """Yield the rows of ``gpus.csv``, where an empty field is a figure that was not found."""
-    text = resources.files("hf_memopt.devices").joinpath("gpus.csv").read_text(encoding="utf-8")
-    for row in csv.DictReader(text.splitlines()):
-        bandwidth = float(row["bandwidth_gb"])
-        yield Row(
-            row["name"],
-            int(row["memory_gib"]),
-            ARCHITECTURES[row["architecture"]],
-            int(row["multiprocessors"]),
-            int(row["boost_mhz"]),
-            int(bandwidth) if bandwidth.is_integer() else bandwidth,
-            row["page"],
-            (row["usable"], row["usable_source"]) if row["usable"] else None,
-            (row["context"], row["context_source"]) if row["context"] else None,
-            row["alias"],
-            int(row["matrix_mhz"]) if row["matrix_mhz"] else None,
-            int(row["nvlink_gb"]) if row["nvlink_gb"] else None,
-        )
+_ROWS = _read("gpus.csv")
+_DESIGNS = {row["name"]: row for row in _read("architectures.csv")}
 
 
-ROWS = tuple(_rows())
+def _capability(row: Mapping[str, str]) -> tuple[int, int]:
+    major, minor = _DESIGNS[row["architecture"]]["compute_capability"].split(".")
+    return int(major), int(minor)
+
+
+def typical_context(capability: tuple[int, int]) -> tuple[int | None, str]:
+    """Return the median of the contexts known for a compute capability, and the words for its source."""
+    found = [parse_bytes(row["context"]) for row in _ROWS if row["context"] and _capability(row) == capability]
+    if not found:
+        return None, "unknown"
+    return median_low(found), "derived from the GPUs of compute capability {}.{}".format(*capability)
+
+
+def _typical_usable(memory_gib: int) -> int:
+    """Return how much of a GPU's memory is usable, by the median share of the GPUs nearest in size."""
+    known = [(int(row["memory_gib"]), parse_bytes(row["usable"])) for row in _ROWS if row["usable"]]
+    nearest = min((gib for gib, _ in known), key=lambda gib: abs(gib - memory_gib))
+    return memory_gib * median_low([usable for gib, usable in known if gib == nearest]) // nearest
+
+
+def _peak_rates(row: Mapping[str, str]) -> PeakRates:
+    """Return operations per clock of all multiprocessors times the clock that a specification counts with."""
+    design, multiprocessors = _DESIGNS[row["architecture"]], int(row["multiprocessors"])
+    matrix_hz, boost_hz = (int(mhz) * 10**6 for mhz in (row["matrix_mhz"] or row["boost_mhz"], row["boost_mhz"]))
+    clocks = {"fp32": boost_hz, "tf32": matrix_hz, "fp16": matrix_hz, "bf16": matrix_hz}
+    known = {name: hz for name, hz in clocks.items() if design[name]}
+    return PeakRates(**{name: int(design[name]) * multiprocessors * hz for name, hz in known.items()})
+
+
+def _gpu(row: Mapping[str, str]) -> Gpu:
+    name, memory_gib, design = row["name"], int(row["memory_gib"]), _DESIGNS[row["architecture"]]
+    is_amd = design["maker"] == "AMD"
+    usable_bytes, usable_source = _typical_usable(memory_gib), "derived from the GPUs nearest in size"
+    if row["usable"]:
+        usable_bytes, usable_source = parse_bytes(row["usable"]), row["usable_source"]
+    context_bytes, context_source = (None, "unknown") if is_amd else typical_context(_capability(row))
+    if row["context"]:
+        context_bytes, context_source = parse_bytes(row["context"]), row["context_source"]
+    return Gpu(
+        name=name,
+        memory_bytes=memory_gib * GIB,
+        usable_bytes=usable_bytes,
+        context_bytes=context_bytes,
+        compute_capability=_capability(row),
+        source=(
+            f"usable memory: {usable_source}; context: {context_source}; "
+            f"size, bandwidth, multiprocessors and clock: {PAGES}{row['page']}; "
+            f"operations per clock: {design['operations_source']}; "
+            f"compute capability: {design['capability_source']}"
+        ),
+        bandwidth_bytes_per_second=round(float(row["bandwidth_gb"]) * 10**9),
+        multiprocessors=int(row["multiprocessors"]),
+        peak_flops_per_second=_peak_rates(row),
+        notes=(f"{name} is an AMD GPU: {STANDS_IN}",) if is_amd else (),
+        nvlink_bytes_per_second=int(row["nvlink_gb"]) * 10**9 if row["nvlink_gb"] else None,
+    )
+
+
+GPUS: Mapping[str, Gpu] = FixedMapping({row["name"]: _gpu(row) for row in _ROWS})
+"""The GPUs that are known by name."""
+
+NAMES = [(row["name"], name) for row in _ROWS for name in (row["name"], row["alias"]) if name]
+"""Each name of a GPU in the table, after the name of its row."""

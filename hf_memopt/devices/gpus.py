@@ -1,171 +1,18 @@
-"""What decides whether a training step fits a GPU, for GPUs known by name, given by size, or present in this machine.
-
-The figures of the GPUs known by name, and how they were found, are in ``gpu_table``. Where nothing was found for a GPU,
-its context is the median of the GPUs of its compute capability, and its usable share the median of those nearest in
-size; its ``source`` then says "derived".
-"""
+"""GPUs by name, by size, and the one in this machine; the figures of those known by name are in ``gpu_table``."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from statistics import median_low
+from dataclasses import replace
 
-from hf_memopt.devices.gpu_table import CAPABILITIES, ROWS, Architecture, Row
-from hf_memopt.plain_data import FixedMapping, check_value, shown
+from hf_memopt.devices.gpu_table import GIB, GPUS, NAMES, Gpu, PeakRates, typical_context
+from hf_memopt.plain_data import check_value, shown
 from hf_memopt.units import format_bytes, parse_bytes
 
 __all__ = ["GPUS", "Gpu", "PeakRates", "current_gpu", "custom_gpu", "find_gpu"]
 
-
-@dataclass(frozen=True, slots=True)
-class PeakRates:
-    """Floating-point operations per second of dense matrix products that accumulate in float32, by the operands.
-
-    They are what a GPU's specification promises, without sparsity; None where it is unknown or the GPU lacks the
-    format. ``fp16`` and ``bf16`` of a GeForce are half of what is advertised, which accumulates in float16.
-    """
-
-    fp32: int | None = None
-    tf32: int | None = None
-    fp16: int | None = None
-    bf16: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """The properties of a GPU that decide whether a training step fits.
-
-    Attributes:
-        name: of the table, or as the driver or the user calls it.
-        memory_bytes: what it is sold with; for a GPU of this machine that is not in the table, the driver's figure.
-        usable_bytes: what all processes together can use, contexts included.
-        context_bytes: what a process holds besides torch's allocator; None where it is unknown.
-        compute_capability: NVIDIA's, as (major, minor); of an AMD GPU that of the kernels that are simulated for it.
-        source: where the figures come from.
-        bandwidth_bytes_per_second: of its memory, by its specification; None where it is unknown.
-        multiprocessors: their number; kernels split their work by it, so the buffers for partial results grow with it.
-            None where it is unknown.
-        peak_flops_per_second: of matrix products, by the format of their operands.
-        notes: what was assumed of it; an estimate for this GPU says so too.
-        nvlink_bytes_per_second: to the other GPUs of its server in one direction, all links together; None where they
-            are joined by PCIe, or by a bridge that not every computer has.
-    """
-
-    name: str
-    memory_bytes: int
-    usable_bytes: int
-    context_bytes: int | None
-    compute_capability: tuple[int, int]
-    source: str
-    bandwidth_bytes_per_second: int | None = None
-    multiprocessors: int | None = None
-    peak_flops_per_second: PeakRates = PeakRates()
-    notes: tuple[str, ...] = ()
-    nvlink_bytes_per_second: int | None = None
-
-    @property
-    def bf16(self) -> bool:
-        """Whether it computes bfloat16 natively."""
-        return self.compute_capability >= (8, 0)
-
-    @property
-    def pcie_generation(self) -> int:
-        """Its generation of PCIe: 3 up to Turing, 4 of Ampere and Ada, 5 from Hopper on."""
-        return 3 if self.compute_capability < (8, 0) else 4 if self.compute_capability < (9, 0) else 5
-
-    @property
-    def pcie_bytes_per_second(self) -> int:
-        """Of 16 lanes in one direction; a computer may have fewer."""
-        return (16 << (self.pcie_generation - 3)) * 10**9
-
-    @property
-    def link(self) -> str:
-        """What joins it to other GPUs, in words."""
-        return "NVLink" if self.nvlink_bytes_per_second else f"PCIe {self.pcie_generation}.0 x16"
-
-    @property
-    def link_bytes_per_second(self) -> int:
-        """Of that, in one direction."""
-        return self.nvlink_bytes_per_second or self.pcie_bytes_per_second
-
-
-def _typical_context(capability: tuple[int, int]) -> tuple[int | None, str]:
-    """Return the median of the contexts known for a compute capability, and the words for its source."""
-    found = [parse_bytes(row.context[0]) for row in ROWS if row.context and row.architecture.capability == capability]
-    if not found:
-        return None, "unknown"
-    return median_low(found), "derived from the GPUs of compute capability {}.{}".format(*capability)
-
-
-def _typical_usable(memory_bytes: int) -> int:
-    """Return how much of a GPU's memory is usable, by the median share of the GPUs nearest in size."""
-    known = [row for row in ROWS if row.usable]
-    nearest = min((row.memory_gib for row in known), key=lambda gib: abs(gib * GIB - memory_bytes))
-    usable = median_low([parse_bytes(row.usable[0]) for row in known if row.usable and row.memory_gib == nearest])
-    return memory_bytes * usable // (nearest * GIB)
-
-
-def _peak_rates(row: Row) -> PeakRates:
-    """Return operations per clock of all multiprocessors times the clock that a specification counts with."""
-    per_clock = row.architecture
-    matrix_hz = (row.matrix_mhz or row.boost_mhz) * 10**6
-
-    def rate(operations: int | None, hz: int = matrix_hz) -> int | None:
-        return None if operations is None else row.multiprocessors * operations * hz
-
-    return PeakRates(
-        fp32=rate(per_clock.fp32, row.boost_mhz * 10**6),
-        tf32=rate(per_clock.tf32),
-        fp16=rate(per_clock.fp16),
-        bf16=rate(per_clock.bf16),
-    )
-
-
-def _gpu_of_row(row: Row) -> Gpu:
-    memory_bytes = row.memory_gib * GIB
-    architecture = row.architecture
-    if row.usable:
-        usable_bytes, usable_source = parse_bytes(row.usable[0]), row.usable[1]
-    else:
-        usable_bytes, usable_source = _typical_usable(memory_bytes), "derived from the GPUs nearest in size"
-    context_bytes, context_source = (
-        (None, "unknown") if architecture.is_amd else _typical_context(architecture.capability)
-    )
-    if row.context:
-        context_bytes, context_source = parse_bytes(row.context[0]), row.context[1]
-    return Gpu(
-        name=row.name,
-        memory_bytes=memory_bytes,
-        usable_bytes=usable_bytes,
-        context_bytes=context_bytes,
-        compute_capability=architecture.capability,
-        source=(
-            f"usable memory: {usable_source}; context: {context_source}; "
-            f"size, bandwidth, multiprocessors and clock: {PAGES}{row.page}; "
-            f"operations per clock: {architecture.source}; "
-            f"compute capability: {_capability_source(architecture)}"
-        ),
-        bandwidth_bytes_per_second=round(row.bandwidth_gb * 10**9),
-        multiprocessors=row.multiprocessors,
-        peak_flops_per_second=_peak_rates(row),
-        notes=(f"{row.name} is an AMD GPU: {STANDS_IN}",) if architecture.is_amd else (),
-        nvlink_bytes_per_second=None if row.nvlink_gb is None else row.nvlink_gb * 10**9,
-    )
-
-
-def _capability_source(architecture: Architecture) -> str:
-    return "that of the simulated kernels" if architecture.is_amd else architecture.capability_list
-
-
-GIB = 2**30
-PAGES = "https://www.techpowerup.com/gpu-specs/"
-STANDS_IN = "kernels and workspaces of compute capability 8.0 stand in for those of ROCm"
-
-GPUS: Mapping[str, Gpu] = FixedMapping({row.name: _gpu_of_row(row) for row in ROWS})
-"""The GPUs that are known by name."""
+CAPABILITIES = "https://developer.nvidia.com/cuda-gpus"
 
 
 # ---- by name
@@ -205,9 +52,8 @@ def _whole(name: str) -> frozenset[str]:
     return _words(name) - {"gtx", "rtx"}
 
 
-_NAMES = [(row, name) for row in ROWS for name in (row.name, row.alias) if name]
-_WHOLE_NAMES = {_whole(name): row.name for row, name in _NAMES}
-_WORDS = [(row.name, _words(f"{name} {row.memory_gib}GB")) for row, name in _NAMES]
+_WHOLE_NAMES = {_whole(name): row for row, name in NAMES}
+_WORDS = [(row, _words(f"{name} {GPUS[row].memory_bytes // GIB}GB")) for row, name in NAMES]
 
 
 def _candidates(name: str) -> list[Gpu]:
@@ -313,7 +159,7 @@ def custom_gpu(
     """
     memory_bytes = _gpu_bytes("memory", memory)
     capability = _ASSUMED_CAPABILITY if compute_capability is None else _parse_capability(compute_capability)
-    context_bytes, context_source = _typical_context(capability)
+    context_bytes, context_source = typical_context(capability)
     check_value("name", name, str | None, "my GPU")
     name = f"custom {format_bytes(memory_bytes)}" if name is None else name
     assumed = ""
@@ -397,7 +243,7 @@ def _described(name: str, total_bytes: int, capability: tuple[int, int]) -> Gpu:
     if len(same) == 1:
         source = f"usable memory and multiprocessors: this machine; else {same[0].source}"
         return replace(same[0], usable_bytes=total_bytes, source=source)
-    context_bytes, context_source = _typical_context(capability)
+    context_bytes, context_source = typical_context(capability)
     return Gpu(
         name=name,
         memory_bytes=total_bytes,

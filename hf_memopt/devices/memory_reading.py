@@ -15,6 +15,8 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -163,10 +165,14 @@ def _read_maxrss(system: str) -> int | None:
 
 def _find_device(device: torch.device | str | int | None) -> torch.device:
     """Return the device with its index; see ``read_memory``."""
-    if device is None:
-        kind = _available_accelerator()
-        return torch.device(kind, _current_index(kind)) if kind else torch.device("cpu")
-    kind, index = _parse_device(device)
+    kind, index = "", None
+    if device is None or type(device) is int:
+        kind, index = _available_accelerator(), device
+        kind = "cpu" if device is None and not kind else kind
+    elif isinstance(device, str | torch.device):
+        with suppress(RuntimeError):  # what torch does not understand either
+            parsed = torch.device(device)
+            kind, index = parsed.type, parsed.index
     if kind == "cpu":
         return torch.device("cpu")
     if kind in _ACCELERATORS:
@@ -178,19 +184,6 @@ def _find_device(device: torch.device | str | int | None) -> torch.device:
         f"device={shown(device)} is not a device whose memory can be read here; expected None, the index of an "
         f"accelerator or one of: {', '.join(known)}. Call read_memory() for the current accelerator, else the host."
     )
-
-
-def _parse_device(device: Any) -> tuple[str, int | None]:
-    """Return type and index of a device as torch would understand it; an empty type if it would not."""
-    if isinstance(device, int) and not isinstance(device, bool):
-        return _available_accelerator(), device
-    if not isinstance(device, str | torch.device):
-        return "", None
-    try:
-        parsed = torch.device(device)
-    except RuntimeError:
-        return "", None
-    return parsed.type, parsed.index
 
 
 def _available_accelerator() -> str:
@@ -253,7 +246,7 @@ def read_device_used(device: torch.device) -> int | None:
     if device.type not in _COUNTED:
         return None
     if device.type == "cuda" and torch.version.hip is None:
-        used_bytes = _read_nvml(device)
+        used_bytes = _ask_nvml(device, lambda pynvml, handle: pynvml.nvmlDeviceGetMemoryInfo(handle).used)
         if used_bytes is not None:
             return used_bytes
     if not _allocator_stats(device)["reserved_bytes"]["current"]:
@@ -277,45 +270,35 @@ def read_context(device: torch.device) -> int | None:
     """
     if device.type != "cuda" or torch.version.hip is not None or not getattr(torch, device.type).is_initialized():
         return None
-    handle = nvml_handle(device)
-    if handle is None:
-        return None
-    reserved_bytes = _allocator_stats(device)["reserved_bytes"]["current"]
-    try:
-        import pynvml
 
+    def held(pynvml: Any, handle: Any) -> int:
         own = [entry for entry in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if entry.pid == os.getpid()]
-        held_bytes = sum(entry.usedGpuMemory for entry in own)
-    except Exception:  # NVML has no figures by process here, or the driver fails
-        return None
+        return sum(entry.usedGpuMemory for entry in own)  # None where NVML has no figures by process
+
+    held_bytes, reserved_bytes = _ask_nvml(device, held), _allocator_stats(device)["reserved_bytes"]["current"]
     # less than torch holds: the id is that of another process, in the namespace of the host
-    return int(held_bytes - reserved_bytes) if held_bytes > reserved_bytes else None
+    return None if held_bytes is None or held_bytes <= reserved_bytes else held_bytes - reserved_bytes
 
 
-def _read_nvml(device: torch.device) -> int | None:
+def _ask_nvml(device: torch.device, question: Callable[[Any, Any], int]) -> int | None:
     handle = nvml_handle(device)
     if handle is None:
         return None
     try:
         import pynvml
 
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        return int(question(pynvml, handle))
     except Exception:  # a driver that fails must not stop a training run
         return None
 
 
 def nvml_handle(device: torch.device) -> Any:
     """Return NVML's handle of a CUDA device, or None where NVML does not know it; no context is created."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    bus_id = None
-    if hasattr(properties, "pci_bus_id"):  # newer torch only
-        domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-        bus_id = f"{domain:08x}:{bus:02x}:{slot:02x}.0"
-    return _nvml_handle(str(getattr(properties, "uuid", "")), bus_id)
+    return _nvml_handle(str(torch.cuda.get_device_properties(device).uuid))
 
 
 @cache
-def _nvml_handle(uuid: str, bus_id: str | None) -> Any:
+def _nvml_handle(uuid: str) -> Any:
     """Return NVML's handle of a GPU, or None.
 
     By UUID, never by index: ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER`` renumber torch's devices, not NVML's.
@@ -327,24 +310,18 @@ def _nvml_handle(uuid: str, bus_id: str | None) -> Any:
         pynvml.nvmlInit()
     except Exception:  # not installed, no NVIDIA driver, or one of another version: there is no figure then
         return None
-    searches = [(pynvml.nvmlDeviceGetHandleByUUID, f"{kind}-{uuid}") for kind in ("MIG", "GPU") if uuid]
-    if bus_id is not None:
-        searches.append((pynvml.nvmlDeviceGetHandleByPciBusId, bus_id))
-    for search, name in searches:
-        try:
-            handle = search(name)
-        except pynvml.NVMLError:
-            continue
-        if name.startswith("MIG-") or not _is_split(pynvml, handle):
-            return handle
+    with suppress(pynvml.NVMLError):
+        return pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+    with suppress(pynvml.NVMLError):
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        return None if _is_split(pynvml, handle) else handle
     return None
 
 
 def _is_split(pynvml: Any, handle: Any) -> bool:
-    try:
+    with suppress(pynvml.NVMLError):  # of GPUs that cannot be split
         return bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
-    except pynvml.NVMLError:  # GPUs that cannot be split
-        return False
+    return False
 
 
 # ---- every step

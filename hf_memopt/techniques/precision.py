@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,9 +19,10 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_memopt.binding.callback_binding import Binding, unbound_error
+from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility, techniques_in_use
-from hf_memopt.binding.handles import UndoHandle, nothing_to_undo, override_method, undo_all
+from hf_memopt.binding.frozen_parameters import cast_parameters
+from hf_memopt.binding.handles import UndoHandle, nothing_to_undo, override_method, set_attribute
 from hf_memopt.binding.model_traits import unwrap_optimizer
 from hf_memopt.binding.versions import checkpointing_of, is_checkpointing
 from hf_memopt.changes import Change, add_change
@@ -78,14 +78,7 @@ def disable_autocast_cache(trainer: Trainer) -> UndoHandle:
             f"autocast_cache=False comes too late, {type(trainer.model).__name__} runs under autocast already; "
             "expected a Trainer that has neither trained nor evaluated. Call attach(trainer) right after Trainer(...)"
         )
-    accelerator.autocast_handler = replace(former or AutocastKwargs(), cache_enabled=False)
-    reference = weakref.ref(accelerator)
-
-    def undo() -> None:
-        if (alive := reference()) is not None:
-            alive.autocast_handler = former
-
-    return UndoHandle(undo)
+    return set_attribute(accelerator, "autocast_handler", replace(former or AutocastKwargs(), cache_enabled=False))
 
 
 def is_under_autocast(model: Any) -> bool:
@@ -137,27 +130,7 @@ def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | Non
                 f"optimizer={type(optimizer).__name__} holds 16-bit states of {name}; expected one that has not "
                 "stepped yet. Call keep_master_weights(model) before the optimizer is built"
             )
-    ids = {id(parameter) for parameter in chosen.values()}
-    former = [
-        (weakref.ref(module), name, parameter.dtype)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if id(parameter) in ids
-    ]
-    for parameter in chosen.values():
-        _cast(parameter, torch.float32)
-
-    def undo() -> None:
-        for reference, name, dtype in former:
-            if (module := reference()) is not None:
-                _cast(module.get_parameter(name), dtype)
-
-    return UndoHandle(undo)
-
-
-def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    parameter.grad = None  # of the former dtype
-    parameter.data = parameter.data.to(dtype)
+    return cast_parameters(dict.fromkeys(chosen.values(), torch.float32))
 
 
 # ---- The Trainer ----------------------------------------------------------------------------------------------------
@@ -166,9 +139,8 @@ def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 class PrecisionCallback(TrainerCallback):
     """Call ``disable_autocast_cache`` and ``keep_master_weights`` where a run needs them.
 
-    Bind it with ``attach(trainer)``. Passed in ``callbacks=`` alone it cannot reach autocast, and gives no master
-    weights to a model that ``model_init`` builds. With ``FreezeCallback``, name that first: weights that are frozen by
-    then stay in 16 bits. TF32 is stock's: ``TrainingArguments(tf32=True)``. It logs no keys.
+    Bind it with ``attach(trainer)``. With ``FreezeCallback``, name that first: weights that are frozen by then stay in
+    16 bits. TF32 is stock's: ``TrainingArguments(tf32=True)``. It logs no keys.
 
     Args:
         autocast_cache: False switches the cache off, ``"auto"`` does so if the model is checkpointed and autocast runs,
@@ -179,12 +151,11 @@ class PrecisionCallback(TrainerCallback):
 
     Attributes:
         changes: what was changed, and what was not and why.
-        handle: undoes the changes to the Trainer and to the last model; None before the first. Until ``attach`` is
-            called again it also unbinds the callback.
+        handle: undoes the changes to the Trainer and to the last model; None before ``attach``.
 
     Raises:
         ValueError: an argument is invalid, at once; as ``disable_autocast_cache`` and ``keep_master_weights`` do.
-        RuntimeError: when training begins, it is not bound and needs to be.
+        RuntimeError: training began without ``attach``.
     """
 
     technique = "precision"
@@ -204,56 +175,27 @@ class PrecisionCallback(TrainerCallback):
         return type(self), (self.autocast_cache, self.master_weights)
 
     def bind(self, trainer: Trainer) -> UndoHandle:
-        """Change what only the trainer has; called by ``attach``."""
+        """Change the trainer, and its model before ``train()``: a resumed run loads float32 weights and states."""
         if self.binding.trainer is trainer:
             return self.binding.handle
-        is_kept = self._handles.model is trainer.model  # since the Trainer was built
-        bound = self.binding.to(
+        self.handle = self.binding.to(
             trainer,
+            UndoHandle(self._handles.remove),
             self._disable_autocast_cache(trainer),
-            override_method(trainer, "call_model_init", lambda before: self._with_master_weights(trainer.args, before)),
+            override_method(trainer, "call_model_init", self._wrap_model_init),
         )
-        if is_kept and self._is_for_16_bits():
-            self._handles.remove()  # what on_init_end did, which did not know the optimizer
-            self.changes[:] = [change for change in self.changes if change.name != "master_weights"]
-            is_kept = False
-        # before train(): a resumed run loads float32 weights and states into these
         try:
-            self._keep_master_weights(trainer.args, trainer.model, trainer.optimizer)
+            self._keep_master_weights(trainer.model, trainer.optimizer)
         except BaseException:
-            bound.remove()
+            self.handle.remove()
             raise
-        return undo_all(bound, *([] if is_kept else [self._handles.handle_of(trainer.model)]))
-
-    def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        """Give the model master weights before the optimizer is built."""
-        self._keep_master_weights(args, model, optimizer)
+        return self.handle
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse to run where the settings could not be carried out; give a new model master weights."""
-        trainer = self.binding.trainer
-        is_bound = trainer is not None and trainer.state is state
-        if is_bound:
-            check_compatibility(trainer)
-        elif self.autocast_cache is False or (model is not self._handles.model and self._needs_masters(args, model)):
-            raise unbound_error(self)
-        self._keep_master_weights(args, model, optimizer)
+        """Refuse to run unbound, and settings that are incompatible."""
+        check_compatibility(self.binding.serving(self, state))
 
     def _disable_autocast_cache(self, trainer: Trainer) -> UndoHandle:
         if self.autocast_cache is True:
@@ -270,36 +212,25 @@ class PrecisionCallback(TrainerCallback):
         self._record("autocast_cache", True, False, "it would keep a 16-bit copy of each weight for the forward pass")
         return handle
 
-    def _needs_masters(self, args: TrainingArguments, model: nn.Module) -> bool:
-        is_asked = self.master_weights and (args.bf16 or args.fp16) and not self._is_for_16_bits()
-        return bool(is_asked and half_weights(model))
-
-    def _is_for_16_bits(self) -> bool:
+    def _keep_master_weights(self, model: Any, optimizer: Any = None) -> None:
         trainer = self.binding.trainer
-        return trainer is not None and "16-bit weights" in techniques_in_use(trainer)
-
-    def _keep_master_weights(self, args: TrainingArguments, model: Any, optimizer: Any = None) -> None:
         self._handles.keep(model)
-        self.handle = UndoHandle(self._undo)
-        if not self._needs_masters(args, model):
-            return
         weights = half_weights(model).values()
+        runs_autocast = trainer.args.bf16 or trainer.args.fp16
+        if not (self.master_weights and runs_autocast and weights) or "16-bit weights" in techniques_in_use(trainer):
+            return
         size = sum(weight.numel() * weight.element_size() for weight in weights)
         self._handles.keep(model, keep_master_weights(model, unwrap_optimizer(optimizer)))
         reason = f"{len(weights)} trainable weights: autocast computes in 16 bits, updates need more"
         self._record("master_weights", f"16 bits, {format_bytes(size)}", f"float32, {format_bytes(2 * size)}", reason)
 
-    def _with_master_weights(self, args: TrainingArguments, before: Callable[..., Any]) -> Callable[..., Any]:
-        def call_model_init(*positional: Any, **named: Any) -> Any:
-            model = before(*positional, **named)
-            self._keep_master_weights(args, model)
+    def _wrap_model_init(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def call_model_init(*args: Any, **kwargs: Any) -> Any:
+            model = before(*args, **kwargs)
+            self._keep_master_weights(model)
             return model
 
         return call_model_init
-
-    def _undo(self) -> None:
-        self.binding.end()
-        self._handles.remove()
 
     def _record(self, name: str, old: Any, new: Any, reason: str) -> None:
         change = Change(name, old, new, reason)

@@ -341,17 +341,6 @@ def test_the_sampler_of_stock_at_its_best_reads_no_lazy_column(run: tuple[Path, 
     assert sorted(sampler) == list(range(4000))
 
 
-def test_a_memory_report_that_is_there_is_used(run: tuple[Path, str]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(run[0] / "out")
-    for make, already in ((setups.naive_trainer, 0), (setups.memopt_trainer, 1)):
-        trainer = make(ingredients(tokenizer, ["a", "b"] * 32))
-        kind = measurement.MemoryReportCallback
-        there = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, kind)]
-        assert len(there) == already
-        report = measurement._memory_report(trainer)
-        assert [c for c in trainer.callback_handler.callbacks if isinstance(c, kind)] == [report]
-
-
 # ---- A child --------------------------------------------------------------------------------------------------------
 
 

@@ -77,8 +77,8 @@ REPORTED_MULTIPROCESSORS = {
     "RTX 5090": 170,  # https://github.com/aikitoria/open-gpu-kernel-modules/issues/1
 }
 
-# As counts, not as cores: NVIDIA's own table for P100 and V100 and the other sources named in ``devices/gpus.py``; L40S
-# by NVIDIA's whitepaper, whose RTX 6000 Ada has the same cores (https://github.com/NVIDIA/cudnn-frontend/pull/1164).
+# As counts, not as cores: NVIDIA's own table for P100 and V100, the sources that ``gpu_table.py`` names; L40S by
+# NVIDIA's whitepaper, whose RTX 6000 Ada has the same cores (https://github.com/NVIDIA/cudnn-frontend/pull/1164).
 PUBLISHED_MULTIPROCESSORS = {"P100": 56, "V100 16GB": 80, "V100 32GB": 80, "A10": 72, "L40S": 142, "H100": 132}
 
 # TFLOP/s of dense products as data sheets and whitepapers of NVIDIA and AMD print them: half of the figure where they

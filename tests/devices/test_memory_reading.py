@@ -79,8 +79,8 @@ class FakeNVMLError(Exception):
     pass
 
 
-def fake_nvml(monkeypatch, by_uuid=(), by_bus=(), split=(), broken=False, processes=()):
-    """Install a ``pynvml`` that knows GPUs by UUID and bus id.
+def fake_nvml(monkeypatch, by_uuid=(), split=(), broken=False, processes=()):
+    """Install a ``pynvml`` that knows GPUs by UUID.
 
     ``split`` are handles in MIG mode; ``processes`` run on every GPU, each with its number and bytes.
     """
@@ -114,7 +114,6 @@ def fake_nvml(monkeypatch, by_uuid=(), by_bus=(), split=(), broken=False, proces
         NVML_DEVICE_MIG_ENABLE=1,
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=search(by_uuid),
-        nvmlDeviceGetHandleByPciBusId=search(by_bus),
         nvmlDeviceGetMigMode=mode,
         nvmlDeviceGetMemoryInfo=used,
         nvmlDeviceGetComputeRunningProcesses=running,
@@ -336,21 +335,13 @@ def test_nvml_is_asked_by_uuid_and_needs_no_context(monkeypatch):
     assert gpu.calls == []
 
 
-def test_nvml_falls_back_to_the_pci_bus(monkeypatch):
-    gpu = FakeGpu(monkeypatch)
-    vars(gpu.properties).update(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=1)
-    asked = fake_nvml(monkeypatch, by_bus=("00000000:3b:01.0",))
-    assert read_device_used(torch.device("cuda", 0)) == 5 * GIB
-    assert asked[-1] == "00000000:3b:01.0"
-
-
 def test_a_slice_of_a_split_gpu_is_read_and_never_the_whole_gpu(monkeypatch):
     FakeGpu(monkeypatch)
     fake_nvml(monkeypatch, by_uuid=("MIG-1234-abcd", "GPU-1234-abcd"), split=("MIG-1234-abcd", "GPU-1234-abcd"))
-    assert reading._nvml_handle("1234-abcd", None) == "MIG-1234-abcd"
+    assert reading._nvml_handle("1234-abcd") == "MIG-1234-abcd"
     reading._nvml_handle.cache_clear()
     fake_nvml(monkeypatch, by_uuid=("GPU-1234-abcd",), split=("GPU-1234-abcd",))
-    assert reading._nvml_handle("1234-abcd", None) is None
+    assert reading._nvml_handle("1234-abcd") is None
 
 
 @pytest.mark.parametrize("failure", ["missing", "no driver", "lost"])

@@ -39,7 +39,7 @@ from hf_memopt import (
 from hf_memopt.binding.checkpoint_manifest import why_not_whole
 from hf_memopt.cli.app import app
 from hf_memopt.techniques.microbatching.limits import Limit, write_limits
-from hf_memopt.techniques.nonfinite.diagnosis import OverflowReport, write_reports
+from hf_memopt.techniques.nonfinite.report import OverflowReport, write_reports
 
 WAYS = ("a disk of its own", "files that may not grow")
 DISK_BYTES = 8 * 2**20

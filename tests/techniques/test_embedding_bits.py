@@ -287,28 +287,22 @@ def assert_empty(manager: Any) -> None:
 # ---- undo
 
 
-def test_undo_restores_the_manager_and_the_registrations() -> None:
+def test_undo_leaves_what_the_user_registered() -> None:
     model = Words()
     stock = make(bitsandbytes.optim.AdamW8bit, model)
-    singleton().register_module_override(model.embedding, "weight", {"optim_bits": 32})
-    singleton().override_config(model.head.weight, "lr", 0.5)
+    singleton().register_module_override(model.head, "weight", {"optim_bits": 32})
+    singleton().override_config(model.embedding.weight, "lr", 0.0)
     step(model, stock)  # fills the entries by position
-    state = {
-        "triples": list(singleton().module_weight_config_triple),
-        "by id": dict(singleton().pid2config),
-        "by index": dict(singleton().index2config),
-    }
     handle = override_embedding_bits(model, stock)
     assert stock.mng is not singleton()
     assert_empty(singleton())
+    before = model.embedding.weight.detach().clone()
     handle.remove()
     handle.remove()
-    assert stock.mng is singleton()
-    assert state == {
-        "triples": singleton().module_weight_config_triple,
-        "by id": singleton().pid2config,
-        "by index": singleton().index2config,
-    }
+    stock.state.clear()
+    step(model, stock)
+    assert torch.equal(model.embedding.weight, before)
+    assert in_8_bits(model, stock) == {"embedding.weight", "hidden.weight"}
 
 
 def test_an_undone_override_leaves_embeddings_in_8_bits() -> None:
@@ -549,12 +543,12 @@ def test_a_second_train_keeps_one_override(tmp_path: Any) -> None:
     trainer = train(model, tmp_path, callback)
     trainer.train()
     assert in_8_bits(model, trainer.optimizer) == large(model) - BERT_EMBEDDINGS
+    former = {id(weight): {"optim_bits": 32} for name, weight in model.named_parameters() if name in BERT_EMBEDDINGS}
+    assert trainer.optimizer.optimizer.mng.pid2config == former  # which stock registered too
+    assert_empty(singleton())
     assert callback.handle is not None
     callback.handle.remove()
-    assert trainer.optimizer.optimizer.mng is singleton()
-    assert {id(module) for module, _, _ in singleton().module_weight_config_triple} == {
-        id(module) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
+    assert trainer.optimizer.optimizer.mng.pid2config == former
 
 
 def test_a_second_train_converts_what_the_first_left_in_8_bits(tmp_path: Any) -> None:

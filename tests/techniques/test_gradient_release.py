@@ -29,7 +29,7 @@ from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
 from hf_memopt.techniques.optimizers.gradient_release import gradient_release, plain_step
-from hf_memopt.techniques.optimizers.released_optimizer import released_optimizer
+from hf_memopt.techniques.optimizers.sixteen_bit_weights import released_optimizer
 
 pytestmark = [
     # bitsandbytes on a CPU

@@ -25,9 +25,13 @@ import tiny
 from hf_memopt.binding.attach import attach
 from hf_memopt.changes import Change
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
-from hf_memopt.techniques.nonfinite.detection import NonfiniteRecord, detect_nonfinite
-from hf_memopt.techniques.nonfinite.overflow import BFLOAT16_FAMILY, OverflowCallback
-from hf_memopt.techniques.nonfinite.step_reading import StepReading, is_nonfinite, read_step
+from hf_memopt.techniques.nonfinite.overflow import (
+    BFLOAT16_FAMILY,
+    OverflowCallback,
+    StepReading,
+    detect_nonfinite,
+    read_step,
+)
 from scarcity import Scarcity
 from two_ranks import run_pair
 
@@ -239,7 +243,12 @@ def test_it_stops_after_some_steps_in_a_row(tmp_path: Any, caplog: pytest.LogCap
     assert equal(weights_of(model), recorder.after[2][0])  # those of step 3, the last good one
     assert json.loads(path.read_text()) == [json.loads(report.to_json()) for report in reports]
     assert path.with_suffix(".txt").read_text() == "".join(f"{report}\n" for report in reports)
-    assert sorted(one.name for one in path.parent.iterdir()) == ["overflow_report.json", "overflow_report.txt"]
+    names = ["overflow_batch_step2.pt", "overflow_report.json", "overflow_report.txt"]
+    assert sorted(one.name for one in path.parent.iterdir()) == names
+    assert [report.batch for report in reports] == [names[0], "", ""]  # of each kind and place one
+    batch = torch.load(path.with_name(names[0]))
+    assert batch["input_ids"].tolist() == [row["input_ids"] for row in nonfinite_models.rows(24, bad=(5,))[4:8]]
+    assert not model(**batch).loss.isfinite()
     assert [(record.levelname, record.getMessage()) for record in caplog.records if "nonfinite" in record.name] == [
         (level, f"non-finite detection dropped {report}")
         for level, report in zip(("WARNING", "INFO", "INFO"), reports, strict=True)
@@ -358,7 +367,7 @@ def test_a_search_for_a_scale_without_end_is_a_finding(tmp_path: Any) -> None:
     ],
 )
 def test_what_is_nonfinite(reading: StepReading, skips: int, expected: bool) -> None:
-    assert is_nonfinite(reading, skips) is expected
+    assert reading.is_nonfinite(skips) is expected
 
 
 @pytest.mark.parametrize("norm", [None, 1.5, torch.tensor(1.5)], ids=["none", "number", "tensor"])
@@ -527,12 +536,10 @@ def test_pickled_it_is_unused_and_has_the_same_settings(tmp_path: Any) -> None:
 
 def test_the_function_does_it_without_the_callback(tmp_path: Any) -> None:
     model = nonfinite_models.make_nonfinite(tiny.llama(), "forward")
-    recorder, record = Recorder(), NonfiniteRecord()
+    recorder, record = Recorder(), OverflowCallback()
     trainer = nonfinite_models.make_trainer(model, nonfinite_models.rows(24, bad=(5,)), tmp_path, recorder)
     before = list(trainer.callback_handler.callbacks)
     handle = detect_nonfinite(trainer, record)
-    copied = pickle.loads(pickle.dumps(trainer.callback_handler.callbacks[-1]))
-    assert type(copied) is TrainerCallback  # a copy of a trainer is not watched
     trainer.train()
     assert recorder.moved() == [True, False, True, True, True, True]
     assert (record.nonfinite_steps, [report.where for report in record.reports]) == (1, [nonfinite_models.PLACE])
@@ -555,6 +562,7 @@ def test_all_processes_drop_what_one_finds(tmp_path: Path) -> None:
         assert one[kind]["reports"] == []
         assert other[kind]["reports"] == [[2, kind, [1]]]
         assert [path.name for path in sorted((tmp_path / kind).iterdir())] == [
+            "overflow_batch_step2_rank1.pt",
             "overflow_report_rank1.json",
             "overflow_report_rank1.txt",
         ]

@@ -217,7 +217,7 @@ def test_a_copied_trainer_acts_on_itself_alone(name, way, tmp_path) -> None:
     assert tiny.largest_difference(original.model, alone.trainer.model) == 0.0
 
 
-NEED_ATTACH = ("micro-batching", "non-finite detection", "evaluation guard", "sharded checkpoints")
+NEED_ATTACH = ("micro-batching", "non-finite detection", "precision", "evaluation guard", "sharded checkpoints")
 
 
 # ---- Together -------------------------------------------------------------------------------------------------------

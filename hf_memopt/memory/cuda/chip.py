@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["MOST_MULTIPROCESSORS", "Chip", "copy_bytes", "divide_up", "round_up", "torch_release"]
 
 # The multiprocessors of the largest GPU of each compute capability, by the GPU's specification: its CUDA cores over
-# those of a multiprocessor (the rule of ``devices/gpus.py``), or what the driver reported where a report is named.
+# those of a multiprocessor (the rule of ``devices/gpu_table.py``), or what the driver reported where a report is named.
 MOST_MULTIPROCESSORS = {
     (5, 0): 5,  # GTX 750 Ti, 640 cores: https://github.com/PointCloudLibrary/pcl/issues/880
     (5, 2): 24,  # Titan X, report: https://github.com/gpgpu-sim/gpgpu-sim_distribution/issues/169

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from hf_memopt.binding.handles import set_attribute, undo_all
 from hf_memopt.errors import reason
 from hf_memopt.memory.cuda.semantics import CudaSemantics
 from hf_memopt.memory.recording.isolation import configs_of, recording
@@ -177,13 +178,8 @@ def _every_layer(modules: Sequence[nn.Module]) -> Iterator[tuple[str, ...]]:
         if "layerdrop" in name and isinstance(value, float) and value > 0
     }
     changed = ", ".join(sorted({f"{name}={value:g}" for (_, name), (_, value) in found.items()}))
-    try:
-        for (_, name), (holder, _) in found.items():
-            setattr(holder, name, 0.0)
+    with undo_all(*(set_attribute(holder, name, 0.0) for (_, name), (holder, _) in found.items())):
         yield (f"{changed}: with every layer, the most that a step takes",) if found else ()
-    finally:
-        for (_, name), (holder, value) in found.items():
-            setattr(holder, name, value)
 
 
 def _weights(model: nn.Module, tracker: StorageTracker) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_settings
-from hf_memopt.binding.handles import UndoHandle, override_method
+from hf_memopt.binding.handles import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.binding.input_gradients import drop_input_gradients, input_gradient_hooks
 from hf_memopt.binding.layer_names import layer_stacks
 from hf_memopt.binding.model_traits import unwrap_model
@@ -102,7 +102,14 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False
     if offload:
         options["offload"] = True
     chosen = _chosen_layers(model, parsed)
-    restore = _restorer(model)
+    restore = undo_all(
+        *(
+            set_attribute(module, name, getattr(module, name, None))
+            for module in model.modules()
+            if hasattr(module, "gradient_checkpointing")
+            for name in _STATE
+        )
+    )
     hooks = len(input_gradient_hooks(model))
     enable_checkpointing(model, options)
     for layer in _checkpointing_layers(model):
@@ -115,7 +122,7 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False
     reference = weakref.ref(model)
 
     def undo() -> None:
-        restore()
+        restore.remove()
         if was_dropped and hooks:
             dropped.remove()
         elif not was_dropped and has_new_hooks and (alive := reference()) is not None:
@@ -337,24 +344,3 @@ def _check_compiled(policy: str, args: TrainingArguments) -> None:
             f"policy={policy!r} is a choice that torch.compile makes, and torch_compile=False; expected a compiled "
             "model. Set torch_compile=True, or pass policy='selective'"
         )
-
-
-# ---- Undo -----------------------------------------------------------------------------------------------------------
-
-
-def _restorer(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores the current checkpointing state of the model's modules."""
-    before = [
-        (weakref.ref(module), {name: vars(module)[name] for name in _STATE if name in vars(module)})
-        for module in model.modules()
-        if hasattr(module, "gradient_checkpointing")
-    ]
-
-    def restore() -> None:
-        for reference, state in before:
-            if (module := reference()) is not None:
-                for name in _STATE:
-                    vars(module).pop(name, None)
-                vars(module).update(state)
-
-    return restore

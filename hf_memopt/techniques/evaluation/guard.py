@@ -16,8 +16,8 @@ batched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +27,7 @@ from transformers.trainer_utils import has_length
 
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility
-from hf_memopt.binding.handles import UndoHandle, override_method, remove_all
+from hf_memopt.binding.handles import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.plain_data import shown
 from hf_memopt.techniques.evaluation.outputs import KeptOutputs, OutputSettings, Reduce
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
@@ -116,11 +116,10 @@ def guard_evaluation(
     """
     settings = _checked(reduce, card_budget)
     _refuse_two_reductions(trainer, settings.reduce)
-    handles = [
+    return undo_all(
         recover_predictions(trainer),
         override_method(trainer, "evaluation_loop", partial(_wrap_evaluation_loop, trainer, settings, {})),
-    ]
-    return UndoHandle(partial(remove_all, handles))
+    )
 
 
 def class_predictions(logits: Any, labels: Any) -> Any:
@@ -174,11 +173,10 @@ def _wrap_evaluation_loop(
         outputs = KeptOutputs(trainer, settings, dataloader, description, checked.get(case) if is_to_check else ())
         args = trainer.args
         with ExitStack() as stack:
-            stack.enter_context(_restored(trainer, "preprocess_logits_for_metrics"))
-            stack.enter_context(_restored(args, "eval_accumulation_steps"))
+            stack.enter_context(set_attribute(trainer, "preprocess_logits_for_metrics", outputs.reduce_and_check))
+            stack.enter_context(set_attribute(args, "eval_accumulation_steps", args.eval_accumulation_steps))
             if outputs.why_whole is None and args.include_for_metrics:
                 stack.enter_context(override_method(trainer, "prediction_step", outputs.wrap_prediction_step))
-            trainer.preprocess_logits_for_metrics = outputs.reduce_and_check
             found = before(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if outputs.why_whole is not None:
             checked[case] = outputs.why_whole
@@ -218,13 +216,3 @@ def _refuse_two_reductions(trainer: Any, reduce: Reduce | None) -> None:
             f"reduce={_name(reduce)} and preprocess_logits_for_metrics={_name(theirs, short=False)} "
             "would both reduce the logits; expected one of them. Write: EvaluationGuardCallback(reduce=None)"
         )
-
-
-@contextmanager
-def _restored(owner: Any, name: str) -> Iterator[None]:
-    """Restore an attribute afterwards."""
-    value = getattr(owner, name)
-    try:
-        yield
-    finally:
-        setattr(owner, name, value)

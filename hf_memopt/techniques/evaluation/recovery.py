@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from hf_memopt.binding.foreign_code import HookChangesError, full_name, observed_hooks
-from hf_memopt.binding.handles import UndoHandle, function_below, override_method, remove_all, set_attribute
+from hf_memopt.binding.handles import UndoHandle, function_below, override_method, set_attribute, undo_all
 from hf_memopt.binding.known_losses import KnownLoss, known_loss
 from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_parallel
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
@@ -81,11 +81,10 @@ def recover_predictions(
             what to try.
     """
     recovery = _Recovery(trainer, backbones, stated)
-    handles = [
+    return undo_all(
         override_method(trainer, "prediction_step", recovery.wrap_prediction_step),
         override_method(trainer, "evaluation_loop", recovery.wrap_evaluation_loop),
-    ]
-    return UndoHandle(partial(remove_all, handles))
+    )
 
 
 class _Recovery:

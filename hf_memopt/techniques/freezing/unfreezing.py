@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,23 +23,23 @@ from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_settings
+from hf_memopt.binding.frozen_parameters import set_trainable, trainable_parameters
 from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.binding.input_gradients import INPUT_GRADIENTS_DROPPED, drop_input_gradients
 from hf_memopt.binding.layer_names import checked_patterns, matching_parameters
 from hf_memopt.changes import Change, add_change
 from hf_memopt.plain_data import shown
-from hf_memopt.techniques.freezing.freezing import trainable_parameters
 from hf_memopt.techniques.model_handles import ModelHandles
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["GradualUnfreezeCallback", "Schedule", "unfreeze_by_schedule"]
+__all__ = ["GradualUnfreezeCallback", "unfreeze_by_schedule"]
 
 logger = logging.getLogger(__name__)
 
-Patterns = str | Iterable[str]
-Schedule = Mapping[int, Patterns] | Mapping[float, Patterns] | Mapping[int | float, Patterns]
+Schedule = Mapping[int, str | Iterable[str]] | Mapping[float, str | Iterable[str]]
+Stages = Mapping[int | float, tuple[str, ...]]
 
 EXAMPLE = "schedule={0: 'classifier', 100: 'layers:10-11', 200: ['layers:0-9', 'embeddings']}"
 
@@ -75,32 +74,17 @@ def unfreeze_by_schedule(
         >>> handle.remove(); trainable_parameters(model)
         12
     """
-    stages = _stages(checked_schedule(schedule), total_steps)
-    first = _first_steps(model, stages)
-    flags = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
-    flags |= {key: first_step <= step for key, first_step in first.items()}
+    first = _first_steps(model, _in_steps(checked_schedule(schedule), total_steps))
+    flags = {
+        parameter: first.get(parameter, 0 if parameter.requires_grad else math.inf) <= step
+        for parameter in model.parameters()
+    }
     if not any(flags.values()):
         raise ValueError(
             f"schedule={dict(schedule)!r} leaves {type(model).__name__} nothing to train at step {step}; expected at "
             f"least one trainable parameter. Name the head for step 0, for example: {EXAMPLE}"
         )
-    changed = [
-        (weakref.ref(module), name, parameter.requires_grad)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad != flags[id(parameter)]
-    ]
-    for parameter in model.parameters():
-        parameter.requires_grad_(flags[id(parameter)])
-        if not parameter.requires_grad:
-            parameter.grad = None  # else an optimizer would step once more with it
-
-    def undo() -> None:
-        for reference, name, former in changed:
-            if (module := reference()) is not None:
-                module.get_parameter(name).requires_grad_(former)
-
-    return UndoHandle(undo)
+    return set_trainable(model, flags)
 
 
 class GradualUnfreezeCallback(TrainerCallback):
@@ -156,24 +140,31 @@ class GradualUnfreezeCallback(TrainerCallback):
     ) -> None:
         """Check that the optimizer holds what is to be trained later, and begin with the stage of this step."""
         check_settings(self.technique, args)
-        stages = _stages(self.schedule, state.max_steps)
-        _check_groups(model, stages, optimizer)
+        stages = _in_steps(self.schedule, state.max_steps)
+        scheduled = _first_steps(model, stages)
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        missing = [name for name, parameter in model.named_parameters() if parameter in scheduled.keys() - held]
+        if missing:
+            raise ValueError(
+                f"schedule={dict(stages)!r} names {len(missing)} parameters that the optimizer does not hold, "
+                f"beginning with {missing[0]}; expected parameters that were trainable when it was built. Freeze them "
+                "by the schedule alone, without FreezeCallback, and begin with: model.requires_grad_(True)"
+            )
         dropped = drop_input_gradients(model)
         if not dropped.is_removed:
             self._handles.keep(model, dropped)
             add_change(self.changes, INPUT_GRADIENTS_DROPPED)
-        self._begin_stage(model, stages, state)
+        self._begin_stage(model, stages, state.global_step)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """Begin the next stage if it is due."""
-        stages = _stages(self.schedule, state.max_steps)
+        stages = _in_steps(self.schedule, state.max_steps)
         if state.global_step in stages:
-            self._begin_stage(model, stages, state)
+            self._begin_stage(model, stages, state.global_step)
 
-    def _begin_stage(self, model: nn.Module, stages: Mapping[int, tuple[str, ...]], state: TrainerState) -> None:
-        step = state.global_step
+    def _begin_stage(self, model: nn.Module, stages: dict[int, tuple[str, ...]], step: int) -> None:
         before = trainable_parameters(model)
         self.handle = self._handles.keep(model, unfreeze_by_schedule(model, stages, step))
         after = trainable_parameters(model)
@@ -189,8 +180,8 @@ def checked_schedule(schedule: Any) -> dict[int | float, tuple[str, ...]]:
     if not isinstance(schedule, Mapping) or not schedule:
         raise ValueError(f"schedule={shown(schedule)} names no stage; expected patterns by step. Write {EXAMPLE}")
     for step in schedule:
-        is_number = isinstance(step, (int, float)) and not isinstance(step, bool)
-        if not is_number or not step >= 0 or (isinstance(step, float) and step >= 1):
+        is_step = type(step) is int and step >= 0
+        if not is_step and not (isinstance(step, float) and 0 <= step < 1):
             raise ValueError(
                 f"schedule={dict(schedule)!r} has the key {step!r}, which is not a step; expected an integer of 0 or "
                 f"more, or a fraction of the run below 1.0. Write {EXAMPLE}"
@@ -198,7 +189,7 @@ def checked_schedule(schedule: Any) -> dict[int | float, tuple[str, ...]]:
     return {step: checked_patterns(patterns) for step, patterns in schedule.items()}
 
 
-def _stages(schedule: Mapping[int | float, tuple[str, ...]], total_steps: int | None) -> dict[int, tuple[str, ...]]:
+def _in_steps(schedule: Stages, total_steps: int | None) -> dict[int, tuple[str, ...]]:
     """Return the schedule by whole steps, earliest first."""
     stages: dict[int, tuple[str, ...]] = {}
     for key, patterns in schedule.items():
@@ -212,24 +203,10 @@ def _stages(schedule: Mapping[int | float, tuple[str, ...]], total_steps: int | 
     return dict(sorted(stages.items()))
 
 
-def _first_steps(model: nn.Module, stages: Mapping[Any, tuple[str, ...]]) -> dict[int, Any]:
-    """Return the earliest step of each parameter that a schedule names, by the parameter's id."""
-    first: dict[int, Any] = {}
-    for step, patterns in stages.items():
+def _first_steps(model: nn.Module, stages: Mapping[Any, tuple[str, ...]]) -> dict[nn.Parameter, Any]:
+    """Return the earliest step of each parameter that a schedule names."""
+    first: dict[nn.Parameter, Any] = {}
+    for step, patterns in sorted(stages.items(), reverse=True):
         for pattern in patterns:
-            for parameter in matching_parameters(model, pattern):
-                first[id(parameter)] = min(step, first.get(id(parameter), step))
+            first |= dict.fromkeys(matching_parameters(model, pattern), step)
     return first
-
-
-def _check_groups(model: nn.Module, stages: Mapping[int, tuple[str, ...]], optimizer: Any) -> None:
-    """Refuse to schedule a parameter that would never be trained."""
-    scheduled = _first_steps(model, stages)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [name for name, parameter in model.named_parameters() if id(parameter) in scheduled.keys() - held]
-    if missing:
-        raise ValueError(
-            f"schedule={dict(stages)!r} names {len(missing)} parameters that the optimizer does not hold, beginning "
-            f"with {missing[0]}; expected parameters that were trainable when it was built. Freeze them by the "
-            "schedule alone, without FreezeCallback, and begin with: model.requires_grad_(True)"
-        )

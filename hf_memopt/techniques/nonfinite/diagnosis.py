@@ -1,30 +1,44 @@
-"""Find where a step stopped being finite, and report it: which module, which examples, what to do about it.
+"""Find where a step stopped being finite: its accumulation steps are repeated, with hooks on every module.
 
-The accumulation steps are repeated row by row: a row needs less memory than the step did, and identifies the examples.
-Only where no row alone shows what was seen in training is the accumulation step repeated as a whole, with the random
-numbers of the step. Cases are ruled out in this order, as each can only be blamed once those before it are known to be
-finite: weights, inputs, forward, loss, gradient, loss scale (gradients are finite, but not times that of fp16);
-"unknown" is a step that is finite when it is repeated.
+Cases are ruled out in this order, as each can only be blamed once those before it are known to be finite: weights,
+inputs, forward, loss, gradient, loss scale (gradients are finite, but not times that of fp16); "unknown" is a step that
+is finite when it is repeated.
+
+An accumulation step is repeated as it was, with its random numbers, or in halves where it no longer fits. The rows are
+those of the first values that are not finite; a loss has no rows, so single rows are repeated then.
+
+Limitations: state that a module keeps in plain attributes; a module that returns infinities on purpose, which is taken
+for the cause of a bad loss; and losses that call other processes (a contrastive loss that gathers): only the process
+where the step was not finite repeats it, so it would wait for the others.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from accelerate.utils import recursively_apply, send_to_device
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.binding.model_traits import IGNORED_LABEL
+from hf_memopt.binding.model_traits import IGNORED_LABEL, local_part
+from hf_memopt.binding.nested_tensors import tensors_in
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
-from hf_memopt.techniques.microbatching.splitting import row_count, splittable_batch_reason, splittable_reason
-from hf_memopt.techniques.nonfinite.replay import Extent, Place, Replay, StepInputs, bad_weights, replay
-from hf_memopt.whole_files import write_whole
+from hf_memopt.devices.random_state import RandomState
+from hf_memopt.techniques.microbatching.splitting import (
+    row_count,
+    splittable_batch_reason,
+    splittable_reason,
+    take_rows,
+)
+from hf_memopt.techniques.nonfinite.report import OverflowReport
 
-__all__ = ["OverflowReport", "diagnose", "diagnose_unrepeated", "write_reports"]
+__all__ = ["StepInputs", "Watch", "bad_gradients", "diagnose", "replay"]
 
 MOST_NAMES = 3  # of weights in a report
 
@@ -32,231 +46,53 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
-class OverflowReport:
-    """One step whose loss or gradients were not finite.
+class StepInputs:
+    """The arguments of one ``training_step``, and the state of the random number generators before it."""
 
-    Args:
-        step: the optimizer step, counted from 1.
-        case: what was not finite first, in the words of this module's docstring.
-        where: the module (``gradient``: the one in whose backward pass it begins), the weight or the column of the
-            batch; empty if it is the model itself, outside of it or not known.
-        module_class: the module's class; empty if it is not a module.
-        dtype: of the values in question.
-        largest_value: the largest finite magnitude among them; None if there is none.
-        largest_input: the same of the module's inputs, or for a gradient of the module's output.
-        accumulation_step: the accumulation step, counted from 0.
-        rows: the rows of its batch that show it; empty if only all of them together do.
-        examples: indices of those rows in the training data, or of all its rows if a row is not an example; None if
-            they cannot be known.
-        parameters: the first weights of the model that are not finite, or whose gradients were not.
-        loss_scale: of fp16 training; None otherwise.
-        precision: the floating-point format of the forward pass: ``fp32``, ``bf16`` or ``fp16``.
-        detail: a cause that is visible in the batch, or why the step could not be repeated.
-    """
-
-    step: int
-    case: str
-    where: str = ""
-    module_class: str = ""
-    dtype: str = ""
-    largest_value: float | None = None
-    largest_input: float | None = None
-    accumulation_step: int | None = None
-    rows: tuple[int, ...] = ()
-    examples: tuple[int, ...] | None = None
-    parameters: tuple[str, ...] = ()
-    loss_scale: float | None = None
-    precision: str = "fp32"
-    detail: str = ""
-
-    @property
-    def remedy(self) -> str:
-        """What to try, most promising first."""
-        return _remedy(self)
-
-    def __str__(self) -> str:
-        return f"step {self.step}: {_finding(self)}{_origin(self)}. {self.remedy}"
-
-    def to_json(self) -> str:
-        """Return all fields and the remedy as one line of JSON."""
-        return json.dumps({**asdict(self), "remedy": self.remedy})
-
-
-def write_reports(reports: Sequence[OverflowReport], folder: Path, process_index: int = 0) -> Path:
-    """Write reports to ``overflow_report.json`` and, for people, ``.txt``; return the path of the first.
-
-    Processes other than the first put their index into the name.
-
-    Raises:
-        OSError: one of them cannot be written; it is then what it was before.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = "overflow_report" if process_index == 0 else f"overflow_report_rank{process_index}"
-    lines = [report.to_json() for report in reports]
-    write_whole(folder / f"{stem}.txt", "".join(f"{report}\n" for report in reports))
-    path = folder / f"{stem}.json"
-    write_whole(path, "[\n" + ",\n".join(lines) + "\n]\n")
-    return path
-
-
-def _finding(report: OverflowReport) -> str:
-    named = f"{report.where or 'the model itself'}"
-    if report.module_class:
-        named += f" ({report.module_class})"
-    if report.case == "weights":
-        return f"the weights were not finite before it: {', '.join(report.parameters)}"
-    if report.case == "inputs":
-        return f"the batch itself is not finite, in column {report.where}"
-    if report.case == "forward":
-        values = _values(report, "input", "finite output")
-        return f"the output of {named} is not finite, its inputs are{f' ({values})' if values else ''}"
-    if report.case == "loss":
-        cause = f": {report.detail}" if report.detail else ""
-        return f"the loss is not finite, what it is computed from is{cause}"
-    if report.case == "gradient" and not report.module_class:
-        return f"the loss is finite, a gradient is not, and no one module is to blame{_of_parameters(report)}"
-    if report.case == "gradient":
-        values = _values(report, "gradient of its output", "finite gradient of its inputs")
-        in_brackets = f" ({values})" if values else ""
-        return f"the gradient stops being finite in the backward pass of {named}{in_brackets}{_of_parameters(report)}"
-    if report.case == "loss scale":
-        return f"the gradients are finite, but not times the loss scale of {report.loss_scale:g}"
-    repeated = f"and repeating the step failed ({report.detail})" if report.detail else "but are when it is repeated"
-    return f"loss or gradients were not finite, {repeated}"
-
-
-def _values(report: OverflowReport, given: str, made: str) -> str:
-    parts = [] if report.largest_input is None else [f"largest {given} {report.largest_input:.3g}"]
-    if report.largest_value is not None:
-        parts.append(f"largest {made} {report.largest_value:.3g}")
-    return ", ".join([*parts, *([report.dtype] if report.dtype else [])])
-
-
-def _of_parameters(report: OverflowReport) -> str:
-    return f"; first weights with such a gradient: {', '.join(report.parameters)}" if report.parameters else ""
-
-
-def _origin(report: OverflowReport) -> str:
-    if report.accumulation_step is None:
-        return ""
-    rows = f", rows {_listed(report.rows)}" if report.rows else ", no row alone"
-    examples = "" if report.examples is None else f", examples {_listed(report.examples)}"
-    return f"; accumulation step {report.accumulation_step}{rows}{examples}"
-
-
-def _listed(numbers: Sequence[int], most: int = 10) -> str:
-    rest = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return ", ".join(str(number) for number in numbers[:most]) + rest
-
-
-def _remedy(report: OverflowReport) -> str:
-    module = report.where or ("the model's forward" if report.module_class else "the loss, or the model's forward")
-    calmer = "lower learning_rate, lengthen warmup_steps or set max_grad_norm=1.0"
-    if report.case == "weights":
-        return "Go back to the last good checkpoint, trainer.train(resume_from_checkpoint=True), and " + calmer
-    if report.case == "inputs":
-        return f"Mend {report.where} in these examples or leave them out: dataset.select(...)"
-    if report.case == "loss":
-        if report.detail:
-            return "Look at the collator, at truncation and at the labels of these examples"
-        return "Look for log(0), a division by zero or a masked class among the labels: add an eps, or leave them out"
-    if report.case == "loss scale":
-        return f"Set bf16=True instead of fp16=True, which needs no loss scale; where the GPU lacks it, {calmer}"
-    if report.precision == "fp16" and report.case in ("forward", "gradient"):
-        return f"Set bf16=True instead of fp16=True, or compute {module} in float32; else {calmer}"
-    if report.case == "forward":
-        values = 'the values of the modules before it: debug="underflow_overflow"'
-        return f"Look for sqrt, log or a division of zero in {module}: add an eps inside ({values}); else {calmer}"
-    if report.case == "gradient":
-        return f"Look for sqrt, log or a division of zero in {module}: add an eps inside; else {calmer}"
-    return f"If it comes again, {calmer}, or search with torch.autograd.set_detect_anomaly(True)"
-
-
-# ---- Diagnosis ------------------------------------------------------------------------------------------------------
+    inputs: Mapping[str, Any]
+    num_items_in_batch: Any
+    random_state: RandomState
 
 
 def diagnose(
-    trainer: Any, window: Sequence[StepInputs], is_loss_bad: Sequence[bool], report: OverflowReport
+    trainer: Any,
+    window: Sequence[StepInputs],
+    is_loss_bad: Sequence[bool],
+    report: OverflowReport,
+    gradients: Sequence[str] = (),
 ) -> OverflowReport:
     """Return ``report`` completed with what a repetition of the step shows.
+
+    Under FSDP2 a forward pass needs all processes, so only what is seen without one is told.
 
     Args:
         trainer: its model is run again in its current modes.
         window: the accumulation steps.
         is_loss_bad: for each of them, whether its loss was not finite; False for all if only gradients were not.
         report: with step, precision and loss scale.
+        gradients: under FSDP2, the parameters whose gradients were not finite.
     """
     failures: list[str] = []
-    weights = _attempted(lambda: bad_weights(trainer.model), failures)
+    weights = _attempted(partial(bad_weights, trainer.model), failures)
     if weights:
         return replace(report, case="weights", where=weights[0], parameters=weights[:MOST_NAMES])
     suspects = [position for position, is_bad in enumerate(is_loss_bad) if is_bad] or list(range(len(window)))
     for position in suspects:
-        here = replace(report, accumulation_step=position)
-        found = _bad_column(window[position], here)
-        found = found or _repeated(trainer, window[position], here, is_loss_bad[position], failures)
-        if found is not None:
+        if (found := _bad_column(window[position].inputs, replace(report, accumulation_step=position))) is not None:
             return found
-    for position in suspects if report.loss_scale is not None else ():
-        here = replace(report, accumulation_step=position)
-        found = _repeated(trainer, window[position], here, is_loss_bad[position], failures, scale=report.loss_scale)
-        if found is not None:
-            return replace(found, case="loss scale")
-    return replace(report, detail=failures[-1] if failures else "")
-
-
-def diagnose_unrepeated(
-    trainer: Any,
-    window: Sequence[StepInputs],
-    is_loss_bad: Sequence[bool],
-    report: OverflowReport,
-    gradients: Sequence[str],
-) -> OverflowReport:
-    """Return ``report`` completed with what is seen without a forward pass, for which FSDP2 needs all processes.
-
-    Args:
-        trainer: its weights are looked at, this process's shards of them.
-        window: the accumulation steps.
-        is_loss_bad: for each of them, whether its loss was not finite.
-        report: with step, precision and loss scale.
-        gradients: the names of the parameters whose gradients were not finite.
-    """
-    if weights := bad_weights(trainer.model):
-        return replace(report, case="weights", where=weights[0], parameters=weights[:MOST_NAMES])
-    suspects = [position for position, is_bad in enumerate(is_loss_bad) if is_bad]
-    for position in suspects or range(len(window)):
-        if (found := _bad_column(window[position], replace(report, accumulation_step=position))) is not None:
-            return found
-    if not suspects:
+    if trainer.is_fsdp_enabled and any(is_loss_bad):
+        detail = "sharded weights, which all processes gather together"
+        return replace(report, accumulation_step=suspects[0], detail=detail)
+    if trainer.is_fsdp_enabled:
         return replace(report, case="gradient", parameters=tuple(gradients[:MOST_NAMES]))
-    return replace(report, accumulation_step=suspects[0], detail="sharded weights, which all processes gather together")
-
-
-def _repeated(
-    trainer: Any,
-    step_inputs: StepInputs,
-    report: OverflowReport,
-    is_loss_bad: bool,
-    failures: list[str],
-    *,
-    scale: float | None = None,
-) -> OverflowReport | None:
-    """Repeat an accumulation step by rows, then as a whole; None if it does not show what was seen in training."""
-
-    def attempt(rows: Sequence[int] | None) -> Replay | None:
-        found = _attempted(lambda: replay(trainer, step_inputs, rows, scale=scale), failures)
-        return found if found is not None and found.shows(is_loss_bad) else None
-
-    shown: dict[int, OverflowReport] = {}
-    for row in _rows_alone(trainer.model, step_inputs.inputs):
-        if (found := attempt([row])) is not None:
-            shown[row] = _described(found, step_inputs, replace(report, rows=(row,)))
-    if not shown:
-        found = attempt(None)
-        return None if found is None else _described(found, step_inputs, report)
-    first = next(iter(shown.values()))
-    alike = tuple(row for row, one in shown.items() if (one.case, one.where) == (first.case, first.where))
-    return replace(first, rows=alike)
+    for scale in (None,) if report.loss_scale is None else (None, report.loss_scale):
+        for position in suspects:
+            here = replace(report, accumulation_step=position)
+            rows = _rows_of(trainer.model, window[position].inputs)
+            repeat = partial(_repeated, trainer, window[position], rows, is_loss_bad[position], here, scale)
+            if (found := _attempted(repeat, failures)) is not None:
+                return found if scale is None else replace(found, case="loss scale")
+    return replace(report, detail=failures[-1] if failures else "")
 
 
 def _attempted(attempt: Callable[[], Found], failures: list[str]) -> Found | None:
@@ -271,71 +107,260 @@ def _attempted(attempt: Callable[[], Found], failures: list[str]) -> Found | Non
     return None
 
 
-def _rows_alone(model: nn.Module, inputs: Mapping[str, Any]) -> Sequence[int]:
-    """Return the rows that can be repeated one by one.
-
-    Rows without a label that counts are left out unless there are no others: alone their mean loss would be 0 / 0.
-    """
-    if not any(torch.is_tensor(value) and value.dim() > 0 for value in inputs.values()):
-        return ()
-    if splittable_reason(model) is not None or splittable_batch_reason(inputs) is not None:
-        return ()
-    every_row = range(row_count(inputs))
-    ignored = _ignored_rows(inputs)
-    return [row for row in every_row if row not in ignored] or every_row
-
-
-def _ignored_rows(inputs: Mapping[str, Any]) -> set[int]:
-    """Return the rows without a label that counts."""
-    labels = inputs.get("labels")
-    if not torch.is_tensor(labels) or labels.is_floating_point() or labels.dim() == 0:
-        return set()
-    flags: list[bool] = (labels == IGNORED_LABEL).unsqueeze(-1).flatten(1).all(1).tolist()
-    return {row for row, is_ignored in enumerate(flags) if is_ignored}
-
-
-def _described(found: Replay, step_inputs: StepInputs, report: OverflowReport) -> OverflowReport:
-    if not found.is_loss_finite:
-        place = found.forward
-        if place is not None and not (place.outputs is not None and place.outputs.only_scalars):
-            return _placed(replace(report, case="forward"), place, place.inputs, place.outputs)
-        ignored = _ignored_rows(step_inputs.inputs)
-        is_cause = bool(ignored) and ignored.issuperset(report.rows or range(row_count(step_inputs.inputs)))
-        detail = f"every label there is {IGNORED_LABEL}, so none counts" if is_cause else ""
-        return replace(report, case="loss", detail=detail)
-    report = replace(report, case="gradient", parameters=found.bad_gradients[:MOST_NAMES])
-    if found.backward is None:
-        return report
-    given, made = found.backward.output_gradients, found.backward.input_gradients
-    bad = [extent for extent in made if not extent.is_finite]
-    return _placed(report, found.backward, given[0] if given else None, bad[0] if bad else None)
-
-
-def _placed(report: OverflowReport, place: Place, given: Extent | None, made: Extent | None) -> OverflowReport:
-    shown = made or given
-    return replace(
-        report,
-        where=place.name,
-        module_class=type(place.module).__name__,
-        dtype="" if shown is None else shown.dtype,
-        largest_value=None if made is None else made.largest,
-        largest_input=None if given is None else given.largest,
-    )
-
-
-def _bad_column(step_inputs: StepInputs, report: OverflowReport) -> OverflowReport | None:
+def _bad_column(inputs: Mapping[str, Any], report: OverflowReport) -> OverflowReport | None:
     """Report the first column of a batch that is not finite."""
-    for column, value in step_inputs.inputs.items():
-        extent = Extent.of(value, allow_masks=True)
-        if extent is None or extent.is_finite:
-            continue
-        rows: tuple[int, ...] = ()
-        if torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == row_count(step_inputs.inputs):
-            rows = tuple(row for row, one in enumerate(value) if not _holds_only_numbers(one))
-        return replace(report, case="inputs", where=column, rows=rows, dtype=extent.dtype, largest_value=extent.largest)
+    for column, value in inputs.items():
+        if bad := bad_tensors(value, allow_masks=True):
+            rows = _bad_rows(bad, row_count(inputs), allow_masks=True)
+            report = replace(report, case="inputs", where=column, rows=rows, dtype=_dtype(bad))
+            return replace(report, largest_value=_largest(bad))
     return None
 
 
-def _holds_only_numbers(value: torch.Tensor) -> bool:
-    extent = Extent.of(value, allow_masks=True)
-    return extent is None or extent.is_finite
+def _rows_of(model: nn.Module, inputs: Mapping[str, Any]) -> range | None:
+    """Return the rows of a batch; None if they cannot be repeated apart."""
+    has_rows = any(torch.is_tensor(value) and value.dim() > 0 for value in inputs.values())
+    is_split = has_rows and splittable_reason(model) is None and splittable_batch_reason(inputs) is None
+    return range(row_count(inputs)) if is_split else None
+
+
+def _repeated(
+    trainer: Any,
+    step_inputs: StepInputs,
+    rows: range | None,
+    is_loss_bad: bool,
+    report: OverflowReport,
+    scale: float | None,
+) -> OverflowReport | None:
+    """Repeat some rows of an accumulation step, halves of them where they do not fit, and complete the report.
+
+    Returns:
+        None if that does not show what was seen in training: a bad loss, or a bad gradient under a finite loss.
+    """
+    try:
+        watch = replay(trainer, step_inputs, rows, scale=scale)
+    except Exception as error:
+        if rows is None or len(rows) < 2 or not is_out_of_memory(error):
+            raise
+    else:
+        if is_loss_bad is watch.is_loss_finite or not (is_loss_bad or watch.bad_gradients):
+            return None
+        if watch.is_loss_finite:
+            report = replace(report, case="gradient", parameters=watch.bad_gradients[:MOST_NAMES], **watch.backward)
+        elif watch.forward:
+            report = replace(report, case="forward", **watch.forward)
+        else:
+            return _of_the_loss(trainer, step_inputs, rows, report)
+        return replace(report, rows=tuple(row if rows is None else rows[row] for row in report.rows))
+    free_failed_step()
+    parts = (rows[: len(rows) // 2], rows[len(rows) // 2 :])
+    found = (_repeated(trainer, step_inputs, part, is_loss_bad, report, scale) for part in parts)
+    return next((one for one in found if one is not None), None)
+
+
+def _of_the_loss(trainer: Any, step_inputs: StepInputs, rows: range | None, report: OverflowReport) -> OverflowReport:
+    """Complete the report of a loss that is not finite although the outputs are; which rows' is not seen in it."""
+    labels: Any = step_inputs.inputs.get("labels")
+    ignored: set[int] = set()
+    if torch.is_tensor(labels) and labels.dim() > 0:
+        is_ignored = (labels == IGNORED_LABEL).reshape(len(labels), -1).all(1)  # (rows,)
+        ignored = set(is_ignored.nonzero().flatten().tolist())
+    if ignored and ignored.issuperset(range(row_count(step_inputs.inputs)) if rows is None else rows):
+        detail = f"every label there is {IGNORED_LABEL}, so none counts"
+        return replace(report, case="loss", detail=detail, rows=tuple(sorted(ignored)))
+    # a row without labels is left out: alone its mean loss would be 0 / 0
+    alone = (range(row, row + 1) for row in rows or () if row not in ignored)
+    bad = (row.start for row in alone if not replay(trainer, step_inputs, row).is_loss_finite)
+    return replace(report, case="loss", rows=tuple(bad))
+
+
+# ---- Repetition -----------------------------------------------------------------------------------------------------
+
+
+def replay(trainer: Any, step_inputs: StepInputs, rows: range | None = None, *, scale: float | None = None) -> Watch:
+    """Repeat a forward and backward pass, of some rows or of all, and watch every module.
+
+    The model is the unwrapped one, so that no other process waits; autocast works as in training. Random numbers and
+    buffers are put back, also where it raises; the parameters have no gradients afterwards.
+    """
+    model, device = trainer.model, trainer.args.device
+    inputs = send_to_device(dict(step_inputs.inputs), device)
+    if rows is not None and len(rows) < row_count(inputs):
+        inputs = take_rows(inputs, rows)
+    watch = Watch(model, 0 if rows is None else len(rows))
+    with (
+        torch.compiler.set_stance("force_eager"),  # else each hook would be compiled
+        _unchanged(model, device),
+        watch.hooks(),
+        torch.enable_grad(),
+    ):
+        step_inputs.random_state.restore()
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=step_inputs.num_items_in_batch).mean()
+        watch.is_loss_finite = bool(torch.isfinite(loss))
+        if watch.is_loss_finite and loss.requires_grad:
+            (loss if scale is None else loss * scale).backward()
+        watch.bad_gradients = bad_gradients(model)
+    return watch
+
+
+class Watch:
+    """Hooks that note the call of a module in which values, and then gradients, first stop being finite.
+
+    Calls end from the inside outwards, so of nested calls the innermost is noted. Where a module's own code makes bad
+    values between two of its children, the second child has bad inputs, so the module itself is noted.
+
+    A gradient hook sees the whole gradient of a tensor, added up over all modules that use it. To see the gradient that
+    comes through one module alone, the module is given views of its inputs: a view has only this module's gradient. If
+    the first bad gradient is that of a module's output, it comes from the code of the module around.
+
+    Attributes:
+        is_loss_finite: whether the repeated loss is.
+        bad_gradients: the weights whose gradients are not finite.
+        forward: the fields of a report that say where values stop being finite; none if they do outside of the model.
+        backward: the same of gradients.
+    """
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        self.is_loss_finite = True
+        self.bad_gradients: tuple[str, ...] = ()
+        self.forward: dict[str, Any] = {}
+        self.backward: dict[str, Any] = {}
+        self._rows = rows
+        self._names = {module: name for name, module in model.named_modules()}
+        self._running: list[tuple[nn.Module, bool]] = []  # each with whether its inputs were finite
+        self._is_backward_bad = False
+        self._around: nn.Module | None = None  # the module that was noted for the gradient of an output within it
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Watch every module and every weight."""
+        holders = Counter(parameter for module in self._names for parameter in module.parameters(recurse=False))
+        hooks = []
+        try:
+            for module in self._names:
+                hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+                hooks.append(module.register_forward_hook(self._after, with_kwargs=True))
+                for weight in module.parameters(recurse=False):
+                    # a tied weight gets gradients from several modules, so it is no evidence against any of them
+                    if weight.requires_grad and holders[weight] == 1:
+                        hooks.append(_hook(weight, partial(self._on_gradient, module, rows=0)))
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._running.append((module, not bad_tensors((args, kwargs), allow_masks=True)))
+        views: dict[int, torch.Tensor] = {}  # by the tensor's id: a tensor that is passed twice stays one
+
+        def view(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            if id(tensor) not in views:
+                views[id(tensor)] = tensor.view_as(tensor)
+                _hook(views[id(tensor)], partial(self._on_gradient, module, rows=self._rows))
+            return views[id(tensor)]
+
+        return recursively_apply(view, args), recursively_apply(view, kwargs)
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        while self._running and self._running[-1][0] is not module:  # recomputation under checkpointing broke off
+            self._running.pop()
+        if not self._running:
+            return
+        _, was_fed_well = self._running.pop()
+        around = self._running[-1][0] if self._running else None
+        if bad := bad_tensors(outputs):
+            is_loss = all(tensor.dim() == 0 for tensor in bad)  # among the outputs of the model
+            if not self.forward and was_fed_well and not is_loss:
+                self.forward = self._noted(module, bad)
+                self.forward |= {"largest_value": _largest(bad), "largest_input": _largest((args, kwargs))}
+            if self.forward:  # some modules (experts) get the tokens of all rows in one dimension: later ones tell
+                self.forward["rows"] = self.forward["rows"] or _bad_rows(bad, self._rows)
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad:
+                _hook(tensor, partial(self._on_gradient, around, rows=self._rows, output_of=module))
+
+    def _on_gradient(
+        self, module: nn.Module | None, gradient: torch.Tensor, *, rows: int, output_of: nn.Module | None = None
+    ) -> None:
+        """Note the module to blame if this gradient is the first that is not finite; None: code outside the model."""
+        if not (bad := bad_tensors(gradient)):
+            return
+        # the output of a module may also be that of the module around it
+        if not self._is_backward_bad or (output_of is not None and output_of is self._around):
+            self._is_backward_bad = True
+            self._around = None if output_of is None else module
+            self.backward = {"rows": ()} if module is None else self._noted(module, bad)
+        self.backward["rows"] = self.backward["rows"] or _bad_rows(bad, rows)
+
+    def _noted(self, module: nn.Module, bad: list[torch.Tensor]) -> dict[str, Any]:
+        where, module_class = self._names[module], type(module).__name__
+        return {"where": where, "module_class": module_class, "dtype": _dtype(bad), "rows": ()}
+
+
+def _hook(tensor: Any, on_gradient: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = tensor.register_hook(on_gradient)
+    return handle
+
+
+@contextmanager
+def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put buffers and random numbers back afterwards; the parameters have no gradients before and after."""
+    random_state = RandomState.capture(device)
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    model.zero_grad()
+    try:
+        yield
+    finally:
+        model.zero_grad()
+        with torch.no_grad():
+            for name, value in buffers.items():
+                model.get_buffer(name).copy_(value)
+        random_state.restore()
+
+
+# ---- Values ---------------------------------------------------------------------------------------------------------
+
+
+def bad_gradients(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters whose gradient is not finite, in this process's shard of it."""
+    return tuple(name for name, parameter in model.named_parameters() if bad_tensors(parameter.grad))
+
+
+def bad_weights(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters and buffers that are not finite; a buffer may be a mask."""
+    parameters = [name for name, value in model.named_parameters() if bad_tensors(value)]
+    return (*parameters, *(name for name, value in model.named_buffers() if bad_tensors(value, allow_masks=True)))
+
+
+def bad_tensors(value: Any, *, allow_masks: bool = False) -> list[torch.Tensor]:
+    """Return the floating point tensors in nested mappings, lists and tuples that are not finite.
+
+    Minus infinity counts as finite where no gradient goes through, if ``allow_masks``: masks have it.
+    """
+    floating = [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
+    return [tensor for tensor in floating if not _finite(tensor, allow_masks).all()]
+
+
+def _finite(tensor: torch.Tensor, allow_masks: bool) -> torch.Tensor:
+    values = tensor.coalesce().values() if tensor.is_sparse else local_part(tensor)
+    finite = torch.isfinite(values)
+    return finite | torch.isneginf(values) if allow_masks and not tensor.requires_grad else finite
+
+
+def _bad_rows(bad: list[torch.Tensor], rows: int, *, allow_masks: bool = False) -> tuple[int, ...]:
+    """Return the rows, of so many, in which tensors of shape (rows, ...) are not finite."""
+    of_rows = [_finite(tensor, allow_masks).reshape(rows, -1).all(1) for tensor in bad if tensor.shape[:1] == (rows,)]
+    return tuple(torch.stack(of_rows).all(0).logical_not().nonzero().flatten().tolist()) if of_rows else ()
+
+
+def _dtype(tensors: list[torch.Tensor]) -> str:
+    return str(tensors[0].dtype).removeprefix("torch.")
+
+
+def _largest(value: Any) -> float | None:
+    """Return the largest finite magnitude of floating point tensors, 0.0 where nothing is finite; None without any."""
+    floating = [tensor.detach().abs() for tensor in tensors_in(value) if tensor.is_floating_point()]
+    return max((float(torch.where(one.isfinite(), one, 0).max()) for one in floating if one.numel()), default=None)

@@ -1,44 +1,107 @@
-"""The callback that drops non-finite steps, finds out where they began, and stops a run that does not recover.
+"""Drop steps whose loss or gradients are not finite before they destroy the weights, and report where they began.
 
-``detection`` does it and names the limitations.
+How a step is dropped: its gradients are removed after stock has clipped them and before ``optimizer.step()``, which
+then leaves weights and optimizer state as they were. The step counts like any other: the data, ``global_step`` and the
+learning-rate schedule go on. Under fp16 the gradient scaler drops steps by itself while it searches for its scale;
+these are only counted, unless that goes on. In such a step the schedule waits, as accelerate means it to; with a fused
+optimizer, stock's default, accelerate does not notice the skip.
+
+Detection waits for the device once per optimizer step. Stock's ``logging_nan_inf_filter`` waits twice per accumulation
+step, so during the run it is replaced by the same filter on the device: a loss that is not finite is logged as the last
+one that was. The gradient norm is the one that stock computes at every step anyway.
 
 Stock's ``TrainingArguments(debug="underflow_overflow")`` is enough to look at a forward pass that overflows, in a run
 that may stop there: it prints the largest values of every module up to the first one that is not finite, and raises. It
-waits for the device at every module, and does not see a loss or a gradient that is not finite. Use ``OverflowCallback``
-where the run has to go on, in every run (it costs one wait per optimizer step), for losses and gradients, and to find
-the examples.
+waits for the device at every module, and does not see a loss or a gradient that is not finite.
+
+Under FSDP2 a step is dropped in all processes, and the report says what is seen without repeating it: the accumulation
+step and its examples, bad weights and columns, the weights whose gradients were bad.
+
+Limitations: a step within the backward pass (gradient release, LOMO) and DeepSpeed, refused by ``attach``; running
+statistics that a bad forward pass has changed already (batch norm), which the next step reports as bad weights; a step
+count that an optimizer keeps for a whole group, as schedule-free ones do; an error that torch raises itself, as for a
+label out of range; the counts, which are not saved in checkpoints. With several processes, one that found nothing of
+its own drops the step too and reports nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import TrainerCallback
 
 from hf_memopt.binding.callback_binding import Binding
-from hf_memopt.binding.handles import UndoHandle
-from hf_memopt.techniques.nonfinite.detection import NonfiniteRecord, detect_nonfinite
+from hf_memopt.binding.conflicts import check_compatibility
+from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all, set_attribute
+from hf_memopt.changes import Change, add_change
+from hf_memopt.devices.random_state import RandomState
+from hf_memopt.notices import notify
+from hf_memopt.plain_data import Count, check_value, checked_path
+from hf_memopt.techniques.microbatching.splitting import row_count
+from hf_memopt.techniques.nonfinite.diagnosis import StepInputs, bad_gradients, diagnose
+from hf_memopt.techniques.nonfinite.example_indices import example_indices
+from hf_memopt.techniques.nonfinite.report import OverflowReport, save_batch, write_reports
+from hf_memopt.whole_files import warn_unwritten
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["OverflowCallback"]
+__all__ = ["OverflowCallback", "detect_nonfinite"]
+
+logger = logging.getLogger(__name__)
+
+DETECTS = "non-finite detection"  # the purpose of the override of training_step
+
+MOST_SKIPS = 10
+"""So many skipped steps in a row are not the usual search for a loss scale, which goes from 65,536 to 64 in them."""
+
+SMALLEST_SCALE = 1.0
+"""A smaller loss scale makes the loss smaller, not larger; ``GradScaler`` too says that something is likely wrong."""
 
 BFLOAT16_FAMILY = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 """Model types pretrained with bfloat16 activations (github.com/google-research/text-to-text-transfer-transformer,
 issue 539), whose feed-forward outputs exceed float16's 65,504 (github.com/huggingface/transformers, issue 5651)."""
 
 
-class OverflowCallback(NonfiniteRecord, TrainerCallback):
+def detect_nonfinite(trainer: Trainer, callback: OverflowCallback | None = None) -> UndoHandle:
+    """Add an ``OverflowCallback`` to a Trainer and bind it: ``attach(trainer, callback)`` without what else that does.
+
+    Call it after other techniques that override ``training_step``, so that it sees each batch as the Trainer does.
+
+    Returns:
+        A handle whose ``remove()`` takes everything off the Trainer again.
+
+    Raises:
+        ValueError: as ``OverflowCallback`` does.
+    """
+    callback = OverflowCallback() if callback is None else callback
+    handle, reference = callback.bind(trainer), weakref.ref(trainer)
+    trainer.add_callback(callback)
+
+    def undo() -> None:
+        handle.remove()
+        if (alive := reference()) is not None:
+            alive.remove_callback(callback)
+
+    return UndoHandle(undo)
+
+
+class OverflowCallback(TrainerCallback):
     """Drop steps that are not finite, report where they began and in which examples, and stop if it goes on.
 
-    Bind it with ``attach(trainer)``, which calls ``detect_nonfinite``. To look at a forward pass that overflows, in a
-    run that may stop there, stock's ``TrainingArguments(debug="underflow_overflow")`` is enough. A finding is logged
-    once per kind and place as a warning, and all are written to ``overflow_report.json`` and ``.txt``, whenever there
-    is a new one. A warning says where that fails, once per cause.
+    Bind it with ``attach(trainer)``: it overrides ``training_step`` of this one Trainer, and within a run
+    ``clip_grad_norm_`` of its accelerator. A finding is logged once per kind and place as a warning, and its batch is
+    saved as ``overflow_batch_step<n>.pt``, for ``model(**torch.load(path))``. All findings are written to
+    ``overflow_report.json`` and ``.txt`` beside it, whenever there is a new one. A warning says where that fails, once
+    per cause.
 
     It adds no keys to the Trainer's logs; two of stock's keep their meaning:
 
@@ -62,7 +125,8 @@ class OverflowCallback(NonfiniteRecord, TrainerCallback):
         handle: takes everything off the trainer again; None before ``attach``.
 
     Raises:
-        ValueError: a limit is not an integer of 1 or more.
+        ValueError: a limit is not an integer of 1 or more; when bound, the Trainer has such a callback already; when
+            training begins, a setting or another technique is incompatible.
         RuntimeError: training began without ``attach``; a limit is reached. The weights are then those of the last good
             step.
     """
@@ -72,30 +136,278 @@ class OverflowCallback(NonfiniteRecord, TrainerCallback):
     def __init__(
         self, max_nonfinite_steps: int = 10, *, max_in_a_row: int = 3, report_dir: str | Path | None = None
     ) -> None:
-        super().__init__(max_nonfinite_steps, max_in_a_row=max_in_a_row, report_dir=report_dir)
+        check_value("max_nonfinite_steps", max_nonfinite_steps, Count, 10)
+        check_value("max_in_a_row", max_in_a_row, Count, 3)
+        self.max_nonfinite_steps = max_nonfinite_steps
+        self.max_in_a_row = max_in_a_row
+        self.report_dir = None if report_dir is None else checked_path("report_dir", report_dir)
+        self.reports: list[OverflowReport] = []
+        self.changes: list[Change] = []
+        self.nonfinite_steps = 0
+        self.skipped_steps = 0
         self.handle: UndoHandle | None = None
         self.binding = Binding()
+        self._in_a_row = 0
+        self._skips_in_a_row = 0
+        self._window: list[StepInputs] = []  # since the last optimizer step
+        self._is_loss_bad: list[torch.Tensor] = []  # for each of them, 0-dimensional
+        self._norm: torch.Tensor | float | None = None
+        self._last_loss: torch.Tensor | None = None
+        self._filter: list[UndoHandle] = []  # what each of these events has to put back
+        self._of_step: list[UndoHandle] = []
+        self._of_run: list[UndoHandle] = []
+        self._unwritten: set[str] = set()  # the causes of failed writes that were already warned of
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a copy starts unbound
-        unbound = partial(
-            type(self), self.max_nonfinite_steps, max_in_a_row=self.max_in_a_row, report_dir=self.report_dir
-        )
-        return unbound, ()
+        kind = partial(type(self), max_in_a_row=self.max_in_a_row, report_dir=self.report_dir)
+        return kind, (self.max_nonfinite_steps,)
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Watch this trainer's steps; a second ``attach`` makes it the outermost override again."""
         if self.binding.trainer is not trainer:
             _warn_of_bfloat16_family(trainer)
         self.binding.end()
-        self.handle = self.binding.to(trainer, detect_nonfinite(trainer, self))
+        if is_overridden(trainer, "training_step", DETECTS):
+            raise ValueError(
+                f"trainer=<{type(trainer).__name__}> has non-finite detection already; expected a Trainer without. "
+                "Keep one OverflowCallback in callbacks=, or call handle.remove() first"
+            )
+        override = override_method(trainer, "training_step", self._wrap_training_step, purpose=DETECTS)
+        self.handle = self.binding.to(trainer, UndoHandle(self._end_run), override)
         return self.handle
+
+    def _wrap_training_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """Remember the inputs and the loss of each accumulation step."""
+
+        def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            args = self.binding.trainer.args
+            step_inputs = StepInputs(inputs, num_items_in_batch, RandomState.capture(args.device))
+            loss: torch.Tensor = before(model, inputs, num_items_in_batch)
+            is_bad = ~torch.isfinite(loss)
+            self._window.append(step_inputs)
+            self._is_loss_bad.append(is_bad)
+            return self._filtered(loss, is_bad) if self._switch_filter_off(args) else loss
+
+        return training_step
+
+    def _wrap_clip_grad_norm(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+            self._norm = before(*args, **kwargs)
+            return self._norm
+
+        return clip_grad_norm_
+
+    # ---- Stock's filter, on the device ------------------------------------------------------------------------------
+
+    def _switch_filter_off(self, args: TrainingArguments) -> bool:
+        """Keep stock from reading this accumulation step's loss, only until the next event: a checkpoint contains the
+        arguments, and evaluation reads them.
+        """
+        if args.logging_nan_inf_filter:
+            self._filter.append(set_attribute(args, "logging_nan_inf_filter", False))
+            reason = "it waits for the device twice per accumulation step; the same is done on the device"
+            add_change(self.changes, Change("logging_nan_inf_filter", True, False, reason))
+        return bool(self._filter)
+
+    def _filtered(self, loss: torch.Tensor, is_bad: torch.Tensor) -> torch.Tensor:
+        last = torch.zeros_like(loss) if self._last_loss is None else self._last_loss
+        self._last_loss = torch.where(is_bad, last, loss)
+        return self._last_loss
+
+    # ---- Events -----------------------------------------------------------------------------------------------------
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse to run unbound."""
-        self.binding.serving(self, state)
+        """Refuse to run unbound and with incompatible settings, and begin to count."""
+        trainer = self.binding.serving(self, state)
+        check_compatibility(trainer)
+        self._end_run()
+        # only now: a search for hyperparameters gives each run an accelerator of its own
+        self._of_run.append(override_method(trainer.accelerator, "clip_grad_norm_", self._wrap_clip_grad_norm))
+        self._last_loss = None
+        self._in_a_row = self._skips_in_a_row = 0
+        self.nonfinite_steps = self.skipped_steps = 0
+        self.reports.clear()
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Forget the step before, which may have raised."""
+        self._end_step()
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        """Give stock its filter back."""
+        remove_all(self._filter)
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Read the flags of the step, and drop it if it is not finite."""
+        remove_all(self._filter)
+        if not self._window:
+            return
+        trainer = self.binding.trainer
+        reading = read_step(self._is_loss_bad, self._norm, trainer.accelerator)
+        self._skips_in_a_row = self._skips_in_a_row + 1 if reading.is_skipped else 0
+        if reading.is_skipped:
+            self.skipped_steps += 1
+            # keep the learning rate as it is until the step ends
+            hold = override_method(trainer.lr_scheduler, "step", lambda before: lambda *args, **kwargs: None)
+            self._of_step.append(hold)
+        if not reading.is_nonfinite(self._skips_in_a_row):
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        self.nonfinite_steps += 1
+        gradients = bad_gradients(trainer.model) if trainer.is_fsdp_enabled else ()
+        optimizer.zero_grad()  # before the step is repeated, so that it needs no memory for a second set
+        report = self._report(trainer, reading, gradients)
+        path = None if report is None else self._publish(trainer, report)
+        if self._in_a_row >= self.max_in_a_row or self.nonfinite_steps >= self.max_nonfinite_steps:
+            self._end_run()
+            raise RuntimeError(self._why_stopped(state.global_step + 1, path))
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Release the batch and the schedule."""
+        self._end_step()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Log the counts."""
+        self._end_run()
+        steps = "1 step" if self.nonfinite_steps == 1 else f"{self.nonfinite_steps} steps"
+        counts = f"non-finite detection dropped {steps} of this run; the loss scale skipped {self.skipped_steps}"
+        if self.nonfinite_steps:
+            notify(logger, counts)
+        elif self.skipped_steps:  # as the scale settles in any run with fp16
+            logger.info(counts)
+
+    def _end_run(self) -> None:
+        """Take off what is needed only within a run."""
+        self._end_step()
+        remove_all(self._of_run)
+
+    def _end_step(self) -> None:
+        remove_all(self._filter)
+        self._window, self._is_loss_bad, self._norm = [], [], None
+        remove_all(self._of_step)
+
+    # ---- A non-finite step ------------------------------------------------------------------------------------------
+
+    def _report(self, trainer: Any, reading: StepReading, gradients: Sequence[str]) -> OverflowReport | None:
+        """Find out where the step stopped being finite; None if that was in another process."""
+        is_elsewhere = not any(reading.is_loss_bad)
+        if reading.is_any_loss_bad and is_elsewhere:
+            return None
+        step, precision = trainer.state.global_step + 1, _precision(trainer)
+        blank = OverflowReport(step, "unknown", loss_scale=reading.loss_scale, precision=precision)
+        report = diagnose(trainer, self._window, reading.is_loss_bad, blank, gradients)
+        if report.case == "unknown" and trainer.accelerator.num_processes > 1 and is_elsewhere:
+            return None
+        if report.accumulation_step is None:
+            return report
+        indices = example_indices(trainer, report.accumulation_step)
+        count = row_count(self._window[report.accumulation_step].inputs)
+        if indices is not None and report.rows and len(indices) == count:  # else the collator removed or joined rows
+            indices = tuple(indices[row] for row in report.rows)
+        return replace(report, examples=indices)
+
+    def _publish(self, trainer: Any, report: OverflowReport) -> Path | None:
+        """Log a finding, and write it with its batch; return the path of the report if it could be written."""
+        is_known = any((other.case, other.where) == (report.case, report.where) for other in self.reports)
+        self.reports.append(report)
+        folder = Path(trainer.args.output_dir or "") if self.report_dir is None else self.report_dir
+        path, process = None, trainer.args.process_index
+        try:
+            if not is_known and report.accumulation_step is not None:
+                name = save_batch(self._window[report.accumulation_step].inputs, report.step, folder, process)
+                self.reports[-1] = replace(report, batch=name)
+            path = write_reports(self.reports, folder, process)
+        except OSError as error:
+            lost = "the report lacks what was found since, and only the log and callback.reports have it"
+            warn_unwritten(folder / "overflow_report.json", error, lost, self._unwritten)
+        if is_known:
+            logger.info("non-finite detection dropped %s", report)
+        else:
+            notify(logger, f"non-finite detection dropped {self.reports[-1]}")
+        return path
+
+    def _why_stopped(self, step: int, path: Path | None) -> str:
+        is_row = self._in_a_row >= self.max_in_a_row
+        name, count = ("max_in_a_row", self._in_a_row) if is_row else ("max_nonfinite_steps", self.nonfinite_steps)
+        is_here = bool(self.reports) and self.reports[-1].step == step
+        found = f"Last, {self.reports[-1]}." if is_here else "Another process found it, see its report"
+        found += "" if path is None else f" Report: {path}"
+        return (
+            f"{name}={count!r} steps {'in a row ' if is_row else ''}up to step {step} had losses or gradients that are "
+            f"not finite, and were dropped; expected finite ones. {found}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepReading:
+    """The flags of an optimizer step; the same in all processes except for ``is_loss_bad``.
+
+    Args:
+        is_loss_bad: for each accumulation step of this process, whether its loss was not finite.
+        is_any_loss_bad: whether any loss of any process was not finite.
+        is_norm_bad: whether the gradient norm was not finite.
+        loss_scale: of fp16, with which the step was computed; None without a gradient scaler.
+    """
+
+    is_loss_bad: tuple[bool, ...]
+    is_any_loss_bad: bool
+    is_norm_bad: bool
+    loss_scale: float | None
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the gradient scaler skips this step by itself."""
+        return self.loss_scale is not None and self.is_norm_bad
+
+    def is_nonfinite(self, skips_in_a_row: int) -> bool:
+        """Return whether the step has to be dropped and examined.
+
+        That is every step whose losses or gradients are not finite, except for one that a gradient scaler skips while
+        it searches for its scale: up to ``MOST_SKIPS`` - 1 in a row, as long as it is not below ``SMALLEST_SCALE``.
+        """
+        if self.is_any_loss_bad or self.loss_scale is None:
+            return self.is_any_loss_bad or self.is_norm_bad
+        return self.is_norm_bad and (skips_in_a_row >= MOST_SKIPS or self.loss_scale < SMALLEST_SCALE)
+
+
+def read_step(is_loss_bad: Sequence[torch.Tensor], norm: torch.Tensor | float | None, accelerator: Any) -> StepReading:
+    """Read the flags of a step, the gradient norm and the loss scale in one transfer from the device.
+
+    Args:
+        is_loss_bad: one 0-dimensional bool tensor for each accumulation step, on the device.
+        norm: what ``accelerator.clip_grad_norm_`` returned; None if it was not called.
+        accelerator: shares the flags with the other processes, on the device, and has the gradient scaler.
+    """
+    here = torch.stack(list(is_loss_bad)).float()  # (accumulation steps,)
+    if norm is not None and hasattr(norm, "full_tensor"):  # under FSDP2 each process has a part of it
+        norm = norm.full_tensor()
+    is_norm_bad = ~torch.isfinite(torch.as_tensor(0.0 if norm is None else norm, device=here.device))
+    shared = torch.stack([here.sum(), is_norm_bad.float()])  # (2,)
+    if accelerator.num_processes > 1:
+        shared = accelerator.reduce(shared, reduction="sum")
+    # the scale itself is not public, and get_scale() would be a second wait for the device
+    scale = None if accelerator.scaler is None else accelerator.scaler.scale(torch.ones(1, device=here.device))
+    any_loss, any_norm, *flags = torch.cat([shared, here] if scale is None else [shared, here, scale]).tolist()
+    loss_scale = None if scale is None else flags.pop()
+    return StepReading(tuple(flag > 0 for flag in flags), any_loss > 0, any_norm > 0, loss_scale)
+
+
+def _precision(trainer: Any) -> str:
+    """Return the floating-point format of the forward pass."""
+    mixed = str(trainer.accelerator.mixed_precision)
+    if mixed in ("fp16", "bf16"):
+        return mixed
+    return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(next(trainer.model.parameters()).dtype, "fp32")
 
 
 def _warn_of_bfloat16_family(trainer: Any) -> None:

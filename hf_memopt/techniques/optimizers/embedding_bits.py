@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import bitsandbytes
@@ -61,8 +61,8 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
         bits: 32; no other number is supported.
 
     Returns:
-        A handle whose ``remove()`` gives the optimizer its former registry back, with its registrations. States that
-        were dequantised stay in 32 bits. The handle keeps neither model nor optimizer alive.
+        A handle whose ``remove()`` takes the bits of the embeddings back; the optimizer keeps a registry of its own.
+        States that were dequantised stay in 32 bits. The handle keeps neither model nor optimizer alive.
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer of bitsandbytes.
@@ -87,23 +87,23 @@ def override_embedding_bits(model: nn.Module, optimizer: torch.optim.Optimizer, 
             "EmbeddingBitsCallback() out of callbacks=."
         )
     singleton_class: Any = GlobalOptimManager
-    former, manager = eight_bit.mng, _own_manager()
-    put_back = _move_registrations(model, [former, singleton_class.get_instance()], manager)
-    for weight in embeddings.values():
-        manager.pid2config.setdefault(id(weight), {})["optim_bits"] = bits
-    manager.register_parameters(eight_bit.param_groups)
-    eight_bit.mng = manager
-    _dequantise_states(eight_bit, {id(weight) for weight in embeddings.values()})
+    eight_bit.mng = _moved_registrations(model, (eight_bit.mng, singleton_class.get_instance()))
+    former = dict(eight_bit.mng.pid2config)
+    bits_of = {id(weight): {**former.get(id(weight), {}), "optim_bits": bits} for weight in embeddings.values()}
+    _register(eight_bit, former | bits_of)
+    _dequantise_states(eight_bit, bits_of.keys())
     reference = weakref.ref(eight_bit)
 
     def undo() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.mng = former
-        for restore in put_back:
-            restore()
+        if (alive := reference()) is not None:
+            _register(alive, former)
 
     return UndoHandle(undo)
+
+
+def _register(optimizer: Any, configs: dict[int, dict[str, Any]]) -> None:
+    optimizer.mng.pid2config, optimizer.mng.index2config = dict(configs), {}
+    optimizer.mng.register_parameters(optimizer.param_groups)  # by position too
 
 
 class EmbeddingBitsCallback(TrainerCallback):
@@ -176,13 +176,6 @@ class EmbeddingBitsCallback(TrainerCallback):
             logger.info(f"EmbeddingBitsCallback keeps {states} in float32; the whole optimizer state is {sizes}")
 
 
-def _own_manager() -> Any:
-    """Return a registry of overrides for one optimizer; bitsandbytes' class itself only constructs its singleton."""
-    manager: Any = GlobalOptimManager.__new__(GlobalOptimManager)
-    manager.initialize()
-    return manager
-
-
 def _eight_bit_optimizer(optimizer: Any) -> Any:
     inner: Any = unwrap_optimizer(optimizer)
     name = f"{type(inner).__module__}.{type(inner).__qualname__}"
@@ -206,70 +199,37 @@ def _embedding_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight for weight, name in names.items()}
 
 
-def _move_registrations(model: nn.Module, sources: Iterable[Any], target: Any) -> list[Callable[[], None]]:
-    """Move the registrations of ``model`` from ``sources`` to ``target``, one merged configuration per parameter.
+def _moved_registrations(model: nn.Module, sources: Iterable[Any]) -> Any:
+    """Return a registry for one optimizer, with the registrations of ``model``, which the sources then lack.
 
     A registry of bitsandbytes has the same override up to three times: by module and attribute
     (``module_weight_config_triple``), by the parameter's id (``pid2config``), and, once an optimizer has read it, by
     group and position (``index2config``), which names no parameter. Entries by position share the configuration object
-    of the parameter for which they were made, and are found by it.
-
-    Returns:
-        The functions that put everything back; they refer to modules and parameters weakly.
+    of the parameter for which they were made, and are found by it. Ids are enough for an optimizer that exists.
     """
-    modules = {id(module) for module in model.modules()}
-    parameters = {id(parameter): parameter for parameter in model.parameters()}
-    put_back: list[Callable[[], None]] = []
-    for source in {id(source): source for source in sources}.values():
-        triples = [triple for triple in source.module_weight_config_triple if id(triple[0]) in modules]
-        by_id = {key: config for key, config in source.pid2config.items() if key in parameters}
-        configs = [*(config for _, _, config in triples), *by_id.values()]
-        by_index = {key: config for key, config in source.index2config.items() if any(config is own for own in configs)}
-        put_back.append(_restorer(source, triples, {key: (parameters[key], by_id[key]) for key in by_id}, by_index))
+    manager: Any = GlobalOptimManager.__new__(GlobalOptimManager)  # the class itself only constructs its singleton
+    manager.initialize()
+    modules, parameters = set(model.modules()), {id(parameter) for parameter in model.parameters()}
+    for source in sources:
+        own = [(key, config) for key, config in source.pid2config.items() if key in parameters]
+        for module, name, config in source.module_weight_config_triple:
+            if module in modules:
+                own.append((id(getattr(module, name, None)), config))
+        for key, config in own:
+            manager.pid2config[key] = {**manager.pid2config.get(key, {}), **config}
+            source.pid2config.pop(key, None)
         source.module_weight_config_triple = [
-            triple for triple in source.module_weight_config_triple if id(triple[0]) not in modules
+            triple for triple in source.module_weight_config_triple if triple[0] not in modules
         ]
-        for key in by_id:
-            del source.pid2config[key]
-        for position in by_index:
-            del source.index2config[position]
-        for key, config in by_id.items():
-            target.pid2config.setdefault(key, {}).update(config)
-        for module, name, config in triples:
-            if isinstance(parameter := getattr(module, name, None), torch.Tensor):
-                merged = target.pid2config.setdefault(id(parameter), {})
-                merged.update(config)
-                target.register_module_override(module, name, merged)
-    return put_back
+        source.index2config = {
+            position: config
+            for position, config in source.index2config.items()
+            if not any(config is moved for _, moved in own)
+        }
+    return manager
 
 
-def _restorer(
-    source: Any,
-    triples: list[tuple[nn.Module, str, dict[str, Any]]],
-    by_id: dict[int, tuple[nn.Parameter, dict[str, Any]]],
-    by_index: dict[tuple[int, int], dict[str, Any]],
-) -> Callable[[], None]:
-    weak_triples = [(weakref.ref(module), name, config) for module, name, config in triples]
-    weak_by_id = {key: (weakref.ref(parameter), config) for key, (parameter, config) in by_id.items()}
-
-    def restore() -> None:
-        restored = []
-        for module, name, config in weak_triples:
-            if (alive := module()) is not None:
-                source.register_module_override(alive, name, config)
-                restored.append(config)
-        for key, (parameter, config) in weak_by_id.items():
-            if parameter() is not None:
-                source.pid2config[key] = config
-                restored.append(config)
-        for position, config in by_index.items():
-            if any(config is alive for alive in restored):
-                source.index2config[position] = config
-
-    return restore
-
-
-def _dequantise_states(optimizer: Any, targets: set[int]) -> None:
+def _dequantise_states(optimizer: Any, targets: Collection[int]) -> None:
     """Replace the 8-bit states of the parameters with these ids by 32-bit ones of the same values."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):

@@ -25,7 +25,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.binding.handles import UndoHandle
+from hf_memopt.binding.handles import UndoHandle, set_attribute
 from hf_memopt.binding.refusals import refusal_of
 from hf_memopt.plain_data import check_value, shown
 
@@ -34,11 +34,12 @@ __all__ = ["BuiltClass", "check_is_class", "gradient_release", "plain_step"]
 TECHNIQUE = "gradient release"
 FIX = "Call gradient_release(torch.optim.AdamW)."
 
-_TRUSTED_OF_TORCH = (
-    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
+ELEMENTWISE = (
+    *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
-"""Classes of ``torch.optim`` that are bit for bit the plain ones when released, by ``test_gradient_release.py``."""
+"""Classes of ``torch.optim`` whose update of an element depends on that element and scalars only. With Adafactor they
+are bit for bit the plain ones when released, by ``test_gradient_release.py``."""
 
 
 def gradient_release(
@@ -227,18 +228,14 @@ class _Released(torch.optim.Optimizer, metaclass=BuiltClass):
 
     def _step_alone(self, parameter: torch.Tensor, group_index: int, index: int) -> None:
         """Run the plain step with one parameter only, and its group's current options."""
-        groups = self.param_groups
-        self.param_groups = [{**groups[group_index], "params": [parameter]}]
-        try:
+        group = {**self.param_groups[group_index], "params": [parameter]}
+        with set_attribute(self, "param_groups", [group]):
             self._plain_step()
-        finally:
-            self.param_groups = groups
 
 
 class _ReleasedBitsandbytes(_Released):
-    """bitsandbytes looks overrides up by group and position, so ``param_groups`` stay whole; it has a public method for
-    the
-    step of one parameter.
+    """bitsandbytes looks overrides up by group and position, so ``param_groups`` stay whole; it has a public method
+    for the step of one parameter.
     """
 
     def _step_alone(self, parameter: torch.Tensor, group_index: int, index: int) -> None:
@@ -326,7 +323,7 @@ def _steps_alone(optimizer_class: Any) -> bool:
     from transformers.optimization import Adafactor
 
     optimizer_class = getattr(optimizer_class, "_rounded_class", optimizer_class)  # inside sixteen_bit_optimizer's
-    of_torch = (getattr(torch.optim, name) for name in _TRUSTED_OF_TORCH)
+    of_torch = (getattr(torch.optim, name) for name in (*ELEMENTWISE, "Adafactor"))
     known = {plain_step(kind.step) for kind in (Optimizer8bit, Adafactor, *of_torch)}
     return plain_step(optimizer_class.step) in known
 

@@ -32,10 +32,17 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer1State, Optimizer2State, Optimizer8bit
 
 from hf_memopt.binding.conflicts import check_settings
+from hf_memopt.binding.handles import set_attribute
 from hf_memopt.devices.precision_support import choose_precision
 from hf_memopt.plain_data import check_word
+from hf_memopt.techniques.optimizers.gradient_release import (
+    ELEMENTWISE,
+    BuiltClass,
+    check_is_class,
+    gradient_release,
+    plain_step,
+)
 from hf_memopt.techniques.optimizers.gradient_release import TECHNIQUE as GRADIENT_RELEASE
-from hf_memopt.techniques.optimizers.gradient_release import BuiltClass, check_is_class, plain_step
 from hf_memopt.techniques.optimizers.weight_slices import (
     is_rounded,
     part_of,
@@ -48,7 +55,7 @@ from hf_memopt.techniques.optimizers.weight_slices import (
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-__all__ = ["rounded_optimizer", "sixteen_bit_optimizer"]
+__all__ = ["released_optimizer", "rounded_optimizer", "sixteen_bit_optimizer"]
 
 TECHNIQUE = "16-bit weights"
 FIX = "Call sixteen_bit_optimizer(torch.optim.AdamW)."
@@ -56,12 +63,6 @@ SLICE_ELEMENTS = 2**21
 """Elements of a slice, a multiple of bitsandbytes' blocks: at most 32 bytes of temporaries each, so 64 MiB."""
 COMPENSATION = "compensation"
 """The key in a parameter's state of what rounding to nearest cut off, int16 of the parameter's shape."""
-
-_ELEMENTWISE = (
-    *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
-    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-)
-"""Classes of ``torch.optim`` whose update of an element depends on that element and scalars only."""
 
 
 def sixteen_bit_optimizer(
@@ -213,12 +214,8 @@ class _SixteenBitTorch(_SixteenBit):
 
     def _step_with(self, groups: list[dict[str, Any]]) -> None:
         """Run the plain step with other groups."""
-        whole = self.param_groups
-        self.param_groups = groups
-        try:
+        with set_attribute(self, "param_groups", groups):
             self._rounded_step()
-        finally:
-            self.param_groups = whole
 
 
 class _SixteenBitBitsandbytes(_SixteenBit):
@@ -282,6 +279,51 @@ def rounded_optimizer(
     return sixteen_bit_optimizer(optimizer_class, rounding), kwargs
 
 
+def released_optimizer(
+    args: TrainingArguments,
+    model: Any,
+    *,
+    max_tensor_norm: float | None = None,
+    trust: bool = False,
+    rounding: Literal["nearest", "stochastic", "kahan"] = "nearest",
+) -> tuple[Any, dict[str, Any]]:
+    """Return the released class of the optimizer that ``TrainingArguments`` name, and its arguments.
+
+    Name, learning rate, betas, epsilon and ``optim_args`` are read as stock does; weight decay is stock's too. Stock's
+    defaults need one change: ``max_grad_norm=0``.
+
+    Args:
+        args: of the Trainer.
+        model: of the Trainer; GaLore's and APOLLO's names choose its modules.
+        max_tensor_norm: as in ``gradient_release``.
+        trust: as in ``gradient_release``; needed for optimizers of other packages (GaLore, APOLLO, torchao).
+        rounding: of 16-bit weights, as in ``sixteen_bit_optimizer``; ``"nearest"`` is what the plain class does.
+
+    Returns:
+        What ``Trainer(optimizer_cls_and_kwargs=...)`` takes.
+
+    Raises:
+        ValueError: a setting cannot work with it (``hf_memopt.binding.conflicts``), or as ``gradient_release`` and
+            ``sixteen_bit_optimizer`` do.
+
+    Examples:
+        >>> from transformers import TrainingArguments
+        >>> args = TrainingArguments(optim="adamw_torch", max_grad_norm=0, learning_rate=2e-5)
+        >>> released, kwargs = released_optimizer(args, torch.nn.Linear(2, 2))
+        >>> released.__name__, kwargs["lr"], kwargs["betas"]
+        ('ReleasedAdamW', 2e-05, (0.9, 0.999))
+    """
+    from transformers import Trainer
+
+    check_settings(GRADIENT_RELEASE, args)
+    check_word("rounding", rounding, ("nearest", "stochastic", "kahan"))
+    if rounding == "nearest":
+        optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    else:
+        optimizer_class, kwargs = rounded_optimizer(args, model, rounding)
+    return gradient_release(optimizer_class, max_tensor_norm=max_tensor_norm, trust=trust), kwargs
+
+
 # ---- The class
 
 
@@ -327,7 +369,7 @@ def _is_elementwise(optimizer_class: Any) -> bool:
     if issubclass(optimizer_class, Optimizer8bit):
         updates = (Optimizer1State.update_step, Optimizer2State.update_step)  # AdEMAMix and others have their own
         return step is plain_step(Optimizer8bit.step) and optimizer_class.update_step in updates
-    return step in {plain_step(getattr(torch.optim, name).step) for name in _ELEMENTWISE}
+    return step in {plain_step(getattr(torch.optim, name).step) for name in ELEMENTWISE}
 
 
 def _check_parameter(parameter: torch.Tensor) -> None:
