@@ -94,7 +94,7 @@ def read_columns(features: Sequence[Any]) -> dict[str, Column]:
                 f"features[{row}] and features[0] do not share the columns {different}; expected the same "
                 "columns in every row. Remove or fill them: dataset.map(...)."
             )
-    columns = {}
+    columns: dict[str, Column] = {}
     for name in features[0]:
         cells = [feature[name] for feature in features]
         missing = [row for row, cell in enumerate(cells) if cell is None]

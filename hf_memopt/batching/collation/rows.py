@@ -203,7 +203,9 @@ def _cells(chunk: pa.Array) -> Any:
     kind = chunk.type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     values = chunk.values if is_list else chunk.flatten() if pa.types.is_fixed_size_list(kind) else chunk
-    is_number = pa.types.is_boolean(values.type) or pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
+    is_number = (
+        pa.types.is_boolean(values.type) or pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
+    )
     if not is_number or chunk.null_count or values.null_count:
         raise ValueError(f"chunk of type {kind} with {values.null_count} nulls")
     if is_list:

@@ -40,11 +40,17 @@ from hf_memopt.batching.plan.checks import (
     checked_boundaries,
 )
 from hf_memopt.batching.plan.samplers import check_state
-from hf_memopt.batching.views.descriptions import DescribedByDataset
-from hf_memopt.batching.views.stream_pass import Entry, StreamPass, cut_groups, random_numbers
-from hf_memopt.batching.views.stream_places import Place, SharedPlaces, checked_place
-from hf_memopt.batching.views.stream_source import StreamSource, check_source
-from hf_memopt.batching.views.trainer_checks import (
+from hf_memopt.batching.views.stream_reading import (
+    Entry,
+    Place,
+    SharedPlaces,
+    StreamReader,
+    check_source,
+    checked_place,
+    random_numbers,
+)
+from hf_memopt.batching.views.view import (
+    DescribedByDataset,
     check_per_device,
     check_rank_of_run,
     check_world_size_of_run,
@@ -214,12 +220,13 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
 
         With the first group of what is held comes the place where the reading of that began.
         """
-        source = StreamSource(self.dataset, self.rank, self.world_size, is_resumed=place["dataset"] is not None)
+        on_dropped = self._count_dropped if notes else None
+        reading = StreamReader(self, on_dropped, is_resumed=place["dataset"] is not None)
         capacity = self.buffer_examples // self.group_examples * self.group_examples
         rest: list[Entry] = []  # of the pass before, fewer than a group
         drawn = place["group"]
         for epoch in itertools.count(place["epoch"]):
-            reading = StreamPass(self, source, place, on_dropped=self._count_dropped if notes else None)
+            reading.begin(place)
             if rest:
                 rest += reading.take(self.group_examples - len(rest))
                 if len(rest) == self.group_examples or reading.is_empty:
@@ -228,9 +235,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
             ahead_from = reading.place(drawn)
             ahead = [] if rest else reading.take(capacity)
             while ahead:
-                groups, rest = cut_groups(
-                    sorted(ahead), self._rows_at, self._readers, full_only=self.max_tokens is None
-                )
+                groups, rest = self._cut(sorted(ahead))
                 begins: Place | None = ahead_from
                 ahead, ahead_from = [], reading.place(drawn + len(groups))
                 while groups:
@@ -244,6 +249,21 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
                 return
             place = {**self._first_place(), "epoch": epoch + 1, "dropped": reading.dropped}
             drawn = 0 if self.rank is None else drawn  # one process may be in an earlier pass than another
+
+    def _cut(self, held: list[Entry]) -> tuple[list[list[Entry]], list[Entry]]:
+        """Return the groups, each with its longest example first, and the examples that fill none.
+
+        The examples ascend; groups are cut from the longest downwards, so that what is left over are the shortest.
+        """
+        groups, end, readers = [], len(held), self._readers
+        while end >= readers:
+            size = (self.batch_size or (self.max_tokens or 0) // held[end - 1][0]) * readers
+            if self.batch_size is not None and end < size:
+                break  # every batch is full
+            size = min(size, end - end % readers)
+            groups.append(held[end - size : end][::-1])
+            end -= size
+        return groups, held[:end]
 
     def _random(self, epoch: int, drawn: int) -> np.random.Generator:
         """Return the random numbers of a group; those of all ranks agree, so that they draw about the same length."""
@@ -278,10 +298,6 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
                 f"rank={self.rank} of world_size={self.world_size} has no example in its share of the stream, and the "
                 "other processes would wait for it; expected one example or more for each. Leave rank out"
             )
-
-    def _rows_at(self, width: int) -> int:
-        """Return how many rows of a padded length one batch holds."""
-        return self.batch_size if self.batch_size is not None else (self.max_tokens or 0) // width
 
     def _count_dropped(self, count: int) -> None:
         self._shared[DROPPED] = count

@@ -23,12 +23,13 @@ from hf_memopt.batching.plan.checks import check_batch_limits, check_counts, che
 from hf_memopt.batching.plan.lengths import lengths_of
 from hf_memopt.batching.plan.packing import PackedBatches
 from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
-from hf_memopt.batching.views.descriptions import DescribedByDataset, is_map_style
-from hf_memopt.batching.views.stream_source import check_source
-from hf_memopt.batching.views.trainer_checks import (
+from hf_memopt.batching.views.stream_reading import check_source
+from hf_memopt.batching.views.view import (
+    DescribedByDataset,
     check_per_device,
     check_world_size_of_run,
     flattens_batches,
+    is_map_style,
     is_padding_free,
     read_in_order,
     take_seed,
@@ -260,7 +261,7 @@ class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
 class BucketedExamples(_BucketedView):
     """An item is an example; ``batch_size`` neighbours are of similar length."""
 
-    _as_batches = False  # under an attached Trainer: hand the rows to our collator as one item
+    _as_batches = False  # hand the rows to our collator as one item, past stock's that removes their columns
 
     def __len__(self) -> int:
         return self.buckets.n_examples

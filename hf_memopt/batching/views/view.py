@@ -1,25 +1,69 @@
-"""What the views ask of a ``Trainer``: arguments that fit them, a sequential order, one seed for the order."""
+"""What all views share: the descriptions of their dataset, and what they ask of a ``Trainer``.
+
+That is arguments that fit them, DataLoaders that read from front to back, and one seed for the order.
+"""
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.handles import UndoHandle, share_attribute, undo_all
+import torch
+
+from hf_memopt.binding.handles import (
+    UndoHandle,
+    is_overridden,
+    nothing_to_undo,
+    override_method,
+    set_attribute,
+    share_attribute,
+    undo_all,
+)
 from hf_memopt.changes import Change, record_changes
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
 __all__ = [
+    "DescribedByDataset",
     "check_per_device",
     "check_rank_of_run",
     "check_world_size_of_run",
     "flattens_batches",
+    "is_map_style",
     "is_padding_free",
     "read_in_order",
+    "reads_in_order",
     "take_seed",
 ]
+
+DESCRIPTIONS = {"builder_name", "citation", "column_names", "config_name", "dataset_size"}
+DESCRIPTIONS |= {"description", "download_checksums", "download_size", "features", "homepage"}
+DESCRIPTIONS |= {"info", "license", "size_in_bytes", "split", "version"}
+"""The properties of a ``datasets.Dataset`` that hold for its rows in any order (datasets 3.0 to 5.2)."""
+READS_IN_ORDER = "reads in order"  # the purpose of the overrides
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Return whether a dataset can be indexed; a stream of torch inherits a ``__getitem__`` that only raises."""
+    is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
+    return not is_stream and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+
+
+class DescribedByDataset:
+    """Answer ``column_names``, ``features``, ``info`` and the like as ``self.dataset`` does, if it does."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in DESCRIPTIONS:
+            return getattr(vars(self)["dataset"], name)
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if not name.startswith("_") and callable(getattr(vars(self).get("dataset"), name, None)):
+            make = "sorted_by_length" if type(self).__name__ == "SortedExamples" else "bucketed"
+            message += (
+                ": a view is read as it is; expected its dataset to be changed before. "
+                f"Call: {make}(dataset.{name}(...), ...)"
+            )
+        raise AttributeError(message)
 
 
 def check_world_size_of_run(trainer: Trainer, world_size: int, of: str) -> None:
@@ -78,51 +122,32 @@ def is_padding_free(trainer: Trainer) -> bool:
 
 
 def read_in_order(trainer: Trainer) -> UndoHandle:
-    """Set ``train_sampling_strategy="sequential"``, as a view brings its own shuffled order; record the change."""
-    args = trainer.args
-    if args.train_sampling_strategy == "sequential":
+    """Let a trainer make its DataLoaders with ``train_sampling_strategy="sequential"``; record the change.
+
+    A view brings its own shuffled order. The arguments are as before once a DataLoader is made, since another Trainer
+    may have the same ones; where the trainer gets another training set, nothing is changed.
+    """
+    args, name = trainer.args, "train_sampling_strategy"
+    if args.train_sampling_strategy == "sequential" or reads_in_order(trainer):
         return undo_all()
     reason = "the bucketed view brings its own shuffled order, grouped by length"
-    record_changes(trainer, [Change("train_sampling_strategy", args.train_sampling_strategy, "sequential", reason)])
-    trainer.args = own = _in_order(trainer)
+    record_changes(trainer, [Change(name, args.train_sampling_strategy, "sequential", reason)])
 
-    def undo() -> None:
-        if trainer.args is own:
-            trainer.args = args
+    def in_order(before: Callable[..., Any]) -> Callable[..., Any]:
+        def get_dataloader(*given: Any, **named: Any) -> Any:
+            has_view = getattr(trainer.train_dataset, "technique", None) == "length buckets"
+            with set_attribute(trainer.args, name, "sequential") if has_view else nothing_to_undo():
+                return before(*given, **named)
 
-    return UndoHandle(undo)
+        return get_dataloader
 
-
-def _restored(kind: type[TrainingArguments], values: dict[str, Any]) -> TrainingArguments:
-    arguments: TrainingArguments = object.__new__(kind)
-    vars(arguments).update(values)
-    return arguments
+    methods = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
+    return undo_all(*(override_method(trainer, method, in_order, purpose=READS_IN_ORDER) for method in methods))
 
 
-def _in_order(trainer: Trainer) -> TrainingArguments:
-    """Return the trainer's arguments with ``train_sampling_strategy="sequential"`` while it reads a bucketed view.
-
-    Another Trainer may have the same arguments, and has to shuffle. So it is not the value that changes: the result is
-    a second object over the same values, whose class reads this one as "sequential". What is set in either is set in
-    both. A copy or a pickle (``training_args.bin``) is of the original class.
-    """
-    args, name, reference = trainer.args, "train_sampling_strategy", weakref.ref(trainer)
-
-    def read(self: TrainingArguments) -> Any:
-        owner = reference()
-        has_view = owner is not None and getattr(owner.train_dataset, "technique", None) == "length buckets"
-        return "sequential" if has_view else vars(self)[name]
-
-    def write(self: TrainingArguments, value: Any) -> None:
-        vars(self)[name] = value
-
-    def reduce(self: TrainingArguments, protocol: Any) -> Any:
-        return _restored, (type(args), {**vars(self), name: read(self)})
-
-    kind = type(type(args).__name__, (type(args),), {name: property(read, write), "__reduce_ex__": reduce})
-    own: TrainingArguments = object.__new__(kind)
-    own.__dict__ = vars(args)
-    return own
+def reads_in_order(trainer: Trainer) -> bool:
+    """Return whether a trainer reads in order although its arguments say otherwise."""
+    return is_overridden(trainer, "get_train_dataloader", READS_IN_ORDER)
 
 
 def take_seed(trainer: Trainer, owner: Any, *, may_change: bool, of: str) -> UndoHandle:
