@@ -12,7 +12,6 @@ multiple choice, whole-word masking or anything but text (``inner=`` wraps the c
 from __future__ import annotations
 
 import reprlib
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -122,12 +121,6 @@ class BucketedCollator:
         else:
             _check_tokenizer(tokenizer)
             _check_settings(tokenizer, mlm_probability, causal_lm, pad_to_multiple_of)
-            if not getattr(tokenizer, "is_fast", True):
-                warnings.warn(
-                    f"tokenizer={type(tokenizer).__name__} is a Python tokenizer; expected a fast one, in Rust. "
-                    "Load it with AutoTokenizer.from_pretrained(name, use_fast=True).",
-                    stacklevel=2,
-                )
         # The Trainer saves data_collator.tokenizer into its checkpoints.
         self.tokenizer: Any = getattr(inner, "tokenizer", None) if tokenizer is None else tokenizer
         self.mlm_probability = mlm_probability

@@ -51,6 +51,7 @@ from hf_memopt.batching.views.stream_reading import (
 )
 from hf_memopt.batching.views.view import (
     DescribedByDataset,
+    SharedArray,
     check_per_device,
     check_rank_of_run,
     check_world_size_of_run,
@@ -147,30 +148,25 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         self._leaves_room = False  # for the batches of the other processes, which accelerate cuts out
         self.kept_columns: frozenset[str] | None = None
         # The workers of a persistent DataLoader see a new epoch, and the process sees what they dropped and read.
-        self._shared: torch.Tensor = torch.zeros(3, dtype=torch.int64)
-        self._shared.untyped_storage().share_memory_()
+        self._shared = SharedArray(3)
         self._places = SharedPlaces()
         self._begin: dict[str, Any] | None = None  # a state that was loaded
         self._handed_out = (0, 0)  # the number of the latest iteration in this process, and its turns
         self._origin = 0  # the turn that worker 0 began with
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._shared.untyped_storage().share_memory_()  # a copy or a plain pickle is private memory
-
     @property
     def epoch(self) -> int:
         """The number of the pass that the next iteration begins with; 0 in a Trainer, which knows one epoch only."""
-        return int(self._shared[EPOCH])
+        return int(self._shared.values[EPOCH])
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration begin with this pass, counted from 0; the Trainer and accelerate call it."""
-        self._shared[EPOCH] = epoch
+        self._shared.values[EPOCH] = epoch
 
     @property
     def dropped(self) -> int:
         """How many examples the latest iteration dropped as too long so far, over all its passes."""
-        return int(self._shared[DROPPED])
+        return int(self._shared.values[DROPPED])
 
     @property
     def group_examples(self) -> int:
@@ -189,8 +185,8 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         state = self._begin
         first, origin = (0, 0) if state is None else (state["turn"], state["origin"])
         if number == 0:
-            self._shared[ITERATIONS] += 1
-        iteration = int(self._shared[ITERATIONS])
+            self._shared.values[ITERATIONS] += 1
+        iteration = int(self._shared.values[ITERATIONS])
         for turn, rows in self._turns(state, notes=number == 0):
             if turn >= first and (turn - origin) % workers == number:
                 self._origin, self._handed_out = origin, (iteration, turn + 1)
@@ -204,7 +200,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         turn = place["turn"]
         if notes:
             self._places.begin(place)
-            self._shared[DROPPED] = place["dropped"]
+            self._shared.values[DROPPED] = place["dropped"]
         for group, generator, begins in self._groups(place, notes):
             if begins is not None and notes:
                 self._places.add({**begins, "turn": turn})
@@ -300,7 +296,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
             )
 
     def _count_dropped(self, count: int) -> None:
-        self._shared[DROPPED] = count
+        self._shared.values[DROPPED] = count
 
     # ---- State ----
 
@@ -321,7 +317,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         if position is not None:
             check_value("position", position, CountOrZero, 0)
             turn = position
-        elif not in_worker and iteration != int(self._shared[ITERATIONS]):
+        elif not in_worker and iteration != int(self._shared.values[ITERATIONS]):
             raise ValueError(
                 "position=None is unknown where DataLoader workers read the stream; expected the batches that were "
                 "trained on. Call stream.state_dict(position=steps)"
@@ -344,7 +340,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
             for name in ("turn", "origin"):
                 check_value(f"state[{name!r}]", state[name], CountOrZero)
             self._places.begin(checked_place(state["place"]))
-            self._handed_out = int(self._shared[ITERATIONS]), state["turn"]
+            self._handed_out = int(self._shared.values[ITERATIONS]), state["turn"]
         self._begin = None if state is None else dict(state)
 
     def _order(self) -> dict[str, Any]:

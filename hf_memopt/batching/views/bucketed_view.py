@@ -26,6 +26,7 @@ from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedSt
 from hf_memopt.batching.views.stream_reading import check_source
 from hf_memopt.batching.views.view import (
     DescribedByDataset,
+    SharedArray,
     check_per_device,
     check_world_size_of_run,
     flattens_batches,
@@ -144,14 +145,12 @@ def bucketed(
 
 def _check_settings_of_stream(lengths: Any, n_buckets: Any, boundaries: Any) -> None:
     """Raise ValueError for settings that need all lengths before the first batch."""
-    needs_lengths = {
-        "lengths": lengths is not None,
-        "n_buckets": n_buckets != "auto",
-        "boundaries": isinstance(boundaries, str),
-    }
-    given = {"lengths": lengths, "n_buckets": n_buckets, "boundaries": boundaries}
-    for name, value in given.items():
-        if needs_lengths[name]:
+    for name, value, needs_lengths in (
+        ("lengths", lengths, lengths is not None),
+        ("n_buckets", n_buckets, n_buckets != "auto"),
+        ("boundaries", boundaries, isinstance(boundaries, str)),
+    ):
+        if needs_lengths:
             raise ValueError(
                 f"{name}={value!r} needs all lengths beforehand, which are unknown in a stream; expected it left out. "
                 "Leave it out, or pass boundaries=[64, 128, 256] to bound the shapes"
@@ -169,38 +168,25 @@ class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
         self.dataset = dataset
         self.buckets: LengthBuckets | PackedBatches = buckets
         self.reader = RowReader(dataset)
-        self._share_epoch(torch.zeros(1, dtype=torch.int64))
+        self._shared = SharedArray(1)  # the epoch, which the workers of a persistent DataLoader see
         self._planned: tuple[tuple[int, int, LengthBuckets | PackedBatches], EpochPlan] | None = None
 
-    def _share_epoch(self, epoch: torch.Tensor) -> None:
-        """Keep the epoch in shared memory, so that the workers of a persistent DataLoader see a new one."""
-        epoch.untyped_storage().share_memory_()
-        self._shared = epoch
-        self._epoch = epoch.numpy()  # the same memory, faster to read
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_planned": None, "_epoch": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._share_epoch(self._shared)  # a copy or a plain pickle is private memory
-
-    def __len__(self) -> int:
-        raise NotImplementedError
+        return {**self.__dict__, "_planned": None}
 
     @property
     def epoch(self) -> int:
         """The epoch whose order the view shows."""
-        return int(self._epoch[0])
+        return int(self._shared.values[0])
 
     def set_epoch(self, epoch: int) -> None:
         """Show the order of an epoch, counted from 0; the Trainer and accelerate call it, more than once an epoch."""
-        self._epoch[0] = epoch
+        self._shared.values[0] = epoch
 
     @property
     def plan(self) -> EpochPlan:
         """The order of the current epoch."""
-        epoch = int(self._epoch[0])
+        epoch = self.epoch
         key, planned = (epoch, self.buckets.seed, self.buckets), self._planned
         if planned is None or planned[0] != key:
             self._planned = None  # the old order is not needed while the new one is made
@@ -215,8 +201,8 @@ class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
             )
         return self.reader.read(examples, width)
 
-    def _check_in_order(self, positions: Sequence[int], most: int) -> None:
-        """Raise unless the positions follow each other; at the end they may start over, as padding the ranks does.
+    def _check_in_order(self, positions: Sequence[int], size: int, most: int) -> None:
+        """Raise unless positions in ``size`` follow each other; they may start over, as where ranks are padded.
 
         Positions that are fetched one by one show no order: there only ``attach`` refuses the wrong strategy.
         """
@@ -227,9 +213,7 @@ class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
                 "process per GPU: torchrun --nproc_per_node=<GPUs> your_script.py. A view is for training: to evaluate "
                 "pass sorted_by_length(view.dataset)"
             )
-        if not _follow_each_other(positions) and any(
-            (after - before - 1) % len(self) != 0 for before, after in pairwise(positions)
-        ):
+        if any((after - before - 1) % size != 0 for before, after in pairwise(positions)):
             raise RuntimeError(
                 f"positions={list(positions[:4])!r} ... read a bucketed view out of order; expected one after the "
                 f"other, or the buckets are lost. Pass {IN_ORDER}, or shuffle=False to a DataLoader"
@@ -252,10 +236,7 @@ class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
         """Check the processes, then take the order and the seed of the run."""
         check_world_size_of_run(trainer, self.buckets.world_size, of="bucketed view")
         seed = take_seed(trainer, self.buckets, may_change=self.takes_seed, of="bucketed view")
-        return undo_all(UndoHandle(self._forget_plan), seed, read_in_order(trainer))
-
-    def _forget_plan(self) -> None:
-        self._planned = None
+        return undo_all(seed, read_in_order(trainer))
 
 
 class BucketedExamples(_BucketedView):
@@ -275,26 +256,25 @@ class BucketedExamples(_BucketedView):
         Raises:
             RuntimeError: the positions are out of order or more than a batch.
         """
-        self._check_in_order(positions, most=self.buckets.batch_size or 1)
+        self._check_in_order(positions, len(self), most=self.buckets.batch_size or 1)
         rows = self._at(positions)
         return [rows] if self._as_batches else rows
 
     def indices_of(self, positions: Sequence[int]) -> list[int]:
         """Return the dataset's indices of the examples at ``positions`` of the current epoch."""
-        plan, size = self.plan, self.buckets.batch_size or 1
-        numbers, within = np.divmod(np.asarray(positions) % len(self), size)
+        numbers, within = self._places(positions)
+        plan = self.plan
         return [int(index) for index in plan.order[plan.starts[plan.sequence[numbers]] + within]]
 
     def _at(self, positions: Sequence[int]) -> RowBatch:
-        """Return the rows at positions that follow each other, or start over at the end."""
-        plan, size = self.plan, self.buckets.batch_size or 1
-        number, first = divmod(positions[0], size)
-        begin = int(plan.starts[plan.sequence[number]]) + first
-        if first + len(positions) <= size and _follow_each_other(positions):
-            return self._read(plan.order[begin : begin + len(positions)], plan.width(number))
-        numbers, within = np.divmod(np.asarray(positions), size)
+        plan, (numbers, _) = self.plan, self._places(positions)
         width = None if plan.widths is None else int(plan.widths[plan.sequence[numbers]].max())
-        return self._read(plan.order[plan.starts[plan.sequence[numbers]] + within], width)
+        return self._read(self.indices_of(positions), width)
+
+    def _places(self, positions: Sequence[int]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the batches that positions are in, and which of their rows they are."""
+        numbers, within = np.divmod(np.asarray(positions) % len(self), self.buckets.batch_size or 1)
+        return numbers, within
 
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
         """Fit the view to a Trainer, which reads it in order from now on; ``attach`` calls it.
@@ -322,7 +302,7 @@ class BucketedBatches(_BucketedView):
         Raises:
             RuntimeError: the positions are out of order or more than one.
         """
-        self._check_in_order(positions, most=1)
+        self._check_in_order(positions, len(self), most=1)
         return [self[position] for position in positions]
 
     def indices_of(self, positions: Sequence[int]) -> list[int]:
@@ -352,11 +332,6 @@ class BucketedBatches(_BucketedView):
         reason = "a batch without padding costs its tokens, so texts of all lengths share one"
         record_changes(trainer, [Change("what max_tokens limits", "rows x longest row", "sum of lengths", reason)])
         return share_attribute(self, "buckets", packed)
-
-
-def _follow_each_other(positions: Sequence[int]) -> bool:
-    """Return whether positions ascend by one, without a look at every pair."""
-    return list(positions) == list(range(positions[0], positions[0] + len(positions)))
 
 
 def count_examples(trainer: Trainer) -> UndoHandle:

@@ -25,6 +25,7 @@ from torch.utils.data import get_worker_info
 
 from hf_memopt.batching.collation.columns import round_up
 from hf_memopt.batching.plan.lengths import token_count
+from hf_memopt.batching.views.view import SharedArray
 from hf_memopt.plain_data import CountOrZero, check_value, shown
 
 if TYPE_CHECKING:
@@ -260,20 +261,12 @@ class SharedPlaces:
     """The latest places, in memory that forked and spawned workers share."""
 
     def __init__(self) -> None:
-        self._memory = torch.zeros((PLACES, LARGEST_BYTES), dtype=torch.uint8)
-        self._share()
+        self._memory = SharedArray(PLACES, LARGEST_BYTES, dtype=torch.uint8)
         self._added = 0
-
-    def _share(self) -> None:
-        self._memory.untyped_storage().share_memory_()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._share()  # a copy or a plain pickle is private memory
 
     def begin(self, place: Place) -> None:
         """Forget all places but this one, where an iteration begins."""
-        self._memory[:, :HEADER_BYTES] = 0
+        self._memory.values[:, :HEADER_BYTES] = 0
         self._added = 0
         self._write(0, place)
 
@@ -294,13 +287,13 @@ class SharedPlaces:
             text = b""
         if not text or len(text) > LARGEST_BYTES - HEADER_BYTES:
             text = json.dumps({**place, "dataset": None}).encode()
-        memory = self._memory[number].numpy()
+        memory = self._memory.values[number]
         memory[:HEADER_BYTES] = 0
         memory[HEADER_BYTES : HEADER_BYTES + len(text)] = np.frombuffer(text, np.uint8)
         memory[:HEADER_BYTES] = np.array([len(text), zlib.crc32(text)], HEADER).view(np.uint8)
 
     def _read(self, number: int) -> Place | None:
-        memory = self._memory[number].numpy().tobytes()
+        memory = self._memory.values[number].tobytes()
         length, checksum = np.frombuffer(memory[:HEADER_BYTES], HEADER).tolist()
         text = memory[HEADER_BYTES : HEADER_BYTES + length]
         if not length or zlib.crc32(text) != checksum:  # a worker is writing it

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.typing import NDArray
 
 from hf_memopt.binding.handles import (
     UndoHandle,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DescribedByDataset",
+    "SharedArray",
     "check_per_device",
     "check_rank_of_run",
     "check_world_size_of_run",
@@ -64,6 +66,21 @@ class DescribedByDataset:
                 f"Call: {make}(dataset.{name}(...), ...)"
             )
         raise AttributeError(message)
+
+
+class SharedArray:
+    """An array in memory that a view shares with its copies in forked and spawned DataLoader workers."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.int64) -> None:
+        self.__setstate__(torch.zeros(shape, dtype=dtype))
+
+    def __getstate__(self) -> torch.Tensor:
+        return self.tensor
+
+    def __setstate__(self, tensor: torch.Tensor) -> None:
+        tensor.untyped_storage().share_memory_()  # a copy or a plain pickle is private memory
+        self.tensor = tensor
+        self.values: NDArray[Any] = tensor.numpy()
 
 
 def check_world_size_of_run(trainer: Trainer, world_size: int, of: str) -> None:
