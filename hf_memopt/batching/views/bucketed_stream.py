@@ -50,8 +50,7 @@ from hf_memopt.batching.views.stream_reading import (
     random_numbers,
 )
 from hf_memopt.batching.views.view import (
-    DescribedByDataset,
-    SharedArray,
+    EpochView,
     check_per_device,
     check_rank_of_run,
     check_world_size_of_run,
@@ -66,7 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BUFFER_EXAMPLES", "BucketedStream"]
 
-EPOCH, DROPPED, ITERATIONS = 0, 1, 2  # places in the shared memory
+DROPPED, ITERATIONS = 1, 2  # places in the shared memory, of what workers tell their process; 0 is the epoch
 ORDER = (
     *("batch_size", "max_tokens", "boundaries", "buffer_examples", "seed", "world_size", "rank", "column"),
     *("pad_to_multiple_of", "too_long", "rows_per_turn"),
@@ -74,7 +73,7 @@ ORDER = (
 BUFFER_EXAMPLES = 8192
 
 
-class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
+class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
     """An endless stream of a stream's examples in length-bucketed order: pass after pass, each in another order.
 
     ``batch_size=``: an item is an example; ``batch_size * world_size`` neighbours are of similar length, and every
@@ -90,19 +89,14 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         dataset: a ``datasets.IterableDataset``, a torch ``IterableDataset`` or any iterable of dicts that starts over
             when iterated again. Its ``set_epoch``, if it has one, is called with the number of the pass. In a
             DataLoader worker it is read as if there was none, so it need not share itself out.
-        batch_size: examples per batch: a multiple of ``per_device_train_batch_size``; or
-        max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``.
         boundaries: ascending limits that batches are made for, instead of their own padded lengths; a batch of
             ``max_tokens=`` is padded to its limit. An example above the last one is too long.
         buffer_examples: examples held at most by each process and each worker, besides the group that is being handed
             out. More of them pad less: 100 batches for each process are a good measure.
-        seed: together with the number of the pass it fixes the order.
-        world_size: processes that read side by side.
         rank: the process that this is, to read its share alone; ``buffer_examples`` are then of that share. Its passes
             may be longer than another's, if its shards are.
-        column: the column whose length counts.
-        pad_to_multiple_of: as in the collator.
-        too_long: what to do with an example that fits into no batch: raise, or drop it and count it in ``dropped``.
+        batch_size, max_tokens, seed, world_size, column, pad_to_multiple_of, too_long: see ``bucketed``; ``dropped``
+            counts what is too long.
 
     Raises:
         ValueError: a size below 1, both or neither of ``batch_size`` and ``max_tokens``, a buffer smaller than one
@@ -115,10 +109,6 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         >>> [len(row["input_ids"]) // 10 for row in itertools.islice(stream, 12)]
         [5, 5, 5, 0, 0, 0, 5, 5, 5, 0, 0, 0]
     """
-
-    takes_seed = False  # attach may set the seed
-
-    technique = "length buckets"
 
     def __init__(
         self,
@@ -137,7 +127,8 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
     ) -> None:
         check_batch_limits(batch_size, max_tokens)
         check_source(dataset)
-        self.dataset, self.batch_size, self.max_tokens = dataset, batch_size, max_tokens
+        super().__init__(dataset)
+        self.batch_size, self.max_tokens = batch_size, max_tokens
         self.buffer_examples, self.seed, self.world_size, self.rank = buffer_examples, seed, world_size, rank
         self.column, self.pad_to_multiple_of, self.too_long = column, pad_to_multiple_of, too_long
         self._check_settings()
@@ -147,21 +138,10 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         self.rows_per_turn = batch_size  # what a process takes at a time; bind_trainer learns it from the Trainer
         self._leaves_room = False  # for the batches of the other processes, which accelerate cuts out
         self.kept_columns: frozenset[str] | None = None
-        # The workers of a persistent DataLoader see a new epoch, and the process sees what they dropped and read.
-        self._shared = SharedArray(3)
         self._places = SharedPlaces()
         self._begin: dict[str, Any] | None = None  # a state that was loaded
         self._handed_out = (0, 0)  # the number of the latest iteration in this process, and its turns
         self._origin = 0  # the turn that worker 0 began with
-
-    @property
-    def epoch(self) -> int:
-        """The number of the pass that the next iteration begins with; 0 in a Trainer, which knows one epoch only."""
-        return int(self._shared.values[EPOCH])
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration begin with this pass, counted from 0; the Trainer and accelerate call it."""
-        self._shared.values[EPOCH] = epoch
 
     @property
     def dropped(self) -> int:

@@ -25,8 +25,7 @@ from hf_memopt.batching.plan.packing import PackedBatches
 from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
 from hf_memopt.batching.views.stream_reading import check_source
 from hf_memopt.batching.views.view import (
-    DescribedByDataset,
-    SharedArray,
+    EpochView,
     check_per_device,
     check_world_size_of_run,
     flattens_batches,
@@ -65,7 +64,7 @@ def bucketed(
 ) -> BucketedExamples | BucketedBatches | BucketedStream:
     """Return a view of a dataset in length-bucketed order, reshuffled every epoch; of a stream, a ``BucketedStream``.
 
-    It is read in order: ``attach`` sets ``train_sampling_strategy="sequential"`` in the Trainer's arguments. Without
+    It is read in order: an attached Trainer makes its DataLoaders with ``train_sampling_strategy="sequential"``. Without
     ``attach`` set it yourself, or use a DataLoader without shuffle.
 
     Args:
@@ -157,31 +156,17 @@ def _check_settings_of_stream(lengths: Any, n_buckets: Any, boundaries: Any) -> 
             )
 
 
-class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
+class _BucketedView(EpochView, torch.utils.data.Dataset[Any]):
     """What both views share: the epoch, the plan made from it, and the guard against reading out of order."""
 
-    takes_seed = False  # attach may set the seed
-
-    technique = "length buckets"
-
     def __init__(self, dataset: Any, buckets: LengthBuckets) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self.buckets: LengthBuckets | PackedBatches = buckets
         self.reader = RowReader(dataset)
-        self._shared = SharedArray(1)  # the epoch, which the workers of a persistent DataLoader see
         self._planned: tuple[tuple[int, int, LengthBuckets | PackedBatches], EpochPlan] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_planned": None}
-
-    @property
-    def epoch(self) -> int:
-        """The epoch whose order the view shows."""
-        return int(self._shared.values[0])
-
-    def set_epoch(self, epoch: int) -> None:
-        """Show the order of an epoch, counted from 0; the Trainer and accelerate call it, more than once an epoch."""
-        self._shared.values[0] = epoch
 
     @property
     def plan(self) -> EpochPlan:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DescribedByDataset",
+    "EpochView",
     "SharedArray",
     "check_per_device",
     "check_rank_of_run",
@@ -81,6 +82,32 @@ class SharedArray:
         tensor.untyped_storage().share_memory_()  # a copy or a plain pickle is private memory
         self.tensor = tensor
         self.values: NDArray[Any] = tensor.numpy()
+
+
+class EpochView(DescribedByDataset):
+    """A view for training, in another order every epoch.
+
+    Attributes:
+        dataset: what is viewed.
+        takes_seed: whether ``attach`` may set the seed, since none was given.
+        technique: the name by which ``attach`` knows what it cannot be used with.
+    """
+
+    technique = "length buckets"
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.takes_seed = False
+        self._shared = SharedArray(3)  # the epoch is the first; the workers of a persistent DataLoader see a new one
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose order the view shows; of a stream, the pass that the next iteration begins with."""
+        return int(self._shared.values[0])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Show the order of an epoch, counted from 0; the Trainer and accelerate call it, more than once an epoch."""
+        self._shared.values[0] = epoch
 
 
 def check_world_size_of_run(trainer: Trainer, world_size: int, of: str) -> None:
