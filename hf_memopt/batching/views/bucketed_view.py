@@ -64,8 +64,8 @@ def bucketed(
 ) -> BucketedExamples | BucketedBatches | BucketedStream:
     """Return a view of a dataset in length-bucketed order, reshuffled every epoch; of a stream, a ``BucketedStream``.
 
-    It is read in order: an attached Trainer makes its DataLoaders with ``train_sampling_strategy="sequential"``. Without
-    ``attach`` set it yourself, or use a DataLoader without shuffle.
+    It is read in order: an attached Trainer makes its DataLoaders with ``train_sampling_strategy="sequential"``.
+    Without ``attach`` set it yourself, or use a DataLoader without shuffle.
 
     Args:
         dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied. Or a stream:
@@ -268,7 +268,9 @@ class BucketedExamples(_BucketedView):
             ValueError: the Trainer's arguments do not fit the view.
         """
         check_per_device(trainer, self.buckets.batch_size, of="bucketed view")
-        return undo_all(self._bind(trainer), share_attribute(self, "_as_batches", flattens_batches(trainer)))
+        return undo_all(
+            self._bind(trainer), share_attribute(self, "_as_batches", flattens_batches(trainer.data_collator))
+        )
 
 
 class BucketedBatches(_BucketedView):

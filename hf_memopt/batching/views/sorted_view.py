@@ -243,7 +243,10 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
                 stack.enter_context(override_method(trainer, name, wrap))
             stack.enter_context(set_attribute(trainer.args, "average_tokens_across_devices", False))
             stack.enter_context(set_attribute(self, "_restored_for", id(dataloader)))
-            stack.enter_context(set_attribute(self, "_as_batches", flattens_batches(trainer)))
+            loader = getattr(dataloader, "base_dataloader", dataloader)  # what accelerate's loader iterates
+            stack.enter_context(
+                set_attribute(self, "_as_batches", flattens_batches(getattr(loader, "collate_fn", None)))
+            )
             stack.callback(self._reader.keep, None)
             self._reader.keep(used_columns(trainer))
             output = evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)

@@ -144,7 +144,7 @@ def check_per_device(trainer: Trainer, batch_size: int | None, of: str) -> None:
             f"per_device_train_batch_size={per_device} would join whole batches of the max_tokens view; expected "
             "1. Pass TrainingArguments(..., per_device_train_batch_size=1)"
         )
-    if not flattens_batches(trainer):
+    if not flattens_batches(trainer.data_collator):
         name = type(trainer.data_collator).__name__
         given = f"inner={name}()" if name == "DataCollatorWithFlattening" else "tokenizer"
         raise ValueError(
@@ -153,16 +153,16 @@ def check_per_device(trainer: Trainer, batch_size: int | None, of: str) -> None:
         )
 
 
-def flattens_batches(trainer: Trainer) -> bool:
-    """Return whether the Trainer's collator takes an item that is a whole batch."""
+def flattens_batches(collator: Any) -> bool:
+    """Return whether a collator, or the one in stock's that removes columns, takes an item that is a whole batch."""
     from hf_memopt.batching.collation.collators import BucketedCollator  # imports transformers, which a view need not
 
-    return isinstance(trainer.data_collator, BucketedCollator)
+    return isinstance(getattr(collator, "data_collator", collator), BucketedCollator)
 
 
 def is_padding_free(trainer: Trainer) -> bool:
     """Return whether the Trainer's collator joins the texts of a batch into one row, without padding."""
-    return flattens_batches(trainer) and bool(getattr(trainer.data_collator, "is_padding_free", False))
+    return bool(getattr(trainer.data_collator, "is_padding_free", False))
 
 
 def read_in_order(trainer: Trainer) -> UndoHandle:
