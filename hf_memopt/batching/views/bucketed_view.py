@@ -101,45 +101,32 @@ def bucketed(
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_counts(world_size=world_size)
-    if not is_map_style(dataset):
+    settings: dict[str, Any] = {"batch_size": batch_size, "max_tokens": max_tokens, "boundaries": boundaries}
+    settings |= {"seed": 0 if seed is None else seed, "world_size": world_size}
+    settings |= {"pad_to_multiple_of": pad_to_multiple_of, "too_long": too_long}
+    view: BucketedExamples | BucketedBatches | BucketedStream
+    if is_map_style(dataset):
+        _check_settings_of_dataset(dataset, buffer_examples, rank)
+        buckets = LengthBuckets(lengths_of(dataset, lengths, column), n_buckets=n_buckets, **settings)
+        view = BucketedExamples(dataset, buckets) if max_tokens is None else BucketedBatches(dataset, buckets)
+    else:
         check_source(dataset)
         _check_settings_of_stream(lengths, n_buckets, boundaries)
-        held = BUFFER_EXAMPLES * (world_size if rank is None else 1)
-        stream = BucketedStream(
-            dataset,
-            batch_size=batch_size,
-            max_tokens=max_tokens,
-            boundaries=boundaries,
-            buffer_examples=held if buffer_examples is None else buffer_examples,
-            seed=0 if seed is None else seed,
-            world_size=world_size,
-            rank=rank,
-            column=column,
-            pad_to_multiple_of=pad_to_multiple_of,
-            too_long=too_long,
-        )
-        stream.takes_seed = seed is None
-        return stream
+        if buffer_examples is None:
+            buffer_examples = BUFFER_EXAMPLES * (world_size if rank is None else 1)
+        view = BucketedStream(dataset, buffer_examples=buffer_examples, rank=rank, column=column, **settings)
+    view.takes_seed = seed is None
+    return view
+
+
+def _check_settings_of_dataset(dataset: Any, buffer_examples: Any, rank: Any) -> None:
+    """Raise ValueError for settings of streams."""
     for name, value in {"buffer_examples": buffer_examples, "rank": rank}.items():
         if value is not None:
             raise ValueError(
                 f"{name}={value!r} is for streams, and <{type(dataset).__name__}> can be indexed; "
                 f"expected it left out, since all lengths are known. Leave {name} out"
             )
-    buckets = LengthBuckets(
-        lengths_of(dataset, lengths, column),
-        batch_size=batch_size,
-        max_tokens=max_tokens,
-        n_buckets=n_buckets,
-        boundaries=boundaries,
-        seed=0 if seed is None else seed,
-        world_size=world_size,
-        pad_to_multiple_of=pad_to_multiple_of,
-        too_long=too_long,
-    )
-    view = BucketedExamples(dataset, buckets) if max_tokens is None else BucketedBatches(dataset, buckets)
-    view.takes_seed = seed is None
-    return view
 
 
 def _check_settings_of_stream(lengths: Any, n_buckets: Any, boundaries: Any) -> None:

@@ -226,8 +226,7 @@ def check_source(dataset: Any) -> None:
 
 PLACES = 16  # the first is the beginning; 15 fillings of the buffer are more than workers prefetch
 LARGEST_BYTES = 2**16
-HEADER = np.dtype("<u4")  # two of them: length and checksum
-HEADER_BYTES = 2 * HEADER.itemsize
+CHECKSUM_BYTES = 4
 
 
 class Place(TypedDict):
@@ -266,7 +265,7 @@ class SharedPlaces:
 
     def begin(self, place: Place) -> None:
         """Forget all places but this one, where an iteration begins."""
-        self._memory.values[:, :HEADER_BYTES] = 0
+        self._memory.values[:] = 0
         self._added = 0
         self._write(0, place)
 
@@ -285,18 +284,15 @@ class SharedPlaces:
             text = json.dumps(place).encode()
         except TypeError:  # a dataset whose state is not JSON
             text = b""
-        if not text or len(text) > LARGEST_BYTES - HEADER_BYTES:
+        if not text or len(text) >= LARGEST_BYTES - CHECKSUM_BYTES:
             text = json.dumps({**place, "dataset": None}).encode()
-        memory = self._memory.values[number]
-        memory[:HEADER_BYTES] = 0
-        memory[HEADER_BYTES : HEADER_BYTES + len(text)] = np.frombuffer(text, np.uint8)
-        memory[:HEADER_BYTES] = np.array([len(text), zlib.crc32(text)], HEADER).view(np.uint8)
+        written = zlib.crc32(text).to_bytes(CHECKSUM_BYTES, "little") + text + b"\0"
+        self._memory.values[number, : len(written)] = np.frombuffer(written, np.uint8)
 
     def _read(self, number: int) -> Place | None:
-        memory = self._memory.values[number].tobytes()
-        length, checksum = np.frombuffer(memory[:HEADER_BYTES], HEADER).tolist()
-        text = memory[HEADER_BYTES : HEADER_BYTES + length]
-        if not length or zlib.crc32(text) != checksum:  # a worker is writing it
+        found = self._memory.values[number].tobytes()
+        text = found[CHECKSUM_BYTES:].partition(b"\0")[0]
+        if not text or zlib.crc32(text) != int.from_bytes(found[:CHECKSUM_BYTES], "little"):  # a worker is writing it
             return None
         place: Place = json.loads(text)
         return place
