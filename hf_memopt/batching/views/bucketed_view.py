@@ -234,19 +234,20 @@ class BucketedExamples(_BucketedView):
 
     def indices_of(self, positions: Sequence[int]) -> list[int]:
         """Return the dataset's indices of the examples at ``positions`` of the current epoch."""
-        numbers, within = self._places(positions)
-        plan = self.plan
-        return [int(index) for index in plan.order[plan.starts[plan.sequence[numbers]] + within]]
+        found: list[int] = self._places(positions)[0].tolist()
+        return found
 
     def _at(self, positions: Sequence[int]) -> RowBatch:
-        plan, (numbers, _) = self.plan, self._places(positions)
-        width = None if plan.widths is None else int(plan.widths[plan.sequence[numbers]].max())
-        return self._read(self.indices_of(positions), width)
+        indices, batches = self._places(positions)
+        widths = self.plan.widths
+        return self._read(indices, None if widths is None else int(widths[batches].max()))
 
-    def _places(self, positions: Sequence[int]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the batches that positions are in, and which of their rows they are."""
+    def _places(self, positions: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return the dataset's indices of the examples at positions, and the batches that they are in."""
+        plan = self.plan
         numbers, within = np.divmod(np.asarray(positions) % len(self), self.buckets.batch_size or 1)
-        return numbers, within
+        batches = plan.sequence[numbers]
+        return plan.order[plan.starts[batches] + within], batches
 
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
         """Fit the view to a Trainer, which reads it in order from now on; ``attach`` calls it.
