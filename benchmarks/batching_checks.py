@@ -89,7 +89,7 @@ def check_collation(report: Report) -> list[Check]:
             f"{report[case]['ratio']:.0f}x",
             report[case]["ratio"] >= least,
         )
-        for case, least in (("128x512", 50), ("32x64", 20))
+        for case, least in (("128x512", 30), ("32x64", 8))
     ]
     differ = [case for case, figures in report.items() if not figures["same_tensors"]]
     return [*checks, Check("the same tensors as stock", ", ".join(differ) or "all cases", not differ)]

@@ -81,9 +81,9 @@ def measure_collation(batches: int, repeats: int) -> dict[str, dict[str, float]]
     """Return the time to fetch and collate a batch of each case, stock's and ours, and whether the tensors agree.
 
     Both read the same examples in the same order through a DataLoader without workers, taking turns ``batches`` at a
-    time; the times are medians of ``repeats * batches`` batches, spent in the dataset and the collator. The
-    columns are those of a BERT tokenizer and a label. ``loader_ratio`` is that of the whole step, with the DataLoader's
-    own book-keeping, which costs both the same.
+    time; the times are medians of ``repeats * batches`` batches, seconds of the CPU in the dataset and the collator.
+    The columns are those of a BERT tokenizer and a label. ``loader_ratio`` is that of the whole step, with the
+    DataLoader's own book-keeping, which costs both the same.
     """
     return {f"{rows}x{tokens}": _collation_case(rows, tokens, batches, repeats) for rows, tokens in COLLATION_CASES}
 
@@ -118,9 +118,9 @@ def _collation_case(rows: int, tokens: int, batches: int, repeats: int) -> dict[
             iterator = iter(source)
             for _ in range(batches):
                 clock.seconds = 0.0
-                started = time.perf_counter()
+                started = time.process_time()
                 next(iterator)
-                steps[name].append(time.perf_counter() - started)
+                steps[name].append(time.process_time() - started)
                 times[name].append(clock.seconds)
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     whole = {name: statistics.median(seconds) for name, seconds in steps.items()}
@@ -134,15 +134,15 @@ def _collation_case(rows: int, tokens: int, batches: int, repeats: int) -> dict[
 
 
 class _Clock:
-    """The seconds that a DataLoader spends in its dataset and its collator, without its own book-keeping."""
+    """The CPU seconds that a DataLoader spends in its dataset and its collator, without its own book-keeping."""
 
     seconds = 0.0
 
     def timed(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def call(argument: Any) -> Any:
-            started = time.perf_counter()
+            started = time.process_time()
             result = function(argument)
-            self.seconds += time.perf_counter() - started
+            self.seconds += time.process_time() - started
             return result
 
         return call

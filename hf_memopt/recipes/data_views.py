@@ -9,6 +9,7 @@ from typing import Any
 from hf_memopt.batching.views.bucketed_stream import BucketedStream
 from hf_memopt.batching.views.bucketed_view import BucketedBatches, BucketedExamples, bucketed
 from hf_memopt.batching.views.sorted_view import SortedExamples, sorted_by_length
+from hf_memopt.batching.views.view import is_map_style
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.effective_batch import process_count
@@ -43,7 +44,7 @@ def evaluation_view(name: str, dataset: Any, args: Any) -> Any:
         or args.train_sampling_strategy == "group_by_length"
     ):
         reason: str | None = "the training arguments cannot restore dataset order"
-    elif not _is_map_style(dataset):
+    elif not is_map_style(dataset):
         reason = "a stream cannot be sorted"
     else:
         reason = _why_not(dataset)
@@ -73,16 +74,9 @@ def view_arguments(name: str, dataset: Any, given: Mapping[str, Any]) -> dict[st
     return fitting
 
 
-def _is_map_style(dataset: Any) -> bool:
-    from torch.utils.data import IterableDataset
-
-    is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    return is_indexed and getattr(dataset, "shape", 1) != () and not isinstance(dataset, IterableDataset)
-
-
 def _why_not(dataset: Any) -> str | None:
     """Return why a dataset stays in its own order, or None."""
-    if getattr(dataset, "column_names", None) is None and not _is_map_style(dataset):
+    if getattr(dataset, "column_names", None) is None and not is_map_style(dataset):
         return "a stream that does not name its columns is bucketed on request only: bucketed(stream, batch_size=...)"
     return None if "input_ids" in column_names(dataset) else "the examples have no input_ids whose length could count"
 
@@ -90,7 +84,7 @@ def _why_not(dataset: Any) -> str | None:
 def column_names(dataset: Any) -> list[str]:
     """Return the columns of a dataset by its own word, or by the first example; none where neither says."""
     names: Iterable[str] | None = getattr(dataset, "column_names", None)
-    if names is None and dataset is not None and _is_map_style(dataset):
+    if names is None and dataset is not None and is_map_style(dataset):
         first = {} if isinstance(dataset, Mapping) or not len(dataset) else dataset[0]
         names = first if isinstance(first, Mapping) else []
     return list(names or ())

@@ -323,7 +323,7 @@ def test_a_copy_has_the_same_order_and_shared_memory_of_its_own(copied):
     other = copied(stream)
     other.set_epoch(1)
     assert (stream.epoch, other.epoch) == (0, 1)
-    assert other._shared.is_shared()
+    assert other._shared.tensor.is_shared()
     other.set_epoch(0)
     assert list(itertools.islice(other, 90)) == list(itertools.islice(stream, 90))
 
@@ -343,25 +343,28 @@ BAD_ROWS = {
         {"input_id": [1], "labels": 0},
         ValueError,
         "column='input_ids' is not in row 1 of the stream (pass 0); expected one of ['input_id', 'labels']. "
-        "Did you mean 'input_id'? Tokenise first: dataset.map(lambda row: tokenizer(row[\"text\"]))",
+        "Did you mean 'input_id'? Tokenise text first: dataset.map(lambda row: tokenizer(row[\"text\"])).",
     ),
     "text": (
         {"input_ids": "w1 w2"},
         ValueError,
-        "column='input_ids' holds 'w1 w2' in row 1 of the stream (pass 0); expected one flat list of integers per row. "
-        'Tokenise without return_tensors: dataset.map(lambda row: tokenizer(row["text"]))',
+        "column='input_ids' does not hold token ids but values like 'w1 w2' in row 1 of the stream (pass 0); "
+        "expected one flat list of integers per row. Tokenise text without return_tensors: "
+        'dataset.map(lambda row: tokenizer(row["text"])).',
     ),
     "nested": (
         {"input_ids": [[1, 2]]},
         ValueError,
-        "column='input_ids' holds [[1, 2]] in row 1 of the stream (pass 0); expected one flat list of integers per "
-        'row. Tokenise without return_tensors: dataset.map(lambda row: tokenizer(row["text"]))',
+        "column='input_ids' does not hold token ids but values like [[1, 2]] in row 1 of the stream (pass 0); "
+        "expected one flat list of integers per row. Tokenise text without return_tensors: "
+        'dataset.map(lambda row: tokenizer(row["text"])).',
     ),
     "floats": (
         {"input_ids": np.ones(2)},
         ValueError,
-        "column='input_ids' holds array([1., 1.]) in row 1 of the stream (pass 0); expected one flat list of integers "
-        'per row. Tokenise without return_tensors: dataset.map(lambda row: tokenizer(row["text"]))',
+        "column='input_ids' does not hold token ids but values like array([1., 1.]) in row 1 of the stream (pass 0); "
+        "expected one flat list of integers per row. Tokenise text without return_tensors: "
+        'dataset.map(lambda row: tokenizer(row["text"])).',
     ),
     "null": (
         {"input_ids": None},
@@ -378,8 +381,8 @@ BAD_ROWS = {
     "no dict": (
         ["w1"],
         TypeError,
-        "dataset=<list> gave a list as row 1 of the stream (pass 0); expected a dict with 'input_ids'. "
-        "Yield dicts: {'input_ids': [...], 'labels': ...}",
+        "row 1 of the stream (pass 0)=<list> has no columns; expected a dict with 'input_ids'. "
+        "Give dicts: {'input_ids': [...], 'labels': ...}.",
     ),
     "too long": (
         {"input_ids": [1] * 33},

@@ -174,7 +174,7 @@ def test_set_epoch_is_idempotent_and_pickles_and_copies_follow_it(kind):
     for twin in (pickle.loads(pickle.dumps(view)), copy.deepcopy(view)):
         assert twin.epoch == 1
         assert twin[2] == view[2]
-        assert twin._shared.is_shared()
+        assert twin._shared.tensor.is_shared()
         twin.set_epoch(0)
         assert (twin[0], twin[1], twin[2]) == first
         assert view.epoch == 1

@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 from collated_rows import (
-    PAD,
     bert,
     error_of,
     t5,
@@ -263,40 +261,3 @@ def test_a_tokenizer_that_cannot_pad_or_mask_is_refused_with_the_fixing_line():
         f"mlm_probability=0.15 needs a mask token, which {name} does not have; expected one in its vocabulary. "
         'Set: tokenizer.mask_token = "[MASK]".'
     )
-
-
-class WordTokenizer(transformers.PreTrainedTokenizer):
-    """A tokenizer in Python over ``tiny.VOCABULARY``."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.ids = {token: i for i, token in enumerate(tiny.VOCABULARY)}
-        super().__init__(pad_token="[PAD]", unk_token="[UNK]", **settings)
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.ids)
-
-    def get_vocab(self) -> dict[str, int]:
-        return dict(self.ids)
-
-    def _tokenize(self, text: str, **settings: Any) -> list[str]:
-        return text.split()
-
-    def _convert_token_to_id(self, token: str) -> int:
-        return self.ids.get(token, 1)
-
-    def _convert_id_to_token(self, index: int) -> str:
-        return tiny.VOCABULARY[index]
-
-
-def test_a_python_tokenizer_is_warned_about_once_and_works():
-    tokenizer = WordTokenizer()
-    with pytest.warns(UserWarning, match="is a Python tokenizer") as caught:
-        collator = BucketedCollator(tokenizer)
-    assert [str(warning.message) for warning in caught] == [
-        "tokenizer=WordTokenizer is a Python tokenizer; expected a fast one, in Rust. "
-        "Load it with AutoTokenizer.from_pretrained(name, use_fast=True)."
-    ]
-    assert caught[0].filename == __file__
-    batch = collator([tokenizer("w0 w1"), tokenizer("w2")])  # a second warning would be an error
-    assert batch["input_ids"].tolist() == [[5, 6] + [PAD] * 6, [7] + [PAD] * 7]

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
@@ -636,24 +635,17 @@ def test_a_tokenizer_that_cannot_be_loaded_or_has_no_text(tmp_path):
 
 
 def test_a_tokenizer_without_a_network_fails_at_once(tmp_path, monkeypatch):
-    """The real client would try ten times, for a minute; here transformers is not even asked."""
     WRITERS["a.parquet"](tmp_path / "a.parquet")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(data_files, "hub_answers", lambda: False)
-    monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: False)
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
-    assert error_of(tmp_path / "a.parquet", tokenizer="someone/zzzz") == (
-        "tokenizer='someone/zzzz' cannot be loaded (OSError: there is no such folder, the Hub is unreachable, and its "
-        "local cache has no such tokenizer); expected a folder or a name on the Hub. Leave it out to count words"
-    )
+    message = error_of(tmp_path / "a.parquet", tokenizer="someone/zzzz")  # its reason is that of transformers
+    assert message.startswith("tokenizer='someone/zzzz' cannot be loaded (")
+    assert message.endswith("); expected a folder or a name on the Hub. Leave it out to count words")
 
 
-@pytest.mark.parametrize(("answers", "cached"), [(True, False), (False, True)])
-def test_a_tokenizer_of_the_hub_is_downloaded_or_taken_from_the_cache(tmp_path, monkeypatch, answers, cached):
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_tokenizer_of_the_hub_is_downloaded_or_taken_from_the_cache(tmp_path, monkeypatch, answers):
     WRITERS["a.parquet"](tmp_path / "a.parquet")
-    found = str(tmp_path / "tokenizer_config.json") if cached else None
     monkeypatch.setattr(data_files, "hub_answers", lambda: answers)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: found)
     asked = []
 
     def load(name, **options):

@@ -135,6 +135,7 @@ def test_rows_of_any_other_dataset(convert):
 def test_another_column_and_empty_rows():
     rows = [{"words": [1, 2], "input_ids": [1]}, {"words": [], "input_ids": [1]}]
     assert token_lengths(rows, column="words").tolist() == [2, 0]
+    assert token_lengths([*rows, {"words": None}], column="words").tolist() == [2, 0, 0]
     assert token_lengths(Dataset.from_list(rows), column="words").tolist() == [2, 0]
 
 
@@ -170,7 +171,6 @@ ARROW_TYPES = [
 ROWS = [
     ("w1 w2", "like 'w1 w2' in row 1"),
     (5, "like 5 in row 1"),
-    (None, "like None in row 1"),
     ([5.5], "like [5.5] in row 1"),
     ([5, 5.5], "like [5, 5.5] in row 1"),
     ([True], "like [True] in row 1"),
@@ -213,12 +213,14 @@ def test_an_empty_dataset_is_refused(dataset):
     )
 
 
-@pytest.mark.parametrize("make_dataset", [list, Dataset.from_list], ids=["list", "arrow"])
-def test_a_missing_column_names_those_there_are(make_dataset):
+@pytest.mark.parametrize(
+    ("make_dataset", "where"), [(list, "row 0"), (Dataset.from_list, "the dataset")], ids=["list", "arrow"]
+)
+def test_a_missing_column_names_those_there_are(make_dataset, where):
     with pytest.raises(ValueError) as error:
         token_lengths(make_dataset([{"inputs_ids": [5], "length": 1}]))
     assert str(error.value) == (
-        "column='input_ids' is not in the dataset; expected one of ['inputs_ids', 'length']. "
+        f"column='input_ids' is not in {where}; expected one of ['inputs_ids', 'length']. "
         f"Did you mean 'inputs_ids'? Tokenise text first: {MAP}. {OTHERS}"
     )
 
@@ -260,8 +262,8 @@ def test_rows_without_columns_are_refused():
     with pytest.raises(TypeError) as error:
         token_lengths([([5, 6], 1)])
     assert str(error.value) == (
-        "dataset[0]=<tuple> has no columns; expected a dict with 'input_ids'. "
-        "Count the tokens yourself: bucketed(dataset, ..., lengths=[...])"
+        "row 0=<tuple> has no columns; expected a dict with 'input_ids'. Give dicts: {'input_ids': [...], 'labels': "
+        f"...}}. {OTHERS}"
     )
 
 

@@ -393,6 +393,15 @@ def test_our_collator_reads_the_columns_straight_from_arrow(tmp_path, monkeypatc
     assert make_trainer("classes", tmp_path, view).evaluate()["eval_indices"] == list(range(COUNT))
 
 
+def test_a_collator_of_the_evaluation_alone_gets_rows(tmp_path):
+    view = sorted_by_length(rows(COUNT, CASES["classes"].labels))
+    trainer = make_trainer("classes", tmp_path, view)
+    expected = trainer.evaluate()["eval_indices"]
+    loader = DataLoader(view, batch_size=4, collate_fn=DataCollatorWithPadding(tiny.tokenizer()))
+    trainer.get_eval_dataloader = lambda *_: trainer.accelerator.prepare(loader)
+    assert trainer.evaluate()["eval_indices"] == expected
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_read_the_view(persistent, tmp_path):

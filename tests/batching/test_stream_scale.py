@@ -21,8 +21,7 @@ from test_bucketed_stream import COUNT, Passes, Rows, arrow_stream, identity, ma
 import tiny
 from hf_memopt.batching.views.bucketed_stream import BucketedStream
 from hf_memopt.batching.views.bucketed_view import bucketed
-from hf_memopt.batching.views.stream_places import LARGEST_BYTES, PLACES, SharedPlaces
-from hf_memopt.batching.views.stream_source import _holds_rows_back
+from hf_memopt.batching.views.stream_reading import LARGEST_BYTES, PLACES, SharedPlaces, _holds_rows_back
 from hf_memopt.binding.attach import attach
 from two_ranks import run_pair
 

@@ -1,8 +1,7 @@
 """Pad a batch to its own longest row, column by column in numpy.
 
 Stock collators turn every padded row into Python lists and hand the nested lists to ``torch.tensor``, which costs far
-more than the padding. Here the rows of a column and their padding are joined into one array of numpy, wrapped
-by ``torch.from_numpy``.
+more than the padding. Here the rows of a column are copied into one array of numpy, which ``torch.from_numpy`` wraps.
 
 ``BucketedCollator``, also called ``DynamicPaddingCollator``, takes a list of examples or the whole-batch items of a
 token-budget view. It serves classification, regression, token labels, causal LM, MLM and encoder-decoders: what the
@@ -13,7 +12,6 @@ multiple choice, whole-word masking or anything but text (``inner=`` wraps the c
 from __future__ import annotations
 
 import reprlib
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -28,8 +26,10 @@ from hf_memopt.batching.collation.columns import (
     column_kind,
     count_ids,
     label_kind,
+    pad,
     read_columns,
     round_up,
+    stack,
     take_labels,
     where_padding,
 )
@@ -121,12 +121,6 @@ class BucketedCollator:
         else:
             check_tokenizer(tokenizer)
             _check_settings(tokenizer, mlm_probability, causal_lm, pad_to_multiple_of)
-            if not getattr(tokenizer, "is_fast", True):
-                warnings.warn(
-                    f"tokenizer={type(tokenizer).__name__} is a Python tokenizer; expected a fast one, in Rust. "
-                    "Load it with AutoTokenizer.from_pretrained(name, use_fast=True).",
-                    stacklevel=2,
-                )
         # The Trainer saves data_collator.tokenizer into its checkpoints.
         self.tokenizer: Any = getattr(inner, "tokenizer", None) if tokenizer is None else tokenizer
         self.mlm_probability = mlm_probability
@@ -255,12 +249,12 @@ class BucketedCollator:
         for name, column in columns.items():
             kind = column_kind(name, column, lengths)
             if kind == "fixed":
-                batch[name] = column.stack()
+                batch[name] = stack(column)
             elif kind == "decoder":
-                own_width = round_up(max(size for (size,) in column.shapes), self.pad_to_multiple_of)
-                batch[name] = column.pad(own_width, self._pad_value(name), "right")
+                own_width = round_up(max(map(len, column)), self.pad_to_multiple_of)
+                batch[name] = pad(column, own_width, self._pad_value(name), "right")
             else:
-                batch[name] = column.pad(width, self._pad_value(name), side)
+                batch[name] = pad(column, width, self._pad_value(name), side)
         if "attention_mask" not in batch:
             batch["attention_mask"] = (~where_padding(lengths, width, side)).astype(np.int64)
         if self._adds_position_ids and "position_ids" not in batch:
@@ -289,13 +283,13 @@ class BucketedCollator:
         kind = label_kind(labels, lengths, self._has_decoder, name)
         self._check_label_source(name, kind)
         if kind in ("class", "target"):
-            return {"labels": labels.stack().astype(np.int64 if kind == "class" else np.float32, copy=False)}
+            return {"labels": stack(labels).astype(np.int64 if kind == "class" else np.float32, copy=False)}
         if kind == "token":
             width = batch["input_ids"].shape[1]
-            padded = labels.pad(width, self.label_pad_token_id, self.tokenizer.padding_side)
+            padded = pad(labels, width, self.label_pad_token_id, self.tokenizer.padding_side)
             return {"labels": self._without_unpredictable(padded, batch["attention_mask"])}
-        width = round_up(max(size for (size,) in labels.shapes), self.pad_to_multiple_of)
-        padded = labels.pad(width, self.label_pad_token_id, "right")
+        width = round_up(max(map(len, labels)), self.pad_to_multiple_of)
+        padded = pad(labels, width, self.label_pad_token_id, "right")
         if self._shift_labels is None or "decoder_input_ids" in batch:
             return {"labels": padded}
         return {"labels": padded, "decoder_input_ids": self._shift_labels(labels=torch.from_numpy(padded)).numpy()}

@@ -1,19 +1,16 @@
 """Columns of a batch in numpy: read the cells of every row, find out what a column is, pad it to one array.
 
-``collators.py`` decides with what value and on which side to pad. A ``Column`` leaves as one of three dtypes, as
-``torch.tensor`` would give it: int64, float32 or bool. Lists of Python ints, nearly all text data, go through
-``struct``, which refuses a float among the ints instead of rounding it. Every error names row, column and the line that
-fixes it. Limitations: no strings, images or sound (``inner=`` of a collator takes them).
+A column is the list of its rows' arrays. ``collators.py`` decides with what value and on which side to pad. The padded
+array has one of three dtypes, as ``torch.tensor`` would give it: int64, float32 or bool. Lists of Python ints, nearly
+all text data, go through ``struct``, which refuses a float among the ints instead of rounding it. Every error names
+row, column and the line that fixes it. Limitations: no strings, images or sound (``inner=`` of a collator takes them).
 """
 
 from __future__ import annotations
 
-import math
 import reprlib
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -24,124 +21,54 @@ from hf_memopt.batching.plan.lengths import LENGTH_COLUMN
 
 __all__ = [
     "Array",
-    "Cell",
     "Column",
     "column_kind",
     "count_ids",
     "label_kind",
+    "pad",
     "read_columns",
     "round_up",
+    "stack",
     "take_labels",
-    "torch_dtype",
     "where_padding",
 ]
 
 Array = NDArray[Any]
-Cell = Any  # the entries of one row: a contiguous array, or a memoryview, whose shape mypy takes for optional
+Column = Sequence[Array]
+"""The cells of a column, ``(rows,)``: arrays of any shapes, or scalars of numpy where a row is one number."""
 
-_DTYPES = {"b": np.dtype(np.bool_), "i": np.dtype(np.int64), "u": np.dtype(np.int64), "f": np.dtype(np.float32)}
 _LABELS = ("labels", "label", "label_ids")
 _ONE_PER_TOKEN = ("attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "position_ids")
 _OF_DECODER = ("decoder_input_ids", "decoder_attention_mask")
 
 
-def torch_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which numbers of ``dtype`` leave: int64, float32 or bool, as in ``torch.tensor(list)``."""
-    return _DTYPES[dtype.kind]
+def _dtype(column: Column) -> Any:
+    """Return int64, float32 or bool, as ``torch.tensor`` gives lists of these numbers: an empty one counts as ints."""
+    kinds = {cell.dtype.kind if cell.size or cell.ndim != 1 else "i" for cell in column}
+    if "f" in kinds:
+        return np.float32
+    return np.bool_ if kinds == {"b"} else np.int64
 
 
-@dataclass(slots=True)
-class Column:
-    """One column of a batch, its rows still unpadded.
+def stack(column: Column) -> Array:
+    """Return rows of one shape as one array, ``(batch, ...)``."""
+    return np.array(column, _dtype(column))
 
-    Args:
-        cells: the cell of each row, ``(batch,)``: buffers of ``stored``, of any shapes; where each row is one number,
-            one array of them.
-        stored: the dtype of the cells. An empty one may have another.
-        dtype: int64, float32 or bool: the dtype of the padded array.
-        sizes: the number of entries of each row, ``(batch,)``; None where the rows cannot be padded to one array.
-        ndim: the number of dimensions of a row; None where they differ.
+
+def pad(column: Column, width: int, value: int, side: str = "right") -> Array:
+    """Return the rows as one array ``(batch, width, ...)`` with ``value`` on the ``side`` given.
+
+    Examples:
+        >>> pad([np.array([5, 6]), np.array([7])], 3, 0, "left")
+        array([[0, 5, 6],
+               [0, 0, 7]])
     """
-
-    cells: Sequence[Cell] | Array
-    stored: np.dtype[Any]
-    dtype: np.dtype[Any]
-    sizes: list[int] | None
-    ndim: int | None
-
-    @classmethod
-    def of_arrays(cls, arrays: list[Array]) -> Column:
-        """Return the column of arrays of one dtype.
-
-        Examples:
-            >>> Column.of_arrays([np.array([5, 6]), np.array([7])]).sizes
-            [2, 1]
-        """
-        dtype, dimensions = arrays[0].dtype, {found.ndim for found in arrays}
-        if dimensions == {0}:
-            return cls(np.stack(arrays), dtype, dtype, None, 0)
-        can_pad = 0 not in dimensions and len({found.shape[1:] for found in arrays if len(found)}) <= 1
-        sizes = [len(found) for found in arrays] if can_pad else None
-        return cls(arrays, dtype, dtype, sizes, dimensions.pop() if len(dimensions) == 1 else None)
-
-    @classmethod
-    def of_lists(cls, cells: list[Cell], sizes: list[int], stored: np.dtype[Any]) -> Column:
-        """Return the column of flat buffers of one dtype."""
-        dtype = torch_dtype(stored)
-        if dtype.kind != "i" and not all(sizes):
-            # As from Python lists: an empty one shows neither floats nor bools, so it counts as ints.
-            dtype = np.dtype(np.float32 if dtype.kind == "f" and any(sizes) else np.int64)
-        return cls(cells, stored, dtype, sizes, 1)
-
-    @classmethod
-    def of_numbers(cls, numbers: list[Any], stored: np.dtype[Any]) -> Column:
-        """Return the column of one number per row."""
-        dtype = torch_dtype(stored)
-        return cls(np.array(numbers, stored).astype(dtype, copy=False), dtype, dtype, None, 0)
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shape of every row."""
-        return [cell.shape for cell in self.cells]
-
-    def stack(self) -> Array:
-        """Return rows of one shape as one array, ``(batch, ...)``."""
-        if self.ndim == 0:
-            return np.asarray(self.cells).astype(self.dtype, copy=False)
-        return self.pad(len(self.cells[0]), 0)
-
-    def pad(self, width: int, value: int, side: str = "right") -> Array:
-        """Return the rows as one array ``(batch, width, ...)`` with ``value`` on the ``side`` given.
-
-        Examples:
-            >>> Column.of_arrays([np.array([5, 6]), np.array([7])]).pad(3, 0, "left")
-            array([[0, 5, 6],
-                   [0, 0, 7]])
-        """
-        # One join of bytes, row, padding, row, padding ..., is several times faster than an assignment for each row,
-        # and a bytearray, unlike bytes, makes a tensor that can be written to.
-        cells, stored = self.cells, self.stored
-        if not _holds(stored, value):  # -100 among unsigned integers
-            cells, stored = [np.asarray(cell).astype(self.dtype) for cell in cells], self.dtype
-        inside = next(filter(len, cells), cells[0]).shape[1:]  # an empty row among (n, 3) may have shape (0,)
-        paddings = _paddings(1 << width.bit_length(), math.prod(inside), value, stored)
-        rests = map(paddings.__getitem__, map(width.__sub__, map(len, cells)))
-        parts: list[Any] = [None] * (2 * len(cells))
-        parts[0::2], parts[1::2] = (cells, rests) if side == "right" else (rests, cells)
-        joined = bytearray().join(parts)
-        return np.ndarray((len(cells), width, *inside), stored, joined).astype(self.dtype, copy=False)
-
-
-@lru_cache(256)
-def _holds(dtype: np.dtype[Any], value: int) -> bool:
-    return bool(np.array(value).astype(dtype) == value)
-
-
-@lru_cache(64)
-def _paddings(most: int, entry: int, value: int, dtype: np.dtype[Any]) -> list[Cell]:
-    """Return the padding of 0, 1, ... ``most`` entries, each of ``entry`` numbers: made once, used for all rows."""
-    padding = np.full(most * entry, value, dtype).data
-    return [padding[: size * entry] for size in range(most + 1)]
+    inside = next((cell.shape[1:] for cell in column if len(cell)), column[0].shape[1:])  # an empty one may be (0,)
+    padded = np.full((len(column), width, *inside), value, _dtype(column))
+    for row, cell in zip(padded, column, strict=True):
+        if len(cell):
+            row[slice(len(cell)) if side == "right" else slice(-len(cell), None)] = cell
+    return padded
 
 
 def where_padding(sizes: list[int], width: int, side: str) -> Array:
@@ -167,7 +94,7 @@ def read_columns(features: Sequence[Any]) -> dict[str, Column]:
                 f"features[{row}] and features[0] do not share the columns {different}; expected the same "
                 "columns in every row. Remove or fill them: dataset.map(...)."
             )
-    columns = {}
+    columns: dict[str, Column] = {}
     for name in features[0]:
         cells = [feature[name] for feature in features]
         missing = [row for row, cell in enumerate(cells) if cell is None]
@@ -177,15 +104,8 @@ def read_columns(features: Sequence[Any]) -> dict[str, Column]:
                 f"or in none. Filter them: dataset.filter(lambda row: row[{name!r}] is not None)."
             )
         if not missing and name != LENGTH_COLUMN:
-            arrays = [_cell_array(cell, name, row) for row, cell in enumerate(cells)]
-            columns[name] = Column.of_arrays(_alike(arrays) if len({found.dtype for found in arrays}) > 1 else arrays)
+            columns[name] = [_cell_array(cell, name, row) for row, cell in enumerate(cells)]
     return columns
-
-
-def _alike(arrays: list[Array]) -> list[Array]:
-    """Return arrays of mixed dtypes in the one that torch would give them together: floats first, then ints."""
-    dtype = np.float32 if any(found.dtype == np.float32 for found in arrays) else np.int64
-    return [found.astype(dtype) for found in arrays]
 
 
 def _cell_array(cell: Any, name: str, row: int) -> Array:
@@ -204,9 +124,9 @@ def _cell_array(cell: Any, name: str, row: int) -> Array:
             found = np.asarray(None)
     if found.size == 0 and found.ndim == 1:
         return np.empty(0, dtype=np.int64)
-    if found.dtype.kind not in _DTYPES or (name == "input_ids" and found.dtype.kind not in "iu"):
+    if found.dtype.kind not in ("iu" if name == "input_ids" else "biuf"):
         raise TypeError(_cell_error(cell, name, row))
-    return found.astype(_DTYPES[found.dtype.kind], order="C", copy=False)
+    return found
 
 
 def _cell_error(cell: Any, name: str, row: int) -> str:
@@ -243,14 +163,13 @@ def count_ids(columns: dict[str, Column]) -> list[int]:
             f"features have the columns {sorted(columns)} and no 'input_ids'; expected token ids. Tokenize first, "
             "tokenizer(text), or pass inner= the collator of this kind of data."
         )
-    ids = columns["input_ids"]
-    if ids.ndim != 1 or ids.sizes is None:
-        row, shape = next((row, shape) for row, shape in enumerate(ids.shapes) if len(shape) != 1)
-        raise ValueError(
-            f"features[{row}]['input_ids'] has shape {shape}; expected one list of ids per row. Tokenize one "
-            "text per row: tokenizer(text) without return_tensors."
-        )
-    return ids.sizes
+    for row, ids in enumerate(columns["input_ids"]):
+        if ids.ndim != 1:
+            raise ValueError(
+                f"features[{row}]['input_ids'] has shape {ids.shape}; expected one list of ids per row. Tokenize one "
+                "text per row: tokenizer(text) without return_tensors."
+            )
+    return [*map(len, columns["input_ids"])]
 
 
 def column_kind(name: str, column: Column, lengths: list[int]) -> Literal["fixed", "token", "decoder"]:
@@ -261,12 +180,12 @@ def column_kind(name: str, column: Column, lengths: list[int]) -> Literal["fixed
     Raises:
         ValueError: the rows are ragged, or differ from ``input_ids`` in a column that has one entry per token.
     """
-    if name in _OF_DECODER and column.ndim == 1:
+    shapes = [cell.shape for cell in column]
+    if name in _OF_DECODER and all(len(shape) == 1 for shape in shapes):
         return "decoder"
-    if column.sizes == lengths:
-        return "token"
-    shapes = column.shapes
     sizes = [shape[0] if shape else -1 for shape in shapes]
+    if sizes == lengths and len({shape[1:] for shape in shapes if shape[0]}) <= 1:
+        return "token"
     wrong = _first_different(sizes, lengths)
     if wrong is not None and name in _ONE_PER_TOKEN:
         raise ValueError(
@@ -301,16 +220,16 @@ def label_kind(
     Raises:
         ValueError: the labels mix shapes, or differ from ``input_ids`` under a model without decoder.
     """
-    if labels.ndim == 0:
-        return "target" if labels.dtype == np.float32 else "class"
-    shapes = labels.shapes
+    shapes, dtype = [cell.shape for cell in labels], _dtype(labels)
     same_size = len(set(shapes)) == 1
-    if labels.ndim != 1 or (labels.dtype != np.int64 and not same_size):
+    if same_size and not shapes[0]:
+        return "target" if dtype == np.float32 else "class"
+    if any(len(shape) != 1 for shape in shapes) or (dtype != np.int64 and not same_size):
         raise ValueError(
             f"column {name!r} mixes shapes {_listed(shapes)}; expected one number per row, float vectors of one size, "
             "or lists of ints. Make the rows alike: dataset.map(...)."
         )
-    if labels.dtype != np.int64:
+    if dtype != np.int64:
         return "target"
     sizes = [size for (size,) in shapes]
     wrong = _first_different(sizes, lengths)

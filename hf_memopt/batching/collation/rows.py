@@ -9,8 +9,7 @@ without nulls, in the formats None, numpy and torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import getitem, sub
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 import pyarrow as pa
@@ -146,14 +145,6 @@ for _name in (
     setattr(RowBatch, _name, _filled_first(_name))
 
 
-class _Chunks(NamedTuple):
-    """A column of a table. Row r of a chunk is ``values[offsets[r] : offsets[r + 1]]``, a slice that copies nothing."""
-
-    dtype: np.dtype[Any]
-    values: list[Any]  # of each chunk: its numbers, where Arrow has them
-    offsets: list[Sequence[int]] | None  # of each chunk: (rows + 1,); None: row r is the number values[r]
-
-
 class ArrowColumns:
     """The numeric columns of a table, read at any rows.
 
@@ -164,19 +155,10 @@ class ArrowColumns:
 
     def __init__(self, table: pa.Table) -> None:
         batches = [batch for batch in table.to_batches() if batch.num_rows]  # no copy; cuts all columns alike
-        rows = [batch.num_rows for batch in batches]
-        self._ends = np.cumsum(rows)  # (chunks,): the row after the last one of each chunk
-        self._begins = self._ends - rows  # (chunks,)
-        self._rows = sum(rows)
-        self._columns: dict[str, _Chunks] = {}
+        self._ends = np.cumsum([batch.num_rows for batch in batches])  # (chunks,): the row after each one's last
+        self._begins = np.append(0, self._ends)
+        self._chunks = {name: [_cells(batch[name]) for batch in batches] for name in table.column_names}
         self._indices: ArrowColumns | None = None
-        for name in table.column_names:
-            column = _chunks([batch[name] for batch in batches])
-            for other in self._columns.values():  # ids, mask and types have the same offsets: look them up once
-                if column.offsets and other.offsets and all(map(np.array_equal, column.offsets, other.offsets)):
-                    column = column._replace(offsets=other.offsets)
-                    break
-            self._columns[name] = column
 
     @classmethod
     def of(cls, dataset: Dataset, names: Iterable[str] | None) -> ArrowColumns | None:
@@ -187,11 +169,9 @@ class ArrowColumns:
         if form["output_all_columns"] and set(form["columns"]) != set(table.column_names):
             return None  # the columns outside the format come last, and as Python lists
         kept = [name for name in table.column_names if name in form["columns"] and (names is None or name in names)]
-        if any(table.column(name).null_count for name in kept):
-            return None
         try:
             columns = cls(table.select([name for name in kept if name != LENGTH_COLUMN]))
-        except ValueError:  # text, nested lists, nulls inside a list (pyarrow's ArrowInvalid is a ValueError)
+        except ValueError:
             return None
         # `_indices` is the private mapping that shuffle, select, sort and filter leave: a table of one uint64 column
         # (datasets 3.0 to 5.2; pinned by a test).
@@ -200,69 +180,47 @@ class ArrowColumns:
         return columns
 
     def read(self, rows: Array) -> dict[str, Column] | None:
-        """Return the columns at ``rows``, int64, or None where one is out of range."""
+        """Return the columns at ``rows``, or None where one is out of range."""
         if self._indices is not None:
             mapped = self._indices.read(rows)
             if mapped is None:
                 return None
             [column] = mapped.values()
-            rows = column.stack()
-        numbers = rows.tolist()  # for a batch, lists and loops in C (map) are faster than arrays
-        if not numbers or min(numbers) < 0 or max(numbers) >= self._rows:
+            rows = np.array(column, np.int64)
+        if not len(rows) or rows.min() < 0 or rows.max() >= self._begins[-1]:
             return None
         chunk = self._ends.searchsorted(rows, side="right")
-        chunks, within = chunk.tolist(), (rows - self._begins[chunk]).tolist()
-        after = [row + 1 for row in within]
-        cuts: dict[int, tuple[list[slice], list[int]]] = {}
-        found = {}
-        for name, (dtype, values, offsets) in self._columns.items():
-            cells = map(values.__getitem__, chunks)
-            if offsets is None:
-                found[name] = Column.of_numbers([*map(getitem, cells, within)], dtype)
-                continue
-            if id(offsets) not in cuts:
-                begins = [*map(getitem, map(offsets.__getitem__, chunks), within)]
-                ends = [*map(getitem, map(offsets.__getitem__, chunks), after)]
-                cuts[id(offsets)] = [*map(slice, begins, ends)], [*map(sub, ends, begins)]
-            where, sizes = cuts[id(offsets)]
-            found[name] = Column.of_lists([*map(getitem, cells, where)], sizes, dtype)
-        return found
+        places = [*zip(chunk.tolist(), (rows - self._begins[chunk]).tolist(), strict=True)]
+        return {name: [chunks[i][row] for i, row in places] for name, chunks in self._chunks.items()}
 
 
-def _chunks(chunks: list[pa.Array]) -> _Chunks:
-    """Return the numbers and offsets of the chunks of one column.
+def _cells(chunk: pa.Array) -> Any:
+    """Return what has the numbers of row r at [r], as a view wherever Arrow has them as numpy does.
 
     Raises:
-        ValueError: it holds something else than numbers and flat lists of them, or nulls inside of lists.
+        ValueError: a chunk of something else than numbers and flat lists of them, or with nulls.
     """
-    kind = chunks[0].type
-    has_offsets = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    is_list = has_offsets or pa.types.is_fixed_size_list(kind)
-    item = kind.value_type if is_list else kind
-    if not (pa.types.is_boolean(item) or pa.types.is_integer(item) or pa.types.is_floating(item)):
-        raise ValueError(f"column of type {kind}")
-    dtype = np.dtype(item.to_pandas_dtype())
-    if not is_list:  # Arrow packs bools, eight to a byte: only they are copied
-        return _Chunks(dtype, [chunk.to_numpy(zero_copy_only=False) for chunk in chunks], None)
-    # A slice of a list array keeps the values of all rows, and its offsets begin wherever it was cut.
-    values = [chunk.values if has_offsets else chunk.flatten() for chunk in chunks]
-    offsets: list[Sequence[int]]
-    if has_offsets:
-        offsets = [memoryview(chunk.offsets.to_numpy()) for chunk in chunks]
-    else:
-        offsets = [range(0, (len(chunk) + 1) * kind.list_size, kind.list_size) for chunk in chunks]
-    if any(chunk.null_count for chunk in values):
-        raise ValueError("null in a list")
-    is_packed = pa.types.is_boolean(item)
-    return _Chunks(dtype, [_Bits(chunk) if is_packed else memoryview(chunk.to_numpy()) for chunk in values], offsets)
+    kind = chunk.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    values = chunk.values if is_list else chunk.flatten() if pa.types.is_fixed_size_list(kind) else chunk
+    is_number = (
+        pa.types.is_boolean(values.type) or pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
+    )
+    if not is_number or chunk.null_count or values.null_count:
+        raise ValueError(f"chunk of type {kind} with {values.null_count} nulls")
+    if is_list:
+        return _Lists(chunk.offsets, values)
+    numbers = values.to_numpy(zero_copy_only=False)  # Arrow packs bools, eight to a byte: only they are copied
+    return numbers if values is chunk else numbers.reshape(len(chunk), -1)
 
 
-class _Bits:
-    """The values of lists of bools, unpacked where they are read."""
+class _Lists:
+    """The lists of a chunk. Those of a slice have the values of all rows, and offsets that begin where it was cut."""
 
-    def __init__(self, values: pa.BooleanArray) -> None:
-        self._values = values
+    def __init__(self, offsets: pa.Array, values: pa.Array) -> None:
+        self._offsets = memoryview(offsets.to_numpy())
+        self._values = values if pa.types.is_boolean(values.type) else values.to_numpy()
 
-    def __getitem__(self, where: slice) -> Array:
-        found: Array = self._values[where].to_numpy(zero_copy_only=False)
-        return found
+    def __getitem__(self, row: int) -> Array:
+        found = self._values[self._offsets[row] : self._offsets[row + 1]]
+        return found if isinstance(found, np.ndarray) else found.to_numpy(zero_copy_only=False)

@@ -29,7 +29,7 @@ from hf_memopt.batching.plan.checks import (
 )
 from hf_memopt.plain_data import checked_array
 
-__all__ = ["EpochPlan", "LengthBuckets", "PlanDiagnostics"]
+__all__ = ["EpochPlan", "LengthBuckets", "PlanDiagnostics", "diagnose", "reading_order"]
 
 MOST_BUCKETS = 63  # with the rest at the end that makes 64 shapes; padding hardly falls beyond
 FEWEST_BUCKETS = 8  # on small data; one alone would pad every example to the longest
@@ -89,7 +89,10 @@ class EpochPlan:
 
     def flat(self) -> NDArray[np.int32]:
         """Return all example indices in reading order, shape (examples,)."""
-        return self.order[_ranges(self.starts[self.sequence], self.sizes())]
+        begins, sizes = self.starts[self.sequence], self.sizes()
+        ends = np.cumsum(sizes)
+        found: NDArray[np.int32] = self.order[np.repeat(begins - (ends - sizes), sizes) + np.arange(ends[-1])]
+        return found
 
 
 class _Cuts(NamedTuple):
@@ -265,10 +268,7 @@ class LengthBuckets:
         shuffle_buckets(order, self._bucket_ends, generator)
         starts, limits, whole = self._cuts
         groups = generator.permutation(whole // self.world_size)
-        for first in reversed(self._largest_groups(order)):
-            groups = np.concatenate([[first], groups[groups != first]])
-        sequence = np.arange(len(limits))
-        sequence[:whole] = (groups[:, None] * self.world_size + np.arange(self.world_size)).ravel()
+        sequence = reading_order(groups, self._largest_groups(order), self.world_size, self.n_batches)
         return EpochPlan(order, starts, sequence, limits if self.pads_to_boundaries else None)
 
     def _largest_groups(self, order: NDArray[np.int32]) -> list[int]:
@@ -276,39 +276,18 @@ class LengthBuckets:
         starts, limits, whole = self._cuts
         if whole == 0:
             return []
-        bounds = (limits * np.diff(starts))[:whole].reshape(-1, self.world_size).max(axis=1)  # tokens, at most
-        widest_limit = int(limits[0])  # the limits fall
-        keys = bounds * (widest_limit + 1) + limits[: whole : self.world_size]  # by tokens, then by width
-        most, found = (0, 0), 0  # tokens and width
-        for key in np.unique(keys)[::-1]:
-            if divmod(int(key), widest_limit + 1) <= most:
-                break  # nothing below can hold a larger batch
-            groups = np.flatnonzero(keys == key)
-            tokens, widths = self._measure(order, groups)
-            largest = int(np.lexsort((widths, tokens))[-1])
-            if (tokens[largest], widths[largest]) > most:
-                most, found = (int(tokens[largest]), int(widths[largest])), int(groups[largest])
-        longest = np.flatnonzero(limits[: whole : self.world_size] == widest_limit)
-        _, widths = self._measure(order, longest)
-        widest = int(longest[widths.argmax()])
-        return [found] if most[1] == widths.max() else [found, widest]
+        widths, sizes = self._widths(order)[:whole], np.diff(starts)[:whole]
+        # Of several that are as large the one with the highest limits, and of these the last.
+        measures = (limits[:whole], limits[:whole] * sizes, widths, widths * sizes)
+        of_groups = [measure.reshape(-1, self.world_size).max(axis=1) for measure in measures]
+        most, widest = int(np.lexsort(of_groups)[-1]), int(of_groups[2].argmax())
+        return [most] if of_groups[2][most] == of_groups[2][widest] else [most, widest]
 
-    def _measure(self, order: NDArray[np.int32], groups: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the most padded tokens and the greatest width among the batches of each group."""
-        batches = (groups[:, None] * self.world_size + np.arange(self.world_size)).ravel()
-        sizes = np.diff(self._cuts.starts)[batches]
-        widths = self._widths(order, batches)
-        shape = (len(groups), self.world_size)
-        return (widths * sizes).reshape(shape).max(axis=1), widths.reshape(shape).max(axis=1)
-
-    def _widths(self, order: NDArray[np.int32], batches: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return what each of these batches is padded to, shape (batches,)."""
-        starts, limits, _ = self._cuts
+    def _widths(self, order: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Return what each batch is padded to, shape (batches,)."""
         if self.pads_to_boundaries:
-            return limits[batches]
-        sizes = np.diff(starts)[batches]
-        rows = self.lengths[order[_ranges(starts[batches], sizes)]]
-        longest = np.maximum.reduceat(rows, np.cumsum(sizes) - sizes).astype(np.int64)
+            return self._cuts.limits
+        longest = np.maximum.reduceat(self.lengths[order], self._cuts.starts[:-1]).astype(np.int64)
         return -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
     # ---- What it is worth -------------------------------------------------------------------------------------------
@@ -320,26 +299,43 @@ class LengthBuckets:
     def diagnostics(self, epoch: int = 0) -> PlanDiagnostics:
         """Return what the batches of one epoch are like."""
         plan = self.plan(epoch)
-        sizes = np.diff(plan.starts)
-        widths = self._widths(plan.order, np.arange(len(plan)))
-        real, padded = int(self.lengths[plan.order].sum(dtype=np.int64)), sizes * widths
-        steps = padded[plan.sequence][: self._cuts.whole].reshape(-1, self.world_size)
-        budget = self.max_tokens
-        return PlanDiagnostics(
-            kept=self.n_examples,
-            dropped=self.dropped,
-            batches=len(plan),
-            padding_efficiency=real / int(padded.sum()),
-            fill=None if budget is None else float(padded.mean() / budget),
-            budget_use=None if budget is None else real / len(plan) / budget,
-            shapes=len(np.unique(np.stack([sizes, widths], axis=1), axis=0)),
-            over_budget=0 if budget is None else int((padded > budget).sum()),
-            straggler_ratio=float((steps.max(axis=1) / steps.mean(axis=1)).mean()) if len(steps) else 1.0,
-        )
+        return diagnose(self, plan, np.diff(plan.starts), self._widths(plan.order), self._cuts.whole)
 
 
-def _ranges(begins: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers begin, begin + 1 ... of every range, one range after the other."""
-    ends = np.cumsum(sizes)
-    found: NDArray[np.int64] = np.repeat(begins - (ends - sizes), sizes) + np.arange(ends[-1])
-    return found
+def reading_order(groups: NDArray[np.int64], first: list[int], world_size: int, batches: int) -> NDArray[np.int64]:
+    """Return the sequence of an epoch's batches, of which ``world_size`` neighbours are a group, shape (batches,).
+
+    ``first``: groups that are read before the others. Batches that belong to no group stay at the end.
+    """
+    groups = np.concatenate([np.array(first, dtype=np.int64), groups[~np.isin(groups, first)]])
+    sequence = np.arange(batches)
+    sequence[: len(groups) * world_size] = (groups[:, None] * world_size + np.arange(world_size)).ravel()
+    return sequence
+
+
+def diagnose(
+    buckets: Any, plan: EpochPlan, rows: NDArray[np.int64], widths: NDArray[np.int64], whole: int
+) -> PlanDiagnostics:
+    """Return what the batches of an epoch are like.
+
+    Args:
+        buckets: that made the plan.
+        plan: of the epoch.
+        rows: of each batch in the order in which they were cut, shape (batches,).
+        widths: of each of them, shape (batches,).
+        whole: batches in groups of ``world_size``, which are those read first.
+    """
+    real, padded = int(buckets.lengths[plan.order].sum(dtype=np.int64)), rows * widths
+    steps = padded[plan.sequence][:whole].reshape(-1, buckets.world_size)
+    budget = buckets.max_tokens
+    return PlanDiagnostics(
+        kept=buckets.n_examples,
+        dropped=buckets.dropped,
+        batches=len(plan),
+        padding_efficiency=real / int(padded.sum()),
+        fill=None if budget is None else float(padded.mean() / budget),
+        budget_use=None if budget is None else real / len(plan) / budget,
+        shapes=len(np.unique(np.stack([rows, widths], axis=1), axis=0)),
+        over_budget=0 if budget is None else int((padded > budget).sum()),
+        straggler_ratio=float((steps.max(axis=1) / steps.mean(axis=1)).mean()) if len(steps) else 1.0,
+    )

@@ -19,7 +19,7 @@ from hf_memopt.batching.plan.checks import check_integers
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import check_value, checked_array, shown
 
-__all__ = ["LENGTH_COLUMN", "are_token_ids", "lengths_of", "token_lengths"]
+__all__ = ["LENGTH_COLUMN", "lengths_of", "token_count", "token_lengths"]
 
 COUNT_OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...])"
 _TABLES = {
@@ -35,7 +35,7 @@ def token_lengths(dataset: Any, column: str = "input_ids") -> NDArray[np.int32]:
 
     A ``datasets.Dataset`` is read from its Arrow offsets, whatever its format; where ``column`` is made on the fly by a
     transform, its ``length`` column is taken if it has one. Anything else with rows (a list of dicts, a torch Dataset)
-    is read row by row. A null row of an Arrow column has length 0.
+    is read row by row. A null row has length 0.
 
     Raises:
         ValueError: the dataset is empty or has no such column, or the column holds something else than flat lists of
@@ -139,24 +139,31 @@ def _row_by_row(dataset: Any, column: str) -> NDArray[np.int32]:
     rows: Iterable[Any] = (dataset[i] for i in range(len(dataset)))
     lengths = np.empty(len(dataset), dtype=np.int32)
     for i, row in enumerate(tqdm(rows, total=len(dataset), desc="Reading lengths", delay=1.0, leave=False)):
-        if not isinstance(row, Mapping):
-            raise TypeError(
-                f"dataset[{i}]=<{type(row).__name__}> has no columns; expected a dict with {column!r}. "
-                "Count the tokens yourself: bucketed(dataset, ..., lengths=[...])"
-            )
-        if column not in row:
-            raise _missing(column, list(row))
-        lengths[i] = _count(row[column], column, i)
+        lengths[i] = token_count(row, column, f"row {i}", COUNT_OTHERS)
     return lengths
 
 
-def _count(tokens: Any, column: str, row: int) -> int:
-    if not are_token_ids(tokens):
-        raise _not_tokens(column, f"like {reprlib.repr(tokens)} in row {row}")
-    return len(tokens)
+def token_count(row: Any, column: str, where: str, otherwise: str = "") -> int:
+    """Return the tokens of a row, 0 for None; ``where`` names it in errors, which end with what to do ``otherwise``.
+
+    Raises:
+        ValueError: the row has no such column, or it is no flat list of integers.
+        TypeError: the row has no columns.
+    """
+    if not isinstance(row, Mapping):
+        raise TypeError(
+            f"{where}=<{type(row).__name__}> has no columns; expected a dict with {column!r}. "
+            f"Give dicts: {{{column!r}: [...], 'labels': ...}}. {otherwise}".rstrip()
+        )
+    if column not in row:
+        raise _missing(column, list(row), where, otherwise)
+    tokens = row[column]
+    if tokens is not None and not _are_token_ids(tokens):
+        raise _not_tokens(column, f"like {reprlib.repr(tokens)} in {where}", otherwise)
+    return 0 if tokens is None else len(tokens)
 
 
-def are_token_ids(tokens: Any) -> bool:
+def _are_token_ids(tokens: Any) -> bool:
     """Return whether a cell is one flat list, array or tensor of integers."""
     dtype = getattr(tokens, "dtype", None)
     if dtype is not None:  # a numpy array or a torch tensor
@@ -166,16 +173,18 @@ def are_token_ids(tokens: Any) -> bool:
     return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, tokens)))
 
 
-def _missing(column: str, known: Sequence[Any]) -> ValueError:
+def _missing(
+    column: str, known: Sequence[Any], where: str = "the dataset", otherwise: str = COUNT_OTHERS
+) -> ValueError:
     return ValueError(
-        f"column={column!r} is not in the dataset; expected one of {sorted(known, key=str)}."
-        f"{did_you_mean(column, known)} "
-        f'Tokenise text first: dataset.map(lambda row: tokenizer(row["text"])). {COUNT_OTHERS}'
+        f"column={column!r} is not in {where}; expected one of {sorted(known, key=str)}."
+        f"{did_you_mean(column, map(str, known))} "
+        f'Tokenise text first: dataset.map(lambda row: tokenizer(row["text"])). {otherwise}'.rstrip()
     )
 
 
-def _not_tokens(column: str, found: str) -> ValueError:
+def _not_tokens(column: str, found: str, otherwise: str = COUNT_OTHERS) -> ValueError:
     return ValueError(
         f"column={column!r} does not hold token ids but values {found}; expected one flat list of integers per row. "
-        f'Tokenise text without return_tensors: dataset.map(lambda row: tokenizer(row["text"])). {COUNT_OTHERS}'
+        f'Tokenise text without return_tensors: dataset.map(lambda row: tokenizer(row["text"])). {otherwise}'.rstrip()
     )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_memopt.batching.plan.boundaries import bucket_ends, by_bucket, optimal_boundaries, shuffle_buckets
-from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets, PlanDiagnostics
+from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets, PlanDiagnostics, diagnose, reading_order
 from hf_memopt.batching.plan.checks import check_seed
 
 __all__ = ["PackedBatches"]
@@ -60,6 +60,7 @@ class PackedBatches:
         batches = self._fewest_batches()
         self._places = np.argsort(batches, kind="stable").astype(np.int32)  # of the texts, batch by batch
         self._starts = np.concatenate([[0], np.cumsum(np.bincount(batches))])
+        self._whole = self.n_batches // self.world_size * self.world_size  # batches in groups of one for each process
 
     @property
     def n_batches(self) -> int:
@@ -73,15 +74,10 @@ class PackedBatches:
         order = by_bucket(self.lengths, self.limits)
         shuffle_buckets(order, self._ends, generator)
         order = order[self._places]
-        whole = self.n_batches // self.world_size * self.world_size
-        groups = generator.permutation(whole // self.world_size)
-        if whole:
-            tokens = self._tokens(order)[:whole].reshape(-1, self.world_size)
-            largest = int(tokens.max(axis=1).argmax())
-            groups = np.concatenate([[largest], groups[groups != largest]])
-        sequence = np.arange(self.n_batches)
-        sequence[:whole] = (groups[:, None] * self.world_size + np.arange(self.world_size)).ravel()
-        return EpochPlan(order, self._starts, sequence, None)
+        groups = generator.permutation(self._whole // self.world_size)
+        tokens = self._tokens(order)[: self._whole].reshape(-1, self.world_size)
+        largest = [int(tokens.max(axis=1).argmax())] if self._whole else []
+        return EpochPlan(order, self._starts, reading_order(groups, largest, self.world_size, self.n_batches), None)
 
     def padding_efficiency(self, epoch: int = 0) -> float:
         """Return real tokens over all tokens of one epoch: 1, as nothing is padded."""
@@ -90,21 +86,7 @@ class PackedBatches:
     def diagnostics(self, epoch: int = 0) -> PlanDiagnostics:
         """Return what the batches of one epoch are like; a batch is one row of all its tokens."""
         plan = self.plan(epoch)
-        tokens = self._tokens(plan.order)[plan.sequence]
-        whole = len(plan) // self.world_size * self.world_size
-        steps = tokens[:whole].reshape(-1, self.world_size)
-        use = float(tokens.mean() / self.max_tokens)
-        return PlanDiagnostics(
-            kept=self.n_examples,
-            dropped=self.dropped,
-            batches=len(plan),
-            padding_efficiency=1.0,
-            fill=use,
-            budget_use=use,
-            shapes=len(np.unique(tokens)),
-            over_budget=int((tokens > self.max_tokens).sum()),
-            straggler_ratio=float((steps.max(axis=1) / steps.mean(axis=1)).mean()) if whole else 1.0,
-        )
+        return diagnose(self, plan, np.ones(len(plan), dtype=np.int64), self._tokens(plan.order), self._whole)
 
     def _tokens(self, order: NDArray[np.int32]) -> NDArray[np.int64]:
         """Return the tokens of each batch as it was cut, shape (batches,)."""

@@ -40,11 +40,17 @@ from hf_memopt.batching.plan.checks import (
     checked_boundaries,
 )
 from hf_memopt.batching.plan.samplers import check_state
-from hf_memopt.batching.views.descriptions import DescribedByDataset
-from hf_memopt.batching.views.stream_pass import Entry, StreamPass, cut_groups, random_numbers
-from hf_memopt.batching.views.stream_places import Place, SharedPlaces, checked_place
-from hf_memopt.batching.views.stream_source import StreamSource, check_source
-from hf_memopt.batching.views.trainer_checks import (
+from hf_memopt.batching.views.stream_reading import (
+    Entry,
+    Place,
+    SharedPlaces,
+    StreamReader,
+    check_source,
+    checked_place,
+    random_numbers,
+)
+from hf_memopt.batching.views.view import (
+    EpochView,
     check_per_device,
     check_rank_of_run,
     check_world_size_of_run,
@@ -59,7 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BUFFER_EXAMPLES", "BucketedStream"]
 
-EPOCH, DROPPED, ITERATIONS = 0, 1, 2  # places in the shared memory
+DROPPED, ITERATIONS = 1, 2  # places in the shared memory, of what workers tell their process; 0 is the epoch
 ORDER = (
     *("batch_size", "max_tokens", "boundaries", "buffer_examples", "seed", "world_size", "rank", "column"),
     *("pad_to_multiple_of", "too_long", "rows_per_turn"),
@@ -67,7 +73,7 @@ ORDER = (
 BUFFER_EXAMPLES = 8192
 
 
-class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
+class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
     """An endless stream of a stream's examples in length-bucketed order: pass after pass, each in another order.
 
     ``batch_size=``: an item is an example; ``batch_size * world_size`` neighbours are of similar length, and every
@@ -83,19 +89,14 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         dataset: a ``datasets.IterableDataset``, a torch ``IterableDataset`` or any iterable of dicts that starts over
             when iterated again. Its ``set_epoch``, if it has one, is called with the number of the pass. In a
             DataLoader worker it is read as if there was none, so it need not share itself out.
-        batch_size: examples per batch: a multiple of ``per_device_train_batch_size``; or
-        max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``.
         boundaries: ascending limits that batches are made for, instead of their own padded lengths; a batch of
             ``max_tokens=`` is padded to its limit. An example above the last one is too long.
         buffer_examples: examples held at most by each process and each worker, besides the group that is being handed
             out. More of them pad less: 100 batches for each process are a good measure.
-        seed: together with the number of the pass it fixes the order.
-        world_size: processes that read side by side.
         rank: the process that this is, to read its share alone; ``buffer_examples`` are then of that share. Its passes
             may be longer than another's, if its shards are.
-        column: the column whose length counts.
-        pad_to_multiple_of: as in the collator.
-        too_long: what to do with an example that fits into no batch: raise, or drop it and count it in ``dropped``.
+        batch_size, max_tokens, seed, world_size, column, pad_to_multiple_of, too_long: see ``bucketed``; ``dropped``
+            counts what is too long.
 
     Raises:
         ValueError: a size below 1, both or neither of ``batch_size`` and ``max_tokens``, a buffer smaller than one
@@ -108,10 +109,6 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         >>> [len(row["input_ids"]) // 10 for row in itertools.islice(stream, 12)]
         [5, 5, 5, 0, 0, 0, 5, 5, 5, 0, 0, 0]
     """
-
-    takes_seed = False  # attach may set the seed
-
-    technique = "length buckets"
 
     def __init__(
         self,
@@ -130,7 +127,8 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
     ) -> None:
         check_batch_limits(batch_size, max_tokens)
         check_source(dataset)
-        self.dataset, self.batch_size, self.max_tokens = dataset, batch_size, max_tokens
+        super().__init__(dataset)
+        self.batch_size, self.max_tokens = batch_size, max_tokens
         self.buffer_examples, self.seed, self.world_size, self.rank = buffer_examples, seed, world_size, rank
         self.column, self.pad_to_multiple_of, self.too_long = column, pad_to_multiple_of, too_long
         self._check_settings()
@@ -140,31 +138,15 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         self.rows_per_turn = batch_size  # what a process takes at a time; bind_trainer learns it from the Trainer
         self._leaves_room = False  # for the batches of the other processes, which accelerate cuts out
         self.kept_columns: frozenset[str] | None = None
-        # The workers of a persistent DataLoader see a new epoch, and the process sees what they dropped and read.
-        self._shared: torch.Tensor = torch.zeros(3, dtype=torch.int64)
-        self._shared.untyped_storage().share_memory_()
         self._places = SharedPlaces()
         self._begin: dict[str, Any] | None = None  # a state that was loaded
         self._handed_out = (0, 0)  # the number of the latest iteration in this process, and its turns
         self._origin = 0  # the turn that worker 0 began with
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._shared.untyped_storage().share_memory_()  # a copy or a plain pickle is private memory
-
-    @property
-    def epoch(self) -> int:
-        """The number of the pass that the next iteration begins with; 0 in a Trainer, which knows one epoch only."""
-        return int(self._shared[EPOCH])
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration begin with this pass, counted from 0; the Trainer and accelerate call it."""
-        self._shared[EPOCH] = epoch
-
     @property
     def dropped(self) -> int:
         """How many examples the latest iteration dropped as too long so far, over all its passes."""
-        return int(self._shared[DROPPED])
+        return int(self._shared.values[DROPPED])
 
     @property
     def group_examples(self) -> int:
@@ -183,8 +165,8 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         state = self._begin
         first, origin = (0, 0) if state is None else (state["turn"], state["origin"])
         if number == 0:
-            self._shared[ITERATIONS] += 1
-        iteration = int(self._shared[ITERATIONS])
+            self._shared.values[ITERATIONS] += 1
+        iteration = int(self._shared.values[ITERATIONS])
         for turn, rows in self._turns(state, notes=number == 0):
             if turn >= first and (turn - origin) % workers == number:
                 self._origin, self._handed_out = origin, (iteration, turn + 1)
@@ -198,7 +180,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         turn = place["turn"]
         if notes:
             self._places.begin(place)
-            self._shared[DROPPED] = place["dropped"]
+            self._shared.values[DROPPED] = place["dropped"]
         for group, generator, begins in self._groups(place, notes):
             if begins is not None and notes:
                 self._places.add({**begins, "turn": turn})
@@ -214,12 +196,13 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
 
         With the first group of what is held comes the place where the reading of that began.
         """
-        source = StreamSource(self.dataset, self.rank, self.world_size, is_resumed=place["dataset"] is not None)
+        on_dropped = self._count_dropped if notes else None
+        reading = StreamReader(self, on_dropped, is_resumed=place["dataset"] is not None)
         capacity = self.buffer_examples // self.group_examples * self.group_examples
         rest: list[Entry] = []  # of the pass before, fewer than a group
         drawn = place["group"]
         for epoch in itertools.count(place["epoch"]):
-            reading = StreamPass(self, source, place, on_dropped=self._count_dropped if notes else None)
+            reading.begin(place)
             if rest:
                 rest += reading.take(self.group_examples - len(rest))
                 if len(rest) == self.group_examples or reading.is_empty:
@@ -228,9 +211,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
             ahead_from = reading.place(drawn)
             ahead = [] if rest else reading.take(capacity)
             while ahead:
-                groups, rest = cut_groups(
-                    sorted(ahead), self._rows_at, self._readers, full_only=self.max_tokens is None
-                )
+                groups, rest = self._cut(sorted(ahead))
                 begins: Place | None = ahead_from
                 ahead, ahead_from = [], reading.place(drawn + len(groups))
                 while groups:
@@ -244,6 +225,21 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
                 return
             place = {**self._first_place(), "epoch": epoch + 1, "dropped": reading.dropped}
             drawn = 0 if self.rank is None else drawn  # one process may be in an earlier pass than another
+
+    def _cut(self, held: list[Entry]) -> tuple[list[list[Entry]], list[Entry]]:
+        """Return the groups, each with its longest example first, and the examples that fill none.
+
+        The examples ascend; groups are cut from the longest downwards, so that what is left over are the shortest.
+        """
+        groups, end, readers = [], len(held), self._readers
+        while end >= readers:
+            size = (self.batch_size or (self.max_tokens or 0) // held[end - 1][0]) * readers
+            if self.batch_size is not None and end < size:
+                break  # every batch is full
+            size = min(size, end - end % readers)
+            groups.append(held[end - size : end][::-1])
+            end -= size
+        return groups, held[:end]
 
     def _random(self, epoch: int, drawn: int) -> np.random.Generator:
         """Return the random numbers of a group; those of all ranks agree, so that they draw about the same length."""
@@ -279,12 +275,8 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
                 "other processes would wait for it; expected one example or more for each. Leave rank out"
             )
 
-    def _rows_at(self, width: int) -> int:
-        """Return how many rows of a padded length one batch holds."""
-        return self.batch_size if self.batch_size is not None else (self.max_tokens or 0) // width
-
     def _count_dropped(self, count: int) -> None:
-        self._shared[DROPPED] = count
+        self._shared.values[DROPPED] = count
 
     # ---- State ----
 
@@ -305,7 +297,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
         if position is not None:
             check_value("position", position, CountOrZero, 0)
             turn = position
-        elif not in_worker and iteration != int(self._shared[ITERATIONS]):
+        elif not in_worker and iteration != int(self._shared.values[ITERATIONS]):
             raise ValueError(
                 "position=None is unknown where DataLoader workers read the stream; expected the batches that were "
                 "trained on. Call stream.state_dict(position=steps)"
@@ -328,7 +320,7 @@ class BucketedStream(DescribedByDataset, torch.utils.data.IterableDataset[Any]):
             for name in ("turn", "origin"):
                 check_value(f"state[{name!r}]", state[name], CountOrZero)
             self._places.begin(checked_place(state["place"]))
-            self._handed_out = int(self._shared[ITERATIONS]), state["turn"]
+            self._handed_out = int(self._shared.values[ITERATIONS]), state["turn"]
         self._begin = None if state is None else dict(state)
 
     def _order(self) -> dict[str, Any]:

@@ -23,12 +23,13 @@ from hf_memopt.batching.plan.checks import check_batch_limits, check_counts, che
 from hf_memopt.batching.plan.lengths import lengths_of
 from hf_memopt.batching.plan.packing import PackedBatches
 from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
-from hf_memopt.batching.views.descriptions import DescribedByDataset, is_map_style
-from hf_memopt.batching.views.stream_source import check_source
-from hf_memopt.batching.views.trainer_checks import (
+from hf_memopt.batching.views.stream_reading import check_source
+from hf_memopt.batching.views.view import (
+    EpochView,
     check_per_device,
     check_world_size_of_run,
     flattens_batches,
+    is_map_style,
     is_padding_free,
     read_in_order,
     take_seed,
@@ -64,8 +65,8 @@ def bucketed(
 ) -> BucketedExamples | BucketedBatches | BucketedStream:
     """Return a view of a dataset in length-bucketed order, reshuffled every epoch; of a stream, a ``BucketedStream``.
 
-    It is read in order: ``attach`` sets ``train_sampling_strategy="sequential"`` in the Trainer's arguments. Without
-    ``attach`` set it yourself, or use a DataLoader without shuffle.
+    It is read in order: an attached Trainer makes its DataLoaders with ``train_sampling_strategy="sequential"``.
+    Without ``attach`` set it yourself, or use a DataLoader without shuffle.
 
     Args:
         dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied. Or a stream:
@@ -101,106 +102,64 @@ def bucketed(
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_counts(world_size=world_size)
-    if not is_map_style(dataset):
+    settings: dict[str, Any] = {"batch_size": batch_size, "max_tokens": max_tokens, "boundaries": boundaries}
+    settings |= {"seed": 0 if seed is None else seed, "world_size": world_size}
+    settings |= {"pad_to_multiple_of": pad_to_multiple_of, "too_long": too_long}
+    view: BucketedExamples | BucketedBatches | BucketedStream
+    if is_map_style(dataset):
+        _check_settings_of_dataset(dataset, buffer_examples, rank)
+        buckets = LengthBuckets(lengths_of(dataset, lengths, column), n_buckets=n_buckets, **settings)
+        view = BucketedExamples(dataset, buckets) if max_tokens is None else BucketedBatches(dataset, buckets)
+    else:
         check_source(dataset)
         _check_settings_of_stream(lengths, n_buckets, boundaries)
-        held = BUFFER_EXAMPLES * (world_size if rank is None else 1)
-        stream = BucketedStream(
-            dataset,
-            batch_size=batch_size,
-            max_tokens=max_tokens,
-            boundaries=boundaries,
-            buffer_examples=held if buffer_examples is None else buffer_examples,
-            seed=0 if seed is None else seed,
-            world_size=world_size,
-            rank=rank,
-            column=column,
-            pad_to_multiple_of=pad_to_multiple_of,
-            too_long=too_long,
-        )
-        stream.takes_seed = seed is None
-        return stream
+        if buffer_examples is None:
+            buffer_examples = BUFFER_EXAMPLES * (world_size if rank is None else 1)
+        view = BucketedStream(dataset, buffer_examples=buffer_examples, rank=rank, column=column, **settings)
+    view.takes_seed = seed is None
+    return view
+
+
+def _check_settings_of_dataset(dataset: Any, buffer_examples: Any, rank: Any) -> None:
+    """Raise ValueError for settings of streams."""
     for name, value in {"buffer_examples": buffer_examples, "rank": rank}.items():
         if value is not None:
             raise ValueError(
                 f"{name}={shown(value)} is for streams, and <{type(dataset).__name__}> can be indexed; "
                 f"expected it left out, since all lengths are known. Leave {name} out"
             )
-    buckets = LengthBuckets(
-        lengths_of(dataset, lengths, column),
-        batch_size=batch_size,
-        max_tokens=max_tokens,
-        n_buckets=n_buckets,
-        boundaries=boundaries,
-        seed=0 if seed is None else seed,
-        world_size=world_size,
-        pad_to_multiple_of=pad_to_multiple_of,
-        too_long=too_long,
-    )
-    view = BucketedExamples(dataset, buckets) if max_tokens is None else BucketedBatches(dataset, buckets)
-    view.takes_seed = seed is None
-    return view
 
 
 def _check_settings_of_stream(lengths: Any, n_buckets: Any, boundaries: Any) -> None:
     """Raise ValueError for settings that need all lengths before the first batch."""
-    needs_lengths = {
-        "lengths": lengths is not None,
-        "n_buckets": not isinstance(n_buckets, str) or n_buckets != "auto",
-        "boundaries": isinstance(boundaries, str),
-    }
-    given = {"lengths": lengths, "n_buckets": n_buckets, "boundaries": boundaries}
-    for name, value in given.items():
-        if needs_lengths[name]:
+    for name, value, needs_lengths in (
+        ("lengths", lengths, lengths is not None),
+        ("n_buckets", n_buckets, not isinstance(n_buckets, str) or n_buckets != "auto"),
+        ("boundaries", boundaries, isinstance(boundaries, str)),
+    ):
+        if needs_lengths:
             raise ValueError(
                 f"{name}={shown(value)} needs all lengths beforehand, which are unknown in a stream; expected it left "
                 "out. Leave it out, or pass boundaries=[64, 128, 256] to bound the shapes"
             )
 
 
-class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
+class _BucketedView(EpochView, torch.utils.data.Dataset[Any]):
     """What both views share: the epoch, the plan made from it, and the guard against reading out of order."""
 
-    takes_seed = False  # attach may set the seed
-
-    technique = "length buckets"
-
     def __init__(self, dataset: Any, buckets: LengthBuckets) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self.buckets: LengthBuckets | PackedBatches = buckets
         self.reader = RowReader(dataset)
-        self._share_epoch(torch.zeros(1, dtype=torch.int64))
         self._planned: tuple[tuple[int, int, LengthBuckets | PackedBatches], EpochPlan] | None = None
 
-    def _share_epoch(self, epoch: torch.Tensor) -> None:
-        """Keep the epoch in shared memory, so that the workers of a persistent DataLoader see a new one."""
-        epoch.untyped_storage().share_memory_()
-        self._shared = epoch
-        self._epoch = epoch.numpy()  # the same memory, faster to read
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_planned": None, "_epoch": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._share_epoch(self._shared)  # a copy or a plain pickle is private memory
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def epoch(self) -> int:
-        """The epoch whose order the view shows."""
-        return int(self._epoch[0])
-
-    def set_epoch(self, epoch: int) -> None:
-        """Show the order of an epoch, counted from 0; the Trainer and accelerate call it, more than once an epoch."""
-        self._epoch[0] = epoch
+        return {**self.__dict__, "_planned": None}
 
     @property
     def plan(self) -> EpochPlan:
         """The order of the current epoch."""
-        epoch = int(self._epoch[0])
+        epoch = self.epoch
         key, planned = (epoch, self.buckets.seed, self.buckets), self._planned
         if planned is None or planned[0] != key:
             self._planned = None  # the old order is not needed while the new one is made
@@ -215,8 +174,8 @@ class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
             )
         return self.reader.read(examples, width)
 
-    def _check_in_order(self, positions: Sequence[int], most: int) -> None:
-        """Raise unless the positions follow each other; at the end they may start over, as padding the ranks does.
+    def _check_in_order(self, positions: Sequence[int], size: int, most: int) -> None:
+        """Raise unless positions in ``size`` follow each other; they may start over, as where ranks are padded.
 
         Positions that are fetched one by one show no order: there only ``attach`` refuses the wrong strategy.
         """
@@ -227,9 +186,7 @@ class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
                 "process per GPU: torchrun --nproc_per_node=<GPUs> your_script.py. A view is for training: to evaluate "
                 "pass sorted_by_length(view.dataset)"
             )
-        if not _follow_each_other(positions) and any(
-            (after - before - 1) % len(self) != 0 for before, after in pairwise(positions)
-        ):
+        if any((after - before - 1) % size != 0 for before, after in pairwise(positions)):
             raise RuntimeError(
                 f"positions={list(positions[:4])!r} ... read a bucketed view out of order; expected one after the "
                 f"other, or the buckets are lost. Pass {IN_ORDER}, or shuffle=False to a DataLoader"
@@ -252,16 +209,13 @@ class _BucketedView(DescribedByDataset, torch.utils.data.Dataset[Any]):
         """Check the processes, then take the order and the seed of the run."""
         check_world_size_of_run(trainer, self.buckets.world_size, of="bucketed view")
         seed = take_seed(trainer, self.buckets, may_change=self.takes_seed, of="bucketed view")
-        return undo_all(UndoHandle(self._forget_plan), seed, read_in_order(trainer))
-
-    def _forget_plan(self) -> None:
-        self._planned = None
+        return undo_all(seed, read_in_order(trainer))
 
 
 class BucketedExamples(_BucketedView):
     """An item is an example; ``batch_size`` neighbours are of similar length."""
 
-    _as_batches = False  # under an attached Trainer: hand the rows to our collator as one item
+    _as_batches = False  # hand the rows to our collator as one item, past stock's that removes their columns
 
     def __len__(self) -> int:
         return self.buckets.n_examples
@@ -275,26 +229,26 @@ class BucketedExamples(_BucketedView):
         Raises:
             RuntimeError: the positions are out of order or more than a batch.
         """
-        self._check_in_order(positions, most=self.buckets.batch_size or 1)
+        self._check_in_order(positions, len(self), most=self.buckets.batch_size or 1)
         rows = self._at(positions)
         return [rows] if self._as_batches else rows
 
     def indices_of(self, positions: Sequence[int]) -> list[int]:
         """Return the dataset's indices of the examples at ``positions`` of the current epoch."""
-        plan, size = self.plan, self.buckets.batch_size or 1
-        numbers, within = np.divmod(np.asarray(positions) % len(self), size)
-        return [int(index) for index in plan.order[plan.starts[plan.sequence[numbers]] + within]]
+        found: list[int] = self._places(positions)[0].tolist()
+        return found
 
     def _at(self, positions: Sequence[int]) -> RowBatch:
-        """Return the rows at positions that follow each other, or start over at the end."""
-        plan, size = self.plan, self.buckets.batch_size or 1
-        number, first = divmod(positions[0], size)
-        begin = int(plan.starts[plan.sequence[number]]) + first
-        if first + len(positions) <= size and _follow_each_other(positions):
-            return self._read(plan.order[begin : begin + len(positions)], plan.width(number))
-        numbers, within = np.divmod(np.asarray(positions), size)
-        width = None if plan.widths is None else int(plan.widths[plan.sequence[numbers]].max())
-        return self._read(plan.order[plan.starts[plan.sequence[numbers]] + within], width)
+        indices, batches = self._places(positions)
+        widths = self.plan.widths
+        return self._read(indices, None if widths is None else int(widths[batches].max()))
+
+    def _places(self, positions: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return the dataset's indices of the examples at positions, and the batches that they are in."""
+        plan = self.plan
+        numbers, within = np.divmod(np.asarray(positions) % len(self), self.buckets.batch_size or 1)
+        batches = plan.sequence[numbers]
+        return plan.order[plan.starts[batches] + within], batches
 
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
         """Fit the view to a Trainer, which reads it in order from now on; ``attach`` calls it.
@@ -303,7 +257,9 @@ class BucketedExamples(_BucketedView):
             ValueError: the Trainer's arguments do not fit the view.
         """
         check_per_device(trainer, self.buckets.batch_size, of="bucketed view")
-        return undo_all(self._bind(trainer), share_attribute(self, "_as_batches", flattens_batches(trainer)))
+        return undo_all(
+            self._bind(trainer), share_attribute(self, "_as_batches", flattens_batches(trainer.data_collator))
+        )
 
 
 class BucketedBatches(_BucketedView):
@@ -322,7 +278,7 @@ class BucketedBatches(_BucketedView):
         Raises:
             RuntimeError: the positions are out of order or more than one.
         """
-        self._check_in_order(positions, most=1)
+        self._check_in_order(positions, len(self), most=1)
         return [self[position] for position in positions]
 
     def indices_of(self, positions: Sequence[int]) -> list[int]:
@@ -352,11 +308,6 @@ class BucketedBatches(_BucketedView):
         reason = "a batch without padding costs its tokens, so texts of all lengths share one"
         record_changes(trainer, [Change("what max_tokens limits", "rows x longest row", "sum of lengths", reason)])
         return share_attribute(self, "buckets", packed)
-
-
-def _follow_each_other(positions: Sequence[int]) -> bool:
-    """Return whether positions ascend by one, without a look at every pair."""
-    return list(positions) == list(range(positions[0], positions[0] + len(positions)))
 
 
 def count_examples(trainer: Trainer) -> UndoHandle:

@@ -23,8 +23,8 @@ that calls ``restore_order`` with its predictions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -33,16 +33,20 @@ from accelerate.utils import gather_object
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 from torch.utils.data import SequentialSampler
-from transformers.trainer_utils import RemoveColumnsCollator
 
 from hf_memopt.batching.collation.rows import RowReader
 from hf_memopt.batching.exact_losses import ExactLoss
 from hf_memopt.batching.plan.checks import checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
-from hf_memopt.batching.views.descriptions import DescribedByDataset, is_map_style
-from hf_memopt.batching.views.trainer_checks import is_padding_free
+from hf_memopt.batching.views.view import (
+    DescribedByDataset,
+    flattens_batches,
+    is_map_style,
+    is_padding_free,
+    reads_in_order,
+)
 from hf_memopt.binding.handles import override_method, set_attribute
-from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm
+from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm, used_columns
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -99,6 +103,7 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
         self.order = order
         self.restore_by_hand = restore_by_hand
         self._reader = RowReader(dataset)
+        self._as_batches = False  # hand the rows to our collator as one item, past stock's that removes their columns
         # The id of the DataLoader whose results are put back, 0 while there is none; DataLoader workers get a copy.
         self._restored_for = 0
 
@@ -112,7 +117,8 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """Return the examples at these positions, as a list that reads them when it is looked at."""
         self._check_read()
-        return self._reader.read(self.order[np.asarray(positions)])
+        rows = self._reader.read(self.order[np.asarray(positions)])
+        return [rows] if self._as_batches else rows
 
     def _check_read(self) -> None:
         if not (self.restore_by_hand or self._restored_for):
@@ -183,7 +189,7 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
                 f"world_size={args.world_size} processes could not be left out; expected the dataset itself, as there "
                 "is no padding that an order could save. Evaluate view.dataset"
             )
-        if args.train_sampling_strategy == "group_by_length":
+        if args.train_sampling_strategy == "group_by_length" and not reads_in_order(trainer):
             raise ValueError(
                 "train_sampling_strategy='group_by_length' permutes evaluation too, so predictions could not be put "
                 "back into dataset order; expected another strategy. Train with bucketed(...) and "
@@ -237,26 +243,15 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
                 stack.enter_context(override_method(trainer, name, wrap))
             stack.enter_context(set_attribute(trainer.args, "average_tokens_across_devices", False))
             stack.enter_context(set_attribute(self, "_restored_for", id(dataloader)))
-            stack.enter_context(self._without_unused_columns(dataloader))
+            loader = getattr(dataloader, "base_dataloader", dataloader)  # what accelerate's loader iterates
+            stack.enter_context(
+                set_attribute(self, "_as_batches", flattens_batches(getattr(loader, "collate_fn", None)))
+            )
+            stack.callback(self._reader.keep, None)
+            self._reader.keep(used_columns(trainer))
             output = evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         output.metrics.update(loss.result(metric_key_prefix))
         return output._replace(predictions=restore(output.predictions), label_ids=restore(output.label_ids))
-
-    @contextmanager
-    def _without_unused_columns(self, dataloader: Any) -> Iterator[None]:
-        """Leave unused columns unread, instead of dropping them row by row as stock's wrapper of the collator does."""
-        loader = getattr(dataloader, "base_dataloader", dataloader)  # what accelerate's loader iterates
-        wrapper = getattr(loader, "collate_fn", None)
-        if not isinstance(wrapper, RemoveColumnsCollator):
-            yield
-            return
-        self._reader.keep(wrapper.signature_columns)
-        loader.collate_fn = wrapper.data_collator
-        try:
-            yield
-        finally:
-            loader.collate_fn = wrapper
-            self._reader.keep(None)
 
 
 def _restoring(compute_metrics: Callable[..., Any], restore: Callable[[Any], Any]) -> Callable[..., Any]:

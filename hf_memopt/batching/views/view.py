@@ -1,0 +1,215 @@
+"""What all views share: the descriptions of their dataset, and what they ask of a ``Trainer``.
+
+That is arguments that fit them, DataLoaders that read from front to back, and one seed for the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from numpy.typing import NDArray
+
+from hf_memopt.binding.handles import (
+    UndoHandle,
+    is_overridden,
+    nothing_to_undo,
+    override_method,
+    set_attribute,
+    share_attribute,
+    undo_all,
+)
+from hf_memopt.changes import Change, record_changes
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = [
+    "DescribedByDataset",
+    "EpochView",
+    "SharedArray",
+    "check_per_device",
+    "check_rank_of_run",
+    "check_world_size_of_run",
+    "flattens_batches",
+    "is_map_style",
+    "is_padding_free",
+    "read_in_order",
+    "reads_in_order",
+    "take_seed",
+]
+
+DESCRIPTIONS = {"builder_name", "citation", "column_names", "config_name", "dataset_size"}
+DESCRIPTIONS |= {"description", "download_checksums", "download_size", "features", "homepage"}
+DESCRIPTIONS |= {"info", "license", "size_in_bytes", "split", "version"}
+"""The properties of a ``datasets.Dataset`` that hold for its rows in any order (datasets 3.0 to 5.2)."""
+READS_IN_ORDER = "reads in order"  # the purpose of the overrides
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Return whether a dataset can be indexed; a stream or a single number has methods that only raise."""
+    is_stream = isinstance(dataset, torch.utils.data.IterableDataset) or getattr(dataset, "shape", 1) == ()
+    return not is_stream and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+
+
+class DescribedByDataset:
+    """Answer ``column_names``, ``features``, ``info`` and the like as ``self.dataset`` does, if it does."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in DESCRIPTIONS:
+            return getattr(vars(self)["dataset"], name)
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if not name.startswith("_") and callable(getattr(vars(self).get("dataset"), name, None)):
+            make = "sorted_by_length" if type(self).__name__ == "SortedExamples" else "bucketed"
+            message += (
+                ": a view is read as it is; expected its dataset to be changed before. "
+                f"Call: {make}(dataset.{name}(...), ...)"
+            )
+        raise AttributeError(message)
+
+
+class SharedArray:
+    """An array in memory that a view shares with its copies in forked and spawned DataLoader workers."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.int64) -> None:
+        self.__setstate__(torch.zeros(shape, dtype=dtype))
+
+    def __getstate__(self) -> torch.Tensor:
+        return self.tensor
+
+    def __setstate__(self, tensor: torch.Tensor) -> None:
+        tensor.untyped_storage().share_memory_()  # a copy or a plain pickle is private memory
+        self.tensor = tensor
+        self.values: NDArray[Any] = tensor.numpy()
+
+
+class EpochView(DescribedByDataset):
+    """A view for training, in another order every epoch.
+
+    Attributes:
+        dataset: what is viewed.
+        takes_seed: whether ``attach`` may set the seed, since none was given.
+        technique: the name by which ``attach`` knows what it cannot be used with.
+    """
+
+    technique = "length buckets"
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.takes_seed = False
+        self._shared = SharedArray(3)  # the epoch is the first; the workers of a persistent DataLoader see a new one
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose order the view shows; of a stream, the pass that the next iteration begins with."""
+        return int(self._shared.values[0])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Show the order of an epoch, counted from 0; the Trainer and accelerate call it, more than once an epoch."""
+        self._shared.values[0] = epoch
+
+
+def check_world_size_of_run(trainer: Trainer, world_size: int, of: str) -> None:
+    """Raise ValueError where the run has another number of processes than the view was built for."""
+    if trainer.args.world_size != world_size:
+        raise ValueError(
+            f"world_size={world_size} of the {of} differs from the run's {trainer.args.world_size}; expected the same. "
+            f"Build it in the launched script, or pass bucketed(..., world_size={trainer.args.world_size})"
+        )
+
+
+def check_rank_of_run(trainer: Trainer, rank: int) -> None:
+    """Raise ValueError where a stream is that of another process than this one."""
+    if trainer.args.process_index != rank:
+        raise ValueError(
+            f"rank={rank} of the bucketed stream is not this process's {trainer.args.process_index}, so the share of "
+            "one process would be read twice; expected the rank of the run. "
+            'Pass bucketed(..., rank=int(os.environ["RANK"]))'
+        )
+
+
+def check_per_device(trainer: Trainer, batch_size: int | None, of: str) -> None:
+    """Raise ValueError where the Trainer's batches would mix buckets; ``batch_size`` None: items are whole batches."""
+    per_device = trainer.args.per_device_train_batch_size
+    if batch_size is not None:
+        if batch_size % per_device != 0:
+            raise ValueError(
+                f"per_device_train_batch_size={per_device} does not divide the {of}'s batch_size={batch_size}; "
+                f"expected a divisor. Pass bucketed(..., batch_size={per_device})"
+            )
+        return
+    if per_device != 1:
+        raise ValueError(
+            f"per_device_train_batch_size={per_device} would join whole batches of the max_tokens view; expected "
+            "1. Pass TrainingArguments(..., per_device_train_batch_size=1)"
+        )
+    if not flattens_batches(trainer.data_collator):
+        name = type(trainer.data_collator).__name__
+        given = f"inner={name}()" if name == "DataCollatorWithFlattening" else "tokenizer"
+        raise ValueError(
+            f"data_collator=<{name}> cannot flatten the whole batches of the max_tokens view; expected "
+            f"BucketedCollator. Pass Trainer(..., data_collator=BucketedCollator({given}))"
+        )
+
+
+def flattens_batches(collator: Any) -> bool:
+    """Return whether a collator, or the one in stock's that removes columns, takes an item that is a whole batch."""
+    from hf_memopt.batching.collation.collators import BucketedCollator  # imports transformers, which a view need not
+
+    return isinstance(getattr(collator, "data_collator", collator), BucketedCollator)
+
+
+def is_padding_free(trainer: Trainer) -> bool:
+    """Return whether the Trainer's collator joins the texts of a batch into one row, without padding."""
+    return bool(getattr(trainer.data_collator, "is_padding_free", False))
+
+
+def read_in_order(trainer: Trainer) -> UndoHandle:
+    """Let a trainer make its DataLoaders with ``train_sampling_strategy="sequential"``; record the change.
+
+    A view brings its own shuffled order. The arguments are as before once a DataLoader is made, since another Trainer
+    may have the same ones; where the trainer gets another training set, nothing is changed.
+    """
+    args, name = trainer.args, "train_sampling_strategy"
+    if args.train_sampling_strategy == "sequential" or reads_in_order(trainer):
+        return undo_all()
+    reason = "the bucketed view brings its own shuffled order, grouped by length"
+    record_changes(trainer, [Change(name, args.train_sampling_strategy, "sequential", reason)])
+
+    def in_order(before: Callable[..., Any]) -> Callable[..., Any]:
+        def get_dataloader(*given: Any, **named: Any) -> Any:
+            has_view = getattr(trainer.train_dataset, "technique", None) == "length buckets"
+            with set_attribute(trainer.args, name, "sequential") if has_view else nothing_to_undo():
+                return before(*given, **named)
+
+        return get_dataloader
+
+    methods = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
+    return undo_all(*(override_method(trainer, method, in_order, purpose=READS_IN_ORDER) for method in methods))
+
+
+def reads_in_order(trainer: Trainer) -> bool:
+    """Return whether a trainer reads in order although its arguments say otherwise."""
+    return is_overridden(trainer, "get_train_dataloader", READS_IN_ORDER)
+
+
+def take_seed(trainer: Trainer, owner: Any, *, may_change: bool, of: str) -> UndoHandle:
+    """Give ``owner.seed``, that of an order, the value that the training arguments have for it; record the change.
+
+    Raises:
+        ValueError: the order has a seed of its own, and ``data_seed`` is another one.
+    """
+    args, seed = trainer.args, owner.seed
+    name = "seed" if args.data_seed is None else "data_seed"
+    wanted = getattr(args, name)
+    if not may_change:
+        if name == "seed" or wanted == seed:
+            return undo_all()
+        raise ValueError(
+            f"seed={seed} of the {of} differs from data_seed={wanted} of the training arguments; expected one seed for "
+            "the order of the data. Leave seed out of bucketed(...)"
+        )
+    if wanted != seed:
+        record_changes(trainer, [Change(f"seed of the {of}", seed, wanted, f"that of TrainingArguments({name}=...)")])
+    return share_attribute(owner, "seed", wanted)
