@@ -333,10 +333,9 @@ def _length_notes(assumed_length: int | None) -> tuple[str, ...]:
 
 
 def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple[str, ...]:
-    notes = [] if gpu is None else [*gpu.notes]
-    if gpu is None:
-        notes.append("no GPU given: kernels of compute capability 8.0, and the context is not in the total")
-    elif gpu.context_bytes is None:
+    unknown = "no GPU given: kernels of compute capability 8.0, and the context is not in the total"
+    notes = [unknown] if gpu is None else [*gpu.notes]
+    if gpu is not None and gpu.context_bytes is None:
         notes.append(f"the size of the CUDA context on {gpu.name} is unknown and not in the total")
     steps = len(replayed.timeline.steps)
     places = zip(replayed.retries, ("three steps" if steps == 3 else f"{steps} steps", "the evaluation"), strict=True)
@@ -351,4 +350,6 @@ def _notes(gpu: Gpu | None, settings: StepSettings, replayed: Replayed) -> tuple
         )
     if settings.eval_batch_size is None:
         notes.append("evaluation not included: give eval_batch_size")
+    if settings.micro_batch_size is not None:
+        notes.append("micro-batches of a known loss; any other sees all rows, whose logits and gradients come on top")
     return tuple(notes)

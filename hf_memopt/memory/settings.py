@@ -76,7 +76,7 @@ class StepSettings:
             Every position counts as labelled.
         max_grad_norm: 0 (or less, as in the Trainer) for no clipping.
         gradient_accumulation_steps: batches of ``batch_size`` examples per optimizer step.
-        micro_batch_size: examples of one forward pass, where a batch is cut within the step; None for the whole batch.
+        micro_batch_size: examples of one forward pass, where a batch of a known loss is cut; None for the whole batch.
         checkpointing: whether activations are recomputed; a mapping for the options of
             ``activation_checkpointing_kwargs`` (``every_n_layers``, ``offload``, ``use_reentrant``, ``context_fn``).
         label_smoothing_factor: 0 for the model's own loss, below 1.

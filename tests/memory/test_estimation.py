@@ -230,6 +230,8 @@ def test_cutting_a_batch_lowers_activations_only() -> None:
     assert cut.components["weights"] == whole.components["weights"]
     assert cut.flops == whole.flops
     assert cut.batch_size == whole.batch_size == 16
+    told = "micro-batches of a known loss; any other sees all rows, whose logits and gradients come on top"
+    assert (told in cut.notes, told in whole.notes) == (True, False)
 
 
 def test_a_cut_of_the_whole_batch_is_no_cut() -> None:

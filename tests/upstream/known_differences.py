@@ -5,10 +5,6 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 CALLBACKS = "attached with callbacks"
-RANDOM_LOSS = (
-    "micro-batching examines the loss at the first step, before memory runs out: one that is random in evaluation mode "
-    "too cannot be cut, and is refused though no batch of this test is cut"
-)
 
 KNOWN: dict[str, tuple[str, str]] = {
     "*::test_auto_batch_size_with_resume_from_checkpoint": (
@@ -24,14 +20,12 @@ KNOWN: dict[str, tuple[str, str]] = {
         CALLBACKS,
         "NEFTune is refused beside micro-batching: its noise is scaled by the padded length",
     ),
-    "*::test_resume_training_with_different_batch_size": (CALLBACKS, RANDOM_LOSS),
-    "*::test_training_with_resume_from_checkpoint_false": (CALLBACKS, RANDOM_LOSS),
 }
 """Reasons by the pattern of a test's node id: the variant ("*" for all), and the reason.
 
-Seen with the tests of 5.6.0.dev0 (commit 357f414cae, 13 April 2026), less the import of three names that are gone,
-against transformers 5.23.0, 5.17.0 and 5.8.1: what passes with stock passes attached; 5 fewer pass with the callbacks,
-which are these. docs/clients.md has the counts.
+Seen with the tests of 5.6.0.dev0 (commit 357f414cae, 13 April 2026) and of 4.57.5, less the import of names that are
+gone: what passes with stock passes attached, and what does not pass with the callbacks is here. docs/clients.md has the
+counts.
 """
 
 
