@@ -22,7 +22,7 @@ from hf_memopt.memory.recording.trace_cache import forget_traces
 from hf_memopt.memory.step_time.prices import equally_fast
 from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.model_facts import facts_of
-from hf_memopt.recipes.planning.output import print_plan
+from hf_memopt.recipes.planning.output import print_plan, shown_candidates
 from hf_memopt.recipes.planning.search import best_of, row_counts
 from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
 from hf_memopt.recipes.planning.simulation import Simulation, priced_on
@@ -203,21 +203,22 @@ LADDER_A = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size":
 
 
 @pytest.mark.parametrize(("layers", "memory"), [(2, "1250MiB"), pytest.param(24, "14GiB", marks=pytest.mark.slow)])
-def test_checkpointing_at_micro_batch_1_buys_nothing_on_ladder_a(layers: int, memory: str) -> None:
+def test_what_checkpointing_would_cost_and_free_is_told(layers: int, memory: str) -> None:
     model = transformers.BertConfig(**LADDER_A, num_hidden_layers=layers, vocab_size=21128)
     context_bytes = custom_gpu("1GiB", "7.0").context_bytes
     gpu = custom_gpu(parse_bytes(memory) + context_bytes, "7.0")
     found = plan(model, gpu=gpu, seq_len=128, effective_batch_size=32, method="full")
     assert found.chosen is not None
     assert not found.chosen.recipe.checkpointing
-    name = f"{found.chosen.name}, checkpointing"
-    [refused] = [one for one in found.candidates if one.name == name and one.rows == 1]
-    without = next(one for one in found.candidates if one.name == found.chosen.name and one.rows == 1)
+    without = found.chosen
+    name, rows = f"{without.name}, checkpointing", without.rows
+    [refused] = [one for one in found.candidates if (one.name, one.rows) == (name, rows)]
+    assert any(one.name == name for one in shown_candidates(found))
     assert refused.seconds is not None
     assert without.seconds is not None
     assert refused.seconds > 1.05 * without.seconds
     assert refused.reason == (
-        f"checkpointing buys nothing: without it 1 x 32 fits too; it frees "
+        f"checkpointing buys nothing: without it {without.batch} fits too; it frees "
         f"{format_bytes(without.total_bytes - refused.total_bytes)} that nothing needs, for "
         f"{refused.seconds / without.seconds:.2f} x the time, {refused.seconds:.3g} s a step"
     )
