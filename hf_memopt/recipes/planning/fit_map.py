@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory.what_fits import largest_that_fits
-from hf_memopt.recipes.planning.candidates import Verdict, verdict_of
+from hf_memopt.recipes.planning.candidates import Verdict
 from hf_memopt.recipes.planning.texts import MULTIPLE
 
 if TYPE_CHECKING:
@@ -80,8 +79,7 @@ def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation, 
     cells: list[tuple[Cell, ...]] = []
     for part in (accumulated, [count for count in rows if count not in accumulated]):
         for count, verdicts in zip(part, settle(part, lengths, spare_bytes, one.margin_bytes), strict=True):
-            totals = [found.get((count, length)) for length in lengths]
-            cells.append(tuple(map(Cell, verdicts, totals)))
+            cells.append(tuple(map(Cell, verdicts, (found.get((count, length)) for length in lengths))))
     return FitMap(tuple(lengths), tuple(rows), tuple(cells))
 
 
@@ -96,24 +94,20 @@ def settle(
     Args:
         rows: of a micro-batch.
         lengths: tokens of its longest row.
-        spare_bytes: simulates rows of a length: what they leave of the GPU.
+        spare_bytes: what rows of a length leave of the GPU, simulated where it is not known.
         margin_bytes: what has to be left.
     """
-    simulated = cache(spare_bytes)
     columns: list[list[Verdict]] = []
-    fitting = holding = len(rows)  # how many of the rows fit with the margin, and without it
-    for place, length in enumerate(lengths):
-        likely = rows[fitting - 1] if fitting else 0
-        if place and length and (before := lengths[place - 1]):
-            likely = likely * before // length
-        near = [next((count for count in reversed(rows) if count <= likely), 0), *(one for one in rows if one > likely)]
-        most = largest_that_fits(rows[:fitting], lambda count: simulated(count, length) - margin_bytes, first=near[:2])
+    held = len(rows)  # how many of them fit, with the margin or without, with the length before
+    for length in lengths:
+
+        def spare(count: int, length: int | None = length) -> int:
+            return spare_bytes(count, length) - margin_bytes
+
+        most = largest_that_fits(rows[:held], spare)
         fitting = 0 if most is None else rows.index(most) + 1
-        most = largest_that_fits(
-            rows[fitting:holding], lambda count: simulated(count, length), first=rows[fitting:][:1]
-        )
-        holding = fitting if most is None else rows.index(most) + 1
-        columns.append([verdict_of(2 * (at < fitting) + (at < holding) - 1, 1) for at in range(len(rows))])
+        held = next((at for at in range(fitting, held) if spare_bytes(rows[at], length) < 0), held)
+        columns.append(["fits" if at < fitting else "tight" if at < held else "over" for at in range(len(rows))])
     return [list(row) for row in zip(*columns, strict=True)]
 
 

@@ -7,6 +7,8 @@
   at least as fast as these, or more than 5 % faster, no smaller one is simulated.
 - A technique that only saves memory is never faster than the set-up without it (``SetUp.plainer``), so it is simulated
   only with more rows than fit without it, and where those may still be fast enough.
+- Offloading and expandable segments save little: they are simulated only where each set-up without one of them was
+  simulated with the same rows, which are the next to those that fit.
 - Weights, gradients that are not released, and optimizer state are there whatever the rows and whatever is recomputed.
   Where they alone are more than the GPU has, no other set-up with the same ones is simulated.
 - Where what needs least does not fit with a single row either, nothing else is simulated.
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.memory.step_time.prices import SAME_FRACTION, equally_fast
 from hf_memopt.memory.what_fits import largest_that_fits
-from hf_memopt.recipes.planning.set_ups import SEGMENTS
+from hf_memopt.recipes.planning.set_ups import OFFLOAD, SEGMENTS
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from hf_memopt.recipes.planning.simulation import Simulation
 
 __all__ = ["best_of", "least_set_ups", "most_rows", "row_counts", "search"]
+
+SAVES_LITTLE = {OFFLOAD, SEGMENTS}
 
 
 def row_counts(set_up: SetUp, share: int) -> list[int]:
@@ -75,8 +79,13 @@ def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation, share: i
         if not _may_matter(least_cost[name], set_up, fitting):
             most[name] = math.inf
             continue
-        plain = simulated[name] = [one for plain in plainer for one in simulated.get(plain, ())]
-        if any(_least_bytes(one, set_up) > one.usable_bytes for one in plain if one.rows == counts[0]):
+        near = [one for plain in plainer for one in simulated.get(plain, ()) if one.rows == counts[0]]
+        needed = sum(not SAVES_LITTLE.isdisjoint({*name} - {*plain}) for plain in plainer)
+        if len(near) < needed:
+            most[name] = math.inf
+            continue
+        simulated[name] = near
+        if any(_least_bytes(one, set_up) > one.usable_bytes for one in near):
             continue
         found = simulated[name] = most_rows(set_up, simulation, counts, fitting)
         most[name] = max([most[name], *(one.rows for one in found if one.fits)])
