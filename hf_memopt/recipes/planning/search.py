@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory.step_time.prices import SAME_FRACTION, equally_fast
@@ -60,40 +61,52 @@ def search(set_ups: Sequence[SetUp], simulation: Simulation, share: int, goal: s
         _simulate_fastest(set_ups, simulation, share)
 
 
+@dataclass
+class _Tried:
+    """What is known of a set-up.
+
+    Attributes:
+        most: rows with which it fits, or its plainer ones do; infinite where more of them are of no use.
+        least_cost: seconds of an example at least, whatever the rows.
+        simulated: candidates of the set-up, else those of its plainer ones with its smallest rows.
+    """
+
+    most: float
+    least_cost: float
+    simulated: list[Candidate]
+
+
 def _simulate_fastest(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> None:
     """Simulate the fastest set-up, and the simplest of those that are as fast."""
-    most: dict[tuple[Technique, ...], float] = {}  # rows that fit; infinite where more are of no use
-    least_cost: dict[tuple[Technique, ...], float] = {}  # seconds of an example, whatever the rows
-    simulated: dict[tuple[Technique, ...], list[Candidate]] = {}  # of a set-up, else of its plainer ones
+    known: dict[tuple[Technique, ...], _Tried] = {}
     fitting: list[Candidate] = []
     too_large = set()  # what is held in any case
     for set_up in set_ups:
         if set_up.held in too_large:
             continue
-        name, plainer = set_up.techniques, set_up.plainer
-        most[name] = max((most.get(one, 0) for one in plainer), default=0)
-        least_cost[name] = max((least_cost.get(one, 0.0) for one in plainer), default=0.0)
-        counts = [rows for rows in row_counts(set_up, share) if rows > most[name]]
+        plainer = {plain: known[plain] for plain in set_up.plainer if plain in known}
+        tried = known[set_up.techniques] = _Tried(
+            max((one.most for one in plainer.values()), default=0),
+            max((one.least_cost for one in plainer.values()), default=0.0),
+            [],
+        )
+        counts = [rows for rows in row_counts(set_up, share) if rows > tried.most]
         if not counts:
             continue
-        if not _may_matter(least_cost[name], set_up, fitting):
-            most[name] = math.inf
+        tried.simulated = [one for plain in plainer.values() for one in plain.simulated if one.rows == counts[0]]
+        by_little = [plain for plain in set_up.plainer if SAVES_LITTLE & ({*set_up.techniques} - {*plain})]
+        if not _may_matter(tried.least_cost, set_up, fitting) or len(tried.simulated) < len(by_little):
+            tried.most = math.inf
             continue
-        near = [one for plain in plainer for one in simulated.get(plain, ()) if one.rows == counts[0]]
-        needed = sum(not SAVES_LITTLE.isdisjoint({*name} - {*plain}) for plain in plainer)
-        if len(near) < needed:
-            most[name] = math.inf
+        if any(_least_bytes(one, set_up) > one.usable_bytes for one in tried.simulated):
             continue
-        simulated[name] = near
-        if any(_least_bytes(one, set_up) > one.usable_bytes for one in near):
-            continue
-        found = simulated[name] = most_rows(set_up, simulation, counts, fitting)
-        most[name] = max([most[name], *(one.rows for one in found if one.fits)])
+        found = tried.simulated = most_rows(set_up, simulation, counts, fitting)
+        tried.most = max([tried.most, *(one.rows for one in found if one.fits)])
         fitting += [one for one in found if one.fits]
         if found and found[-1].rows == share:
-            least_cost[name] = found[-1].cost
+            tried.least_cost = found[-1].cost
             if not found[-1].fits and not _may_matter(found[-1].cost, set_up, fitting):
-                most[name] = math.inf
+                tried.most = math.inf
         if any(one.floor_bytes > one.usable_bytes for one in found):
             too_large.add(set_up.held)
 
@@ -132,22 +145,20 @@ def most_rows(
 def _simulate_smallest(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> None:
     """Simulate what needs the least memory, and what is within 5 % of it with as many rows as stay within.
 
-    Those that save most come first, so that most others are left out: what holds more than that in any case, and what
-    others save memory of that need more. Expandable segments save none of what tensors hold.
+    Those that save most come first, so that others are left out: where one holds more than that in tensors, so do
+    those that it saves memory of.
     """
     least = math.inf
-    held_bytes: dict[tuple[object, ...], int] = {}
     too_much: set[tuple[Technique, ...]] = set()
     near = []
     for set_up in reversed(set_ups):
         counts, known = row_counts(set_up, share), []
-        if set_up.techniques not in too_much and held_bytes.get(set_up.held, 0) <= _within(least):
+        if set_up.techniques not in too_much:
             ends = [simulation.of(set_up, rows) for rows in dict.fromkeys((counts[0], counts[-1]))]
             known = [one for one in ends if one is not None]
             if not known:
                 continue
             least = min([least, *(one.total_bytes for one in known if one.fits)])
-            held_bytes[set_up.held] = min(one.floor_bytes for one in known)
             near.append(set_up)
         if all(one.context_bytes + sum(one.components.values()) > _within(least) for one in known):
             too_much.update(set_up.plainer)
@@ -156,7 +167,7 @@ def _simulate_smallest(set_ups: Sequence[SetUp], simulation: Simulation, share: 
         def spare_bytes(rows: int, set_up: SetUp = set_up) -> int | None:
             one = simulation.of(set_up, rows)
             return (
-                None if one is None else min(int(_within(least)), one.usable_bytes - one.margin_bytes) - one.total_bytes
+                None if one is None else int(min(_within(least), one.usable_bytes - one.margin_bytes)) - one.total_bytes
             )
 
         counts = row_counts(set_up, share)
@@ -216,22 +227,19 @@ def _bytes_as_one(least: Candidate) -> int:
 def _can_fit(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> bool:
     """Return whether the simplest set-up fits, or one of those that need least; offloading, the slowest, comes last."""
     too_large = set()
-    without = [one for one in set_ups if not one.recipe.offload]
-    with_offload = [one for one in set_ups if one.recipe.offload]
-    for set_up in (set_ups[0], *least_set_ups(without), *least_set_ups(with_offload)):
-        if set_up.held in too_large:
-            continue
+    in_memory, on_host = ([one for one in set_ups if one.recipe.offload is offload] for offload in (False, True))
+    for set_up in (set_ups[0], *least_set_ups(in_memory), *least_set_ups(on_host)):
         counts = row_counts(set_up, share)
-        for rows in dict.fromkeys((counts[0], counts[-1])):
-            one = simulation.of(set_up, rows)
-            if one is None:
-                break
-            if one.verdict != "over":
-                return True
-            if _bytes_as_one(one) > one.usable_bytes:
-                if one.floor_bytes > one.usable_bytes:
-                    too_large.add(set_up.held)
-                break
+        least = None if set_up.held in too_large else simulation.of(set_up, counts[0])
+        if least is None:
+            continue
+        if least.floor_bytes > least.usable_bytes:
+            too_large.add(set_up.held)
+        if least.verdict != "over":
+            return True
+        whole = simulation.of(set_up, counts[-1]) if _bytes_as_one(least) <= least.usable_bytes else None
+        if whole is not None and whole.verdict != "over":
+            return True
     return False
 
 
