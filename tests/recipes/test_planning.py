@@ -144,6 +144,17 @@ def test_the_longest_rows_are_those_of_an_exhaustive_search() -> None:
     assert exhaustive(gpu_of("90MiB"), 2, seq_len=found.seq_len + 8) is None
 
 
+def test_every_set_up_is_known_by_its_techniques_and_follows_its_plainer_ones() -> None:
+    gpu = gpu_of("1GiB")
+    for stage in ("full", "freeze", "lora", "qlora"):
+        every = list(set_ups(stage, ModelFacts("causal-lm", is_tied=True, layers=2), gpu, 8))
+        places = {one.techniques: place for place, one in enumerate(every)}
+        assert len(places) == len(every)
+        for place, one in enumerate(every):
+            assert all(places[plain] < place for plain in one.plainer), one.name
+            assert all(every[places[plain]].simplicity <= one.simplicity for plain in one.plainer), one.name
+
+
 @pytest.mark.parametrize("task", ["masked-lm", "sequence-classification"])
 def test_a_set_up_has_no_reason_for_what_it_leaves_off(task: str) -> None:
     gpu = gpu_of("1GiB")
@@ -417,6 +428,22 @@ def test_the_longest_rows_are_the_longest_that_fit() -> None:
     assert found.chosen.seq_len < 256  # the positions of the model are not the limit
     longer = planned("80MiB", method="full", seq_len=found.chosen.seq_len + 8)
     assert longer.chosen is None or longer.chosen.verdict == "tight"
+
+
+def test_the_longest_rows_keep_the_lengths_that_are_given() -> None:
+    """No longer rows than those of the data are looked for, and shorter ones say how many they cut."""
+    lengths = [200] * 10 + [8] * 54
+    options = {"goal": "longest", "method": "full", "seq_len": None, "effective_batch_size": 2}
+    roomy = planned("400MiB", lengths=lengths, **options)
+    assert (roomy.texts.seq_len, roomy.texts.rows, roomy.texts.cut) == (200, 64, 0)
+    assert roomy.texts.width is not None
+    assert roomy.texts.width < 200  # of which the seconds are
+    assert roomy.chosen is not None
+    assert roomy.chosen.tokens == 2 * np.mean(lengths)
+    cut = planned("66MiB", lengths=lengths, **options)
+    assert cut.chosen is not None
+    assert (cut.texts.seq_len, cut.texts.cut) == (cut.chosen.seq_len, 10)
+    assert f"rows are cut to {cut.texts.seq_len} tokens, which cuts 15.6% of them" in cut.notes
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

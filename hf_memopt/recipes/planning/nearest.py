@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.devices.gpus import GPUS
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.what_fits import largest_that_fits
-from hf_memopt.recipes.planning.candidates import MARGIN_SHARE
+from hf_memopt.recipes.planning.candidates import margin_of
 from hf_memopt.recipes.planning.texts import MULTIPLE
 from hf_memopt.units import format_bytes
 
@@ -66,7 +66,7 @@ def shortfall_of(
         ValueError: the budget does not hold the weights of any set-up.
     """
     own = [one for one in simulation.candidates if not one.consents]
-    _check_methods(own, simulation, set_ups)
+    _check_methods(own, simulation)
     least = min(own, key=lambda one: one.total_bytes)
     simulation.announce("nothing fits: looking for what would")
     weights = min(one.components["weights"] + one.context_bytes for one in own)
@@ -88,12 +88,13 @@ def shortfall_of(
     )
 
 
-def _check_methods(own: Sequence[Candidate], simulation: Simulation, set_ups: Sequence[SetUp]) -> None:
-    failed = [one for one in set_ups if one.name in simulation.refused]
-    unknown = list(dict.fromkeys(one.stage for one in failed if one.stage not in {known.stage for known in own}))
+def _check_methods(own: Sequence[Candidate], simulation: Simulation) -> None:
+    known = {one.stage for one in own}
+    failed = {one.stage: why for one, why in reversed(simulation.refused.items()) if simulation.allows(one)}
+    unknown = [stage for stage in NAMES if stage in failed and stage not in known]
     if own and not unknown:
         return
-    reason = next((simulation.refused[one.name] for one in failed if one.stage in unknown), "no set-up applies to it")
+    reason = failed[unknown[0]] if unknown else "no set-up applies to it"
     methods = " and ".join(NAMES[stage] for stage in unknown) or "training"
     model = simulation.model if isinstance(simulation.model, str) else type(simulation.model).__name__
     does_not_fit = "".join(f"{NAMES[stage]} does not fit, and " for stage in dict.fromkeys(one.stage for one in own))
@@ -144,16 +145,15 @@ def _smallest_gpu(least: Candidate, simulation: Simulation) -> str:
 
     Of GPUs of one size the newest counts first.
     """
-    bf16 = simulation.gpu.bf16
-    larger = [known for known in GPUS.values() if known.bf16 >= bf16 and known.context_bytes is not None]
     enough = [
         known
-        for known in larger
-        if known.usable_bytes * (1 - 1 / MARGIN_SHARE) - (known.context_bytes or 0) >= least.reserved_bytes
+        for known in GPUS.values()
+        if known.bf16 >= simulation.gpu.bf16 and known.context_bytes is not None
+        if known.usable_bytes - margin_of(known) - known.context_bytes >= least.reserved_bytes
     ]
     order = sorted(enough, key=lambda known: (known.memory_bytes, [-part for part in known.compute_capability]))
     for known in order[:3]:
         total_bytes = simulation.estimate(least.recipe, least.seq_len, gpu=known).total_bytes
-        if total_bytes <= known.usable_bytes * (1 - 1 / MARGIN_SHARE):
+        if total_bytes <= known.usable_bytes - margin_of(known):
             return known.name
     return ""

@@ -237,8 +237,8 @@ def _notes(
         if importlib.util.find_spec("deepspeed") is None:
             yield "deepspeed is not installed here; where it trains, call: pip install deepspeed"
     yield from simulation.gpu.notes
-    for name, why in simulation.refused.items():
-        yield f"{name} was not simulated: {why}"
+    for one, why in simulation.refused.items():
+        yield f"{one.name} was not simulated: {why}"
 
 
 # ---- Reasons
@@ -266,7 +266,7 @@ def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candi
     if waste:
         return waste
     if one.stage != chosen.stage:
-        return f"fits, but {_stage(chosen.stage)} comes first"
+        return f"fits, but {NAMES[chosen.stage]} comes first"
     if goal == "memory" and not equally_fast(one.total_bytes, chosen.total_bytes):
         return f"needs {format_bytes(one.total_bytes - chosen.total_bytes)} more than the chosen"
     if goal == "longest" and one.seq_len != chosen.seq_len:
@@ -310,8 +310,3 @@ def _buys_nothing(one: Candidate, candidates: Sequence[Candidate], goal: str) ->
 
 def _time(one: Candidate) -> str:
     return "assumed time" if one.seconds is None else "time"
-
-
-def _stage(stage: str) -> str:
-    names = {"full": "full training", "freeze": "training with frozen parameters", "lora": "LoRA", "qlora": "QLoRA"}
-    return names[stage]

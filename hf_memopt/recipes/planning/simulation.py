@@ -66,7 +66,7 @@ class Simulation:
         announce: called before each simulation with a text.
         measured: what corrects the estimates; None for nothing.
         count: simulations so far.
-        refused: why set-ups could not be simulated, by their names.
+        refused: the set-ups that could not be simulated, and why.
         time_unknown: why no time is predicted, and which is assumed instead; "" where one is predicted.
         most_tokens: of a row that the model takes; None for no limit.
         sharing: how the GPUs share the steps that are simulated next; None for one GPU.
@@ -81,7 +81,7 @@ class Simulation:
     announce: Callable[[str], object] = lambda text: None
     measured: Corrections | None = None
     count: int = 0
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: dict[SetUp, str] = field(default_factory=dict)
     time_unknown: str = ""
     parameters: int = 0
     model_name: str = ""
@@ -97,6 +97,10 @@ class Simulation:
     def candidates(self) -> list[Candidate]:
         """Every set-up that was simulated, with its micro-batch, in the order of the simulations."""
         return [one for one in self._found.values() if one is not None]
+
+    def allows(self, set_up: SetUp) -> bool:
+        """Return whether a set-up needs no word that was not given."""
+        return set(set_up.consents) <= set(self.allow)
 
     def of(self, set_up: SetUp, rows: int) -> Candidate | None:
         """Return the set-up with micro-batches of ``rows``; None where it cannot be simulated (see ``refused``)."""
@@ -135,7 +139,7 @@ class Simulation:
         try:
             found = self.estimate(recipe, self.texts.seq_len)
         except (ValueError, MissingExtraError) as error:
-            self.refused[set_up.name] = str(error)
+            self.refused[set_up] = str(error)
             return None
         self.parameters, self.model_name = self.parameters or found.parameters, found.model
         missing = tuple(word for word in set_up.consents if word not in self.allow)

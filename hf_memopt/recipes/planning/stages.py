@@ -58,7 +58,7 @@ class StageSearch:
         every = list(set_ups(stage, self.facts, simulation.gpu, self.effective_batch_size))
         if simulation.sharing is not None:
             every = [one for one in map(simulation.sharing.adapted, every) if one is not None]
-        return [one for one in every if with_consents or set(one.consents) <= set(simulation.allow)]
+        return [one for one in every if with_consents or simulation.allows(one)]
 
     def by_length(self, stages: Sequence[str], most: int | None) -> Candidate | None:
         """Return the chosen candidate, with shorter or longer rows where they are asked for."""
@@ -123,8 +123,8 @@ class StageSearch:
         asking: dict[tuple[str, ...], SetUp] = {}
         for stage in stages:
             for one in self.set_ups(stage, with_consents=True):
-                missing = not set(one.consents) <= set(self.simulation.allow)
-                if missing and not one.recipe.offload and not one.recipe.expandable_segments:
+                is_plain = not one.recipe.offload and not one.recipe.expandable_segments
+                if is_plain and not self.simulation.allows(one):
                     asking[one.consents] = one  # the later, the less it needs
         for set_up in asking.values():
             if not any(_weights_too_large(one, set_up) for one in self.simulation.candidates):
