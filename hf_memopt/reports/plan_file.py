@@ -69,14 +69,17 @@ class TextsData(TypedDict):
 
 
 class CellData(TypedDict):
-    """A batch at a length; see ``Cell``."""
+    """A batch at a length: whether it fits, and its bytes, None where others prove the verdict."""
 
     verdict: Verdict
     total_bytes: CountOrZero | None
 
 
 class FitMapData(TypedDict):
-    """What fits at other lengths and batches; see ``FitMap``."""
+    """What fits at other lengths and batches: a cell for each of ``rows`` and, within it, each of ``lengths``.
+
+    Lengths are tokens of the longest row, None for a model without text; rows are those of a micro-batch. Both ascend.
+    """
 
     lengths: list[Count | None]
     rows: list[Count]

@@ -12,7 +12,6 @@ that was not simulated and nearly fills the GPU may be tight where it says that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_memopt.memory.what_fits import largest_that_fits
@@ -22,39 +21,19 @@ from hf_memopt.recipes.planning.texts import MULTIPLE
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.simulation import Simulation
+    from hf_memopt.reports.plan_file import CellData, FitMapData
 
-__all__ = ["Cell", "FitMap", "fit_map", "settle"]
+__all__ = ["fit_map", "settle"]
 
 MOST_ROWS = 7
 PARTS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)  # of the planned length
 SHORTEST = 16
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A batch at a length: its verdict, and its bytes where it was simulated, None where others prove the verdict."""
+def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation, most_tokens: int | None) -> FitMapData:
+    """Return the map of a set-up: a cell for each of its rows of a micro-batch and, within these, each of its lengths.
 
-    verdict: Verdict
-    total_bytes: int | None
-
-
-@dataclass(frozen=True)
-class FitMap:
-    """The verdicts by batch and length.
-
-    Attributes:
-        lengths: tokens of the longest row, ascending; (None,) for a model without text.
-        rows: of a micro-batch, ascending.
-        cells: one for each of ``rows`` and, within it, each of ``lengths``.
-    """
-
-    lengths: tuple[int | None, ...]
-    rows: tuple[int, ...]
-    cells: tuple[tuple[Cell, ...], ...]
-
-
-def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation, most_tokens: int | None) -> FitMap:
-    """Return the map of a set-up.
+    A cell has bytes where it was simulated, and none where others prove its verdict.
 
     Args:
         one: the set-up whose techniques are kept.
@@ -76,11 +55,13 @@ def fit_map(one: Candidate, known: Sequence[Candidate], simulation: Simulation, 
         return one.usable_bytes - found[count, length]
 
     accumulated = rows if one.recipe.gradient_release else [count for count in rows if count < share]
-    cells: list[tuple[Cell, ...]] = []
+    cells: list[list[CellData]] = []
     for part in (accumulated, [count for count in rows if count not in accumulated]):
         for count, verdicts in zip(part, settle(part, lengths, spare_bytes, one.margin_bytes), strict=True):
-            cells.append(tuple(map(Cell, verdicts, (found.get((count, length)) for length in lengths))))
-    return FitMap(tuple(lengths), tuple(rows), tuple(cells))
+            totals = [found.get((count, length)) for length in lengths]
+            pairs = zip(verdicts, totals, strict=True)
+            cells.append([{"verdict": verdict, "total_bytes": total} for verdict, total in pairs])
+    return {"lengths": lengths, "rows": rows, "cells": cells}
 
 
 def settle(

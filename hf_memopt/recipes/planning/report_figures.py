@@ -5,7 +5,7 @@ timeline, what each choice costs, padding before and after, and how sure each fi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.memory.output.estimate_picture import drawn_events, event_positions
@@ -55,7 +55,7 @@ def report_figures(found: Plan) -> dict[str, Any]:
         simulation.announce("the timeline")
         estimate = simulation.estimate(one.recipe, one.seq_len)
         chart = fit_map(one, found.candidates, simulation, simulation.most_tokens)
-    return {**known_figures(found), "fit_map": asdict(chart), "timeline": _timeline(estimate)}
+    return {**known_figures(found), "fit_map": chart, "timeline": _timeline(estimate)}
 
 
 def _shown(found: Plan) -> Candidate | None:
