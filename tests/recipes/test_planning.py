@@ -250,7 +250,7 @@ def test_released_gradients_need_consent_and_the_batch_as_one() -> None:
     allowed = planned("72MiB", method="full", effective_batch_size=2, allow=fitting[0].consents)
     assert allowed.chosen is not None
     assert allowed.chosen.fits
-    assert set(allowed.recipe.reasons) >= {"checkpointing", "optim", "per_device_train_batch_size"}
+    assert set(allowed.recipe.reasons) >= {"optim", "per_device_train_batch_size"}
 
 
 @pytest.mark.parametrize(
@@ -516,7 +516,7 @@ def test_a_budget_below_the_weights_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpu", "least", "options"),
-    [("bert-large-uncased", "RTX 4060", 60, {"allow": CONSENTS}), ("Llama-3.1-8B", "RTX 3060 12GB", 1, {})],
+    [("bert-large-uncased", "RTX 4060", 20, {"allow": CONSENTS}), ("Llama-3.1-8B", "RTX 3060 12GB", 1, {})],
 )
 def test_large_models_have_a_plan_of_many_set_ups(model: str, gpu: str, least: int, options: dict[str, Any]) -> None:
     found = plan(model, gpu=gpu, seq_len=512, **options)

@@ -85,7 +85,8 @@ def settle(
         def spare(count: int, length: int | None = length) -> int:
             return spare_bytes(count, length) - margin_bytes
 
-        most = largest_that_fits(rows[:held], spare)
+        fewer = rows[:held]
+        most = largest_that_fits(fewer, spare, first=(*fewer[-1:], *fewer[-2:-1]))
         fitting = 0 if most is None else rows.index(most) + 1
         held = next((at for at in range(fitting, held) if spare_bytes(rows[at], length) < 0), held)
         columns.append(["fits" if at < fitting else "tight" if at < held else "over" for at in range(len(rows))])
