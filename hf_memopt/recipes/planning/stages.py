@@ -75,7 +75,7 @@ class StageSearch:
         if chosen is not None:
             self._simulate_rivals(chosen)
         if chosen is None or not chosen.fits:
-            self._simulate_nearest(stages)
+            self._simulate_nearest(stages, chosen)
         return chosen
 
     def _by_stage(self, stages: Sequence[str]) -> Candidate | None:
@@ -115,10 +115,11 @@ class StageSearch:
             counts = [rows for rows in row_counts(lever, self.share) if rows >= chosen.rows]
             most_rows(lever, self.simulation, counts)
 
-    def _simulate_nearest(self, stages: Sequence[str]) -> None:
-        """Simulate what needs least, and for each set of words that were not given what does with them."""
+    def _simulate_nearest(self, stages: Sequence[str], chosen: Candidate | None) -> None:
+        """Simulate what needs least where nothing is chosen, and what does with each set of words not given."""
         self.simulation.sharing = self.sharings[0]
-        for set_up in least_set_ups([one for one in self.set_ups(stages[-1]) if not one.recipe.offload]):
+        in_memory = [one for one in self.set_ups(stages[-1]) if not one.recipe.offload]
+        for set_up in least_set_ups(in_memory) if chosen is None else ():
             self.simulation.of(set_up, row_counts(set_up, self.share)[0])
         asking: dict[tuple[str, ...], SetUp] = {}
         for stage in stages:
