@@ -86,7 +86,7 @@ def estimate(
             replayed one after the other, and ``Estimate.fragmentation`` says what their gaps add with and without
             expandable segments. At most eight lengths are recorded (a batch of another length counts as the next longer
             one) and 64 batches replayed; a note says how many.
-        hints: whether changes that make it fit are looked for where it does not, which simulates up to 24 of them.
+        hints: whether changes that make it fit are looked for where it does not, which simulates up to 30 of them.
         overrides: fields of ``StepSettings``, or their names in ``TrainingArguments`` such as ``bf16=True``; they
             replace those of the recipe.
 

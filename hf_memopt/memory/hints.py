@@ -1,21 +1,19 @@
 """Find changes of a set-up that make it fit a GPU; every change is simulated before it is reported.
 
 The search tries single changes in the order of ``_candidates``, which begins with those that leave the result of
-training as it is, and stops when ``ENOUGH`` of them fit. If none does, it tries pairs, then combinations of three and
-four. Each trial is one simulation; their number and their time are bounded. A smaller batch keeps the examples of an
-optimizer step by accumulation.
+training as it is, and stops when ``ENOUGH`` of them fit. If none does, those that help are added to each other in that
+order until their combination fits. A smaller batch keeps the examples of an optimizer step by accumulation.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import combinations
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.errors import MissingExtraError
+from hf_memopt.memory.what_fits import largest_that_fits
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -24,10 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Hint", "find_hints"]
 
 ENOUGH = 2
-MOST_TRIALS, MOST_SECONDS = 24, 40.0
-MOST_CHANGES, TRIALS_OF_A_SIZE = 4, 3  # in a combination
-TIGHT_SHARE = 50  # a combination that leaves less than a fiftieth of the GPU is tight
-SLACK = 1.15  # by which a prediction of what fits may be too high
+MOST_SECONDS = 40.0
 LEAST_SHARE = 10  # what saves less than a tenth of what is missing is not tried
 LORA_RANK = 16
 Simulate = Callable[[Mapping[str, Any]], "Estimate"]
@@ -79,118 +74,60 @@ def find_hints(
         announce: called before each trial with a text that names it.
 
     Returns:
-        Single changes that fit, at most ``ENOUGH``. Where none does: the most effective one, and after it the smallest
-        combination that was found to fit, or else the best of those that were tried.
+        Single changes that fit, at most ``ENOUGH``. Where none does: the most effective one, and after it the
+        combination of the first that fit together, or else of all that help. After ``MOST_SECONDS`` nothing more is
+        tried.
     """
-    search = _Search(found, simulate, announce)
+    started = time.monotonic()
+
+    def tried(changes: Mapping[str, Any]) -> Hint | None:
+        if time.monotonic() - started > MOST_SECONDS:
+            return None
+        announce(f"trying {', '.join(f'{name}={value!r}' for name, value in changes.items())}")
+        try:
+            changed = simulate(changes)
+        except (ValueError, MissingExtraError):
+            return None
+        assert changed.gpu is not None  # that of the set-up
+        return Hint(dict(changes), changed.total_bytes, changed.gpu.usable_bytes - changed.total_bytes)
+
     singles: list[Hint] = []
-    slope_bytes = 0.0  # of an example
     for changes in _candidates(found):
-        hint = search.tried(changes)
-        if hint is None or hint.total_bytes >= found.total_bytes:
-            continue
-        if "batch_size" in changes:
-            slope_bytes = (found.total_bytes - hint.total_bytes) / (found.batch_size - 1)
-            hint = search.with_larger_batch(hint, slope_bytes)
-        singles.append(hint)
+        hint = tried(changes)
+        if hint is not None and hint.total_bytes < found.total_bytes:
+            singles.append(_with_larger_batch(hint, found, tried))
         if sum(single.fits for single in singles) == ENOUGH:
             break
     fitting = [single for single in singles if single.fits]
     if fitting or not singles:
         return tuple(fitting)
-    best = min(singles, key=lambda single: single.total_bytes)
-    combination = search.combined(singles)
-    if combination is None or combination.total_bytes >= best.total_bytes:
-        return (best,)
-    if "batch_size" in combination.changes:
-        combination = search.with_larger_batch(combination, slope_bytes)
-    return best, combination
+    best, combined = min(singles, key=lambda single: single.total_bytes), singles[0]
+    for single in singles[1:]:
+        more = tried({**combined.changes, **single.changes})
+        if more is not None and more.total_bytes < combined.total_bytes:
+            combined = more
+        if combined.fits:
+            break
+    return (best, _with_larger_batch(combined, found, tried)) if combined.total_bytes < best.total_bytes else (best,)
 
 
-class _Search:
-    """Trials of changes, within the limits of their number and time; a trial beyond them returns None."""
-
-    def __init__(self, found: Estimate, simulate: Simulate, announce: Callable[[str], object]) -> None:
-        self._found, self._simulate, self._announce = found, simulate, announce
-        self._usable_bytes = 0 if found.gpu is None else found.gpu.usable_bytes
-        self._trials, self._started = 0, time.monotonic()
-
-    def tried(self, changes: Mapping[str, Any]) -> Hint | None:
-        """Return the hint of a simulated change, or None where it is not applicable."""
-        if self._trials >= MOST_TRIALS or time.monotonic() - self._started > MOST_SECONDS:
-            return None
-        self._trials += 1
-        self._announce(f"trying {', '.join(f'{name}={value!r}' for name, value in changes.items())}")
-        try:
-            found = self._simulate(changes)
-        except (ValueError, MissingExtraError):
-            return None
-        if found.gpu is None:
-            return None
-        return Hint(dict(changes), found.total_bytes, found.gpu.usable_bytes - found.total_bytes)
-
-    def with_larger_batch(self, hint: Hint, slope_bytes: float) -> Hint:
-        """Return a hint of single examples with the largest batch that fits too, or as it is.
-
-        Memory is nearly linear in the batch: ``slope_bytes`` of an example predict the largest, a trial verifies it.
-        """
-        batch_size = self._found.batch_size
-        if not hint.fits or slope_bytes <= 0:
-            return hint
-        most = 1 + hint.spare_bytes / slope_bytes
-        for size in (size for size in range(batch_size - 1, 1, -1) if batch_size % size == 0 and size <= most):
-            larger = self.tried({**hint.changes, **_smaller_batch(self._found, size)})
-            if larger is not None and larger.fits:
-                return larger
+def _with_larger_batch(hint: Hint, found: Estimate, tried: Callable[[Mapping[str, Any]], Hint | None]) -> Hint:
+    """Return a hint of single examples that fits with the largest batch that fits too; any other as it is."""
+    if not hint.fits or hint.changes.get("batch_size") != 1:
         return hint
+    hints = {1: hint}
 
-    def combined(self, singles: list[Hint]) -> Hint | None:
-        """Return the smallest combination that was found to fit, or the best of those that were tried.
-
-        One that fits with little to spare is returned where no other trial of as many changes leaves more.
-        """
-        best = None
-        for count in range(2, min(len(singles), MOST_CHANGES) + 1):
-            tight = None
-            for changes in self._ranked(singles, count)[:TRIALS_OF_A_SIZE]:
-                hint = self.tried(changes)
-                if hint is None:
-                    continue
-                if hint.spare_bytes >= self._usable_bytes // TIGHT_SHARE:
-                    return hint
-                tight = tight or (hint if hint.fits else None)
-                best = hint if best is None or hint.total_bytes < best.total_bytes else best
-            if tight is not None:
-                return tight
-        return best
-
-    def _ranked(self, singles: list[Hint], count: int) -> list[dict[str, Any]]:
-        """Return the changes of all combinations of ``count`` hints, the most promising first.
-
-        The bytes of a combination are predicted as the product of what its members leave of the set-up. Those that are
-        predicted to fit come first, in the order of ``singles``; then the others, those of least bytes first.
-        """
-        ranked = []
-        for order, members in enumerate(combinations(singles, count)):
-            changes = _merged(members)
-            if changes is not None:
-                left = prod(single.total_bytes / self._found.total_bytes for single in members)
-                predicted_bytes = left * self._found.total_bytes
-                fits = predicted_bytes <= SLACK * self._usable_bytes
-                ranked.append((not fits, order if fits else predicted_bytes, order, changes))
-        return [changes for *_, changes in sorted(ranked, key=lambda row: row[:3])]
-
-
-def _merged(hints: Sequence[Hint]) -> dict[str, Any] | None:
-    """Return the changes of all hints, or None where two of them set the same thing."""
-    merged: dict[str, Any] = {}
-    for hint in hints:
-        if any(merged.get(name, value) != value for name, value in hint.changes.items()):
+    def spare_bytes(size: int) -> int | None:
+        if size == found.batch_size:
+            return hint.total_bytes + hint.spare_bytes - found.total_bytes  # without any change
+        larger = hints.get(size) or tried({**hint.changes, **_smaller_batch(found, size)})
+        if larger is None:
             return None
-        if hint.changes.keys() <= merged.keys():
-            return None
-        merged.update(hint.changes)
-    return merged
+        hints[size] = larger
+        return larger.spare_bytes
+
+    sizes = [size for size in range(1, found.batch_size + 1) if found.batch_size % size == 0]
+    return hints[largest_that_fits(sizes, spare_bytes, first=(1, found.batch_size)) or 1]
 
 
 def _candidates(found: Estimate) -> Iterator[dict[str, Any]]:

@@ -319,7 +319,7 @@ def fitting_recipe(preset: Recipe, model: Any, *, seq_len: int | None, gpu: Gpu)
     """
     from hf_memopt.memory.estimation import estimate
     from hf_memopt.memory.recording.kept_models import keeping_models
-    from hf_memopt.recipes.planning.candidates import MARGIN_SHARE
+    from hf_memopt.recipes.planning.candidates import margin_of
     from hf_memopt.recipes.planning.model_facts import facts_of
     from hf_memopt.recipes.planning.plan import plan
 
@@ -329,7 +329,7 @@ def fitting_recipe(preset: Recipe, model: Any, *, seq_len: int | None, gpu: Gpu)
         as_it_is = None
         if not facts.is_quantized or facts.has_adapters:
             as_it_is = estimate(source, batch_size=rows, seq_len=seq_len, recipe=preset, gpu=gpu, task=task)
-        if as_it_is is not None and as_it_is.total_bytes + gpu.usable_bytes // MARGIN_SHARE <= gpu.usable_bytes:
+        if as_it_is is not None and as_it_is.total_bytes + margin_of(gpu) <= gpu.usable_bytes:
             length = "" if as_it_is.seq_len is None else f" at {as_it_is.seq_len} tokens"
             needs = f"{format_bytes(as_it_is.total_bytes)} of {format_bytes(gpu.usable_bytes)}"
             purpose = f"as it is, with {as_it_is.model}{length} on {gpu.name}: {needs}, computed and not measured"

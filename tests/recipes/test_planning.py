@@ -22,7 +22,7 @@ from hf_memopt.memory.recording.trace_cache import forget_traces
 from hf_memopt.memory.step_time.prices import equally_fast
 from hf_memopt.recipes.planning.candidates import Candidate
 from hf_memopt.recipes.planning.model_facts import facts_of
-from hf_memopt.recipes.planning.output import print_plan
+from hf_memopt.recipes.planning.output import print_plan, shown_candidates
 from hf_memopt.recipes.planning.search import best_of, row_counts
 from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
 from hf_memopt.recipes.planning.simulation import Simulation, priced_on
@@ -144,6 +144,17 @@ def test_the_longest_rows_are_those_of_an_exhaustive_search() -> None:
     assert exhaustive(gpu_of("90MiB"), 2, seq_len=found.seq_len + 8) is None
 
 
+def test_every_set_up_is_known_by_its_techniques_and_follows_its_plainer_ones() -> None:
+    gpu = gpu_of("1GiB")
+    for stage in ("full", "freeze", "lora", "qlora"):
+        every = list(set_ups(stage, ModelFacts("causal-lm", is_tied=True, layers=2), gpu, 8))
+        places = {one.techniques: place for place, one in enumerate(every)}
+        assert len(places) == len(every)
+        for place, one in enumerate(every):
+            assert all(places[plain] < place for plain in one.plainer), one.name
+            assert all(every[places[plain]].simplicity <= one.simplicity for plain in one.plainer), one.name
+
+
 @pytest.mark.parametrize("task", ["masked-lm", "sequence-classification"])
 def test_a_set_up_has_no_reason_for_what_it_leaves_off(task: str) -> None:
     gpu = gpu_of("1GiB")
@@ -203,21 +214,22 @@ LADDER_A = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size":
 
 
 @pytest.mark.parametrize(("layers", "memory"), [(2, "1250MiB"), pytest.param(24, "14GiB", marks=pytest.mark.slow)])
-def test_checkpointing_at_micro_batch_1_buys_nothing_on_ladder_a(layers: int, memory: str) -> None:
+def test_what_checkpointing_would_cost_and_free_is_told(layers: int, memory: str) -> None:
     model = transformers.BertConfig(**LADDER_A, num_hidden_layers=layers, vocab_size=21128)
     context_bytes = custom_gpu("1GiB", "7.0").context_bytes
     gpu = custom_gpu(parse_bytes(memory) + context_bytes, "7.0")
     found = plan(model, gpu=gpu, seq_len=128, effective_batch_size=32, method="full")
     assert found.chosen is not None
     assert not found.chosen.recipe.checkpointing
-    name = f"{found.chosen.name}, checkpointing"
-    [refused] = [one for one in found.candidates if one.name == name and one.rows == 1]
-    without = next(one for one in found.candidates if one.name == found.chosen.name and one.rows == 1)
+    without = found.chosen
+    name, rows = f"{without.name}, checkpointing", without.rows
+    [refused] = [one for one in found.candidates if (one.name, one.rows) == (name, rows)]
+    assert any(one.name == name for one in shown_candidates(found))
     assert refused.seconds is not None
     assert without.seconds is not None
     assert refused.seconds > 1.05 * without.seconds
     assert refused.reason == (
-        f"checkpointing buys nothing: without it 1 x 32 fits too; it frees "
+        f"checkpointing buys nothing: without it {without.batch} fits too; it frees "
         f"{format_bytes(without.total_bytes - refused.total_bytes)} that nothing needs, for "
         f"{refused.seconds / without.seconds:.2f} x the time, {refused.seconds:.3g} s a step"
     )
@@ -238,7 +250,7 @@ def test_released_gradients_need_consent_and_the_batch_as_one() -> None:
     allowed = planned("72MiB", method="full", effective_batch_size=2, allow=fitting[0].consents)
     assert allowed.chosen is not None
     assert allowed.chosen.fits
-    assert set(allowed.recipe.reasons) >= {"checkpointing", "optim", "per_device_train_batch_size"}
+    assert set(allowed.recipe.reasons) >= {"optim", "per_device_train_batch_size"}
 
 
 @pytest.mark.parametrize(
@@ -418,6 +430,22 @@ def test_the_longest_rows_are_the_longest_that_fit() -> None:
     assert longer.chosen is None or longer.chosen.verdict == "tight"
 
 
+def test_the_longest_rows_keep_the_lengths_that_are_given() -> None:
+    """No longer rows than those of the data are looked for, and shorter ones say how many they cut."""
+    lengths = [200] * 10 + [8] * 54
+    options = {"goal": "longest", "method": "full", "seq_len": None, "effective_batch_size": 2}
+    roomy = planned("400MiB", lengths=lengths, **options)
+    assert (roomy.texts.seq_len, roomy.texts.rows, roomy.texts.cut) == (200, 64, 0)
+    assert roomy.texts.width is not None
+    assert roomy.texts.width < 200  # of which the seconds are
+    assert roomy.chosen is not None
+    assert roomy.chosen.tokens == 2 * np.mean(lengths)
+    cut = planned("66MiB", lengths=lengths, **options)
+    assert cut.chosen is not None
+    assert (cut.texts.seq_len, cut.texts.cut) == (cut.chosen.seq_len, 10)
+    assert f"rows are cut to {cut.texts.seq_len} tokens, which cuts 15.6% of them" in cut.notes
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_table_is_as_wide_as_the_terminal(found: Plan, width: int) -> None:
     text = found.table(width)
@@ -488,7 +516,7 @@ def test_a_budget_below_the_weights_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpu", "least", "options"),
-    [("bert-large-uncased", "RTX 4060", 60, {"allow": CONSENTS}), ("Llama-3.1-8B", "RTX 3060 12GB", 1, {})],
+    [("bert-large-uncased", "RTX 4060", 20, {"allow": CONSENTS}), ("Llama-3.1-8B", "RTX 3060 12GB", 1, {})],
 )
 def test_large_models_have_a_plan_of_many_set_ups(model: str, gpu: str, least: int, options: dict[str, Any]) -> None:
     found = plan(model, gpu=gpu, seq_len=512, **options)

@@ -12,9 +12,8 @@ from tiny_plans import config, fitting_plan, missing_plan
 from hand_made import hand_made
 from hf_memopt import Recipe, estimate
 from hf_memopt.memory.timeline import Timeline, phase_peaks, without_repeated_steps
-from hf_memopt.recipes.planning.candidates import Verdict
+from hf_memopt.recipes.planning.candidates import verdict_of
 from hf_memopt.recipes.planning.fit_map import settle
-from hf_memopt.reports.plan_file import CellData
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -36,28 +35,22 @@ def estimated(recipe: Recipe, seq_len: int | None) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_settled_cells_are_those_of_a_full_simulation(seed: int) -> None:
+def test_settled_verdicts_are_those_of_a_full_simulation(seed: int) -> None:
     draw = random.Random(seed)
     rows, lengths = [2**power for power in range(draw.randint(1, 7))], [64 * 2**power for power in range(6)]
     per_token, room = draw.uniform(0.1, 2), draw.uniform(1, 5000)
-    asked = []
+    margin = int(room / 20)
+    asked = set()
 
-    def simulate(count: int, length: int | None) -> CellData:
+    def spare(count: int, length: int | None) -> int:
         assert length is not None
-        asked.append((count, length))
-        needed = 10 + per_token * count * length
-        verdict: Verdict = "fits" if needed < 0.95 * room else "tight" if needed <= room else "over"
-        return {"verdict": verdict, "total_bytes": int(needed)}
+        asked.add((count, length))
+        return int(room - 10 - per_token * count * length)
 
-    found = settle(rows, lengths, simulate)
-    times = len(asked)
-    assert len(set(asked)) == times
-    assert times <= 2 * (len(rows) + len(lengths))
-    for count, cells in zip(rows, found, strict=True):
-        for length, cell in zip(lengths, cells, strict=True):
-            whole = simulate(count, length)
-            assert cell["verdict"] == whole["verdict"]
-            assert cell["total_bytes"] in (None, whole["total_bytes"])
+    found = settle(rows, lengths, spare, margin)
+    assert len(asked) <= 2 * (len(rows) + len(lengths))
+    for count, verdicts in zip(rows, found, strict=True):
+        assert verdicts == [verdict_of(spare(count, length), margin) for length in lengths]
 
 
 @pytest.mark.slow
@@ -90,13 +83,15 @@ def test_alternatives_cost_what_direct_estimates_say() -> None:
     choices = {choice["name"]: choice for choice in found.figures["choices"]}
     assert set(choices) == {name for name in vars(one.recipe) if name not in ("name", "purpose", "reasons")}
     assert all(choice["reason"] for choice in choices.values())
-    whole = estimated(one.recipe, one.seq_len)
     (larger,) = choices["checkpointing"]["alternatives"]
     with_it = estimated(one.recipe.replace(checkpointing=True, autocast_cache=False), one.seq_len)
     assert (larger["value"], larger["total_bytes"], larger["refused"]) == ("True", with_it.total_bytes, "")
-    time = found.simulation.step_time(with_it).seconds / found.simulation.step_time(whole).seconds
-    assert larger["time_ratio"] == pytest.approx(time)
-    assert {other["value"] for other in choices["per_device_train_batch_size"]["alternatives"]} <= {"1", "2", "4"}
+    assert larger["time_ratio"] > 1
+    others = choices["per_device_train_batch_size"]["alternatives"]
+    assert {other["value"] for other in others} <= {"1", "2", "4"}
+    for other in others:
+        rows = estimated(one.recipe.replace(per_device_train_batch_size=int(other["value"])), one.seq_len)
+        assert other["total_bytes"] == rows.total_bytes
     assert choices["memory_report"]["alternatives"] == []
 
 

@@ -11,11 +11,11 @@ from hf_memopt.units import format_bytes
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
     from hf_memopt.memory.result import Estimate
-    from hf_memopt.recipes.planning.set_ups import SetUp
+    from hf_memopt.recipes.planning.set_ups import SetUp, Technique
     from hf_memopt.recipes.planning.sharing import Sharing
     from hf_memopt.recipes.recipe import Recipe
 
-__all__ = ["MARGIN_SHARE", "Candidate", "Verdict", "candidate_of", "verdict_of"]
+__all__ = ["MARGIN_SHARE", "Candidate", "Verdict", "candidate_of", "margin_of", "verdict_of"]
 
 Verdict = Literal["fits", "tight", "over"]
 
@@ -31,6 +31,7 @@ class Candidate:
         name: method and techniques in short.
         stage: "full", "freeze" (full with frozen parameters), "lora" or "qlora".
         recipe: the set-up as plain data.
+        techniques: of the set-up, by which it is known.
         seq_len: tokens of the longest row; None for a model without text.
         accumulation_steps: micro-batches of a step on each GPU.
         reserved_bytes: what torch's allocator holds at its peak.
@@ -65,6 +66,7 @@ class Candidate:
     margin_bytes: int
     usable_bytes: int
     components: Mapping[str, int] = field(hash=False)
+    techniques: tuple[Technique, ...] = field(default=(), repr=False)
     phase: str = ""
     seconds: float | None = None
     low: float | None = None
@@ -107,6 +109,12 @@ class Candidate:
         return self.verdict == "fits" and not self.consents
 
     @property
+    def floor_bytes(self) -> int:
+        """What is there whatever the rows, with the context: weights, gradients that are kept, optimizer state."""
+        kept = ("weights", "optimizer state", *(() if self.recipe.gradient_release else ("gradients",)))
+        return self.context_bytes + sum(self.components[name] for name in kept)
+
+    @property
     def cost(self) -> float:
         """Seconds of an example, by which set-ups are ranked."""
         return self.ranking_seconds / self.examples
@@ -115,6 +123,16 @@ class Candidate:
     def batch(self) -> str:
         """Examples of a micro-batch times micro-batches."""
         return f"{self.rows} x {self.accumulation_steps}"
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from every other candidate of a plan: techniques, how GPUs share a step, length, rows."""
+        return self.techniques, self.sharing, self.seq_len, self.rows
+
+    def adds(self, technique: Technique, *, to: Candidate) -> bool:
+        """Return whether it is another set-up with one technique more, for rows of the same length."""
+        same = (self.stage, self.seq_len, self.sharing) == (to.stage, to.seq_len, to.sharing)
+        return same and {*self.techniques} - {*to.techniques} == {technique} and {*to.techniques} < {*self.techniques}
 
     def because(self, reason: str) -> Candidate:
         """Return it with a reason."""
@@ -129,7 +147,7 @@ class Candidate:
     def as_dict(self) -> dict[str, Any]:
         """Return the candidate for JSON, bytes as integers."""
         found = {**asdict(self), "components": dict(self.components), "recipe": _plain(self.recipe)}
-        del found["simplicity"], found["ranking_seconds"]
+        del found["techniques"], found["simplicity"], found["ranking_seconds"]
         return {
             **found,
             "micro_batch_size": self.rows,
@@ -138,6 +156,11 @@ class Candidate:
             "verdict": self.verdict,
             "seconds_per_example": None if self.seconds is None else self.seconds / self.examples,
         }
+
+
+def margin_of(gpu: Gpu) -> int:
+    """Return the bytes of a GPU that have to be left."""
+    return gpu.usable_bytes // MARGIN_SHARE
 
 
 def verdict_of(spare_bytes: int, margin_bytes: int) -> Verdict:
@@ -161,9 +184,10 @@ def candidate_of(set_up: SetUp, recipe: Recipe, found: Estimate, gpu: Gpu, conse
         accumulation_steps=found.settings.gradient_accumulation_steps,
         reserved_bytes=found.peak_reserved_bytes,
         context_bytes=found.context_bytes or 0,
-        margin_bytes=gpu.usable_bytes // MARGIN_SHARE,
+        margin_bytes=margin_of(gpu),
         usable_bytes=gpu.usable_bytes,
         components=found.components,
+        techniques=set_up.techniques,
         phase=found.phase,
         flops=found.flops,
         examples=recipe.effective_batch_size,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.devices.gpus import GPUS
 from hf_memopt.memory.settings import NotEstimableError
-from hf_memopt.recipes.planning.candidates import MARGIN_SHARE
+from hf_memopt.memory.what_fits import largest_that_fits
+from hf_memopt.recipes.planning.candidates import margin_of
 from hf_memopt.recipes.planning.texts import MULTIPLE
 from hf_memopt.units import format_bytes
 
@@ -48,21 +50,23 @@ class Shortfall:
 
 
 def shortfall_of(
-    candidates: Sequence[Candidate],
-    simulation: Simulation,
-    facts: ModelFacts,
-    set_ups: Sequence[SetUp],
-    share: int,
-    budget: Any,
+    simulation: Simulation, facts: ModelFacts, set_ups: Sequence[SetUp], share: int, budget: Any
 ) -> Shortfall:
     """Return what is missing.
+
+    Args:
+        simulation: after the search.
+        facts: of the model.
+        set_ups: those that are allowed.
+        share: examples of a step on each GPU.
+        budget: as for ``plan``.
 
     Raises:
         NotEstimableError: of a method every simulation failed, so that nobody knows whether it fits.
         ValueError: the budget does not hold the weights of any set-up.
     """
-    own = [one for one in candidates if not one.consents]
-    _check_methods(own, simulation, set_ups)
+    own = [one for one in simulation.candidates if not one.consents]
+    _check_methods(own, simulation)
     least = min(own, key=lambda one: one.total_bytes)
     simulation.announce("nothing fits: looking for what would")
     weights = min(one.components["weights"] + one.context_bytes for one in own)
@@ -72,25 +76,25 @@ def shortfall_of(
             f"with CUDA's context at least; expected more. Pass budget='{-(-2 * weights // 2**30)}GiB', or a smaller "
             "model"
         )
-    allowed = [one for one in set_ups if set(one.consents) <= set(simulation.allow)]
-    with_consent = [one for one in candidates if one.consents and one.verdict == "fits"]
+    with_consent = [one for one in simulation.candidates if one.consents and one.verdict == "fits"]
     return Shortfall(
         nearest=least,
         lacks_bytes=-least.spare_bytes,
         longest=_longest(least, simulation, facts),
-        batch=_batch(allowed, simulation, share),
+        batch=_batch(set_ups, simulation, share),
         parameters=_parameters(least, simulation.parameters),
         gpu=_smallest_gpu(least, simulation),
         consents=with_consent[0].consents if with_consent else (),
     )
 
 
-def _check_methods(own: Sequence[Candidate], simulation: Simulation, set_ups: Sequence[SetUp]) -> None:
-    failed = [one for one in set_ups if one.name in simulation.refused and not set(one.consents) - {*simulation.allow}]
-    unknown = list(dict.fromkeys(one.stage for one in failed if one.stage not in {known.stage for known in own}))
+def _check_methods(own: Sequence[Candidate], simulation: Simulation) -> None:
+    known = {one.stage for one in own}
+    failed = {one.stage: why for one, why in reversed(simulation.refused.items()) if simulation.allows(one)}
+    unknown = [stage for stage in NAMES if stage in failed and stage not in known]
     if own and not unknown:
         return
-    reason = next((simulation.refused[one.name] for one in failed if one.stage in unknown), "no set-up applies to it")
+    reason = failed[unknown[0]] if unknown else "no set-up applies to it"
     methods = " and ".join(NAMES[stage] for stage in unknown) or "training"
     model = simulation.model if isinstance(simulation.model, str) else type(simulation.model).__name__
     does_not_fit = "".join(f"{NAMES[stage]} does not fit, and " for stage in dict.fromkeys(one.stage for one in own))
@@ -109,34 +113,10 @@ def _longest(least: Candidate, simulation: Simulation, facts: ModelFacts) -> int
     """Return the most tokens with which the set-up fits, a multiple of 8; simulations show that the next does not."""
     if least.seq_len is None or facts.task == "image-classification":
         return None
-
-    def spare_bytes(multiples: int) -> int:
-        return room - simulation.estimate(least.recipe, multiples * MULTIPLE).total_bytes
-
-    room = least.usable_bytes - least.margin_bytes
-    return _largest(spare_bytes, -(-least.seq_len // MULTIPLE), room - least.total_bytes) * MULTIPLE or None
-
-
-def _largest(spare_bytes: Callable[[int], int], too_many: int, lacking: int) -> int:
-    """Return the largest number from 1 on that leaves bytes to spare; 0 where even 1 does not.
-
-    The line through the two nearest known numbers says where to look, as memory hardly bends.
-
-    Args:
-        spare_bytes: of a number, negative for what is missing.
-        too_many: a number that does not fit.
-        lacking: its ``spare_bytes``.
-    """
-    if too_many <= 1 or (spare := spare_bytes(1)) < 0:
-        return 0
-    low, high, turn = (1, spare), (too_many, lacking), 0
-    while high[0] - low[0] > 1:
-        turn += 1
-        share = low[1] / max(low[1] - high[1], 1) if turn % 3 else 0.5  # where it jumps, the line leads nowhere
-        guess = min(max(low[0] + int(share * (high[0] - low[0])), low[0] + 1), high[0] - 1)
-        found = guess, spare_bytes(guess)
-        low, high = (found, high) if found[1] >= 0 else (low, found)
-    return low[0]
+    shorter = range(MULTIPLE, least.seq_len, MULTIPLE)
+    return largest_that_fits(
+        shorter, partial(simulation.spare_bytes, least.recipe), first=(*shorter[:1], *shorter[-1:])
+    )
 
 
 def _batch(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> int | None:
@@ -144,14 +124,14 @@ def _batch(set_ups: Sequence[SetUp], simulation: Simulation, share: int) -> int 
 
     It is the last one, or the one before, which has no expandable segments: these round up by 2 MiB in each pool.
     """
-    released = [one.recipe for one in set_ups if one.recipe.gradient_release]
-    room = simulation.gpu.usable_bytes - simulation.gpu.usable_bytes // MARGIN_SHARE
+    released = [one.recipe for one in set_ups if one.recipe.gradient_release][-2:]
 
-    def spare_bytes(rows: int) -> int:
-        sized = [one.replace(effective_batch_size=rows, per_device_train_batch_size=rows) for one in released[-2:]]
-        return room - min(simulation.estimate(one, simulation.texts.seq_len).total_bytes for one in sized)
+    def spare_bytes(rows: int) -> int | None:
+        sized = [one.replace(effective_batch_size=rows, per_device_train_batch_size=rows) for one in released]
+        spare = [simulation.spare_bytes(one, simulation.texts.seq_len) for one in sized]
+        return max((one for one in spare if one is not None), default=None)
 
-    return (_largest(spare_bytes, share, spare_bytes(share)) or None) if released else None
+    return largest_that_fits(range(1, share), spare_bytes, first=(1, share - 1)) if released else None
 
 
 def _parameters(least: Candidate, parameters: int) -> int:
@@ -165,16 +145,15 @@ def _smallest_gpu(least: Candidate, simulation: Simulation) -> str:
 
     Of GPUs of one size the newest counts first.
     """
-    bf16 = simulation.gpu.bf16
-    larger = [known for known in GPUS.values() if known.bf16 >= bf16 and known.context_bytes is not None]
     enough = [
         known
-        for known in larger
-        if known.usable_bytes * (1 - 1 / MARGIN_SHARE) - (known.context_bytes or 0) >= least.reserved_bytes
+        for known in GPUS.values()
+        if known.bf16 >= simulation.gpu.bf16 and known.context_bytes is not None
+        if known.usable_bytes - margin_of(known) - known.context_bytes >= least.reserved_bytes
     ]
     order = sorted(enough, key=lambda known: (known.memory_bytes, [-part for part in known.compute_capability]))
     for known in order[:3]:
         total_bytes = simulation.estimate(least.recipe, least.seq_len, gpu=known).total_bytes
-        if total_bytes <= known.usable_bytes * (1 - 1 / MARGIN_SHARE):
+        if total_bytes <= known.usable_bytes - margin_of(known):
             return known.name
     return ""

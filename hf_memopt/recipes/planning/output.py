@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.memory.step_time.prices import equally_fast
 from hf_memopt.recipes.planning.report_figures import known_figures
 from hf_memopt.recipes.planning.request import GOALS
+from hf_memopt.recipes.planning.set_ups import CHECKPOINTING
 from hf_memopt.recipes.planning.sharing import sharing_text
 from hf_memopt.reports.plan_file import FORMAT
 from hf_memopt.units import format_bytes, to_gib
@@ -94,22 +95,28 @@ def shown_candidates(found: Plan) -> list[Candidate]:
 
     Of the micro-batches of a set-up one is shown: the largest that fits, else the smallest.
     """
-    by_name: dict[tuple[str, int | None], Candidate] = {}
+    by_set_up: dict[tuple[Any, ...], Candidate] = {}
     for one in found.candidates:
-        known = by_name.get((one.name, one.seq_len))
+        known = by_set_up.get(one.key[:-1])
         if known is None or one is found.chosen or (known is not found.chosen and _place(one) < _place(known)):
-            by_name[one.name, one.seq_len] = one
-    ranked = sorted(by_name.values(), key=lambda one: (one is not found.chosen, *_place(one)))
+            by_set_up[one.key[:-1]] = one
+    ranked = sorted(by_set_up.values(), key=lambda one: (one is not found.chosen, *_place(one)))
     fitting = [one for one in ranked if one.fits or one is found.chosen][: 1 + SHOWN_FITTING]
     tight = [one for one in ranked if one.verdict == "tight" and not one.consents and one not in fitting]
     asking = {one.consents: one for one in reversed(ranked) if one.consents and _is_worth_asking(one, found)}
     over: list[Candidate] = []
     for stage in dict.fromkeys(one.stage for one in found.candidates):
-        of_stage = [one for one in ranked if one.verdict == "over" and one.stage == stage and not one.consents]
-        over += sorted(of_stage, key=lambda one: one.simplicity)[:1]
+        with_one_row = [one for one in ranked if one.verdict == "over" and one.stage == stage and _is_least(one)]
+        over += sorted(with_one_row, key=lambda one: one.simplicity)[:1]
+    recomputed = [one for one in ranked if found.chosen is not None and one.adds(CHECKPOINTING, to=found.chosen)]
     nearest = [found.shortfall.nearest] if found.shortfall is not None else []
-    rows = [*fitting, *tight[:SHOWN_OVER], *nearest, *reversed(asking.values()), *over]
+    rows = [*fitting, *recomputed, *tight[:SHOWN_OVER], *nearest, *reversed(asking.values()), *over]
     return list({id(one): one for one in rows}.values())
+
+
+def _is_least(one: Candidate) -> bool:
+    """Return whether a set-up that needs no further consent has as few rows as it can."""
+    return not one.consents and (one.rows == 1 or one.recipe.gradient_release)
 
 
 def _is_worth_asking(one: Candidate, found: Plan) -> bool:
@@ -221,7 +228,7 @@ def _with_consent(found: Plan) -> Iterator[str]:
 def _freed_bytes(lever: Candidate, found: Plan) -> int:
     """Return what the set-up that needs consent frees of the chosen one's bytes with the chosen one's rows."""
     for one in found.candidates:
-        if found.chosen is not None and (one.name, one.rows) == (lever.name, found.chosen.rows):
+        if found.chosen is not None and (one.techniques, one.rows) == (lever.techniques, found.chosen.rows):
             return found.chosen.total_bytes - one.total_bytes
     return 0
 
@@ -290,8 +297,8 @@ def plan_json(found: Plan, *, figures: bool = False) -> str:
 
 def _places(found: Plan, some: Sequence[Candidate]) -> list[int]:
     """Return which of the candidates these are."""
-    places = {(one.name, one.batch, one.seq_len): place for place, one in enumerate(found.candidates)}
-    return list(dict.fromkeys(places[one.name, one.batch, one.seq_len] for one in some))
+    places = {one.key: place for place, one in enumerate(found.candidates)}
+    return list(dict.fromkeys(places[one.key] for one in some))
 
 
 def _call(found: Plan) -> str:

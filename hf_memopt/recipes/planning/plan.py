@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from hf_memopt.devices.gpus import current_gpu
@@ -136,12 +137,13 @@ def plan(
         sharings = sharings_of(strategy, world_size, goal)
         search_of = StageSearch(simulation, facts, effective_batch_size, share, goal, sharings)
         stages = stages_of(method, facts, words)
-        candidates, chosen = search_of.by_length(stages, most)
-        shortfall = None
+        chosen, shortfall = search_of.by_length(stages, most), None
+        candidates = simulation.candidates
         shown = chosen or min(candidates, key=lambda one: one.total_bytes, default=None)
         simulation.sharing = None if shown is None else shown.sharing
         if chosen is None:
-            shortfall = shortfall_of(candidates, simulation, facts, search_of.all_set_ups(stages), share, budget)
+            set_ups = [one for stage in stages for one in search_of.set_ups(stage)]
+            shortfall = shortfall_of(simulation, facts, set_ups, share, budget)
     reasoned = with_reasons(candidates, chosen, goal)
     taken = None if chosen is None else _with_reasons_of_recipe(reasoned[candidates.index(chosen)], found_gpu)
     all_of_them = tuple(
@@ -235,8 +237,8 @@ def _notes(
         if importlib.util.find_spec("deepspeed") is None:
             yield "deepspeed is not installed here; where it trains, call: pip install deepspeed"
     yield from simulation.gpu.notes
-    for name, why in simulation.refused.items():
-        yield f"{name} was not simulated: {why}"
+    for one, why in simulation.refused.items():
+        yield f"{one.name} was not simulated: {why}"
 
 
 # ---- Reasons
@@ -264,7 +266,7 @@ def _reason(one: Candidate, chosen: Candidate | None, candidates: Sequence[Candi
     if waste:
         return waste
     if one.stage != chosen.stage:
-        return f"fits, but {_stage(chosen.stage)} comes first"
+        return f"fits, but {NAMES[chosen.stage]} comes first"
     if goal == "memory" and not equally_fast(one.total_bytes, chosen.total_bytes):
         return f"needs {format_bytes(one.total_bytes - chosen.total_bytes)} more than the chosen"
     if goal == "longest" and one.seq_len != chosen.seq_len:
@@ -293,29 +295,18 @@ def _buys_nothing(one: Candidate, candidates: Sequence[Candidate], goal: str) ->
 
     Where memory is the goal, 5 % less of it are of use.
     """
-    for other in candidates:
-        without = [name for name in _names(one) if name not in _names(other)]
-        same = other.stage == one.stage and other.rows == one.rows and other.seq_len == one.seq_len
-        fewer = set(_names(other)) < set(_names(one)) and len(without) == 1
-        saves = goal == "memory" and not equally_fast(one.total_bytes, other.total_bytes)
-        if same and fewer and other.fits and one.cost >= other.cost and not saves:
+    for technique, other in product(one.techniques, candidates):
+        if not one.adds(technique, to=other) or one.rows != other.rows or not other.fits or one.cost < other.cost:
+            continue
+        freed_bytes = other.total_bytes - one.total_bytes
+        if goal != "memory" or equally_fast(one.total_bytes, other.total_bytes):
             times = one.cost / other.cost
-            freed = other.total_bytes - one.total_bytes
             seconds = "" if one.seconds is None else f", {one.seconds:.3g} s a step"
             price = f"no more {_time(one)}" if times < 1.005 else f"{times:.2f} x the {_time(one)}{seconds}"
-            frees = f"frees {format_bytes(freed)} that nothing needs" if freed > 0 else "frees nothing"
-            return f"{without[0]} buys nothing: without it {other.batch} fits too; it {frees}, for {price}"
+            frees = f"frees {format_bytes(freed_bytes)} that nothing needs" if freed_bytes > 0 else "frees nothing"
+            return f"{technique.name} buys nothing: without it {other.batch} fits too; it {frees}, for {price}"
     return ""
 
 
 def _time(one: Candidate) -> str:
     return "assumed time" if one.seconds is None else "time"
-
-
-def _names(one: Candidate) -> list[str]:
-    return one.name.split(", ")
-
-
-def _stage(stage: str) -> str:
-    names = {"full": "full training", "freeze": "training with frozen parameters", "lora": "LoRA", "qlora": "QLoRA"}
-    return names[stage]

@@ -8,20 +8,14 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.output.estimate_picture import timeline_data
 from hf_memopt.memory.recording.kept_models import keeping_models
-from hf_memopt.recipes.planning.candidates import verdict_of
 from hf_memopt.recipes.planning.fit_map import fit_map
-from hf_memopt.reports.plan_file import AlternativeData, ChoiceData
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from hf_memopt.memory.step_time.prices import StepTime
     from hf_memopt.recipes.planning.candidates import Candidate
     from hf_memopt.recipes.planning.result import Plan
-    from hf_memopt.recipes.planning.simulation import Simulation
-    from hf_memopt.recipes.recipe import Recipe
 
 __all__ = ["known_figures", "report_figures"]
 
@@ -43,7 +37,7 @@ def known_figures(found: Plan) -> dict[str, Any]:
     return {
         "fit_map": None,
         "timeline": None,
-        "choices": [],
+        "choices": [] if one is None else _choices(found, one),
         "padding": _padding(found, one),
         "certainty": certainty,
         "left_out": list(LEFT_OUT),
@@ -59,9 +53,7 @@ def report_figures(found: Plan) -> dict[str, Any]:
         simulation.announce("the timeline")
         estimate = simulation.estimate(one.recipe, one.seq_len)
         chart = fit_map(one, found.candidates, simulation, simulation.most_tokens)
-        choices = priced_choices(one, simulation, simulation.step_time(estimate))
-    simulated = {"fit_map": chart, "timeline": timeline_data(estimate, STRETCHES), "choices": choices}
-    return {**known_figures(found), **simulated}
+    return {**known_figures(found), "fit_map": chart, "timeline": timeline_data(estimate, STRETCHES)}
 
 
 def _shown(found: Plan) -> Candidate | None:
@@ -110,80 +102,46 @@ def _certainty(found: Plan, one: Candidate) -> Iterator[tuple[str, str, str]]:
 
 
 NOT_SHOWN = ("name", "purpose", "reasons")
-WITHOUT: dict[str, dict[str, Any]] = {
-    "precision": {"precision": "fp32"},
-    "optim": {"optim": "adamw_torch_fused"},
-    "checkpointing": {"checkpointing": False, "offload": False, "autocast_cache": True},
-    "offload": {"offload": False},
-    "freeze": {"freeze": ()},
-    "lora": {"lora": None, "load_in": None, "weights_dtype": "float32"},
-    "load_in": {"load_in": None, "weights_dtype": "bfloat16"},
-    "weights_dtype": {"weights_dtype": "float32", "rounding": "nearest"},
-    "fused_cross_entropy": {"fused_cross_entropy": False},
-    "sparse_tied_embedding": {"sparse_tied_embedding": False},
-    "gradient_release": {"gradient_release": False},
-}
-"""By the field of a technique, what a Recipe has without it."""
 
 
-def priced_choices(one: Candidate, simulation: Simulation, time: StepTime | None) -> list[ChoiceData]:
-    """Return every field of the set-up's recipe, those with alternatives or a reason of their own first.
+def _choices(found: Plan, one: Candidate) -> list[dict[str, Any]]:
+    """Return every field of the set-up's recipe with its reason, and what others of its values need and take.
 
-    Args:
-        one: the set-up.
-        simulation: of the model on the GPU.
-        time: of a step of the set-up with rows of the planned length, which the alternatives have too.
+    These are those of the candidates that differ by the rows or by one technique alone. Fields that have some come
+    first, then those with a reason of their own.
     """
-    recipe, seconds = one.recipe, None if time is None else time.seconds
-    priced: dict[str, list[AlternativeData]] = {}
-    for name, changed in _changes(recipe, simulation.world_size):
-        simulation.announce(f"what {name} costs: {_text(changed[name])} instead")
-        priced.setdefault(name, []).append(_priced(one, changed, name, simulation, seconds))
+    recipe = one.recipe
+    others: dict[str, list[dict[str, Any]]] = {}
+    for other in found.candidates:
+        if (name := _only_change(one, other)) is not None:
+            ratio = None if one.seconds is None or other.seconds is None else other.seconds / one.seconds
+            told = {"total_bytes": other.total_bytes, "verdict": other.verdict, "time_ratio": ratio, "refused": ""}
+            others.setdefault(name, []).append({"value": _text(getattr(other.recipe, name)), **told})
     names = [item.name for item in fields(recipe) if item.name not in NOT_SHOWN]
-    names.sort(key=lambda name: (name not in priced, name not in recipe.reasons))
+    names.sort(key=lambda name: (name not in others, name not in recipe.reasons))
     return [
         {
             "name": name,
             "value": _text(getattr(recipe, name)),
             "reason": recipe.reason_of(name),
-            "alternatives": priced.get(name, []),
+            "alternatives": others.get(name, []),
         }
         for name in names
     ]
 
 
-def _changes(recipe: Recipe, world_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the field and the changed fields of each alternative."""
-    rows, share = recipe.per_device_train_batch_size, recipe.effective_batch_size // world_size
-    counts = [count for count in range(1, share + 1) if share % count == 0]
-    if not recipe.gradient_release:
-        for near in ([count for count in counts if count > rows][:1], [count for count in counts if count < rows][-1:]):
-            yield from (("per_device_train_batch_size", {"per_device_train_batch_size": count}) for count in near)
-    if not recipe.checkpointing:
-        yield "checkpointing", {"checkpointing": True, "autocast_cache": False}
-    for name, without in WITHOUT.items():
-        if getattr(recipe, name) != without[name] and not (name == "weights_dtype" and recipe.lora is not None):
-            yield name, without
-
-
-def _priced(
-    one: Candidate, changed: dict[str, Any], name: str, simulation: Simulation, seconds: float | None
-) -> AlternativeData:
-    alternative: AlternativeData = {
-        "value": _text(changed[name]),
-        "total_bytes": None,
-        "verdict": "",
-        "time_ratio": None,
-        "refused": "",
-    }
-    try:
-        found = simulation.estimate(one.recipe.replace(**changed), one.seq_len)
-    except (ValueError, MissingExtraError) as error:
-        return {**alternative, "refused": str(error)}
-    time = simulation.step_time(found)
-    verdict = verdict_of(one.usable_bytes - found.total_bytes, one.margin_bytes)
-    ratio = None if time is None or seconds is None else time.seconds / seconds
-    return {**alternative, "total_bytes": found.total_bytes, "verdict": verdict, "time_ratio": ratio}
+def _only_change(one: Candidate, other: Candidate) -> str | None:
+    """Return the field that another candidate has another value of, by its rows or one technique; None for more."""
+    if (one.stage, one.seq_len, one.sharing) != (other.stage, other.seq_len, other.sharing):
+        return None
+    if one.techniques == other.techniques:
+        return "per_device_train_batch_size" if one.rows != other.rows else None
+    mine = [technique for technique in one.techniques if technique not in other.techniques]
+    more = [technique for technique in other.techniques if technique not in one.techniques]
+    names = [name for technique in (*more, *mine) for name, _ in technique.fields]
+    is_one = len(mine) + len(more) == 1 or (len(mine) == len(more) == 1 and len(set(names)) < len(names))
+    differ = (name for name in names if getattr(one.recipe, name) != getattr(other.recipe, name))
+    return next(differ, None) if is_one and one.rows == other.rows else None
 
 
 def _text(value: Any) -> str:

@@ -122,8 +122,7 @@ class Plan:
         """Return everything as JSON text, of which ``hf-memopt report FILE`` makes a page.
 
         Args:
-            figures: whether to simulate what else a report shows: which batches and lengths fit, the timeline, and what
-                each choice costs.
+            figures: whether to simulate what else a report shows: which batches and lengths fit, and the timeline.
         """
         from hf_memopt.recipes.planning.output import plan_json
 

@@ -31,7 +31,7 @@ class Technique:
 
     Attributes:
         name: short, for a table.
-        fields: of the Recipe, by name.
+        fields: of the Recipe, as names and values.
         reason: for these fields.
         kind: what it changes: "exact" (nothing of the result), "rounding" or "training".
         consent: the word of ``allow`` that it needs; "" for none.
@@ -40,7 +40,7 @@ class Technique:
     """
 
     name: str
-    fields: dict[str, Any]
+    fields: tuple[tuple[str, Any], ...]
     reason: str
     kind: str = "exact"
     consent: str = ""
@@ -48,67 +48,68 @@ class Technique:
     replaces: Technique | None = None
 
 
+def _set(**fields: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(fields.items())
+
+
 AUTOCAST = "matrix products in 16 bits, weights and updates in float32"
 CHECKPOINTING = Technique(
     "checkpointing",
-    {"checkpointing": True, "autocast_cache": False},
+    _set(checkpointing=True, autocast_cache=False),
     "activations are recomputed in the backward pass",
-)
-PARTIAL = tuple(
-    Technique(
-        f"checkpointing every {name} layer",
-        {**CHECKPOINTING.fields, "every_n_layers": every},
-        f"every {name} layer recomputes its activations, the others keep them",
-        only_saves=True,
-    )
-    for every, name in ((4, "4th"), (2, "2nd"))
+    only_saves=True,
 )
 OFFLOAD = Technique(
     "offload",
-    {**CHECKPOINTING.fields, "offload": True},
+    (*CHECKPOINTING.fields, ("offload", True)),
     "the inputs of checkpointed layers wait in host memory",
     only_saves=True,
     replaces=CHECKPOINTING,
 )
 SEGMENTS = Technique(
     "expandable segments",
-    {"expandable_segments": True},
+    _set(expandable_segments=True),
     "memory that is free between blocks can be used; call use_expandable_segments() at the top of the script",
     only_saves=True,
 )
 FLASH = Technique(
     "FlashAttention-2",
-    {"attn_implementation": "flash_attention_2"},
+    _set(attn_implementation="flash_attention_2"),
     "it is installed, and needs no mask of every pair of tokens",
 )
 PAGED = Technique(
-    "paged AdamW", {"optim": "paged_adamw_32bit"}, "optimizer state that does not fit moves to host memory"
+    "paged AdamW",
+    _set(optim="paged_adamw_32bit"),
+    "optimizer state that does not fit moves to host memory",
+    only_saves=True,
 )
 EIGHT_BIT = Technique(
-    "8-bit AdamW", {"optim": "adamw_8bit"}, "2 bytes of state per parameter instead of 8, embeddings apart", "rounding"
+    "8-bit AdamW", _set(optim="adamw_8bit"), "2 bytes of state per parameter instead of 8, embeddings apart", "rounding"
 )
 PAGED_EIGHT_BIT = Technique(
     "paged 8-bit AdamW",
-    {"optim": "paged_adamw_8bit"},
+    _set(optim="paged_adamw_8bit"),
     "2 bytes of state per parameter, and what does not fit moves to host memory",
     "rounding",
+    only_saves=True,
+    replaces=EIGHT_BIT,
 )
 TF32 = Technique(
     "tf32",
-    {"precision": "tf32"},
+    _set(precision="tf32"),
     "products of float32 matrices keep 10 bits of each factor's mantissa, and nothing is stored in 16 bits",
     "rounding",
 )
 RELEASE = Technique(
     "released",
-    {"gradient_release": True},
+    _set(gradient_release=True),
     "a gradient is freed once its parameter has stepped; nothing is clipped or accumulated",
     "training",
     "release_clipping",
 )
 BF16_WEIGHTS = Technique(
     "bf16 weights",
-    {"weights_dtype": "bfloat16", "rounding": "stochastic"},
+    _set(weights_dtype="bfloat16", rounding="stochastic"),
     "2 bytes per weight and gradient; stochastic rounding keeps small updates on average",
     "rounding",
     "bf16_weights",
@@ -129,7 +130,7 @@ class ModelFacts:
         can_reload: whether it is built from a name or a configuration, so that its weights can be of another dtype.
         supports_flash: whether transformers has FlashAttention-2 for it.
         has_flash: whether FlashAttention-2 is installed here.
-        has_offload: whether transformers here can offload, and recompute some of the layers only.
+        has_offload: whether transformers here can offload.
         has_segments: whether torch's allocator has expandable segments on this platform.
     """
 
@@ -175,27 +176,32 @@ class SetUp:
     @property
     def name(self) -> str:
         """The method and its techniques in short."""
-        return self._name(self.techniques)
+        method = {"full": "full", "freeze": "full", "lora": f"LoRA r{LORA_RANK}", "qlora": f"QLoRA r{LORA_RANK}"}
+        shared = () if self.sharing is None else (self.sharing.title,)
+        return ", ".join((method[self.stage], *(technique.name for technique in self.techniques), *shared))
 
     @property
-    def plainer(self) -> tuple[str, ...]:
-        """The names of the set-ups that are at least as fast: without one of the techniques that only save memory.
+    def plainer(self) -> tuple[tuple[Technique, ...], ...]:
+        """The techniques of the set-ups that are at least as fast: without one of those that only save memory.
 
-        The state of adapters is so small that an optimizer with less of it counts among those techniques.
+        The state of adapters is so small that an optimizer with less of it counts among them.
         """
-        names = []
+        found = []
         for one in self.techniques:
-            if one.only_saves or (self.stage in ADAPTERS and "optim" in one.fields):
-                rest = [one.replaces if other is one else other for other in self.techniques]
-                names.append(self._name(tuple(other for other in rest if other is not None)))
-        return tuple(names)
+            if one.only_saves or (self.stage in ADAPTERS and "optim" in dict(one.fields)):
+                others = (one.replaces if other is one else other for other in self.techniques)
+                found.append(tuple(other for other in others if other is not None))
+        return tuple(found)
 
     @property
-    def leaner(self) -> tuple[str, ...]:
-        """The names of the set-ups that recompute more layers, all of them first; () where this one recomputes all."""
-        mine = [one for one in self.techniques if one in PARTIAL]
-        more = (CHECKPOINTING, *reversed(PARTIAL[PARTIAL.index(mine[0]) + 1 :])) if mine else ()
-        return tuple(self._name(tuple(other if one in mine else one for one in self.techniques)) for other in more)
+    def held(self) -> tuple[Any, ...]:
+        """What decides the bytes that are there in every pass: weights, gradients between passes, optimizer state."""
+        one = self.recipe
+        return one.weights_dtype, one.load_in, one.lora, one.freeze, one.gradient_release, one.optim
+
+    def with_rows(self, rows: int) -> Recipe:
+        """Return the recipe with micro-batches of ``rows``, with its reasons."""
+        return self.recipe.replace(per_device_train_batch_size=rows, reasons=self.recipe.reasons)
 
     @property
     def structure(self) -> Recipe:
@@ -209,17 +215,11 @@ class SetUp:
         shared = 0 if self.sharing is None else self.sharing.order
         return kinds.count("training"), kinds.count("rounding"), len(kinds) + shared
 
-    def _name(self, techniques: tuple[Technique, ...]) -> str:
-        method = {"full": "full", "freeze": "full", "lora": f"LoRA r{LORA_RANK}", "qlora": f"QLoRA r{LORA_RANK}"}
-        shared = () if self.sharing is None else (self.sharing.title,)
-        return ", ".join((method[self.stage], *(technique.name for technique in techniques), *shared))
-
 
 def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) -> Iterator[SetUp]:
     """Yield the set-ups of one rung of the ladder, those of one recording after each other."""
     base = _base(stage, facts, gpu, effective_batch_size)
-    partial = [(one,) for one in PARTIAL if facts.has_offload and one.fields["every_n_layers"] < facts.layers]
-    memories = [(), *partial, (CHECKPOINTING,), *([(OFFLOAD,)] if facts.has_offload else [])]
+    memories = [(), (CHECKPOINTING,), *([(OFFLOAD,)] if facts.has_offload else [])]
     segments = [(), *([(SEGMENTS,)] if facts.has_segments else [])]
     for common in _commons(stage, facts, gpu):
         for memory in memories:
@@ -229,8 +229,8 @@ def set_ups(stage: str, facts: ModelFacts, gpu: Gpu, effective_batch_size: int) 
                     fields: dict[str, Any] = {}
                     reasons = dict(base.reasons)
                     for technique in techniques:
-                        fields |= technique.fields
-                        reasons |= dict.fromkeys(technique.fields, technique.reason)
+                        fields |= dict(technique.fields)
+                        reasons |= dict.fromkeys(dict(technique.fields), technique.reason)
                     changed = base.replace(**fields)
                     yield SetUp(stage, changed.replace(reasons=reasons), techniques)
 
@@ -281,7 +281,7 @@ def _commons(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Techniqu
     """Yield what the set-ups of a stage have in common, with and without FlashAttention-2 where it is installed."""
     for common in _precisions(stage, facts, gpu):
         yield common
-        is_short = any(one.fields.get("precision") in ("bf16", "fp16") or one is BF16_WEIGHTS for one in common)
+        is_short = any(dict(one.fields).get("precision") in ("bf16", "fp16") or one is BF16_WEIGHTS for one in common)
         if is_short and gpu.bf16 and facts.supports_flash and facts.has_flash:
             yield *common, FLASH
 
@@ -290,21 +290,21 @@ def _precisions(stage: str, facts: ModelFacts, gpu: Gpu) -> Iterator[tuple[Techn
     """Yield what computes in 16 bits first, since it is the faster as a rule."""
     name = "bf16" if gpu.bf16 else "fp16"
     weights = "bfloat16" if gpu.bf16 else "float16"
-    autocast = Technique(name, {"precision": name}, AUTOCAST, "rounding")
-    plain = Technique("fp32", {"precision": "fp32"}, "nothing is rounded to 16 bits")
+    autocast = Technique(name, _set(precision=name), AUTOCAST, "rounding")
+    plain = Technique("fp32", _set(precision="fp32"), "nothing is rounded to 16 bits")
     if stage == "lora":
-        fields = {"lora": LORA_RANK} if facts.is_quantized else {"lora": LORA_RANK, "weights_dtype": weights}
+        loaded = {} if facts.is_quantized else {"weights_dtype": weights}
         reason = "adapters are trained in float32, and the weights stay as published, in 16 bits"
-        yield (Technique(name, {**fields, "precision": name}, reason, "training"),)
+        yield (Technique(name, _set(lora=LORA_RANK, **loaded, precision=name), reason, "training"),)
     elif stage == "qlora":
-        fields = {"lora": LORA_RANK, "load_in": "nf4", "precision": name}
+        fields = _set(lora=LORA_RANK, load_in="nf4", precision=name)
         reason = "adapters are trained in float32, and the frozen weights take 4 bits"
         yield (Technique("nf4", fields, reason, "training"),)
     elif stage == "freeze":
         for patterns in _frozen(facts):
             what = " and ".join(patterns).replace("layers:0-", "layers 0-")
             reason = "frozen parameters have no gradient, no state and no backward pass below them"
-            yield autocast, Technique(f"frozen {what}", {"freeze": patterns}, reason, "training", "freeze")
+            yield autocast, Technique(f"frozen {what}", _set(freeze=patterns), reason, "training", "freeze")
     else:
         yield (autocast,)
         if _has_faster_tf32(gpu):

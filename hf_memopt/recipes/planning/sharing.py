@@ -58,7 +58,7 @@ class Sharing:
         """Return a set-up as it works under the strategy; None where it does not.
 
         Sharded weights are trained with torch's AdamW, since bitsandbytes' optimizers do not know them, in 16 bits
-        where the GPU has them, and with all layers recomputed or none.
+        where the GPU has them.
         """
         recipe, engine = set_up.recipe, NAMES[self.strategy]
         refused = {
@@ -69,7 +69,7 @@ class Sharing:
             return None
         if self.strategy == "ddp":
             return replace(set_up, sharing=self)
-        is_plain = recipe.optim == PLAIN_OPTIMIZER and recipe.every_n_layers == 1 and not recipe.offload
+        is_plain = recipe.optim == PLAIN_OPTIMIZER and not recipe.offload
         if not is_plain or recipe.precision in ("fp32", "tf32"):
             return None
         if recipe.load_in is not None and (self.strategy, recipe.load_in) != ("fsdp2", "nf4"):
@@ -147,7 +147,7 @@ def _why(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
         rival = min(fitting, key=lambda one: one.cost)
         assert rival.sharing is not None
         if equally_fast(rival.cost, chosen.cost):
-            more = [name for name in rival.name.split(", ")[:-1] if name not in chosen.name.split(", ")]
+            more = [one.name for one in rival.techniques if one not in chosen.techniques]
             without = f", and without {' and '.join(more)}" if more else ", and simpler"
             return f"as fast as the best under {rival.sharing.title}{without}"
         time = "time" if chosen.seconds is not None else "assumed time"

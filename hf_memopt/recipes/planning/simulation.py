@@ -18,20 +18,20 @@ from hf_memopt.devices.gpus import GPUS
 from hf_memopt.errors import MissingExtraError
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.step_time.prices import missing_figures
-from hf_memopt.recipes.planning.candidates import Candidate, candidate_of
+from hf_memopt.recipes.planning.candidates import Candidate, candidate_of, margin_of
 
 if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
     from hf_memopt.memory.result import Estimate
     from hf_memopt.memory.step_time.prices import StepTime
     from hf_memopt.recipes.planning.measured import Corrections
-    from hf_memopt.recipes.planning.set_ups import SetUp
+    from hf_memopt.recipes.planning.set_ups import SetUp, Technique
     from hf_memopt.recipes.planning.sharing import Sharing
     from hf_memopt.recipes.planning.texts import Texts
     from hf_memopt.recipes.recipe import Recipe
 
-    Case = tuple[Recipe, int | None, Sharing | None]
-    """A recipe with its micro-batch, the tokens of a row, and how GPUs share a step."""
+    Case = tuple[tuple[Technique, ...], int, int | None, Sharing | None]
+    """The techniques, the rows of a micro-batch, the tokens of a row, and how GPUs share a step."""
 
 __all__ = ["Simulation", "priced_on"]
 
@@ -66,7 +66,7 @@ class Simulation:
         announce: called before each simulation with a text.
         measured: what corrects the estimates; None for nothing.
         count: simulations so far.
-        refused: why set-ups could not be simulated, by their names.
+        refused: the set-ups that could not be simulated, and why.
         time_unknown: why no time is predicted, and which is assumed instead; "" where one is predicted.
         most_tokens: of a row that the model takes; None for no limit.
         sharing: how the GPUs share the steps that are simulated next; None for one GPU.
@@ -81,7 +81,7 @@ class Simulation:
     announce: Callable[[str], object] = str
     measured: Corrections | None = None
     count: int = 0
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: dict[SetUp, str] = field(default_factory=dict)
     time_unknown: str = ""
     parameters: int = 0
     model_name: str = ""
@@ -96,14 +96,30 @@ class Simulation:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "announce": str}  # what shows progress belongs to this process
 
+    @property
+    def candidates(self) -> list[Candidate]:
+        """Every set-up that was simulated, with its micro-batch, in the order of the simulations."""
+        return [one for one in self._found.values() if one is not None]
+
+    def allows(self, set_up: SetUp) -> bool:
+        """Return whether a set-up needs no word that was not given."""
+        return set(set_up.consents) <= set(self.allow)
+
     def of(self, set_up: SetUp, rows: int) -> Candidate | None:
         """Return the set-up with micro-batches of ``rows``; None where it cannot be simulated (see ``refused``)."""
-        recipe = _with_rows(set_up, rows)
-        key = recipe, self.texts.seq_len, self.sharing
+        key = set_up.techniques, rows, self.texts.seq_len, self.sharing
         if key not in self._found:
             self.announce(f"{self.count + 1}: {set_up.name}, {rows} at a time")
-            self._found[key] = self._simulated(set_up, recipe)
+            self._found[key] = self._simulated(set_up, set_up.with_rows(rows))
         return self._found[key]
+
+    def spare_bytes(self, recipe: Recipe, seq_len: int | None) -> int | None:
+        """Return what a recipe leaves of the GPU beside the margin; None where it cannot be simulated."""
+        try:
+            found = self.estimate(recipe, seq_len)
+        except (ValueError, MissingExtraError):
+            return None
+        return self.gpu.usable_bytes - margin_of(self.gpu) - found.total_bytes
 
     def estimate(self, recipe: Recipe, seq_len: int | None, gpu: Gpu | None = None) -> Estimate:
         """Return the estimate of a recipe."""
@@ -126,7 +142,7 @@ class Simulation:
         try:
             found = self.estimate(recipe, self.texts.seq_len)
         except (ValueError, MissingExtraError) as error:
-            self.refused[set_up.name] = str(error)
+            self.refused[set_up] = str(error)
             return None
         self.parameters, self.model_name = self.parameters or found.parameters, found.model
         missing = tuple(word for word in set_up.consents if word not in self.allow)
@@ -175,7 +191,3 @@ class Simulation:
         if key not in self._shorter:
             self._shorter[key] = longest.seconds - self._priced(self.estimate(recipe, self.texts.width)).seconds
         return self._shorter[key]
-
-
-def _with_rows(set_up: SetUp, rows: int) -> Recipe:
-    return set_up.recipe.replace(per_device_train_batch_size=rows, reasons=set_up.recipe.reasons)

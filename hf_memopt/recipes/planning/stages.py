@@ -1,24 +1,27 @@
 """Search method after method: full training, with consent freezing, then LoRA, then QLoRA, until something fits.
 
-The longest rows: memory grows with the length, nearly along a line, so the line through a length that fits and one that
-does not tells where to look, and halving is the fallback. Every verdict is a simulation's.
+Beside the search, and for what a plan shows of it, three things are simulated: what checkpointing would cost and free
+of the chosen set-up; what bfloat16 weights would, which need consent; and where nothing fits, whether something does
+with a word of consent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from hf_memopt.recipes.planning.search import best_of, explore, least_set_ups, row_counts, search
-from hf_memopt.recipes.planning.set_ups import BF16_WEIGHTS, ModelFacts, SetUp, set_ups
-from hf_memopt.recipes.planning.texts import MULTIPLE, Texts
+from hf_memopt.memory.what_fits import largest_that_fits
+from hf_memopt.recipes.planning.search import best_of, least_set_ups, most_rows, row_counts, search
+from hf_memopt.recipes.planning.set_ups import BF16_WEIGHTS, CHECKPOINTING, ModelFacts, SetUp, set_ups
+from hf_memopt.recipes.planning.texts import MULTIPLE
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.planning.candidates import Candidate
-    from hf_memopt.recipes.planning.set_ups import SetUp
     from hf_memopt.recipes.planning.sharing import Sharing
     from hf_memopt.recipes.planning.simulation import Simulation
+    from hf_memopt.recipes.recipe import Recipe
 
 __all__ = ["StageSearch", "stages_of"]
 
@@ -40,7 +43,7 @@ def stages_of(method: str, facts: ModelFacts, allow: Sequence[str]) -> list[str]
 
 @dataclass
 class StageSearch:
-    """The search over stages and lengths."""
+    """The search over stages and lengths; what it simulates are the candidates of the simulation."""
 
     simulation: Simulation
     facts: ModelFacts
@@ -49,68 +52,91 @@ class StageSearch:
     goal: str
     sharings: Sequence[Sharing | None] = (None,)
 
-    def all_set_ups(self, stages: Iterable[str]) -> list[SetUp]:
-        """Return the set-ups that work as the GPUs share a step now."""
-        gpu, sharing = self.simulation.gpu, self.simulation.sharing
-        every = [one for stage in stages for one in set_ups(stage, self.facts, gpu, self.effective_batch_size)]
-        if sharing is None:
-            return every
-        return [one for one in map(sharing.adapted, every) if one is not None]
+    def set_ups(self, stage: str, *, with_consents: bool = False) -> list[SetUp]:
+        """Return the set-ups that are allowed and work as the GPUs share a step now."""
+        simulation = self.simulation
+        every = list(set_ups(stage, self.facts, simulation.gpu, self.effective_batch_size))
+        if simulation.sharing is not None:
+            every = [one for one in map(simulation.sharing.adapted, every) if one is not None]
+        return [one for one in every if with_consents or simulation.allows(one)]
 
-    def _allowed(self, stage: str) -> list[SetUp]:
-        return [one for one in self.all_set_ups([stage]) if set(one.consents) <= set(self.simulation.allow)]
-
-    def by_length(self, stages: Sequence[str], most: int | None) -> tuple[list[Candidate], Candidate | None]:
-        """Return the candidates and the chosen one, with shorter or longer rows where they are asked for."""
-        self.simulation.sharing = self.sharings[0]
+    def by_length(self, stages: Sequence[str], most: int | None) -> Candidate | None:
+        """Return the chosen candidate, with shorter or longer rows where they are asked for."""
+        simulation = self.simulation
+        simulation.sharing = self.sharings[0]
         if self.goal == "longest":
-            stages = use_longest(self.simulation, {stage: self._allowed(stage) for stage in stages}, self.share, most)
-        candidates, chosen = self._by_stage(stages)
-        length = self.simulation.texts.seq_len
+            stages = use_longest(simulation, {stage: self.set_ups(stage) for stage in stages}, self.share, most)
+        chosen, length = self._by_stage(stages), simulation.texts.seq_len
         for part in (2, 4):
-            if chosen is not None or "shorter" not in self.simulation.allow or length is None or length < 2 * MULTIPLE:
+            if chosen is not None or "shorter" not in simulation.allow or length is None or length < 2 * MULTIPLE:
                 break
-            self.simulation.texts = self.simulation.texts.shortened(max(length // part, 1), self.share)
-            more, chosen = self._by_stage(stages)
-            candidates += more
-        return [*candidates, *self._lever(chosen)], chosen
+            simulation.texts = simulation.texts.shortened(max(length // part, 1), self.share)
+            chosen = self._by_stage(stages)
+        if chosen is not None:
+            self._simulate_rivals(chosen)
+        if chosen is None or not chosen.fits:
+            self._simulate_nearest(stages, chosen)
+        return chosen
 
-    def _lever(self, chosen: Candidate | None) -> list[Candidate]:
-        """Return the chosen set-up with bfloat16 weights, which need consent: as it is, and with more rows that fit."""
-        if chosen is None or chosen.stage != "full" or BF16_WEIGHTS.consent in self.simulation.allow:
-            return []
-        self.simulation.sharing = chosen.sharing
-        method, _, *rest = chosen.name.split(", ")
-        name = ", ".join([method, BF16_WEIGHTS.name, *rest])
-        lever = next((one for one in self.all_set_ups(["full"]) if one.name == name), None)
-        if lever is None or self.goal != "speed":
-            return []
-        counts = [rows for rows in row_counts(lever, self.share) if rows >= chosen.rows]
-        return explore(lever, self.simulation, counts)
-
-    def _of_stage(self, stage: str, *, offload: bool) -> list[Candidate]:
-        """Return the candidates of a method, under each way to share a step that may be of use."""
-        found: list[Candidate] = []
-        for sharing in self.sharings:
-            is_wanted = (sharing is not None and sharing.offload) is offload
-            if is_wanted and (sharing is None or sharing.may_improve(best_of(found, self.goal), self.goal)):
-                self.simulation.sharing = sharing
-                found += search(self.all_set_ups([stage]), self.simulation, self.share, self.goal)
-        return found
-
-    def _by_stage(self, stages: Sequence[str]) -> tuple[list[Candidate], Candidate | None]:
-        candidates: list[Candidate] = []
+    def _by_stage(self, stages: Sequence[str]) -> Candidate | None:
         for offload in (False, True):  # the host's memory is unknown, and its optimizer slow
             for stage in stages:
-                found = self._of_stage(stage, offload=offload)
-                candidates += found
-                if (chosen := best_of(found, self.goal)) is not None:
-                    return candidates, chosen
-        tight = [one for one in candidates if one.verdict == "tight" and not one.consents]
-        if not tight:
-            return candidates, None
-        last = next(stage for stage in reversed(stages) if any(one.stage == stage for one in tight))
-        return candidates, max((one for one in tight if one.stage == last), key=lambda one: one.spare_bytes)
+                for sharing in self.sharings:
+                    is_wanted = (sharing is not None and sharing.offload) is offload
+                    if is_wanted and (sharing is None or sharing.may_improve(self._best(stage), self.goal)):
+                        self.simulation.sharing = sharing
+                        search(self.set_ups(stage), self.simulation, self.share, self.goal)
+                if (chosen := self._best(stage)) is not None:
+                    return chosen
+        tight = [one for stage in stages for one in self._of(stage) if one.verdict == "tight"]
+        return max(
+            (one for one in tight if one.stage == tight[-1].stage), key=lambda one: one.spare_bytes, default=None
+        )
+
+    def _of(self, stage: str) -> list[Candidate]:
+        """Return the candidates of a stage with the length of now."""
+        now = stage, self.simulation.texts.seq_len
+        return [one for one in self.simulation.candidates if (one.stage, one.seq_len) == now]
+
+    def _best(self, stage: str) -> Candidate | None:
+        return best_of(self._of(stage), self.goal)
+
+    def _simulate_rivals(self, chosen: Candidate) -> None:
+        """Simulate the chosen set-up with checkpointing, and with bfloat16 weights and the rows that then fit."""
+        self.simulation.sharing = chosen.sharing
+        every = {frozenset(one.techniques): one for one in self.set_ups(chosen.stage, with_consents=True)}
+        used = frozenset(chosen.techniques)
+        recomputed = every.get(used | {CHECKPOINTING})
+        if recomputed is not None and not chosen.recipe.checkpointing:
+            self.simulation.of(recomputed, chosen.rows)
+        lever = every.get(used - {chosen.techniques[0]} | {BF16_WEIGHTS})
+        is_asked_for = self.goal == "speed" and BF16_WEIGHTS.consent not in self.simulation.allow
+        if lever is not None and is_asked_for and chosen.stage == "full":
+            counts = [rows for rows in row_counts(lever, self.share) if rows >= chosen.rows]
+            most_rows(lever, self.simulation, counts)
+
+    def _simulate_nearest(self, stages: Sequence[str], chosen: Candidate | None) -> None:
+        """Simulate what needs least where nothing is chosen, and what does with each set of words not given."""
+        self.simulation.sharing = self.sharings[0]
+        in_memory = [one for one in self.set_ups(stages[-1]) if not one.recipe.offload]
+        for set_up in least_set_ups(in_memory) if chosen is None else ():
+            self.simulation.of(set_up, row_counts(set_up, self.share)[0])
+        asking: dict[tuple[str, ...], SetUp] = {}
+        for stage in stages:
+            for one in self.set_ups(stage, with_consents=True):
+                is_plain = not one.recipe.offload and not one.recipe.expandable_segments
+                if is_plain and not self.simulation.allows(one):
+                    asking[one.consents] = one  # the later, the less it needs
+        for set_up in asking.values():
+            if not any(_weights_too_large(one, set_up) for one in self.simulation.candidates):
+                most_rows(set_up, self.simulation, row_counts(set_up, self.share))
+
+
+def _weights_too_large(one: Candidate, set_up: SetUp) -> bool:
+    """Return whether a candidate has the weights of a set-up, and these alone are more than the GPU has."""
+    mine, other = one.recipe, set_up.recipe
+    same = (mine.weights_dtype, mine.load_in, mine.lora) == (other.weights_dtype, other.load_in, other.lora)
+    return same and one.context_bytes + one.components["weights"] > one.usable_bytes
 
 
 # ---- The longest rows
@@ -126,71 +152,42 @@ def use_longest(
 
     Args:
         simulation: of the model; its length is where an adapter has to be taken if full training does not fit there.
+            Where it knows the lengths of the rows, it keeps them, and no longer rows than these are looked for.
         set_ups: those that are allowed, by method.
         share: examples of a step on each GPU.
         most: tokens that the model takes; None for no limit.
     """
-    asked = simulation.texts.seq_len
+    texts, asked = simulation.texts, simulation.texts.seq_len
     if asked is None:
         raise ValueError(
             "goal='longest' has no meaning for a model without text; expected another goal. Pass goal='memory'"
         )
-    variants = {stage: _variants(of_stage, share) for stage, of_stage in set_ups.items()}
+    # what needs least, with single rows, and with all of them, which need no accumulation
+    variants = {
+        stage: [
+            one.with_rows(rows)
+            for one in reversed(least_set_ups(of_stage))
+            for rows in dict.fromkeys((row_counts(one, share)[0], share))
+        ]
+        for stage, of_stage in set_ups.items()
+    }
+
+    @cache
+    def spare_bytes(recipe: Recipe, seq_len: int) -> int | None:
+        simulation.announce(f"the longest rows: {seq_len} tokens")
+        return simulation.spare_bytes(recipe, seq_len)
+
+    def fits(recipe: Recipe, seq_len: int) -> bool:
+        spare = spare_bytes(recipe, seq_len)
+        return spare is not None and spare >= 0
+
     stages = list(set_ups)
-    fitting = [stage for stage in stages if any(_fits(simulation, one, asked) for one in variants[stage])]
-    stage = fitting[0] if fitting else stages[-1]
-    high = min(most or LONGEST, LONGEST) // MULTIPLE + 1  # in multiples, the first that is not looked at
-    low = 0
-    for variant in variants[stage]:
-        if low + 1 < high and _fits(simulation, variant, (low + 1) * MULTIPLE):
-            low = _longest_of(simulation, variant, low + 1, high, asked // MULTIPLE)
-    simulation.texts = Texts(max(low, 1) * MULTIPLE)
+    stage = next((one for one in stages if any(fits(recipe, asked) for recipe in variants[one])), stages[-1])
+    found, limit = 0, min(texts.longest or LONGEST, most or LONGEST, LONGEST)
+    for recipe in variants[stage]:
+        longer = range(found + MULTIPLE, limit + 1, MULTIPLE)
+        if longer and fits(recipe, longer[0]):
+            first = asked, 2 * asked, asked // 2
+            found = largest_that_fits(longer, partial(spare_bytes, recipe), first=first) or found
+    simulation.texts = texts.shortened(max(found, MULTIPLE), share)
     return stages[: stages.index(stage) + 1]
-
-
-def _variants(set_ups: Sequence[SetUp], share: int) -> list[tuple[SetUp, int]]:
-    """Return what needs least memory: with single rows, and with all of them, which need no accumulation."""
-    found = []
-    for set_up in least_set_ups(set_ups):
-        counts = row_counts(set_up, share)
-        found += [(set_up, rows) for rows in dict.fromkeys((counts[0], counts[-1]))]
-    return found
-
-
-def _longest_of(simulation: Simulation, variant: tuple[SetUp, int], low: int, high: int, guess: int) -> int:
-    """Return the largest multiple that fits; ``low`` does, ``high`` does not or is not looked at."""
-    known: dict[int, Candidate | None] = {}
-    while high - low > 1:
-        middle = guess if low < guess < high else (low + high) // 2
-        found = _at(simulation, variant, middle * MULTIPLE)
-        known[middle] = found
-        before = high - low
-        if found is not None and found.fits:
-            low = middle
-        else:
-            high = middle
-        guess = _guess(known, low, high) if 2 * (high - low) <= before or len(known) < 4 else 0
-    return low
-
-
-def _guess(known: Mapping[int, Candidate | None], low: int, high: int) -> int:
-    """Return where the line through the two nearest known lengths meets what the GPU has; 0 for none."""
-    ends = sorted(known, key=lambda length: min(abs(length - low), abs(length - high)))[:2]
-    if len(ends) < 2:
-        return 2 * low
-    (one, first), (other, second) = ((length, known[length]) for length in sorted(ends))
-    if first is None or second is None or second.total_bytes <= first.total_bytes:
-        return 0
-    slope = (second.total_bytes - first.total_bytes) / (other - one)
-    room = first.spare_bytes - first.margin_bytes
-    return min(max(one + int(room / slope), low + 1), high - 1)
-
-
-def _fits(simulation: Simulation, variant: tuple[SetUp, int], seq_len: int) -> bool:
-    found = _at(simulation, variant, seq_len)
-    return found is not None and found.fits
-
-
-def _at(simulation: Simulation, variant: tuple[SetUp, int], seq_len: int) -> Candidate | None:
-    simulation.texts = Texts(seq_len)
-    return simulation.of(*variant)

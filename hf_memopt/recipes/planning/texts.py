@@ -84,6 +84,11 @@ class Texts:
             seq_len, width, len(kept), float(kept.mean()), int((values > seq_len).sum()), values.astype(np.int64)
         )
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest row before it is cut, a multiple of 8; None without lengths."""
+        return None if self.lengths is None else _rounded(int(self.lengths.max()))
+
     def shorter(self) -> tuple[int, float] | None:
         """Return the 99th percentile of the rows, rounded up, and the share of the rows that are longer.
 
