@@ -135,17 +135,19 @@ def read_side(path: Path) -> Side:
         return _of_plan(read_plan_text(text, name), name)
     if kind == "run":
         return _of_run(read_run(text, name), name)
-    expected = "what this version of hf-memopt writes. Write it anew: hf-memopt "
     if kind == "estimate":
         refused = f"path={name!r} cannot be read as an estimate"
-        expected += "estimate MODEL --json > estimate.json"
+        expected = (
+            "what this version of hf-memopt writes. Write it anew: hf-memopt estimate MODEL --json > estimate.json"
+        )
         formats = (ESTIMATE_FORMAT, None)  # once estimates had no format
         return _of_estimate(read_json(text, EstimateData, formats, refused=refused, expected=expected), name)
     try:
         return _of_measurement(Measurement.from_json(text), name)
     except ValueError as error:
         raise ValueError(
-            f"path={name!r} cannot be read as a measurement ({error}); expected {expected}measure train.py -o run.json"
+            f"path={name!r} cannot be read as a measurement ({error}); expected what this version of hf-memopt writes. "
+            "Write it anew: hf-memopt measure train.py -o run.json"
         ) from None
 
 

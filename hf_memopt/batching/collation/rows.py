@@ -207,7 +207,7 @@ def _cells(chunk: pa.Array) -> Any:
         pa.types.is_boolean(values.type) or pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
     )
     if not is_number or chunk.null_count or values.null_count:
-        raise ValueError(f"chunk of type {kind} with {values.null_count} nulls")
+        raise ValueError(f"it is a chunk of type {kind} with {values.null_count} nulls")
     if is_list:
         return _Lists(chunk.offsets, values)
     numbers = values.to_numpy(zero_copy_only=False)  # Arrow packs bools, eight to a byte: only they are copied

@@ -91,6 +91,7 @@ def arguments_of(trainer: Any) -> dict[str, Any]:
     return {
         name: value or NOT_REENTRANT if name.endswith("_checkpointing_kwargs") else value
         for name, value in trainer.args.to_dict().items()
+        if name != "train_sampling_strategy"  # what attach changes while it makes a DataLoader, the recipe passes
     }
 
 
