@@ -20,8 +20,7 @@ import torch
 
 from hf_memopt.binding import versions as compat
 from hf_memopt.devices.gpus import Gpu, current_gpu, find_gpu
-from hf_memopt.memory.allocator.limited_replay import fragmentation_of, replay_on_gpu
-from hf_memopt.memory.allocator.replay import Replayed
+from hf_memopt.memory.allocator.replay import Replayed, fragmentation_of, replay_on_gpu
 from hf_memopt.memory.allocator.replay_plan import replay_plan, step_optimizer
 from hf_memopt.memory.argument_spellings import in_own_names
 from hf_memopt.memory.batch_lengths import LengthPlan, checked_lengths, plan_lengths

@@ -25,7 +25,7 @@ import tiny
 from hf_memopt.binding import versions as compat
 from hf_memopt.devices.gpus import find_gpu
 from hf_memopt.memory import estimation
-from hf_memopt.memory.allocator import limited_replay
+from hf_memopt.memory.allocator import replay as allocator_replay
 from hf_memopt.memory.allocator.replay import replay
 from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.estimation import estimate, estimate_from_arguments
@@ -846,7 +846,7 @@ def test_the_note_says_where_the_allocator_gives_back(
     def retried(*args: Any) -> Any:
         return dataclasses.replace(replay(*args), retries=retries)
 
-    monkeypatch.setattr(limited_replay, "replay", retried)
+    monkeypatch.setattr(allocator_replay, "replay", retried)
     assert of_bert(gpu="T4", eval_batch_size=4).notes == (
         f"it fits because the allocator returns unused blocks to the driver {places}, which costs time; "
         f"{compat.allocator_variable()}=expandable_segments:True may avoid it",

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from allocator_segments import segments_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_allocator import OutOfMemoryError, TorchAllocator
@@ -37,10 +38,10 @@ def figures(allocator: Any) -> list[int]:
 
 def free_blocks(allocator: CachingAllocator) -> list[tuple[str, int]]:
     return sorted(
-        (segment["segment_type"], block["size"])
-        for segment in allocator.snapshot()
-        for block in segment["blocks"]
-        if block["state"] == "inactive"
+        ("small" if block.pool.is_small else "large", block.size)
+        for segment in segments_of(allocator)
+        for block in segment
+        if not block.allocated
     )
 
 
@@ -90,7 +91,7 @@ def test_whole_runs_event_by_event(monkeypatch: pytest.MonkeyPatch, run: dict[st
     settings = {"batch_size": 64, "precision": "fp32", "expandable_segments": expandable, **run}
     ours = estimate(config, **settings)
     monkeypatch.setattr(
-        "hf_memopt.memory.allocator.limited_replay.CachingAllocator",
+        "hf_memopt.memory.allocator.replay.CachingAllocator",
         lambda expandable_segments=False, limit_bytes=None: TorchAllocator(expandable_segments),
     )
     torchs = estimate(config, **settings)

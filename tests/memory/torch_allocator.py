@@ -52,9 +52,6 @@ class TorchAllocator:
     def rename(self, key: Hashable, new_key: Hashable) -> None:
         self.active[new_key] = self.active.pop(key)
 
-    def state(self) -> object:
-        return object()  # unlike every other: each pass is replayed
-
     def malloc(self, key: Hashable, orig_size: int) -> int:
         if orig_size == 0:  # NativeCachingAllocator::allocate asks for other sizes only
             self.active[key] = None

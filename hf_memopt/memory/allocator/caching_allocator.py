@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable
-from typing import Any
 
 __all__ = ["AllocationError", "CachingAllocator"]
 
@@ -54,7 +53,7 @@ class AllocationError(RuntimeError):
 class _Block:
     """A part of a segment, linked with its neighbours in the segment."""
 
-    __slots__ = ("address", "allocated", "mapped", "next", "pool", "prev", "requested", "size")
+    __slots__ = ("address", "allocated", "mapped", "next", "pool", "prev", "size")
 
     def __init__(
         self,
@@ -70,7 +69,6 @@ class _Block:
         self.size = size
         self.mapped = mapped
         self.allocated = False
-        self.requested = 0
         self.prev = prev
         self.next = behind
 
@@ -147,9 +145,8 @@ class CachingAllocator:
 
     Attributes:
         allocated: ``torch.cuda.memory_allocated()``: the blocks in use, rounding and rests included.
-        requested: ``requested_bytes.all.current`` of ``torch.cuda.memory_stats()``: the sizes asked for.
         reserved: ``torch.cuda.memory_reserved()``.
-        peak_allocated: the largest since the start or ``reset_peak()``.
+        peak_allocated: the largest so far.
         peak_reserved: the same of reserved bytes.
         retries: ``num_alloc_retries``: how often the limit made the allocator empty its cache.
 
@@ -162,13 +159,8 @@ class CachingAllocator:
     """
 
     def __init__(self, expandable_segments: bool = False, limit_bytes: int | None = None) -> None:
-        if limit_bytes is not None and limit_bytes < 0:
-            raise ValueError(
-                f"limit_bytes={limit_bytes!r} is negative; expected 0 bytes or more, or None. "
-                "Pass limit_bytes=None for no limit"
-            )
         self.limit_bytes = limit_bytes
-        self.allocated = self.requested = self.reserved = 0
+        self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
         self.retries = 0
         self._expandable = expandable_segments
@@ -178,56 +170,36 @@ class CachingAllocator:
         self._lowest_address = _TOP_ADDRESS
 
     def malloc(self, key: Hashable, size_bytes: int) -> int:
-        """Allocate ``size_bytes`` under any key and return the size of the block.
+        """Allocate ``size_bytes`` under a key that has no block, and return the size of the block.
 
         Raises:
-            ValueError: the size is negative, or the key holds a block already.
             AllocationError: there is no room within the limit, even with the cache emptied.
         """
-        if key in self._live:
-            raise ValueError(
-                f"key={key!r} is allocated already; expected a key without a block. Call free({key!r}) first"
-            )
-        if size_bytes <= 0:
-            if size_bytes < 0:
-                raise ValueError(f"size_bytes={size_bytes!r} is negative; expected 0 bytes or more. Pass size_bytes=0")
+        if size_bytes == 0:
             self._live[key] = None
             return 0
         size = -(-size_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
         pool = self._small if size <= _LARGEST_SMALL_BYTES else self._large
         block = self._take_free(pool, size) or self._take_new(pool, size)
         if block is None:
-            raise AllocationError(self._full_message(size_bytes))
+            raise AllocationError(f"{size_bytes} bytes do not fit: {self.reserved} of {self.limit_bytes} are reserved")
         rest_bytes = block.size - size
         if rest_bytes >= pool.least_rest_bytes:
             insort(pool.free, (rest_bytes, block.address + size, block.cut(size)))
         block.allocated = True
-        block.requested = size_bytes
         self._live[key] = block
-        self.requested += size_bytes
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
             self.peak_allocated = self.allocated
         return block.size
 
     def free(self, key: Hashable) -> int:
-        """Give the key's block back to the cache and return its size.
-
-        Raises:
-            ValueError: the key holds no block: it never did, or it was freed.
-        """
-        try:
-            block = self._live.pop(key)
-        except KeyError:
-            raise ValueError(
-                f"key={key!r} is not allocated; expected a key of malloc() that was not freed since. "
-                f"Call malloc({key!r}, size_bytes) first"
-            ) from None
+        """Give the key's block back to the cache and return its size."""
+        block = self._live.pop(key)
         if block is None:
             return 0
         size = block.size
         self.allocated -= size
-        self.requested -= block.requested
         block.allocated = False
         block.pool.add_merged(block)
         return size
@@ -247,53 +219,6 @@ class CachingAllocator:
                 if block.prev is None and block.next is None:
                     self.reserved -= size
             pool.free = [entry for entry in pool.free if entry[2].prev is not None or entry[2].next is not None]
-
-    def reset_peak(self) -> None:
-        """Count both peaks from now on."""
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
-
-    def state(self) -> tuple[Any, ...]:
-        """Return what decides about later calls: where two states are equal, the same calls have the same results."""
-        pools = (self._small, self._large)
-        return (
-            {key: block and (block.address, block.size) for key, block in self._live.items()},
-            [[(size, address) for size, address, _ in pool.free] for pool in pools],
-            [[(address, block.size) for address, block in pool.unmapped] for pool in pools],
-            (self.reserved, self._lowest_address, self.retries),
-        )
-
-    def snapshot(self) -> list[dict[str, Any]]:
-        """Return the segments with their blocks, by address, as ``torch.cuda.memory_snapshot()`` does.
-
-        In an expandable segment each stretch of pages is one entry. ``requested_size`` of a free block is 0.
-        """
-        blocks = {id(block): block for block in self._live.values() if block is not None}
-        blocks |= {id(entry[2]): entry[2] for pool in (self._small, self._large) for entry in pool.free}
-        first = [block for block in blocks.values() if block.prev is None or not block.prev.mapped]
-        return [self._segment(block) for block in sorted(first, key=lambda block: block.address)]
-
-    def _segment(self, first: _Block) -> dict[str, Any]:
-        blocks = []
-        block: _Block | None = first
-        while block is not None and block.mapped:
-            blocks.append(
-                {
-                    "address": block.address,
-                    "size": block.size,
-                    "requested_size": block.requested if block.allocated else 0,
-                    "state": "active_allocated" if block.allocated else "inactive",
-                }
-            )
-            block = block.next
-        return {
-            "address": first.address,
-            "total_size": sum(entry["size"] for entry in blocks),
-            "allocated_size": sum(entry["size"] for entry in blocks if entry["state"] == "active_allocated"),
-            "requested_size": sum(entry["requested_size"] for entry in blocks),
-            "segment_type": "small" if first.pool.is_small else "large",
-            "is_expandable": self._expandable,
-            "blocks": blocks,
-        }
 
     def _take_free(self, pool: _Pool, size: int) -> _Block | None:
         """Take the best fit of the free blocks (``get_free_block``)."""
@@ -383,13 +308,6 @@ class CachingAllocator:
         block.mapped = False
         pool.add_merged(block)
         self.reserved -= end - start
-
-    def _full_message(self, size_bytes: int) -> str:
-        return (
-            f"size_bytes={size_bytes!r} does not fit the GPU: of limit_bytes={self.limit_bytes!r}, "
-            f"{self.allocated} bytes are allocated and {self.reserved} reserved with the cache emptied; expected room "
-            "for a new segment or page. Pass limit_bytes=None to see what is needed without a limit"
-        )
 
 
 def _room_to_grow(block: _Block) -> int:

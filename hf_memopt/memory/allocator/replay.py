@@ -10,18 +10,24 @@ lengths has a recording of each length, and every batch is replayed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_memopt.memory.allocator.caching_allocator import CachingAllocator
+from hf_memopt.memory.allocator.caching_allocator import AllocationError, CachingAllocator
 from hf_memopt.memory.allocator.replay_plan import ReplayPlan
+from hf_memopt.memory.batch_lengths import Fragmentation, LengthPlan
 from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
 from hf_memopt.memory.recording.step_trace import RecordedPass, StepTrace
+from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.timeline import COMPONENTS, SimulatedTimeline, Timeline
 
-__all__ = ["Replayed", "replay"]
+if TYPE_CHECKING:
+    from hf_memopt.devices.gpus import Gpu
+
+__all__ = ["Replayed", "fragmentation_of", "replay", "replay_on_gpu"]
 
 _WEIGHTS, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _TEMPORARIES, _WORKSPACE, _INPUTS = range(len(COMPONENTS))
 _STEPS = 3
@@ -63,6 +69,61 @@ def replay(
     if trace.evaluation is not None and plan.eval_batches:
         run.evaluation(trace.evaluation)
     return run.result()
+
+
+# ---- On a GPU of a given size
+
+
+def replay_on_gpu(
+    trace: StepTrace, plan: ReplayPlan, settings: StepSettings, gpu: Gpu | None, others: Sequence[StepTrace]
+) -> Replayed:
+    """Return the replay on a GPU of this size: at its limit the allocator empties its cache.
+
+    Where even that does not help, the run would end in an out-of-memory error. Then the limit grows until the replay
+    ends, from what the tensors hold at their peak in steps of 5 %. Without a limit the allocator would keep every block
+    that it ever had, and the estimate would be a multiple of what the run needs.
+    """
+    unlimited = replay(trace, plan, CachingAllocator(settings.expandable_segments), others)
+    limit_bytes = None if gpu is None else max(gpu.usable_bytes - (gpu.context_bytes or 0), 0)
+    if limit_bytes is None or unlimited.peak_reserved <= limit_bytes:
+        return unlimited
+    tried_bytes = limit_bytes
+    if unlimited.peak_allocated > limit_bytes:
+        tried_bytes = unlimited.peak_allocated + unlimited.peak_allocated // 20 + 1
+    while tried_bytes < unlimited.peak_reserved:
+        with suppress(AllocationError):
+            return replay(trace, plan, CachingAllocator(settings.expandable_segments, tried_bytes), others)
+        tried_bytes += tried_bytes // 20 + 1
+    return unlimited
+
+
+def fragmentation_of(
+    trace: StepTrace,
+    others: Sequence[StepTrace],
+    plan: ReplayPlan,
+    settings: StepSettings,
+    lengths: LengthPlan,
+    replayed: Replayed,
+) -> Fragmentation:
+    """Return what the batches reserve with each kind of segments, and what the longest alone does."""
+
+    def reserved_bytes(expandable_segments: bool, plan: ReplayPlan = plan) -> int:
+        return replay(trace, plan, CachingAllocator(expandable_segments), others).peak_reserved
+
+    expandable = settings.expandable_segments
+    own = reserved_bytes(expandable) if any(replayed.retries) else replayed.peak_reserved
+    other = reserved_bytes(not expandable)
+    return Fragmentation(
+        batches=sum(map(len, lengths.steps)),
+        lengths=lengths.lengths,
+        recorded_lengths=len(lengths.recorded),
+        reserved_bytes=other if expandable else own,
+        reserved_expandable_bytes=own if expandable else other,
+        reserved_longest_bytes=reserved_bytes(expandable, replace(plan, order=())),
+    )
+
+
+# ---- One replay
 
 
 class _Recorded:
@@ -196,16 +257,9 @@ class _Run:
             self.free(key)
         self.use(batches[0])
         parts = plan.passes(batches, min(plan.micro_batches, _PASSES), adds=plan.keeps_gradients and step > 0)
-        last: Any = None  # the pass before and the state that it found
-        begin = (0, 0)
         for index, which in (one for part in parts for one in (part if plan.order else part[:_PASSES])):
             self._go_on_with(index)
             recorded = min(which, len(self.trace.micro_batches) - 1)
-            now = index, recorded, self.allocator.state(), dict(self._alive)
-            if now == last:
-                self._repeat(*begin)
-                continue
-            last, begin = now, (len(self._deltas), len(self._phases))
             self._pass(self.trace.micro_batches[recorded], self._recorded.passes[recorded], step)
         if not isinstance(plan.optimizer, Sequence):
             self.phase("optimizer")
@@ -222,13 +276,6 @@ class _Run:
             for number, own in zip(before.gradients, self.trace.gradients, strict=True):
                 if first_key + number in self._alive:
                     self._rename(first_key + number, self._recorded.first_key + own)
-
-    def _repeat(self, event: int, phase: int) -> None:
-        """Note once more what was noted since: a pass that left everything as it found it does the same again."""
-        later = len(self._deltas) - event
-        for column in (self._columns, self._deltas, self._reserved):
-            column += column[event:]
-        self._phases += [(start + later, name) for start, name in self._phases[phase:]]
 
     def _pass(self, part: RecordedPass, events: list[tuple[int, int, int]], step: int) -> None:
         self.phase("forward")
