@@ -36,13 +36,14 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from statistics import median_low
 
 from hf_memopt.plain_data import FixedMapping
 from hf_memopt.units import parse_bytes
 
-__all__ = ["GIB", "GPUS", "NAMES", "Gpu", "PeakRates", "typical_context"]
+__all__ = ["GIB", "GPUS", "NAMES", "Gpu", "PeakRates", "most_multiprocessors", "typical_context"]
 
 GIB = 2**30
 PAGES = "https://www.techpowerup.com/gpu-specs/"
@@ -135,12 +136,31 @@ def _capability(row: Mapping[str, str]) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def _is_amd(row: Mapping[str, str]) -> bool:
+    return _DESIGNS[row["architecture"]]["maker"] == "AMD"
+
+
 def typical_context(capability: tuple[int, int]) -> tuple[int | None, str]:
     """Return the median of the contexts known for a compute capability, and the words for its source."""
     found = [parse_bytes(row["context"]) for row in _ROWS if row["context"] and _capability(row) == capability]
     if not found:
         return None, "unknown"
     return median_low(found), "derived from the GPUs of compute capability {}.{}".format(*capability)
+
+
+_MOST_ELSEWHERE = {  # of capabilities that no GPU of the table has
+    (5, 0): 5,  # GTX 750 Ti, 640 cores: https://github.com/PointCloudLibrary/pcl/issues/880
+    (5, 2): 24,  # Titan X, report: https://github.com/gpgpu-sim/gpgpu-sim_distribution/issues/169
+    (8, 7): 16,  # Jetson AGX Orin, report: https://github.com/tmcdonell/cuda/issues/77
+}
+
+
+@cache
+def most_multiprocessors(capability: tuple[int, int]) -> int:
+    """Return the multiprocessors of the largest GPU of a compute capability; of all GPUs where none is known."""
+    known = [(int(row["multiprocessors"]), _capability(row)) for row in _ROWS if not _is_amd(row)]
+    largest = max(known)[0]
+    return max((count for count, own in known if own == capability), default=_MOST_ELSEWHERE.get(capability, largest))
 
 
 def _typical_usable(memory_gib: int) -> int:
@@ -161,11 +181,10 @@ def _peak_rates(row: Mapping[str, str]) -> PeakRates:
 
 def _gpu(row: Mapping[str, str]) -> Gpu:
     name, memory_gib, design = row["name"], int(row["memory_gib"]), _DESIGNS[row["architecture"]]
-    is_amd = design["maker"] == "AMD"
     usable_bytes, usable_source = _typical_usable(memory_gib), "derived from the GPUs nearest in size"
     if row["usable"]:
         usable_bytes, usable_source = parse_bytes(row["usable"]), row["usable_source"]
-    context_bytes, context_source = (None, "unknown") if is_amd else typical_context(_capability(row))
+    context_bytes, context_source = (None, "unknown") if _is_amd(row) else typical_context(_capability(row))
     if row["context"]:
         context_bytes, context_source = parse_bytes(row["context"]), row["context_source"]
     return Gpu(
@@ -183,7 +202,7 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
         bandwidth_bytes_per_second=round(float(row["bandwidth_gb"]) * 10**9),
         multiprocessors=int(row["multiprocessors"]),
         peak_flops_per_second=_peak_rates(row),
-        notes=(f"{name} is an AMD GPU: {STANDS_IN}",) if is_amd else (),
+        notes=(f"{name} is an AMD GPU: {STANDS_IN}",) if _is_amd(row) else (),
         nvlink_bytes_per_second=int(row["nvlink_gb"]) * 10**9 if row["nvlink_gb"] else None,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_memopt.memory.cuda.autocast_lists import Policy, casts_of
+from hf_memopt.memory.cuda.autocast import Policy, casts_of
 from hf_memopt.memory.cuda.semantics import CudaSemantics
 
 CPU_LOWER_PRECISION: tuple[str, ...] = (
@@ -153,7 +153,9 @@ CPU_PROMOTE: tuple[str, ...] = (
 
 CPU_LISTS = (CPU_LOWER_PRECISION, CPU_FLOAT32, CPU_PROMOTE)
 CPU_CASTS = casts_of(
-    {Policy.LOWER_PRECISION: CPU_LOWER_PRECISION, Policy.FLOAT32: CPU_FLOAT32, Policy.PROMOTE: CPU_PROMOTE}
+    dict.fromkeys(CPU_LOWER_PRECISION, Policy.LOWER_PRECISION)
+    | dict.fromkeys(CPU_FLOAT32, Policy.FLOAT32)
+    | dict.fromkeys(CPU_PROMOTE, Policy.PROMOTE)
 )
 
 

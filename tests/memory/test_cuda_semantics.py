@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from hf_memopt.binding import versions as compat
-from hf_memopt.memory.cuda import autocast_lists, composite_operations
-from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
+from hf_memopt.memory.cuda.autocast import OPERATORS, functions_of
+from hf_memopt.memory.cuda.semantics import OPENED, CudaSemantics, cross_entropy, run_backward
 from hf_memopt.memory.recording.isolation import recording
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.settings import StepSettings
@@ -264,10 +264,8 @@ WITHOUT_A_FUNCTION = {
 
 
 def test_every_listed_operator_has_its_python_functions() -> None:
-    lists = [value for value in vars(autocast_lists).values() if isinstance(value, tuple)]
-    assert len(lists) == 5
-    names = {name for names in (*lists, *CPU_LISTS) for name in names}
-    assert {name for name in names if not autocast_lists.functions_of((name,))} == WITHOUT_A_FUNCTION
+    names = {*OPERATORS, *(name for names in CPU_LISTS for name in names)}
+    assert {name for name in names if not functions_of(name)} == WITHOUT_A_FUNCTION
 
 
 CUDA_DTYPES: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype, torch.dtype]] = [
@@ -408,7 +406,7 @@ def test_cross_entropy_is_spelled_out_as_in_c(
     weight = draw(10) if weighted else None
     number = ("none", "mean", "sum").index(reduction)
     results, seen = [], []
-    for run in (torch._C._nn.cross_entropy_loss, composite_operations.cross_entropy):
+    for run in (torch._C._nn.cross_entropy_loss, cross_entropy):
         with Operators() as operators:
             loss = run(logits, target, weight, number, -100, smoothing)
         (gradient,) = torch.autograd.grad(loss.sum(), logits)
@@ -807,7 +805,7 @@ def test_c_nn_holds_the_functions_that_functional_calls() -> None:
     assert F.gelu is torch._C._nn.gelu
     assert F.linear is torch._C._nn.linear
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
-    assert torch._C._nn.cross_entropy_loss in autocast_lists.functions_of(("cross_entropy_loss",))
+    assert torch._C._nn.cross_entropy_loss in functions_of("cross_entropy_loss")
 
 
 def test_python_functions_of_functional_ask_for_overrides_by_these_names() -> None:
@@ -815,7 +813,7 @@ def test_python_functions_of_functional_ask_for_overrides_by_these_names() -> No
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
         assert callable(vars(F)[name])
     functions = (F.multi_head_attention_forward, F.normalize, F.gumbel_softmax, F.interpolate, F.cross_entropy)
-    assert set(functions) <= set(composite_operations.OPENED)
+    assert set(functions) <= set(OPENED)
     calls: list[Any] = []
 
     class Mode(TorchFunctionMode):
@@ -827,7 +825,7 @@ def test_python_functions_of_functional_ask_for_overrides_by_these_names() -> No
         F.normalize(torch.ones(2, 2))
         assert F.normalize in calls
         calls.clear()
-        composite_operations.OPENED[F.normalize](torch.ones(2, 2))
+        OPENED[F.normalize](torch.ones(2, 2))
     assert F.normalize not in calls
     assert torch.Tensor.norm in calls
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from blocks import A100, BF16, FP32, H100, RTX_3090, T4, Blocks, empty, header
 from host_semantics import CPU_LISTS
 
-from hf_memopt.memory.cuda import autocast_lists
 from hf_memopt.memory.cuda import kernel_buffers as kernels
+from hf_memopt.memory.cuda.autocast import OPERATORS, Policy
 from hf_memopt.memory.cuda.chip import torch_release
 from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes, workspace_bytes
 
@@ -227,14 +227,7 @@ def registered(key: str) -> set[str]:
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
-CUDA_LISTS = (
-    autocast_lists.LOWER_PRECISION,
-    autocast_lists.FLOAT32,
-    autocast_lists.FLOAT32_SET_OPT_DTYPE,
-    autocast_lists.FLOAT32_APPEND_DTYPE,
-    autocast_lists.PROMOTE,
-    ("binary_cross_entropy",),  # raises
-)
+CUDA_LISTS = (tuple(OPERATORS), ("binary_cross_entropy",))  # which raises
 
 
 @pytest.mark.parametrize(("key", "lists"), [("AutocastCUDA", CUDA_LISTS), ("AutocastCPU", CPU_LISTS)])
@@ -244,21 +237,13 @@ def test_autocast_lists_hold_each_registered_operator_once(key: str, lists: Sequ
     assert set(names) == registered(key) - {"_cudnn_rnn"}  # of builds for CUDA: recurrent layers are not estimated
 
 
-@pytest.mark.parametrize(
-    ("macro", "names"),
-    [
-        ("AT_FORALL_FP32", autocast_lists.FLOAT32),
-        ("AT_FORALL_FP32_SET_OPT_DTYPE", autocast_lists.FLOAT32_SET_OPT_DTYPE),
-        ("AT_FORALL_PROMOTE", autocast_lists.PROMOTE),
-        (
-            "AT_FORALL_LOWER_PRECISION_FP",  # cuDNN's own convolutions are added for CUDA only
-            tuple(name for name in autocast_lists.LOWER_PRECISION if not name.startswith("cudnn")),
-        ),
-    ],
-)
-def test_autocast_policies_are_those_of_torchs_header(macro: str, names: tuple[str, ...]) -> None:
-    (lines,) = re.findall(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", header("ATen", "autocast_mode.h"))
+@pytest.mark.parametrize("policy", [policy for policy in Policy if policy != Policy.FLOAT32_APPEND_DTYPE])
+def test_autocast_policies_are_those_of_torchs_header(policy: Policy) -> None:
+    lines = header("ATen", "autocast_mode.h")
+    (lines,) = re.findall(rf"#define AT_FORALL_{policy.upper()}\(_\)((?:.*\\\n)*.*)", lines)
     listed = re.findall(r"_\((\w+)(?:, (\w+))?\)", lines)
+    names = [name for name, own in OPERATORS.items() if own is policy and not name.startswith("cudnn")]
+    # cuDNN's own convolutions are added for CUDA only
     assert sorted(".".join(filter(None, pair)) for pair in listed) == sorted(names)
 
 

@@ -17,6 +17,7 @@ from hf_memopt.memory.settings import NotEstimableError
 
 __all__ = ["attend", "attention_kernel", "efficient_backward", "efficient_forward", "flash_backward", "flash_forward"]
 
+_aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD = 2**16  # of the memory-efficient kernel
 
@@ -260,22 +261,18 @@ def _key_splits(chip: Chip, heads: int, key_len: int, keys: int) -> int:
     return max(1, min(divide_up(key_len, keys), 200 // heads))
 
 
-# ---- The call of all kernels
-
-
-_aten = torch.ops.aten
-_HALVES = (torch.float16, torch.bfloat16)
+# ---- the call
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
     *,
     capability: tuple[int, int],
 ) -> Any:
@@ -313,19 +310,17 @@ def attend(
     )[0]
 
 
-def _math_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *rest: Any
-) -> Any:
+def _math_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Any:
     """Run the kernel without fusion; in 16 bits it computes in float32."""
     dropout_p, is_causal, scale, enable_gqa = rest
-    wide = (tensor.float() if tensor.dtype in _HALVES else tensor for tensor in (query, key, value))
+    wide = (tensor.float() if tensor.dtype in _HALF else tensor for tensor in (query, key, value))
     out = _aten._scaled_dot_product_attention_math(
         *wide, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )[0]
     return out.to(query.dtype)
 
 
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *, padded: bool) -> torch.Tensor:
+def _bias(mask: Tensor, query: Tensor, key: Tensor, *, padded: bool) -> Tensor:
     """Return a mask as the additive bias of a kernel, (batch, heads, query, key).
 
     A bool mask becomes a new tensor in every call; the memory-efficient kernel needs rows at multiples of 8 elements.

@@ -8,25 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["MOST_MULTIPROCESSORS", "Chip", "copy_bytes", "divide_up", "round_up", "torch_release"]
+from hf_memopt.devices.gpu_table import most_multiprocessors
 
-# The multiprocessors of the largest GPU of each compute capability, by the GPU's specification: its CUDA cores over
-# those of a multiprocessor (the rule of ``devices/gpu_table.py``), or what the driver reported where a report is named.
-MOST_MULTIPROCESSORS = {
-    (5, 0): 5,  # GTX 750 Ti, 640 cores: https://github.com/PointCloudLibrary/pcl/issues/880
-    (5, 2): 24,  # Titan X, report: https://github.com/gpgpu-sim/gpgpu-sim_distribution/issues/169
-    (6, 0): 56,  # P100, 3584 cores: NVIDIA Tesla V100 GPU Architecture (whitepaper), table 1
-    (6, 1): 30,  # P40, 3840 cores: https://sysrqmts.com/pl/gpus/compare/nvidia-a100-pcie-vs-nvidia-tesla-p40
-    (7, 0): 80,  # V100, 5120 cores: the table of P100
-    (7, 5): 72,  # Quadro RTX 8000, 4608: https://technicalcity.b-cdn.net/en/video/Quadro-RTX-8000-vs-Tesla-K40d
-    (8, 0): 108,  # A100, 6912 cores: NVIDIA A100 Tensor Core GPU Architecture (whitepaper), page 19
-    (8, 6): 84,  # RTX A6000, 10752: NVIDIA's whitepaper by https://github.com/NVIDIA/cudnn-frontend/pull/1164
-    (8, 7): 16,  # Jetson AGX Orin, report: https://github.com/tmcdonell/cuda/issues/77
-    (8, 9): 142,  # RTX 6000 Ada, 18176 cores: the table of RTX A6000
-    (9, 0): 132,  # H100 SXM5, 16896 cores: https://glennklockwood.com/garden/processors/h100
-    (10, 0): 148,  # B200: https://github.com/0xSero/blackwell-gpu-wiki/issues/2
-    (12, 0): 188,  # RTX PRO 6000, 24064 cores: the table of RTX A6000
-}
+__all__ = ["Chip", "copy_bytes", "divide_up", "round_up", "torch_release"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +24,7 @@ class Chip:
     def of(cls, capability: tuple[int, int], multiprocessors: int | None = None) -> Chip:
         """Return a chip; without a count, the largest of its capability, or of all if that one is unknown."""
         if multiprocessors is None:
-            multiprocessors = MOST_MULTIPROCESSORS.get(capability, max(MOST_MULTIPROCESSORS.values()))
+            multiprocessors = most_multiprocessors(capability)
         return cls(capability, multiprocessors)
 
     @property

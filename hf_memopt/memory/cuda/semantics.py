@@ -14,6 +14,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,16 +24,18 @@ from torch.overrides import TorchFunctionMode
 
 from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
 from hf_memopt.memory.cuda.attention import attend
-from hf_memopt.memory.cuda.autocast_lists import CUDA_CASTS, Policy, functions_of
-from hf_memopt.memory.cuda.composite_operations import OPENED, cross_entropy, grouped_product
+from hf_memopt.memory.cuda.autocast import CUDA_CASTS, Policy, functions_of
 from hf_memopt.memory.storage_tracker import StorageTracker
 
-__all__ = ["CudaSemantics", "run_backward"]
+__all__ = ["OPENED", "CudaSemantics", "cross_entropy", "run_backward"]
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
-_FUSED_SOFTMAX = {_aten._softmax: functions_of(("softmax",)), _aten._log_softmax: functions_of(("log_softmax",))}
-_GROUPED_PRODUCTS = functions_of(("grouped_mm", "_grouped_mm"))  # torch._grouped_mm is private: torch 2.8 to 2.13
+_FUSED_SOFTMAX = {
+    **dict.fromkeys(functions_of("softmax"), _aten._softmax),
+    **dict.fromkeys(functions_of("log_softmax"), _aten._log_softmax),
+}
+_GROUPED_PRODUCTS = functions_of("grouped_mm") | functions_of("_grouped_mm")  # the second is private: torch 2.8 to 2.13
 
 
 def run_backward(loss: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -93,12 +97,8 @@ class CudaSemantics(TorchFunctionMode):
             torch.empty: self._empty,
             torch.Tensor.to: self._to,
             torch._C._nn.cross_entropy_loss: self._cross_entropy,
-            **{function: grouped_product(function) for function in _GROUPED_PRODUCTS},
-            **{
-                function: self._softmax(function, fused)
-                for fused, functions in _FUSED_SOFTMAX.items()
-                for function in functions
-            },
+            **{function: partial(_grouped_product, function) for function in _GROUPED_PRODUCTS},
+            **{function: partial(self._softmax, function, fused) for function, fused in _FUSED_SOFTMAX.items()},
         }
         self._casts = CUDA_CASTS if autocast is not None else {}
 
@@ -158,7 +158,7 @@ class CudaSemantics(TorchFunctionMode):
         policy = self._casts.get(func)
         if policy is None or not self._autocasting():
             return func(*args, **kwargs)
-        if policy is Policy.FLOAT32_BY_DTYPE_ARGUMENT:
+        if policy in (Policy.FLOAT32_SET_OPT_DTYPE, Policy.FLOAT32_APPEND_DTYPE):
             first = args[0] if args else kwargs.get("input")
             given = any(isinstance(value, torch.dtype) for value in (*args, kwargs.get("dtype")))
             extra = {} if given or getattr(first, "dtype", None) not in _HALVES else {"dtype": torch.float32}
@@ -212,18 +212,14 @@ class CudaSemantics(TorchFunctionMode):
             return torch.native_dropout(input, p, True)[0]  # a mask of one byte per element
         return F.dropout(input, p, kwargs.get("train", training), inplace)
 
-    def _softmax(self, function: Any, fused: Any) -> Callable[..., Any]:
-        """Return the handler of a softmax: on CUDA one kernel reads float16 and writes float32, without a copy."""
-
-        def softmax(input: Any, *args: Any, **kwargs: Any) -> Any:
-            dim = kwargs.get("dim", args[0] if args else None)
-            given = kwargs.get("dtype", next((value for value in args[1:] if isinstance(value, torch.dtype)), None))
-            wanted = torch.float32 if given is None and self._autocasting() else given
-            if input.dtype == torch.float16 and wanted == torch.float32 and dim is not None:
-                return fused(input, dim, True)
-            return self._cast_and_call(function, (input, *args), kwargs)
-
-        return softmax
+    def _softmax(self, function: Any, fused: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a softmax: on CUDA one kernel reads float16 and writes float32, without a copy."""
+        dim = kwargs.get("dim", args[0] if args else None)
+        given = kwargs.get("dtype", next((value for value in args[1:] if isinstance(value, torch.dtype)), None))
+        wanted = torch.float32 if given is None and self._autocasting() else given
+        if input.dtype == torch.float16 and wanted == torch.float32 and dim is not None:
+            return fused(input, dim, True)
+        return self._cast_and_call(function, (input, *args), kwargs)
 
     def _cross_entropy(self, logits: Any, *rest: Any) -> Any:
         """Run the cross entropy of 16-bit logits in its parts: autocast lists some of them, but not the whole."""
@@ -232,22 +228,10 @@ class CudaSemantics(TorchFunctionMode):
         with self._on_again():
             return cross_entropy(logits, *rest)
 
-    def _attention(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
+    def _attention(self, query: Any, key: Any, value: Any, attn_mask: Any = None, *options: Any, **named: Any) -> Any:
         if self._autocasting():
             query, key, value, attn_mask = (self._lower(tensor) for tensor in (query, key, value, attn_mask))
-        return attend(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, capability=self._capability
-        )
+        return attend(query, key, value, attn_mask, *options, **named, capability=self._capability)
 
     def _backward(
         self, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, *_: Any, **__: Any
@@ -302,3 +286,115 @@ def _apply(cast: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
         return [cast(item) for item in value]
     return cast(value)
+
+
+# ---- Operations that consist of others
+
+# Autocast on CUDA works below Python: it casts the arguments of every operator that it lists, also inside a function
+# that calls several. A function mode is off while it handles a call and so sees the outer function only. What is run
+# here instead allocates the same and calls the parts one by one, so that the mode sees each.
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Run ``cross_entropy_loss`` in the steps of its C++ code, each of which autocast may cast.
+
+    The log-softmax gets the dtype of the logits as an argument; ``nll_loss`` is cast to float32, which it saves.
+
+    Source: torch 2.13, ``aten/src/ATen/native/LossNLL.cpp``.
+
+    Args:
+        logits: (batch, classes, ...) or (classes,).
+        target: (batch, ...) classes, or probabilities in the shape of ``logits``.
+        weight: (classes,).
+        reduction: 0 none, 1 mean, 2 sum.
+        ignore_index: the class of targets that are ignored.
+        label_smoothing: the share of the loss that is spread over all classes.
+    """
+    dim = 1 if logits.dim() > 1 else 0
+    classes = logits.shape[dim]
+    found = F.log_softmax(logits, dim, dtype=logits.dtype)
+    wide = None if weight is None else weight.view([-1 if axis == dim else 1 for axis in range(logits.dim())])
+    if logits.shape == target.shape:
+        if label_smoothing > 0:
+            target = target * (1 - label_smoothing) + label_smoothing / classes
+        product = found * target if wide is None else found * target * wide
+        if reduction == 0:
+            return -product.sum(dim)
+        return -product.sum() / (logits.numel() / classes) if reduction == 1 else -product.sum()
+    name = ("none", "mean", "sum")[reduction]
+    loss = F.nll_loss(found, target, weight, ignore_index=ignore_index, reduction=name)
+    if label_smoothing <= 0:
+        return loss
+    smooth = -(found if wide is None else found * wide).sum(dim)
+    ignored = target == ignore_index
+    smooth.masked_fill_(ignored, 0.0)
+    if reduction:
+        smooth = smooth.sum()
+    if reduction == 1 and weight is None:
+        smooth = smooth / (~ignored).sum()
+    elif reduction == 1 and weight is not None:
+        smooth = smooth / weight.gather(0, target.masked_fill(ignored, 0).flatten()).sum()
+    return (1 - label_smoothing) * loss + smooth * (label_smoothing / classes)
+
+
+def _grouped_product(function: Callable[..., Any], rows: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a grouped matrix product: CUDA takes more dtypes than the meta device.
+
+    Source: torch 2.13, ``aten/src/ATen/native/cuda/GroupedBlas.cpp``, ``_grouped_mm_cuda``.
+    """
+    options = {name: value for name, value in kwargs.items() if name != "offs" and value is not None}
+    if rows.dtype == torch.bfloat16 or rows.dim() != 2 or weights.dim() != 3 or options:
+        return function(rows, weights, *args, **kwargs)
+    return _GroupedProduct.apply(rows, weights)  # type: ignore[no-untyped-call]
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Rows (tokens, inputs), sorted by expert, times weights (experts, inputs, outputs): one product for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows @ weights[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        rows, weights = ctx.saved_tensors
+        of_rows = grad @ weights[0].t() if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return of_rows, None
+        of_weights = torch.empty_like(weights)
+        torch.mm(rows.t(), grad, out=of_weights[0])
+        return of_rows, of_weights
+
+
+def _opened() -> dict[Any, FunctionType]:
+    """Return a copy of each Python function of ``torch.nn.functional`` that does not call the mode for itself.
+
+    Each of them first calls ``has_torch_function`` and, under a mode, passes itself to the mode. The copies have
+    globals in which that function returns False; the functions that they call are unchanged and reach the mode. The
+    names are pinned by a test, seen in torch 2.6 to 2.13.
+    """
+    asking = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    found = {**vars(F), **dict.fromkeys(asking, lambda *_: False)}
+    copies = {}
+    for function in vars(F).values():
+        if not isinstance(function, FunctionType) or function.__globals__ is not vars(F):
+            continue
+        if not set(asking).isdisjoint(function.__code__.co_names):
+            copy = FunctionType(
+                function.__code__, found, function.__name__, function.__defaults__, function.__closure__
+            )
+            copy.__kwdefaults__ = function.__kwdefaults__
+            copies[function] = copy
+    return copies
+
+
+OPENED = _opened()
+"""The copy by the function, such as ``F.normalize`` and ``F.multi_head_attention_forward``."""
