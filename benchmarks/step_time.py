@@ -33,9 +33,8 @@ from published_cases import PUBLISHED, Case, UnknownCaseError, read_cases
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, optimizer_memory, parameter_facts
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.memory.step_time.operations import Operation
+from hf_memopt.memory.step_time.operations import Operation, optimizer_operations
 from hf_memopt.memory.step_time.prices import StepTime
-from hf_memopt.memory.step_time.recorded_step import optimizer_operations
 
 FITTED = "fitted"
 LARGEST_MEDIAN, LEAST_SPEARMAN = 0.10, 0.95

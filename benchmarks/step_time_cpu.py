@@ -13,6 +13,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from transformers.optimization import Adafactor
 from hf_memopt.binding.versions import enable_checkpointing
 from hf_memopt.demo.setups import CPU_MODEL
 from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.step_time.prices import Constants, Prices, step_time
+from hf_memopt.memory.step_time.operations import Operation
+from hf_memopt.memory.step_time.prices import BACKWARD_LAUNCH_FRACTION, VIEW_FRACTION, Prices, step_time
 
 ROWS = 16
 LEAST_ON_CPU = 0.9  # of the rank correlation of seconds
@@ -44,13 +46,25 @@ def calibrate() -> Prices:
     source = torch.randn(4 * 2**20)
     copy = _median(source.clone, 4)
     chain, few = torch.nn.Sequential(*[_Addition() for _ in range(20)]), torch.randn(8, requires_grad=True)
-    launch = _median(lambda: chain(few).sum().backward(), 50) / 20 / (1 + Constants.backward_launch_fraction)
+    launch = _median(lambda: chain(few).sum().backward(), 50) / 20 / (1 + BACKWARD_LAUNCH_FRACTION)
     rate = 2 * 512**3 / product
     bandwidth = 2 * source.nbytes / copy
     print(f"{rate / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s, {launch * 1e6:.1f} us for a launch")
-    constants = Constants(memory_fraction=1.0, kernel_seconds=0.0, launch_seconds=launch, micro_batch_seconds=0.0)
     rates = {("product", "fp32"): rate, ("attention", "fp32"): rate}
-    return Prices(rates, bandwidth, constants=constants, is_measured=False, runs_ahead=False)
+    return CpuPrices(rates, bandwidth, pcie=bandwidth, link=bandwidth, launch_seconds=launch)
+
+
+class CpuPrices(Prices):
+    """On a CPU the launch is a part of the operation's own time, and nothing is copied to a GPU."""
+
+    def seconds(self, cost: Operation) -> tuple[float, str]:
+        host = self.launch_seconds * cost.launches * (BACKWARD_LAUNCH_FRACTION if cost.in_backward else 1)
+        if not cost.kernels:
+            return host * VIEW_FRACTION, "launches"
+        own = cost.moved_bytes / self.bandwidth
+        if cost.flops:
+            own = max(own, cost.flops / self.rates[cost.kind, cost.dtype])
+        return own + host, "products" if cost.flops else "memory"
 
 
 class _Addition(torch.nn.Module):
@@ -119,7 +133,9 @@ def compare(prices: Prices) -> list[Row]:
         assert costs is not None
         name = f"{steps} x {given['batch_size']} x {given['seq_len']}" + ", checkpointing" * given["checkpointing"]
         measured = real_seconds(**given)
-        found.append(Row(f"{given['optim']}, CPU", name, measured, step_time(costs, prices), 0.0))
+        found.append(
+            Row(f"{given['optim']}, CPU", name, measured, step_time(replace(costs, micro_batches=0), prices), 0.0)
+        )
     return found
 
 

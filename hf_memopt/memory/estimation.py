@@ -35,7 +35,7 @@ from hf_memopt.memory.recording.trace_cache import RecordedStep, Shape, record_o
 from hf_memopt.memory.resolved_settings import own_dtype, settings_of_recipe, sixteen_bits, with_16_bits, with_precision
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
-from hf_memopt.memory.step_time.recorded_step import timing_of_step
+from hf_memopt.memory.step_time.prices import timing_of_step
 from hf_memopt.memory.training_arguments import notes_of_arguments, refuse_arguments, settings_of_arguments
 from hf_memopt.plain_data import Count, check_value, checked_array, shown
 

@@ -23,9 +23,15 @@ from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, optimiz
 from hf_memopt.memory.quantized.linears import dequantized
 from hf_memopt.memory.recording.isolation import recording
 from hf_memopt.memory.result import Estimate
-from hf_memopt.memory.step_time.operations import Operation, operation_of
-from hf_memopt.memory.step_time.prices import CONSTANTS, PARTS, Prices, StepCosts, equally_fast, step_time
-from hf_memopt.memory.step_time.recorded_step import _adafactor_step, _Counting, optimizer_operations
+from hf_memopt.memory.step_time import prices as module
+from hf_memopt.memory.step_time.operations import (
+    Operation,
+    _adafactor_step,
+    _Counting,
+    operation_of,
+    optimizer_operations,
+)
+from hf_memopt.memory.step_time.prices import PARTS, Prices, StepCosts, equally_fast, step_time
 from hf_memopt.memory.storage_tracker import StorageTracker
 
 A100 = "A100 80GB"
@@ -302,11 +308,11 @@ def costs_of(*operations: Operation, micro_batches: int = 1) -> StepCosts:
 
 
 def test_prices_by_hand() -> None:
-    prices, c = Prices.of(GPUS[A100]), CONSTANTS
+    prices = Prices.of(GPUS[A100])
     flops, bytes_ = 10**12, 10**9
-    product = flops / (GPUS[A100].peak_flops_per_second.bf16 * c.half_fraction) + c.kernel_seconds
-    memory = bytes_ / (GPUS[A100].bandwidth_bytes_per_second * c.memory_fraction) + c.kernel_seconds
-    launch = c.launch_seconds * c.backward_launch_fraction
+    product = flops / (GPUS[A100].peak_flops_per_second.bf16 * module.HALF_FRACTION) + module.KERNEL_SECONDS
+    memory = bytes_ / (GPUS[A100].bandwidth_bytes_per_second * module.MEMORY_FRACTION) + module.KERNEL_SECONDS
+    launch = module.LAUNCH_SECONDS * module.BACKWARD_LAUNCH_FRACTION
     found = step_time(
         costs_of(
             Operation("product", "bf16", flops=flops, moved_bytes=bytes_),
@@ -315,7 +321,7 @@ def test_prices_by_hand() -> None:
         ),
         prices,
     )
-    launches = launch + c.micro_batch_seconds
+    launches = launch + module.MICRO_BATCH_SECONDS
     assert found.seconds == pytest.approx(product + memory + launches)
     assert found.shares["products"] * found.seconds == pytest.approx(product)
     assert found.shares["launches"] * found.seconds == pytest.approx(launches)
@@ -331,7 +337,7 @@ def test_copies_over_pcie_have_its_generation() -> None:
     for name, bandwidth in (("V100 16GB", 16e9), (A100, 32e9), ("RTX 5090", 64e9)):
         seconds, part = Prices.of(GPUS[name]).seconds(copy)
         assert part == "PCIe"
-        assert seconds == pytest.approx(1e9 / (bandwidth * CONSTANTS.memory_fraction), rel=1e-3)
+        assert seconds == pytest.approx(1e9 / (bandwidth * module.MEMORY_FRACTION), rel=1e-3)
 
 
 def test_a_format_that_the_gpu_lacks_runs_as_float32() -> None:
@@ -351,7 +357,7 @@ def test_more_work_takes_longer_and_a_faster_gpu_is_faster() -> None:
     faster = (
         replace(base, bandwidth=2 * base.bandwidth),
         replace(base, rates={name: 2 * rate for name, rate in base.rates.items()}),
-        replace(base, constants=replace(CONSTANTS, launch_seconds=1e-6)),
+        replace(base, launch_seconds=1e-6),
     )
     for prices in faster:
         assert step_time(costs, prices).seconds <= step_time(costs, base).seconds

@@ -65,8 +65,8 @@ class Communication:
 
 def communication_of_step(
     facts: Sequence[ParameterFacts], settings: StepSettings, gathered_bytes: int, passes: float, reductions: int = 1
-) -> Communication | None:
-    """Return what a step moves; None for one process.
+) -> Communication:
+    """Return what a step of several processes moves.
 
     Args:
         facts: of the trainable parameters, whole.
@@ -76,8 +76,6 @@ def communication_of_step(
         reductions: those of them in which FSDP2 reduces gradients: the micro-batches of the last accumulation step.
     """
     engine, processes = settings.engine, settings.world_size
-    if not engine:
-        return None
     sent = (processes - 1) / processes
     size = _SHORT_BYTES if settings.precision in ("bf16", "fp16") else _FLOAT_BYTES
     trained = sum(fact.elements for fact in facts)

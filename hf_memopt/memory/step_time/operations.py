@@ -1,4 +1,4 @@
-"""What the ATen operations of a step cost a GPU: floating-point operations, bytes, kernels and launches.
+"""What the operations of a step cost a GPU: floating-point operations, bytes, kernels and launches.
 
 ``StorageTracker`` calls ``operation_of`` for each operation of a forward and backward pass while it records their
 allocations, so one recording gives bytes and seconds. The order of operations does not matter to their price
@@ -9,6 +9,12 @@ output is written once, and what is written in place is read as well. Embeddings
 return and not the table. The backward of a layer norm reads its inputs twice, for the input's gradient and again for
 those of weight and bias. Causal fused attention skips half of the products.
 
+After the backward pass follow unscaling, clipping, and the optimizer's step. torch's optimizers run their own code on
+the meta device, on one parameter of all elements, and what transformers' Adafactor does is run there for each shape. Of
+kernels that torch cannot run there (fused AdamW, bitsandbytes) the bytes follow from ``OptimizerMemory``: weights and
+state are read and written, gradients are read. A paged state crosses PCIe both ways at every step, the most that it can
+cost. Not counted are optimizers whose step is neither of these: ``UNPRICED_OPTIMIZERS``.
+
 Limitations: bytes that a later kernel finds in the GPU's cache; the workspace of split sums; of float32 experts, whose
 product is recorded as one for all rows, the weights of all but one.
 """
@@ -16,17 +22,23 @@ product is recorded as one for all rows, the weights of all but one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from functools import cache
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FOREACH_CHUNK", "FOREACH_CHUNKS_PER_KERNEL", "Operation", "operation_of"]
+if TYPE_CHECKING:
+    from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
 
-FOREACH_CHUNK = 65_536  # elements, aten/src/ATen/native/cuda/MultiTensorApply.cuh
-FOREACH_CHUNKS_PER_KERNEL = 320
+__all__ = ["UNPRICED_OPTIMIZERS", "Operation", "operation_of", "optimizer_operations"]
+
+_FOREACH_CHUNK = 65_536  # elements, aten/src/ATen/native/cuda/MultiTensorApply.cuh
+_FOREACH_CHUNKS_PER_KERNEL = 320
 _LAUNCHES_PER_TENSOR = 0.05  # of a foreach call: it builds its list of addresses in C++
 _LAUNCHES_OF_EXTENSIONS = 3  # an operation of bitsandbytes: Python, checks, ctypes
 
@@ -36,8 +48,6 @@ _NO_KERNEL = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_st
 _BY_ROWS = {"embedding", "index", "gather", "index_select", "nll_loss_forward"}
 _WITHOUT_READING = {"fill_", "zero_", "copy_"}  # overwrite what they are called on
 _CREATE = ("new_", "zeros_like", "ones_like", "full_like")  # use an input for its dtype and shape only
-_IS_CAUSAL = {"flash_attention": 4, "efficient_attention": 6, "cudnn_attention": 6}  # its place among the arguments
-_IS_CAUSAL_BACKWARD = {"flash_attention": 11, "efficient_attention": 11, "cudnn_attention": 14}
 
 
 class Operation(NamedTuple):
@@ -77,22 +87,19 @@ class _Traits(NamedTuple):
     by_rows: bool
     creates: bool
     kind: str
-    is_causal: int  # place of the argument; -1 without
+    is_causal: int  # place of the argument; behind the last one without
     launches: int
 
 
 @cache
 def _traits(func: Any) -> _Traits:
     name, schema = func._overloadpacket.__name__, func._schema
-    arguments = enumerate(schema.arguments)
+    arguments = list(enumerate(schema.arguments))
     written = tuple(place for place, item in arguments if item.alias_info is not None and item.alias_info.is_write)
     views = not written and any(item.alias_info is not None for item in schema.returns)
-    kernel, is_causal = "memory", -1
-    if name in _PRODUCTS:
-        kernel = "product"
-    elif name.startswith("_scaled_dot_product_") and "attention" in name:
-        kernel, which = "attention", name.removeprefix("_scaled_dot_product_").removesuffix("_backward")
-        is_causal = (_IS_CAUSAL_BACKWARD if name.endswith("_backward") else _IS_CAUSAL).get(which, -1)
+    kind = "product" if name in _PRODUCTS else "memory"
+    if name.startswith("_scaled_dot_product_") and "attention" in name:
+        kind = "attention"
     return _Traits(
         name=name,
         is_view=views or name in _NO_KERNEL,
@@ -100,8 +107,8 @@ def _traits(func: Any) -> _Traits:
         reads_written=name not in _WITHOUT_READING,
         by_rows=name in _BY_ROWS,
         creates=name.startswith(_CREATE),
-        kind=kernel,
-        is_causal=is_causal,
+        kind=kind,
+        is_causal=next((place for place, item in arguments if item.name == "is_causal"), len(arguments)),
         launches=1 if func.namespace == "aten" else _LAUNCHES_OF_EXTENSIONS,
     )
 
@@ -152,8 +159,8 @@ def operation_of(
             moved += sum(map(_bytes, tensors[:2]))
     kernels, launches = 1, float(traits.launches)
     if traits.name.startswith("_foreach"):
-        chunks = sum(-(-tensor.numel() // FOREACH_CHUNK) for tensor in args[0])
-        kernels = -(-chunks // FOREACH_CHUNKS_PER_KERNEL)
+        chunks = sum(-(-tensor.numel() // _FOREACH_CHUNK) for tensor in args[0])
+        kernels = -(-chunks // _FOREACH_CHUNKS_PER_KERNEL)
         launches = kernels + _LAUNCHES_PER_TENSOR * len(args[0])
     work = float(flops) if traits.kind != "memory" else 0.0
     if traits.kind == "attention" and args[traits.is_causal : traits.is_causal + 1] == (True,):
@@ -180,3 +187,168 @@ def _bytes(tensor: Tensor) -> int:
         return tensor.numel() * tensor.element_size()
     sizes = zip(tensor.shape, strides, strict=True)
     return math.prod(size for size, stride in sizes if stride) * tensor.element_size()
+
+
+# ---- The optimizer's step
+
+
+_OF_TORCH: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw_torch": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+}
+UNPRICED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "grokadamw", "schedule_free", "stable_adamw")
+"""How the names begin of those whose step is not counted."""
+
+_LAUNCHES_OF_BITSANDBYTES = 5  # a call from Python for each parameter
+
+
+def optimizer_operations(
+    parameters: Sequence[ParameterFacts],
+    memory: OptimizerMemory,
+    optim: str | None,
+    *,
+    weight_decay: float = 0.0,
+    clips: bool = True,
+    unscales: bool = False,
+    zeroes: bool = False,
+) -> Counter[Operation]:
+    """Return the costs of a step of the optimizer.
+
+    Args:
+        parameters: the trainable ones.
+        memory: of the optimizer.
+        optim: as ``TrainingArguments`` takes it, none of ``UNPRICED_OPTIMIZERS``; None for an optimizer that is only
+            known by its memory, which counts as one kernel for each parameter.
+        weight_decay: as ``TrainingArguments`` takes it.
+        clips: whether the norm of the gradients is clipped.
+        unscales: whether fp16's gradient scaler divides them.
+        zeroes: whether they are kept between steps, and set to zero.
+    """
+    gradients = sum(fact.size_bytes for fact in parameters)
+    found: Counter[Operation] = Counter()
+    if not parameters:
+        return found
+    together = -(-sum(fact.elements for fact in parameters) // (_FOREACH_CHUNK * _FOREACH_CHUNKS_PER_KERNEL))
+    of_lists = _LAUNCHES_PER_TENSOR * len(parameters)
+    if unscales:  # reads and writes them
+        found[Operation("memory", moved_bytes=2 * gradients, kernels=together, launches=together + of_lists)] += 1
+    if clips:  # the norm reads, the scaling reads and writes
+        launches = 2 * together + 2 * of_lists
+        found[Operation("memory", moved_bytes=3 * gradients, kernels=2 * together, launches=launches)] += 1
+    if zeroes:
+        found[Operation("memory", moved_bytes=gradients, kernels=together, launches=together + of_lists)] += 1
+    if optim in _OF_TORCH or optim == "adafactor":
+        tensors = len(parameters) if memory.releases_gradients else 0
+        alone = tuple(replace(fact, name="") for fact in parameters)  # layers share shapes, and so the cached run
+        return found + _recorded(optim, tuple(Counter(alone).items()), weight_decay, memory.state_bytes > 0, tensors)
+    moved = 2 * gradients + gradients + 2 * memory.state_bytes  # the weights are as large as their gradients
+    kernels, launches = together, together + 2 * of_lists
+    if optim != "adamw_torch_fused" or memory.releases_gradients:
+        kernels, launches = len(parameters), float(_LAUNCHES_OF_BITSANDBYTES * len(parameters))
+    found[Operation("memory", moved_bytes=moved, kernels=kernels, launches=launches)] += 1
+    if memory.host_state_bytes:
+        found[Operation("pcie", moved_bytes=2 * memory.host_state_bytes, kernels=len(parameters))] += 1
+    return found
+
+
+@lru_cache(maxsize=64)
+def _recorded(
+    optim: str, parameters: tuple[tuple[ParameterFacts, int], ...], weight_decay: float, momentum: bool, releases: int
+) -> Counter[Operation]:
+    """Return the operations of torch's own code, or of Adafactor; ``parameters`` are different ones and their number.
+
+    ``momentum`` says whether SGD has one, which is then its only state; ``releases`` is the number of tensors that step
+    alone, 0 where all step together.
+    """
+    found: Counter[Operation] = Counter()
+    if optim == "adafactor":
+        for fact, times in parameters:
+            ran = _adafactor_step(fact.shape, fact.element_size)
+            found.update({cost: times * number for cost, number in ran.items()})
+        return found
+    options: dict[str, Any] = {"momentum": 0.9} if optim == "sgd" and momentum else {}
+    for decays, size in dict.fromkeys((fact.decays, fact.element_size) for fact, _ in parameters):
+        group = [(fact, times) for fact, times in parameters if (fact.decays, fact.element_size) == (decays, size)]
+        elements, tensors = sum(fact.elements * times for fact, times in group), sum(times for _, times in group)
+        whole = replace(group[0][0], shape=(elements,))
+        decay = weight_decay if decays else 0.0
+        build = partial(_OF_TORCH[optim], lr=1e-3, weight_decay=decay, foreach=True, **options)
+        ran = _run(build, [whole])
+        for cost, number in ran.items():
+            kernels = max(cost.kernels, tensors) if releases and cost.kernels else cost.kernels
+            launches = float(tensors) if releases else cost.kernels + _LAUNCHES_PER_TENSOR * tensors
+            found[cost._replace(kernels=kernels, launches=launches)] += number
+    return found
+
+
+@cache
+def _adafactor_step(shape: tuple[int, ...], element_size: int) -> Counter[Operation]:
+    """Return the operations of transformers' Adafactor for one parameter that has its state, as the Trainer builds it.
+
+    They are written out because the module of the class imports PEFT, which takes longer than a whole estimate; a test
+    compares both. Seen in transformers 5.8.1, 5.17.0 and 5.23.0.
+    """
+    new = partial(torch.empty, device="meta")
+    weight, gradient = new(shape, dtype=_dtype(element_size)), new(shape, dtype=_dtype(element_size))
+    is_factored = len(shape) >= 2
+    averages = [new(shape[:-1]), new(shape[:-2] + shape[-1:])] if is_factored else [new(shape)]
+    counter = _Counting()
+    with torch.no_grad(), counter:
+        gradient, exact = gradient.float(), weight.float()  # themselves where they are float32
+        _root_mean_square(exact)
+        update = gradient**2 + 1e-30
+        if is_factored:
+            rows, columns = averages
+            rows.mul_(0.9).add_(update.mean(dim=-1), alpha=0.1)
+            columns.mul_(0.9).add_(update.mean(dim=-2), alpha=0.1)
+            of_rows = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+            update = torch.mul(of_rows, columns.unsqueeze(-2).rsqrt()).mul_(gradient)
+        else:
+            update = averages[0].mul_(0.9).add_(update, alpha=0.1).rsqrt().mul_(gradient)
+        update.div_((_root_mean_square(update) / 1.0).clamp_(min=1.0)).mul_(1e-3)
+        exact.add_(-update)
+        if exact is not weight:
+            weight.copy_(exact)
+    return counter.found
+
+
+def _root_mean_square(tensor: Tensor) -> Tensor:
+    found: Tensor = tensor.norm(2) / tensor.numel() ** 0.5
+    return found
+
+
+def _run(build: Callable[[Any], torch.optim.Optimizer], facts: Iterable[ParameterFacts]) -> Counter[Operation]:
+    """Return the operations of a step of an optimizer that has its state already, on the meta device."""
+    parameters = [
+        nn.Parameter(torch.empty(fact.shape, dtype=_dtype(fact.element_size), device="meta")) for fact in facts
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer = build(parameters)
+    optimizer.step()  # makes the state
+    counter = _Counting()
+    with counter:
+        optimizer.step()
+    return counter.found
+
+
+def _dtype(element_size: int) -> torch.dtype:
+    return torch.float32 if element_size == 4 else torch.bfloat16
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the operations of code that runs on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[Operation] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **kwargs or {})
+        if func.namespace != "profiler":  # step() marks where it begins and ends
+            self.found[operation_of(func, args, kwargs or {}, out)] += 1
+        return out

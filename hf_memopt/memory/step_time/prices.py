@@ -4,8 +4,8 @@ Formula:
     each operation takes max(FLOPs / (rate x share), moved bytes / (bandwidth x share), launches on the host), and the
     GPU a fixed time for each kernel; a step is their sum, and a fixed time for each micro-batch.
 
-Rates and bandwidth are those of a GPU's specification (``devices/gpu_table.py``). ``Constants`` are the same for all
-GPUs. A recorded step is priced in about 0.1 ms for 100 different operations.
+Rates and bandwidth are those of a GPU's specification (``devices/gpu_table.py``), of which every GPU reaches the same
+shares. A recorded step is priced in about 0.1 ms for 100 different operations.
 
 Limitations: kernels that overlap, compiled models, the routing of experts (which depends on the data),
 the first steps, saving, logging, and data loading that is slower than the step. Apple GPUs (MPS) are not in the table,
@@ -15,24 +15,30 @@ and nothing is predicted for them. Under WSL the launch of a kernel costs more; 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from hf_memopt.devices.gpus import Gpu, PeakRates
-from hf_memopt.memory.step_time.communication import Communication
-from hf_memopt.memory.step_time.operations import Operation
+from hf_memopt.memory.step_time.communication import Communication, communication_of_step
+from hf_memopt.memory.step_time.operations import UNPRICED_OPTIMIZERS, Operation, optimizer_operations
+
+if TYPE_CHECKING:
+    from hf_memopt.memory.allocator.replay_plan import ReplayPlan
+    from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
+    from hf_memopt.memory.recording.step_trace import StepTrace
+    from hf_memopt.memory.settings import StepSettings
 
 __all__ = [
-    "CONSTANTS",
     "PARTS",
-    "Constants",
+    "SAME_FRACTION",
     "Prices",
     "StepCosts",
     "StepTime",
     "equally_fast",
-    "expected_error",
     "missing_figures",
     "step_time",
+    "timing_of_step",
 ]
 
 PARTS = ("products", "attention", "memory", "optimizer", "launches", "PCIe", "communication")
@@ -42,104 +48,86 @@ SAME_FRACTION = 0.05
 """Set-ups whose times differ by no more than this count as equally fast."""
 
 _LAUNCH_BOUND = 1 / 3  # from this share on, the host decides, which is unknown
-_FASTEST_LAUNCH = 6.5e-6  # a recent desktop's, half of that of the cloud machine of 2022 in the fit
 _MEASURED = 0.12  # the worst of 22 published rows: 11.8 %, santacoder with QLoRA on the A100
 _NOT_MEASURED = 0.20  # fitted on the A100's rows alone, the worst of the V100's is off by 16 %
 _PUBLISHED = ("V100", "A100")
 
+# Shares of a GPU's peaks that are reached, and seconds; the same for every GPU. The first six were fitted once,
+# together, and rounded: on nine rows of a V100 (BERT-large, the table of transformers' guide to training on one GPU)
+# and nine of an A100 (fms-acceleration: santacoder, Mistral-7B and Llama-2-70b, full, LoRA and QLoRA), with an earlier
+# recording; they were not fitted again to this one. The last three were set by hand and not fitted.
+# ``benchmarks/step_time.py`` prints the errors.
+HALF_FRACTION = 0.77  # of the rate of products in 16 bits, TF32 and 8 bits
+FP32_FRACTION = 0.86  # of the rate in float32
+ATTENTION_FRACTION = 0.52  # of the same rates, by fused attention
+MEMORY_FRACTION = 0.78  # of the bandwidth, and of PCIe's
+KERNEL_SECONDS = 2e-6  # begin and end of a kernel on the GPU
+LAUNCH_SECONDS = 13e-6  # of a kernel from Python, on the host
+BACKWARD_LAUNCH_FRACTION = 0.6  # of that where C++ launches it
+VIEW_FRACTION = 0.25  # of that for a view, which has no kernel
+MICRO_BATCH_SECONDS = 3e-3  # collator, copies to the GPU, the Trainer's loop
 
-@dataclass(frozen=True)
-class Constants:
-    """Shares of a GPU's peaks that are reached, and seconds; the same for every GPU.
-
-    The first six were fitted once, together, and rounded: on nine rows of a V100 (BERT-large, the table of
-    transformers' guide to training on one GPU) and nine of an A100 (fms-acceleration: santacoder, Mistral-7B and
-    Llama-2-70b, full, LoRA and QLoRA), with an earlier recording; they were not fitted again to this one. The last
-    three were set by hand and not fitted. ``benchmarks/step_time.py`` prints the errors.
-    """
-
-    half_fraction: float = 0.77  # of the rate of products in 16 bits, TF32 and 8 bits
-    fp32_fraction: float = 0.86  # of the rate in float32
-    attention_fraction: float = 0.52  # of the same rates, by fused attention
-    memory_fraction: float = 0.78  # of the bandwidth, and of PCIe's
-    kernel_seconds: float = 2e-6  # begin and end of a kernel on the GPU
-    launch_seconds: float = 13e-6  # of a kernel from Python, on the host
-    backward_launch_fraction: float = 0.6  # of that where C++ launches it
-    view_fraction: float = 0.25  # of that for a view, which has no kernel
-    micro_batch_seconds: float = 3e-3  # collator, copies to the GPU, the Trainer's loop
-
-
-CONSTANTS = Constants()
+_FASTEST_LAUNCH_SECONDS = 6.5e-6  # a recent desktop's, half of that of the cloud machine of 2022 in the fit
 
 
 @dataclass(frozen=True)
 class Prices:
-    """The figures of a device that decide what an operation takes.
+    """What a device reaches.
 
     Attributes:
-        rates: floating-point operations per second that are reached, by kind and dtype of an ``Operation``.
-        bandwidth: bytes per second of its memory, by its specification.
+        rates: floating-point operations per second, by kind and dtype of an ``Operation``.
+        bandwidth: bytes per second of its memory.
         pcie: bytes per second between host and GPU.
         link: bytes per second between GPUs, in one direction.
-        constants: what is reached of them.
-        is_measured: whether published throughput of this GPU is among that of the fit.
-        runs_ahead: False for a CPU, where the launch is added to the operation's own time.
+        launch_seconds: of a kernel from Python, on the host.
+        error: by how much, as a share, predicted seconds may be off on either side.
     """
 
     rates: Mapping[tuple[str, str], float]
     bandwidth: float
-    pcie: float = 32e9
-    link: float = 32e9
-    constants: Constants = CONSTANTS
-    is_measured: bool = False
-    runs_ahead: bool = True
+    pcie: float
+    link: float
+    launch_seconds: float = LAUNCH_SECONDS
+    error: float = _NOT_MEASURED
 
     @classmethod
-    def of(cls, gpu: Gpu, *, tf32: bool = False, constants: Constants = CONSTANTS) -> Prices:
+    def of(cls, gpu: Gpu, *, tf32: bool = False) -> Prices:
         """Return the prices of a GPU.
 
         Raises:
             ValueError: its bandwidth or rates are unknown.
         """
-        peak = gpu.peak_flops_per_second
-        missing = missing_figures(gpu)
-        if missing or gpu.bandwidth_bytes_per_second is None or peak.fp32 is None:
+        if missing := missing_figures(gpu):
             raise ValueError(
                 f"gpu={gpu.name!r} has no known {missing}; expected a GPU of the table. Pass gpu='RTX 3060 12GB'"
             )
         return cls(
-            rates=_reached(peak, tf32, constants),
-            bandwidth=gpu.bandwidth_bytes_per_second,
-            pcie=gpu.pcie_bytes_per_second,
-            link=gpu.link_bytes_per_second,
-            constants=constants,
-            is_measured=gpu.name.startswith(_PUBLISHED),
+            rates=_reached(gpu.peak_flops_per_second, tf32),
+            bandwidth=(gpu.bandwidth_bytes_per_second or 0) * MEMORY_FRACTION,
+            pcie=gpu.pcie_bytes_per_second * MEMORY_FRACTION,
+            link=gpu.link_bytes_per_second * MEMORY_FRACTION,
+            error=_MEASURED if gpu.name.startswith(_PUBLISHED) else _NOT_MEASURED,
         )
 
     def seconds(self, cost: Operation) -> tuple[float, str]:
         """Return the seconds of an operation, and which of ``PARTS`` they belong to."""
-        c = self.constants
-        host = c.launch_seconds * cost.launches
+        host = self.launch_seconds * cost.launches
         if cost.in_backward:
-            host *= c.backward_launch_fraction
+            host *= BACKWARD_LAUNCH_FRACTION
         if not cost.kernels:
-            return host * c.view_fraction, "launches"
-        part = "memory"
+            return host * VIEW_FRACTION, "launches"
+        own, part = cost.moved_bytes / self.bandwidth, "memory"
         if cost.kind == "pcie":
-            own, part = cost.moved_bytes / (self.pcie * c.memory_fraction), "PCIe"
-        else:
-            own = cost.moved_bytes / (self.bandwidth * c.memory_fraction)
+            own, part = cost.moved_bytes / self.pcie, "PCIe"
         if cost.flops:
             computing = cost.flops / self.rates[cost.kind, cost.dtype]
             if computing > own:
                 own, part = computing, "attention" if cost.kind == "attention" else "products"
-        own += c.kernel_seconds * cost.kernels
-        if not self.runs_ahead:
-            return own + host, part
+        own += KERNEL_SECONDS * cost.kernels
         return (host, "launches") if host > own else (own, part)
 
 
-def _reached(peak: PeakRates, tf32: bool, c: Constants) -> dict[tuple[str, str], float]:
+def _reached(peak: PeakRates, tf32: bool) -> dict[tuple[str, str], float]:
     """Return the rates that are reached, by kind and dtype; a format that the GPU lacks runs as float32."""
     fp32 = peak.fp32 or 0
     formats = {
@@ -150,9 +138,9 @@ def _reached(peak: PeakRates, tf32: bool, c: Constants) -> dict[tuple[str, str],
     }
     found = {}
     for name, (rate, is_short) in formats.items():
-        found["product", name] = (rate or 0) * (c.half_fraction if is_short else c.fp32_fraction)
+        found["product", name] = (rate or 0) * (HALF_FRACTION if is_short else FP32_FRACTION)
         own = fp32 if name == "fp32" else rate or 0  # attention in float32 does not use TF32
-        found["attention", name] = own * c.attention_fraction
+        found["attention", name] = own * ATTENTION_FRACTION
     return found
 
 
@@ -168,6 +156,9 @@ def missing_figures(gpu: Gpu) -> str:
 @dataclass(frozen=True)
 class StepCosts:
     """The operations of an optimizer step: recorded once, priced for any GPU of the same compute capability.
+
+    The first forward and backward pass of a step has new gradients, all later ones add to them; of a run with batches
+    of differing lengths the mean step counts.
 
     Attributes:
         passes: (times per optimizer step, operations) of each different forward and backward pass.
@@ -245,25 +236,19 @@ def step_time(costs: StepCosts, prices: Prices) -> StepTime:
     """Return the predicted time of a step; its range reaches from all communication hidden to none of it."""
     parts, least, most = _priced(costs, prices)
     seconds = sum(parts.values())
-    error = expected_error(prices)
     shares = {name: part / seconds for name, part in parts.items()}
-    found = StepTime(seconds, least * (1 - error), most * (1 + error), shares, costs.examples, costs.tokens)
-    fast = prices.constants.launch_seconds > _FASTEST_LAUNCH
-    if found.is_launch_bound and fast:
-        constants = replace(prices.constants, launch_seconds=_FASTEST_LAUNCH)
-        return replace(found, low=(1 - error) * _priced(costs, replace(prices, constants=constants))[1])
+    low, high = least * (1 - prices.error), most * (1 + prices.error)
+    found = StepTime(seconds, low, high, shares, costs.examples, costs.tokens)
+    if found.is_launch_bound:
+        _, least, _ = _priced(costs, replace(prices, launch_seconds=_FASTEST_LAUNCH_SECONDS))
+        return replace(found, low=(1 - prices.error) * least)
     return found
-
-
-def expected_error(prices: Prices) -> float:
-    """Return by how much, as a share, predicted seconds may be off on either side."""
-    return _MEASURED if prices.is_measured else _NOT_MEASURED
 
 
 def _priced(costs: StepCosts, prices: Prices) -> tuple[dict[str, float], float, float]:
     """Return the seconds of a step by ``PARTS``, and those with all communication hidden and with none of it."""
     parts = dict.fromkeys(PARTS, 0.0)
-    parts["launches"] = costs.micro_batches * prices.constants.micro_batch_seconds
+    parts["launches"] = costs.micro_batches * MICRO_BATCH_SECONDS
     for times, operations in costs.passes:
         for cost, number in operations.items():
             seconds, part = prices.seconds(cost)
@@ -274,8 +259,7 @@ def _priced(costs: StepCosts, prices: Prices) -> tuple[dict[str, float], float, 
     computing = sum(parts.values())
     if costs.communication is None:
         return parts, computing, computing
-    reached = prices.constants.memory_fraction
-    waited, most, least = costs.communication.seconds(computing, prices.link * reached, prices.pcie * reached)
+    waited, most, least = costs.communication.seconds(computing, prices.link, prices.pcie)
     parts["communication"] = waited
     return parts, computing + least, computing + most
 
@@ -288,3 +272,95 @@ def equally_fast(seconds: float, other_seconds: float) -> bool:
         (True, False)
     """
     return abs(seconds - other_seconds) <= SAME_FRACTION * max(seconds, other_seconds)
+
+
+# ---- A recorded step
+
+_OF_EXPERTS = {"experts", "block_sparse_moe", "router"}
+"""Names of modules that route tokens to experts; seen in transformers 5.8.1 to 5.23.0."""
+
+
+class Timing(NamedTuple):
+    """What an ``Estimate`` says of a step's time, by the names of its attributes."""
+
+    step_time: StepTime | None
+    step_costs: StepCosts | None
+    time_unknown: str
+
+
+def timing_of_step(
+    traces: Sequence[StepTrace],
+    plan: ReplayPlan,
+    parameters: Sequence[ParameterFacts],
+    optimizer: OptimizerMemory,
+    settings: StepSettings,
+    gpu: Gpu | None,
+    *,
+    batch_size: int,
+    lengths: Sequence[int | None],
+    trainable: Sequence[ParameterFacts],
+) -> Timing:
+    """Return the predicted time of a step, or why there is none.
+
+    Args:
+        traces: the recorded steps.
+        plan: how often their passes run; ``plan.order`` where batches differ in length.
+        parameters: the trainable ones, as the optimizer of one process sees them.
+        optimizer: its memory.
+        settings: of the step.
+        gpu: the GPU; None for none, whose time there is nothing to say about.
+        batch_size: examples of a batch.
+        lengths: tokens of a row of each of ``traces``; None for a model without text.
+        trainable: the parameters as they are without sharding.
+    """
+    if settings.optimizer_memory is None and settings.optim.startswith(UNPRICED_OPTIMIZERS):
+        return Timing(None, None, f"the step of optim={settings.optim!r} is not counted" if gpu is not None else "")
+    steps = plan.order or ((0,) * plan.batches,)
+    batches_of_step = sum(map(len, steps)) / len(steps)
+    rows = [lengths[trace] for batches in steps for trace in batches]
+    known = [length for length in rows if length is not None]
+    micro_batches = batches_of_step * plan.micro_batches
+    operations = optimizer_operations(
+        parameters,
+        optimizer,
+        settings.optim if settings.optimizer_memory is None else None,
+        weight_decay=settings.weight_decay,
+        clips=settings.max_grad_norm > 0 and not optimizer.releases_gradients,
+        unscales=settings.precision == "fp16",
+        zeroes=plan.keeps_gradients,
+    )
+    communication = None
+    if settings.engine:
+        gathered_bytes = traces[0].gathered_bytes
+        communication = communication_of_step(trainable, settings, gathered_bytes, micro_batches, plan.micro_batches)
+    costs = StepCosts(
+        passes=_passes(traces, steps, plan),
+        optimizer=Counter() if settings.offload else operations,  # which the host does, see ``communication``
+        micro_batches=micro_batches,
+        communication=communication,
+        examples=round(batch_size * batches_of_step),
+        tokens=batch_size * sum(known) / len(steps) if len(known) == len(rows) else None,
+        tf32=settings.precision == "tf32",
+        routes_tokens=any(name.rpartition(".")[2] in _OF_EXPERTS for name in traces[0].tracker.modules),
+    )
+    if gpu is None:
+        return Timing(None, costs, "")
+    if costs.routes_tokens:
+        return Timing(None, costs, "how many tokens each expert gets depends on the data")
+    if missing := missing_figures(gpu):
+        return Timing(None, costs, f"{gpu.name} has no known {missing}")
+    return Timing(costs.on(gpu), costs, "")
+
+
+def _passes(
+    traces: Sequence[StepTrace], steps: Sequence[Sequence[int]], plan: ReplayPlan
+) -> tuple[tuple[float, Counter[Operation]], ...]:
+    """Return (times per optimizer step, operations) of each different pass of ``steps``."""
+    times: Counter[tuple[int, int]] = Counter()  # by trace, and the place of the pass in it
+    for batches in steps:
+        for part in plan.passes(batches, plan.micro_batches, adds=plan.keeps_gradients):
+            times.update(part)
+    return tuple(
+        (number / len(steps), Counter(traces[trace].tracker.operations[which]))
+        for (trace, which), number in times.items()
+    )

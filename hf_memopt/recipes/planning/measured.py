@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hf_memopt.memory.step_time.prices import Prices, expected_error
+from hf_memopt.memory.step_time.prices import Prices
 from hf_memopt.reports.measurement_file import PACKAGES
 from hf_memopt.units import format_bytes
 
@@ -107,7 +107,7 @@ class Corrections:
         if self.bytes_factor > 1 and self._is_same_model(found, recipe):
             words.append("reserved")
         is_timed = self.seconds_factor is not None and found.step_time is not None
-        if is_timed and self._error(found, recipe) < expected_error(Prices.of(self.gpu)):
+        if is_timed and self._error(found, recipe) < Prices.of(self.gpu).error:
             words.append("seconds")
         return tuple(words)
 
