@@ -69,8 +69,7 @@ def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
     from transformers import AutoTokenizer, PrinterCallback
 
     from hf_memopt.demo.docstring_task import DocstringTask
-    from hf_memopt.demo.measurement import OptimizerClock, measure, predict_labels
-    from hf_memopt.demo.setups import HYPERPARAMETERS, build_model, model_config
+    from hf_memopt.demo.training import HYPERPARAMETERS, build_model, measure, model_config, predict_labels
     from hf_memopt.devices.precision_support import accelerator_type, choose_precision
 
     task = DocstringTask(**json.loads((Path(folder) / "task.json").read_text(encoding="utf-8")))
@@ -93,17 +92,16 @@ def train(arm: str, folder: str, seed: int) -> dict[str, Any]:
     }
     model = build_model(model_config(len(tokenizer), task.labels, {}), seed)
     encoded = tokenizer(list(task.train_texts), truncation=True)
-    clock = OptimizerClock()
-    trainer = _trainer(arm, model, tokenizer, {**encoded, "labels": list(task.train_labels)}, arguments, clock)
+    trainer = _trainer(arm, model, tokenizer, {**encoded, "labels": list(task.train_labels)}, arguments)
     trainer.remove_callback(PrinterCallback)
-    figures = measure(trainer, clock)
+    figures = measure(trainer)
     predicted = predict_labels(model, tokenizer, task.test_texts)
     hits = sum(one == other for one, other in zip(predicted, task.test_labels, strict=True))
     kept = {key: figures[key] for key in ("seconds", "examples", "padding_efficiency", "real_tokens_per_second")}
     return {**kept, "steps": trainer.state.global_step, "accuracy": hits / len(predicted), "test_texts": len(predicted)}
 
 
-def _trainer(arm: str, model: Any, tokenizer: Any, columns: Any, arguments: dict[str, Any], clock: Any) -> Any:
+def _trainer(arm: str, model: Any, tokenizer: Any, columns: Any, arguments: dict[str, Any]) -> Any:
     from datasets import Dataset
     from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
@@ -111,7 +109,7 @@ def _trainer(arm: str, model: Any, tokenizer: Any, columns: Any, arguments: dict
 
     dataset = Dataset.from_dict(columns)
     if arm in ("random", "group_by_length"):
-        # The rows in a list: see hf_memopt.demo.setups.stock_best_trainer for what a Dataset costs here.
+        # The rows in a list: see hf_memopt.demo.training.trainer_of for what a Dataset costs here.
         data, collator = dataset.to_list(), DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)
         strategy, per_device = arm, BATCH_SIZE
     else:
@@ -126,7 +124,6 @@ def _trainer(arm: str, model: Any, tokenizer: Any, columns: Any, arguments: dict
         train_dataset=data,
         processing_class=tokenizer,
         data_collator=collator,
-        callbacks=[clock],
         compute_loss_func=_even_loss if arm == "max_tokens_even" else None,
     )
     return attach(trainer)

@@ -46,7 +46,7 @@ from hf_memopt.demo.docstring_task import (
     source_files,
     train_tokenizer,
 )
-from hf_memopt.demo.setups import build_model, model_config
+from hf_memopt.demo.training import build_model, model_config
 from hf_memopt.techniques.optimizers.embedding_bits import optimizer_state_bytes
 
 Run = Callable[[str, int], dict[str, float]]

@@ -22,7 +22,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from transformers.optimization import Adafactor
 
 from hf_memopt.binding.versions import enable_checkpointing
-from hf_memopt.demo.setups import CPU_MODEL
+from hf_memopt.demo.training import CPU_MODEL
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.step_time.operations import Operation
 from hf_memopt.memory.step_time.prices import BACKWARD_LAUNCH_FRACTION, VIEW_FRACTION, Prices, step_time

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,25 +22,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "DocstringTask",
-    "MissingSourcesError",
-    "docstring_task",
-    "read_docstrings",
-    "source_files",
-    "train_tokenizer",
-]
+__all__ = ["DocstringTask", "docstring_task", "read_docstrings", "source_files", "train_tokenizer"]
 
 LABELS = 20
 TEST_FRACTION = 0.2
 MAX_LENGTH_TOKENS = 256
 VOCABULARY_TOKENS = 4000
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
-BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)  # nodes that can contain a definition
-
-
-class MissingSourcesError(ValueError):
-    """The running Python does not have the sources of its standard library, or too few of them."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +52,17 @@ def source_files(standard_library: Path | None = None) -> list[tuple[str, Path]]
         standard_library: the folder to read; the running Python's own by default.
 
     Raises:
-        MissingSourcesError: the folder holds no sources, as with a zipped or an embedded Python.
+        ValueError: the folder holds no sources, as with a zipped or an embedded Python.
     """
     root = standard_library if standard_library is not None else Path(sysconfig.get_path("stdlib"))
-    entries = sorted(root.iterdir()) if root.is_dir() else []
-    files: list[tuple[str, Path]] = []
-    for entry in entries:
-        if entry.stem not in sys.stdlib_module_names:
-            continue  # site-packages and other files of an installation
-        if entry.is_dir():
-            inside = (file for file in entry.rglob("*.py") if not TEST_FOLDERS & set(file.relative_to(root).parts))
-            files += [(entry.name, file) for file in sorted(inside)]
-        elif entry.suffix == ".py":
-            files.append((entry.stem, entry))
+    files = [
+        (module, file)
+        for module in sorted(sys.stdlib_module_names)  # and not site-packages
+        for file in [root / f"{module}.py", *sorted((root / module).rglob("*.py"))]
+        if file.is_file() and not TEST_FOLDERS & set(file.relative_to(root).parts)
+    ]
     if not files:
-        raise MissingSourcesError(
+        raise ValueError(
             f"standard_library={str(root)!r} holds no Python sources; expected the *.py files of the standard library "
             "(a zipped or embedded Python has none). Run the demo with a full installation: "
             "python3.11 -m venv .venv && .venv/bin/python -m pip install hf-memopt"
@@ -86,37 +70,20 @@ def source_files(standard_library: Path | None = None) -> list[tuple[str, Path]]
     return files
 
 
-def read_docstrings(
-    files: Iterable[tuple[str, Path]], *, on_file: Callable[[], object] = lambda: None
-) -> dict[str, str]:
-    """Return the module of every docstring that occurs in one top-level module only.
-
-    Args:
-        files: what ``source_files`` returned.
-        on_file: called after each file, for a progress bar.
-    """
+def read_docstrings(files: Iterable[tuple[str, Path]]) -> dict[str, str]:
+    """Return the module of every docstring that occurs in one top-level module only, of ``source_files``."""
     module_of: dict[str, str] = {}
     ambiguous: set[str] = set()
     for module, file in files:
         for text in _docstrings(file):
             if module_of.setdefault(text, module) != module:
                 ambiguous.add(text)
-        on_file()
     return {text: module for text, module in module_of.items() if text not in ambiguous}
 
 
 def docstring_task(module_of: dict[str, str]) -> DocstringTask:
-    """Return the classification task over the ``LABELS`` modules with the most docstrings.
-
-    Raises:
-        MissingSourcesError: fewer modules than that have docstrings.
-    """
+    """Return the classification task over the ``LABELS`` modules with the most docstrings."""
     texts_of_module = Counter(module_of.values())
-    if len(texts_of_module) < LABELS:
-        raise MissingSourcesError(
-            f"module_of={len(module_of)} docstrings come from {len(texts_of_module)} modules; expected at least "
-            f"{LABELS} modules of the standard library. Run the demo with a full installation of Python."
-        )
     labels = tuple(sorted(sorted(texts_of_module), key=texts_of_module.__getitem__, reverse=True)[:LABELS])
     number_of = {module: number for number, module in enumerate(labels)}
     in_hash_order = sorted((text for text, module in module_of.items() if module in number_of), key=_fraction)
@@ -159,22 +126,17 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_tokens: int = VOCABULARY
     return BertTokenizer(trained.get_vocab(), model_max_length=MAX_LENGTH_TOKENS, model_input_names=inputs)
 
 
-def _docstrings(file: Path) -> Iterator[str]:
-    """Yield the docstrings of a source file; nothing where it cannot be read or is not valid Python."""
+def _docstrings(file: Path) -> set[str]:
+    """Return the docstrings of a source file; none where it cannot be read or is not valid Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about invalid escapes, which the user of the demo cannot change
-            todo: list[ast.AST] = [ast.parse(file.read_bytes())]
+            tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):  # ValueError: null bytes or a wrong encoding
-        return
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = (ast.get_docstring(node) or "").strip()
-            if text:
-                yield text
-        # Expressions contain no docstrings; skipping them saves a third of the time.
-        todo += [child for child in ast.iter_child_nodes(node) if isinstance(child, BLOCKS)]
+        return set()
+    definitions = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = {(ast.get_docstring(node) or "").strip() for node in ast.walk(tree) if isinstance(node, definitions)}
+    return texts - {""}
 
 
 def _fraction(text: str) -> float:

@@ -1,12 +1,10 @@
 """``hf-memopt demo``: train one small BERT with four set-ups of the stock ``Trainer`` on text that Python ships with.
 
 (a) naive, (b) stock at its best, (c) what ``recipe("auto")`` chooses, (d) the preset for the smallest GPUs; each in a
-child process, so that no set-up starts with the libraries' state or the warm memory of another. Then one table, and
-the model of (c) saved, reloaded and asked.
+child process, so that no set-up starts with the libraries' state or the warm memory of another. Then one table; the
+model of (c) is saved.
 
-Everything is written in a hidden folder beside the output, on the same disk, which then takes the output's place by
-renaming: the output is complete or absent, also after Ctrl-C. Limitations: a signal other than Ctrl-C leaves the
-hidden folder. ``docstring_task`` has the data, ``setups`` the set-ups, ``measurement`` what a child does.
+The output is written when all set-ups have trained. ``docstring_task`` has the data, ``training`` what a child does.
 """
 
 from __future__ import annotations
@@ -16,15 +14,17 @@ import json
 import logging
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.plain_data import Count, check_value, checked_path, parse_object
+from hf_memopt.plain_data import Count, check_value, checked_path
 from hf_memopt.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -35,10 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TITLES", "conclusions", "figures_table", "prepare", "print_results", "run_child", "run_demo", "setups_text"]
 
-MARKER = "demo.json"  # lists the files of a finished demo, so that the next one may replace them
+MARKER = "demo.json"  # in the output of a finished demo, so that the next one may write there too
 VERSIONS_OF = ("torch", "transformers", "accelerate", "datasets", "bitsandbytes", "hf-memopt")
-
-
 TITLES = {
     "baseline": "(a) naive",
     "stock_best": "(b) stock at its best",
@@ -88,9 +86,9 @@ def run_demo(
     output = checked_path("output", os.path.abspath(output))
     check_output(output)
     if json_file is not None:
-        check_json_file(checked_path("json_file", json_file), output)
+        check_json_file(checked_path("json_file", json_file))
     progress, results = Console(stderr=True, highlight=False), Console(highlight=False)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         task = prepare(work, max_train=max_train, console=progress)
         progress.print(
@@ -104,36 +102,24 @@ def run_demo(
             figures[setup] = run_child(work, setup, seed=seed, epochs=epochs, sizes=sizes or {})
         print_results(figures, results)
         figures["versions"] = versions()
-        check_output(output)  # again: what somebody put there while the set-ups trained is not removed
-        model = work / "model"
-        marker = {"labels": task.labels, "figures": figures, "files": sorted(entry.name for entry in model.iterdir())}
-        write_whole(model / MARKER, json.dumps(marker, indent=2) + "\n")
-        if output.exists():
-            output.rename(work / "replaced")  # to be removed with the temporary folder
-        model.rename(output)
+        shutil.copytree(work / "model", output, dirs_exist_ok=True)
+        marker = {"labels": task.labels, "figures": figures}
+        write_whole(output / MARKER, json.dumps(marker, indent=2) + "\n")
+    results.print(f"\nModel (c): {output}", soft_wrap=True)
     if json_file is not None:
         write_whole(json_file, json.dumps(figures, indent=2) + "\n")
         results.print(f"Figures: {json_file}", soft_wrap=True)
-    _ask_reloaded(output, task, results)
-
-
-# ---- The output: whole or absent ------------------------------------------------------------------------------------
 
 
 def check_output(output: Path) -> None:
-    """Raise ValueError unless ``output`` can be made, is empty, or holds only what an earlier demo wrote."""
+    """Raise ValueError unless ``output`` can be made, is empty, or that of an earlier demo."""
     problem = ""
     if not output.parent.is_dir():
         problem = "lies in a folder that does not exist"
-    elif output.is_symlink() or (output.exists() and not output.is_dir()):
+    elif output.exists() and not output.is_dir():
         problem = "is not a folder"
-    elif output.exists():
-        try:
-            written = {MARKER, *parse_object((output / MARKER).read_bytes())["files"]}
-        except (OSError, ValueError, TypeError, KeyError):  # no marker, or one that the demo did not write
-            written = set()
-        if others := sorted(entry.name for entry in output.iterdir() if entry.name not in written):
-            problem = f"holds {others[0]!r}, which no demo wrote"
+    elif output.exists() and any(output.iterdir()) and not (output / MARKER).is_file():
+        problem = "holds what no demo wrote"
     if problem:
         raise ValueError(
             f"output={str(output)!r} {problem}; expected a new folder or that of an earlier demo. Call: hf-memopt demo "
@@ -141,13 +127,12 @@ def check_output(output: Path) -> None:
         )
 
 
-def check_json_file(json_file: Path, output: Path) -> None:
-    """Raise ValueError if the figures cannot be written to this file, or if it would go with the output."""
-    folder = Path(os.path.abspath(json_file)).parent
-    if json_file.is_dir() or not folder.is_dir() or folder.is_relative_to(output):
+def check_json_file(json_file: Path) -> None:
+    """Raise ValueError if the figures cannot be written to this file."""
+    if json_file.is_dir() or not json_file.absolute().parent.is_dir():
         raise ValueError(
-            f"json_file={str(json_file)!r} cannot be written; expected a file in an existing folder outside the "
-            "output. Call: hf-memopt demo --json figures.json"
+            f"json_file={str(json_file)!r} cannot be written; expected a file in an existing folder. "
+            "Call: hf-memopt demo --json figures.json"
         )
 
 
@@ -155,22 +140,11 @@ def check_json_file(json_file: Path, output: Path) -> None:
 
 
 def prepare(work: Path, *, max_train: int | None, console: Console) -> DocstringTask:
-    """Read the docstrings, train the tokenizer and write both into ``work`` for the children; return the task.
-
-    Raises:
-        MissingSourcesError: this Python lacks the sources of its standard library.
-    """
-    from dataclasses import asdict, replace
-
-    from rich.progress import Progress
-
+    """Read the docstrings, train the tokenizer and write both into ``work`` for the children; return the task."""
     from hf_memopt.demo.docstring_task import docstring_task, read_docstrings, source_files, train_tokenizer
 
-    files = source_files()
-    with Progress(console=console, transient=True) as progress:
-        reading = progress.add_task("Reading the standard library", total=len(files))
-        task = docstring_task(read_docstrings(files, on_file=lambda: progress.advance(reading)))
-    with console.status("Training the tokenizer"):
+    with console.status("Reading the standard library and training the tokenizer"):
+        task = docstring_task(read_docstrings(source_files()))
         train_tokenizer(task.train_texts).save_pretrained(work / "tokenizer")
     task = replace(task, train_texts=task.train_texts[:max_train], train_labels=task.train_labels[:max_train])
     write_whole(work / "task.json", json.dumps(asdict(task)))
@@ -200,15 +174,11 @@ def run_child(work: Path, setup: str, *, seed: int, epochs: int, sizes: Mapping[
 def _train_in_child(work: Path, *, setup: str, **options: Any) -> None:
     """Train one set-up and write its figures into the folder."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in a terminal reaches the child too; the parent reports it
-    _silence_bitsandbytes()
-    from hf_memopt.demo.measurement import run_setup
+    # its warning at import is about a 4-bit kernel that the demo does not use; seen in bitsandbytes 0.50.2
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    from hf_memopt.demo.training import run_setup
 
     write_whole(work / f"{setup}.json", json.dumps(run_setup(work, setup, **options)))
-
-
-def _silence_bitsandbytes() -> None:
-    """Leave out its warning at import, which is about a 4-bit kernel that the demo does not use."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # seen in bitsandbytes 0.50.2
 
 
 # ---- Results --------------------------------------------------------------------------------------------------------
@@ -220,24 +190,6 @@ def versions() -> dict[str, str]:
 
     found = {name: importlib.metadata.version(name) for name in VERSIONS_OF}
     return {"python": platform.python_version(), **found, "device": read_memory().device_name}
-
-
-def _ask_reloaded(output: Path, task: DocstringTask, console: Console) -> None:
-    """Load the saved model as any user would, and let it name the modules of three texts that it never saw."""
-    _silence_bitsandbytes()
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    from hf_memopt.demo.measurement import predict_labels
-
-    model = AutoModelForSequenceClassification.from_pretrained(output)
-    tokenizer = AutoTokenizer.from_pretrained(output)
-    texts = task.test_texts[:3]
-    console.print(f"Model (c) saved in {output}, reloaded and asked which module these unseen docstrings are from:")
-    for text, label, true in zip(texts, predict_labels(model, tokenizer, texts), task.test_labels, strict=False):
-        start = " ".join(text.split())[: max(20, console.width - 40)]
-        console.print(
-            f"  {start!r}: {model.config.id2label[label]} (true: {task.labels[true]})", markup=False, soft_wrap=True
-        )
 
 
 def print_results(figures: Figures, console: Console) -> None:
@@ -267,8 +219,7 @@ def figures_table(figures: Figures) -> Table:
         table.add_row(label, *("-" if (value := figures[name][key]) is None else form(value) for name in TITLES))
 
     row("training, seconds", "seconds")
-    row("  optimizer steps", "optimizer_seconds")
-    row("examples/s", "examples_per_second")
+    row("examples/s", SPEED)
     row("real tokens/s", "real_tokens_per_second", "{:,.0f}".format)
     row("padding efficiency", "padding_efficiency", "{:.3f}".format)
     row("optimizer state, MiB", STATE, _mebibytes)

@@ -28,7 +28,6 @@ import tiny
 from hf_memopt.batching.padding_costs.data_files import data_file, file_lengths
 from hf_memopt.batching.views.stream_checkpoint import _saved_state
 from hf_memopt.binding.checkpoint_manifest import MANIFEST, why_not_whole
-from hf_memopt.demo.run import MARKER, check_output
 from hf_memopt.devices.gpus import find_gpu
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.recipes.planning.measured import Corrections
@@ -193,11 +192,6 @@ def _read_checkpoint(path: Path) -> None:
     why_not_whole(path.parent)
 
 
-def _write_demo(folder: Path) -> None:
-    (folder / "config.json").write_text("{}")
-    (folder / MARKER).write_text(json.dumps({"labels": ["a"], "files": ["config.json"]}))
-
-
 # ---- Models and data
 
 
@@ -298,7 +292,6 @@ FILES: dict[str, StrangeFile] = {
     "checkpoint's state": StrangeFile("trainer_state.json", _write_checkpoint, _read_checkpoint),
     "checkpoint's index": StrangeFile("model.safetensors.index.json", _write_checkpoint, _read_checkpoint),
     "checkpoint's manifest": StrangeFile(MANIFEST, _write_manifest, _read_checkpoint),
-    "demo": StrangeFile(MARKER, _write_demo, lambda path: check_output(path.parent)),
     "model": StrangeFile("config.json", _write_model, _read_model),
     "tokenizer": StrangeFile("tokenizer.json", _write_tokenizer, _read_tokenizer),
     "tokenizer's configuration": StrangeFile("tokenizer_config.json", _write_tokenizer_config, _read_tokenizer),
