@@ -150,6 +150,8 @@ def test_tiles_are_those_of_torchs_own_kernels(capability: tuple[int, int], dtyp
 
 # ---- which kernel
 
+USUAL = {"head_dim": 64, "query_len": 128, "key_len": 128}
+
 
 @pytest.mark.parametrize(
     ("kernel", "capability", "dtype", "changed"),
@@ -179,7 +181,7 @@ def test_tiles_are_those_of_torchs_own_kernels(capability: tuple[int, int], dtyp
         ("math", A100, BF16, {"key_len": 0}),
         ("cudnn", H100, BF16, {}),
         ("cudnn", H100, BF16, {"has_mask": True, "gqa": True}),
-        ("efficient", H100, BF16, {"has_mask": True, "mask_requires_grad": True}),  # T5's bias of positions
+        ("efficient", H100, BF16, {"mask_requires_grad": True}),  # T5's bias of positions
         ("cudnn", H100, BF16, {"head_dim": 256}),
         ("flash", (10, 0), BF16, {"head_dim": 256}),
         ("cudnn", (10, 3), BF16, {"head_dim": 192, "value_dim": 128}),
@@ -201,10 +203,17 @@ def test_attention_kernel(
     dtype: torch.dtype,
     changed: dict[str, Any],
 ) -> None:
-    call = {"head_dim": 64, "query_len": 128, "key_len": 128, "release": (2, 13), **changed}
-    release = call.pop("release")
-    monkeypatch.setattr(attention, "torch_release", lambda: release)
-    assert attention_kernel(dtype=dtype, capability=capability, **call) == kernel
+    monkeypatch.setattr(attention, "torch_release", lambda: changed.get("release", (2, 13)))
+    width, queries, keys = (changed.get(name, usual) for name, usual in USUAL.items())
+    rows = 2 if changed.get("gqa") else 4
+    query = empty(1, 4, queries, width, dtype=dtype).requires_grad_(changed.get("requires_grad", True))
+    key, value = (empty(1, rows, keys, each, dtype=dtype) for each in (width, changed.get("value_dim", width)))
+    mask = empty(1, 1, queries, keys, dtype=dtype) if "has_mask" in changed else None
+    if "mask_requires_grad" in changed:
+        mask = empty(1, 1, queries, keys, dtype=dtype).requires_grad_()
+    options = {name: value for name, value in changed.items() if name in ("dropout_p", "is_causal")}
+    found = attention_kernel(query, key, value, mask, **options, enable_gqa="gqa" in changed, capability=capability)
+    assert found == kernel
 
 
 @pytest.mark.gpu
@@ -218,13 +227,5 @@ def test_attention_kernel_is_the_gpus_own_choice(
     query = torch.zeros(2, 4, 128, head_dim, dtype=dtype, device="cuda", requires_grad=True)
     mask = torch.ones(2, 1, 128, 128, dtype=torch.bool, device="cuda") if has_mask else None
     choice = torch._fused_sdp_choice(query, query, query, mask, dropout_p)
-    kernel = attention_kernel(
-        dtype=dtype,
-        head_dim=head_dim,
-        capability=torch.cuda.get_device_capability(),
-        query_len=128,
-        key_len=128,
-        has_mask=has_mask,
-        dropout_p=dropout_p,
-    )
+    kernel = attention_kernel(query, query, query, mask, dropout_p, capability=torch.cuda.get_device_capability())
     assert ("math", "flash", "efficient", "cudnn")[choice] == kernel

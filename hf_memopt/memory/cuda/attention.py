@@ -26,19 +26,15 @@ WIDEST_HEAD = 2**16  # of the memory-efficient kernel
 
 
 def attention_kernel(
-    *,
-    dtype: torch.dtype,
-    head_dim: int,
-    capability: tuple[int, int],
-    query_len: int,
-    key_len: int,
-    has_mask: bool = False,
-    mask_requires_grad: bool = False,
-    is_causal: bool = False,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
-    gqa: bool = False,
-    requires_grad: bool = True,
-    value_dim: int | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    *,
+    capability: tuple[int, int],
 ) -> Literal["flash", "efficient", "cudnn", "math"]:
     """Return the kernel that ``F.scaled_dot_product_attention`` picks on CUDA for dense, four-dimensional inputs.
 
@@ -67,30 +63,19 @@ def attention_kernel(
     transformers/attention.cpp, ``scaled_dot_product_attention``. Pull requests 162073 (2.9), 171627 (2.10), 174245
     (2.12) of pytorch/pytorch; for the bundled cuDNN, 48163 of huggingface/transformers.
 
-    Args:
-        dtype: of query, key and value.
-        head_dim: of query and key.
-        capability: of the GPU.
-        query_len: rows of the query.
-        key_len: rows of key and value.
-        has_mask: whether ``attn_mask`` is given.
-        mask_requires_grad: whether it requires a gradient.
-        is_causal: as in the call.
-        dropout_p: as in the call.
-        gqa: whether key and value have fewer heads, with ``enable_gqa=True``.
-        requires_grad: whether a backward pass follows.
-        value_dim: head dimension of the value; None for ``head_dim``.
-
     Examples:
-        >>> attention_kernel(dtype=torch.bfloat16, head_dim=64, capability=(8, 6), query_len=128, key_len=128)
+        >>> query = torch.empty(1, 8, 128, 64, dtype=torch.bfloat16, device="meta")
+        >>> attention_kernel(query, query, query, capability=(8, 6))
         'flash'
     """
     release = torch_release()
-    value_dim = head_dim if value_dim is None else value_dim
+    dtype, query_len, head_dim = query.dtype, query.shape[-2], query.shape[-1]
+    key_len, value_dim = key.shape[-2], value.shape[-1]
     if 0 in (query_len, key_len):
         return "math"
     half = dtype in _HALF and capability >= (8, 0)
     newest = (9, 0) if release < (2, 7) else (12, 1)
+    mask_requires_grad = attn_mask is not None and attn_mask.requires_grad
     if half and not mask_requires_grad and _prefers_cudnn(release, capability):
         limit = 256 if capability == (9, 0) else 128
         widths = max(head_dim, value_dim) <= limit or (head_dim, value_dim) == (192, 128)
@@ -98,16 +83,23 @@ def attention_kernel(
         dropout = query_len > 1 and (release < (2, 12) or float(dropout_p * 16).is_integer())
         if widths and whole and (dropout or not dropout_p):
             return "cudnn"
-    if half and capability <= newest and not has_mask and head_dim == value_dim <= 256:
+    if half and capability <= newest and attn_mask is None and head_dim == value_dim <= 256:
         small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
         backward = head_dim <= 192 or (head_dim > 224 and not dropout_p)
-        if (backward or not small or not requires_grad) and not (is_causal and query_len != key_len):
+        if (backward or not small or not _needs_gradient(query, key, value)) and not (
+            is_causal and query_len != key_len
+        ):
             return "flash"
     types = (torch.float16, torch.float32) if capability < (8, 0) else (*_HALF, torch.float32)
     aligned = head_dim % _alignment(dtype, capability) == 0 and value_dim % _alignment(dtype, capability) == 0
+    gqa = enable_gqa and key.shape[-3] != query.shape[-3]
     if dtype in types and (5, 0) <= capability <= newest and aligned and (not gqa or release >= (2, 14)):
         return "efficient"
     return "math"
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _prefers_cudnn(release: tuple[int, int], capability: tuple[int, int]) -> bool:
@@ -277,21 +269,8 @@ def attend(
     capability: tuple[int, int],
 ) -> Any:
     """Run ``F.scaled_dot_product_attention`` with the kernel that CUDA chooses; shapes (batch, heads, seq, head)."""
-    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    kernel = attention_kernel(
-        dtype=query.dtype,
-        head_dim=query.shape[-1],
-        value_dim=value.shape[-1],
-        capability=capability,
-        query_len=query.shape[-2],
-        key_len=key.shape[-2],
-        has_mask=attn_mask is not None,
-        mask_requires_grad=attn_mask is not None and attn_mask.requires_grad,
-        is_causal=is_causal,
-        dropout_p=dropout_p,
-        gqa=enable_gqa and key.shape[-3] != query.shape[-3],
-        requires_grad=needs_gradient,
-    )
+    needs_gradient = _needs_gradient(query, key, value)
+    kernel = attention_kernel(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, capability=capability)
     if kernel == "flash":
         width = query.shape[-1]
         scale = width**-0.5 if scale is None else scale
