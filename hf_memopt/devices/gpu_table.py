@@ -43,7 +43,7 @@ from statistics import median_low
 from hf_memopt.plain_data import FixedMapping
 from hf_memopt.units import parse_bytes
 
-__all__ = ["GIB", "GPUS", "NAMES", "Gpu", "PeakRates", "most_multiprocessors", "typical_context"]
+__all__ = ["GIB", "GPUS", "NAMES", "Chip", "Gpu", "PeakRates", "typical_context"]
 
 GIB = 2**30
 PAGES = "https://www.techpowerup.com/gpu-specs/"
@@ -148,21 +148,6 @@ def typical_context(capability: tuple[int, int]) -> tuple[int | None, str]:
     return median_low(found), "derived from the GPUs of compute capability {}.{}".format(*capability)
 
 
-_MOST_ELSEWHERE = {  # of capabilities that no GPU of the table has
-    (5, 0): 5,  # GTX 750 Ti, 640 cores: https://github.com/PointCloudLibrary/pcl/issues/880
-    (5, 2): 24,  # Titan X, report: https://github.com/gpgpu-sim/gpgpu-sim_distribution/issues/169
-    (8, 7): 16,  # Jetson AGX Orin, report: https://github.com/tmcdonell/cuda/issues/77
-}
-
-
-@cache
-def most_multiprocessors(capability: tuple[int, int]) -> int:
-    """Return the multiprocessors of the largest GPU of a compute capability; of all GPUs where none is known."""
-    known = [(int(row["multiprocessors"]), _capability(row)) for row in _ROWS if not _is_amd(row)]
-    largest = max(known)[0]
-    return max((count for count, own in known if own == capability), default=_MOST_ELSEWHERE.get(capability, largest))
-
-
 def _typical_usable(memory_gib: int) -> int:
     """Return how much of a GPU's memory is usable, by the median share of the GPUs nearest in size."""
     known = [(int(row["memory_gib"]), parse_bytes(row["usable"])) for row in _ROWS if row["usable"]]
@@ -212,3 +197,57 @@ GPUS: Mapping[str, Gpu] = FixedMapping({row["name"]: _gpu(row) for row in _ROWS}
 
 NAMES = [(row["name"], name) for row in _ROWS for name in (row["name"], row["alias"]) if name]
 """Each name of a GPU in the table, after the name of its row."""
+
+
+# ---- chips
+
+_MOST_ELSEWHERE = {  # of capabilities that no GPU of the table has
+    (5, 0): 5,  # GTX 750 Ti, 640 cores: https://github.com/PointCloudLibrary/pcl/issues/880
+    (5, 2): 24,  # Titan X, report: https://github.com/gpgpu-sim/gpgpu-sim_distribution/issues/169
+    (8, 7): 16,  # Jetson AGX Orin, report: https://github.com/tmcdonell/cuda/issues/77
+}
+
+
+@cache
+def _most_multiprocessors(capability: tuple[int, int]) -> int:
+    """Return the multiprocessors of the largest GPU of a compute capability; of all GPUs where none is known."""
+    known = [(int(row["multiprocessors"]), _capability(row)) for row in _ROWS if not _is_amd(row)]
+    largest = max(known)[0]
+    return max((count for count, own in known if own == capability), default=_MOST_ELSEWHERE.get(capability, largest))
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """The properties of a GPU by which kernels split their work; a ``Gpu`` has more, and may lack the count."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+
+    @classmethod
+    def of(cls, capability: tuple[int, int], multiprocessors: int | None = None) -> Chip:
+        """Return a chip; without a count, the largest of its capability, or of all if that one is unknown."""
+        return cls(capability, _most_multiprocessors(capability) if multiprocessors is None else multiprocessors)
+
+    @property
+    def threads_per_multiprocessor(self) -> int:
+        """The number of threads that may be resident on a multiprocessor.
+
+        Source: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"; torch's own copy,
+        torch/headeronly/macros/Macros.h, ``CUDA_MAX_THREADS_PER_SM``, has no 11.0 and no 12.1.
+        """
+        if self.capability == (7, 5):
+            return 1024
+        fewer = self.capability in ((8, 6), (8, 7), (8, 9)) or self.capability[0] in (11, 12)
+        return 1536 if fewer else 2048
+
+    @property
+    def wide_shared_memory(self) -> bool:
+        """Whether tiles of 128 queries fit a block's shared memory in memory-efficient attention.
+
+        Assumed of the chips whose blocks may have 96 KB (7.0, 7.2), 163 KB (8.0, 8.7) or 227 KB (9.0, 10.x), and not of
+        those with 64 KB (7.5) or 99 KB (8.6, 8.9, 12.x): generate_kernels.py names 7.5 and 8.6 as too small. torch
+        compares the size of the kernel's own struct, which only a compiler knows.
+
+        Source: CUDA C++ Programming Guide, the same table (older editions for 7.x); generate_kernels.py.
+        """
+        return self.capability in ((7, 0), (7, 2), (8, 0), (8, 7)) or self.capability[0] in (9, 10)

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from hf_memopt.binding import versions as compat
+from hf_memopt.devices.gpu_table import Chip
 from hf_memopt.devices.gpus import Gpu, current_gpu, find_gpu
 from hf_memopt.memory.allocator.replay import Replayed, fragmentation_of, replay_on_gpu
 from hf_memopt.memory.allocator.replay_plan import replay_plan, step_optimizer
 from hf_memopt.memory.argument_spellings import in_own_names
 from hf_memopt.memory.batch_lengths import LengthPlan, checked_lengths, plan_lengths
-from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.distributed.shares import as_the_engine_steps, notes_of_sharing, shard_facts
 from hf_memopt.memory.hints import find_hints
 from hf_memopt.memory.models.config_files import check_task

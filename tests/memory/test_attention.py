@@ -9,9 +9,9 @@ import pytest
 import torch
 from blocks import A100, BF16, FP16, FP32, H100, L4, P100, RTX_3090, T4, V100, Blocks, empty, header
 
+from hf_memopt.devices.gpu_table import Chip
 from hf_memopt.memory.cuda import attention
 from hf_memopt.memory.cuda.attention import attention_kernel
-from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 
 aten = torch.ops.aten
@@ -203,7 +203,7 @@ def test_attention_kernel(
     dtype: torch.dtype,
     changed: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(attention, "torch_release", lambda: changed.get("release", (2, 13)))
+    monkeypatch.setattr(attention, "TORCH_RELEASE", changed.get("release", (2, 13)))
     width, queries, keys = (changed.get(name, usual) for name, usual in USUAL.items())
     rows = 2 if changed.get("gqa") else 4
     query = empty(1, 4, queries, width, dtype=dtype).requires_grad_(changed.get("requires_grad", True))

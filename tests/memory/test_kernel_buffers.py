@@ -13,8 +13,8 @@ from blocks import A100, BF16, FP32, H100, RTX_3090, T4, Blocks, empty, header
 from host_semantics import CPU_LISTS
 
 from hf_memopt.memory.cuda import kernel_buffers as kernels
+from hf_memopt.memory.cuda.attention import TORCH_RELEASE
 from hf_memopt.memory.cuda.autocast import OPERATORS, Policy
-from hf_memopt.memory.cuda.chip import torch_release
 from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes, workspace_bytes
 
 aten = torch.ops.aten
@@ -85,7 +85,7 @@ def test_fused_rms_norm_is_there() -> None:
 
 
 def test_table_holds_the_pinned_operators_only() -> None:
-    assert len(kernels._RULES) == 18 + (torch_release() < (2, 9)) + hasattr(aten, "_fused_rms_norm_backward")
+    assert len(kernels._RULES) == 18 + (TORCH_RELEASE < (2, 9)) + hasattr(aten, "_fused_rms_norm_backward")
 
 
 def test_operator_without_a_rule_takes_nothing() -> None:
@@ -173,7 +173,7 @@ def run_linear_layer() -> list[tuple[int, ...]]:
     return blocks.seen["aten.addmm.default"]
 
 
-@pytest.mark.skipif(torch_release() < (2, 9), reason="torch 2.9 and later")
+@pytest.mark.skipif(TORCH_RELEASE < (2, 9), reason="torch 2.9 and later")
 def test_linear_layer_with_bias_shares_a_kept_workspace() -> None:
     assert run_linear_layer() == [()]
 
@@ -214,7 +214,7 @@ def test_other_sums_of_products_are_left_to_cublas() -> None:
 def test_workspace(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], release: tuple[int, int], blocks: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(kernels, "torch_release", lambda: release)
+    monkeypatch.setattr(kernels, "TORCH_RELEASE", release)
     assert workspace_bytes(capability) == blocks
 
 

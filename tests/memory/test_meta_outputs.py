@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from hf_memopt.devices.gpu_table import Chip
 from hf_memopt.memory import meta_outputs, storage_tracker
-from hf_memopt.memory.cuda.chip import Chip
 from hf_memopt.memory.meta_outputs import run_on_meta
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.recording.isolation import recording

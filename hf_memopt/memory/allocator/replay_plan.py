@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_memopt.memory.cuda.chip import Chip
+from hf_memopt.devices.gpu_table import Chip
 from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
 from hf_memopt.memory.distributed.shares import bucket_bytes
 from hf_memopt.memory.optimizers.optimizer_memory import (

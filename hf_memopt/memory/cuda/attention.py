@@ -12,14 +12,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memopt.memory.cuda.chip import Chip, copy_bytes, divide_up, round_up, torch_release
+from hf_memopt.devices.gpu_table import Chip
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["attend", "attention_kernel", "efficient_backward", "efficient_forward", "flash_backward", "flash_forward"]
+__all__ = [
+    "TORCH_RELEASE",
+    "attend",
+    "attention_kernel",
+    "copy_bytes",
+    "divide_up",
+    "efficient_backward",
+    "efficient_forward",
+    "flash_backward",
+    "flash_forward",
+]
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD = 2**16  # of the memory-efficient kernel
+
+TORCH_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 # ---- which kernel
@@ -68,19 +80,18 @@ def attention_kernel(
         >>> attention_kernel(query, query, query, capability=(8, 6))
         'flash'
     """
-    release = torch_release()
     dtype, query_len, head_dim = query.dtype, query.shape[-2], query.shape[-1]
     key_len, value_dim = key.shape[-2], value.shape[-1]
     if 0 in (query_len, key_len):
         return "math"
     half = dtype in _HALF and capability >= (8, 0)
-    newest = (9, 0) if release < (2, 7) else (12, 1)
+    newest = (9, 0) if TORCH_RELEASE < (2, 7) else (12, 1)
     mask_requires_grad = attn_mask is not None and attn_mask.requires_grad
-    if half and not mask_requires_grad and _prefers_cudnn(release, capability):
+    if half and not mask_requires_grad and _prefers_cudnn(capability):
         limit = 256 if capability == (9, 0) else 128
         widths = max(head_dim, value_dim) <= limit or (head_dim, value_dim) == (192, 128)
         whole = head_dim % 8 == 0 and value_dim % 8 == 0 and key_len > 1
-        dropout = query_len > 1 and (release < (2, 12) or float(dropout_p * 16).is_integer())
+        dropout = query_len > 1 and (TORCH_RELEASE < (2, 12) or float(dropout_p * 16).is_integer())
         if widths and whole and (dropout or not dropout_p):
             return "cudnn"
     if half and capability <= newest and attn_mask is None and head_dim == value_dim <= 256:
@@ -93,7 +104,7 @@ def attention_kernel(
     types = (torch.float16, torch.float32) if capability < (8, 0) else (*_HALF, torch.float32)
     aligned = head_dim % _alignment(dtype, capability) == 0 and value_dim % _alignment(dtype, capability) == 0
     gqa = enable_gqa and key.shape[-3] != query.shape[-3]
-    if dtype in types and (5, 0) <= capability <= newest and aligned and (not gqa or release >= (2, 14)):
+    if dtype in types and (5, 0) <= capability <= newest and aligned and (not gqa or TORCH_RELEASE >= (2, 14)):
         return "efficient"
     return "math"
 
@@ -102,13 +113,13 @@ def _needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _prefers_cudnn(release: tuple[int, int], capability: tuple[int, int]) -> bool:
+def _prefers_cudnn(capability: tuple[int, int]) -> bool:
     """Return whether cuDNN goes first, with the cuDNN of the release's CUDA 13 wheel: 9.10.2, from 2.11 on 9.19.
 
     2.10 asks for more than 9.15, so its own is too old.
     """
-    if release < (2, 11):
-        return release == (2, 9) and capability in ((9, 0), (10, 0))
+    if TORCH_RELEASE < (2, 11):
+        return TORCH_RELEASE == (2, 9) and capability in ((9, 0), (10, 0))
     return capability in ((9, 0), (10, 0), (10, 3))
 
 
@@ -120,6 +131,21 @@ def _alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:
 
 
 # ---- inside the kernels
+
+
+def divide_up(a: int, b: int) -> int:
+    """Return ``a / b``, rounded up."""
+    return -(-a // b)
+
+
+def round_up(a: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``a``."""
+    return divide_up(a, multiple) * multiple
+
+
+def copy_bytes(tensor: Tensor) -> int:
+    """Return what ``tensor.contiguous()`` allocates."""
+    return 0 if tensor.is_contiguous() else tensor.numel() * tensor.element_size()
 
 
 def flash_forward(

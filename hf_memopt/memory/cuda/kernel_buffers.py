@@ -30,8 +30,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_memopt.memory.cuda.attention import efficient_backward, efficient_forward, flash_backward, flash_forward
-from hf_memopt.memory.cuda.chip import Chip, copy_bytes, divide_up, torch_release
+from hf_memopt.devices.gpu_table import Chip
+from hf_memopt.memory.cuda.attention import (
+    TORCH_RELEASE,
+    copy_bytes,
+    divide_up,
+    efficient_backward,
+    efficient_forward,
+    flash_backward,
+    flash_forward,
+)
 
 __all__ = ["hidden_bytes", "workspace_bytes"]
 
@@ -294,11 +302,10 @@ def workspace_bytes(capability: tuple[int, int], chosen: int | None = None) -> t
     ``getCUDABlasLtWorkspace``; cuda/detail/DeviceThreadHandles.h. Pull requests 156495 (2.9), 168175 (2.11), 175344
     (2.12) and 189312 (2.14) of pytorch/pytorch.
     """
-    release = torch_release()
-    large = {9} if release < (2, 12) else {9, 10, 12} if release < (2, 14) else {9, 10, 11, 12}
+    large = {9} if TORCH_RELEASE < (2, 12) else {9, 10, 12} if TORCH_RELEASE < (2, 14) else {9, 10, 11, 12}
     size = 32 * 2**20 if capability[0] in large else 2 * 4096 * 1024 + 8 * 16 * 1024
     size = size if chosen is None else chosen
-    return (size, size, _LT_WORKSPACE_BYTES) if (2, 9) <= release < (2, 11) else (size, size)
+    return (size, size, _LT_WORKSPACE_BYTES) if (2, 9) <= TORCH_RELEASE < (2, 11) else (size, size)
 
 
 # ---- the table
@@ -342,4 +349,4 @@ _KERNELS: dict[str, _Rule] = {
     "amin": _reduce_extreme,
 }
 _KERNELS_BEFORE_2_9: dict[str, _Rule] = {"addmm": _linear}
-_RULES = _overloads(_KERNELS if torch_release() >= (2, 9) else _KERNELS | _KERNELS_BEFORE_2_9)
+_RULES = _overloads(_KERNELS if TORCH_RELEASE >= (2, 9) else _KERNELS | _KERNELS_BEFORE_2_9)

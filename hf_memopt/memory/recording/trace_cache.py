@@ -25,7 +25,7 @@ from hf_memopt.binding.input_gradients import drop_input_gradients
 from hf_memopt.binding.model_traits import unwrap_model
 from hf_memopt.binding.quantized_weights import prepare_quantized
 from hf_memopt.binding.tied_embedding import sparse_tied_embedding
-from hf_memopt.memory.cuda.chip import Chip
+from hf_memopt.devices.gpu_table import Chip
 from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
 from hf_memopt.memory.cuda.semantics import CudaSemantics
 from hf_memopt.memory.distributed.shares import sharded_step, without_autocast
