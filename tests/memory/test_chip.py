@@ -1,4 +1,4 @@
-"""``chips``: the facts of a chip against torch's header and the GPU table."""
+"""``Chip``: the facts of a chip against torch's header and the GPU table."""
 
 from __future__ import annotations
 
