@@ -246,7 +246,7 @@ def _estimate(
     lengths_recorded = () if lengths is None else lengths.recorded[1:]
     others = [recorded(replace(shape, seq_len=length), without_evaluation)[0].trace for length in lengths_recorded]
     trained = shard_facts(step.trainable, settings)
-    optimizer = as_the_engine_steps(step_optimizer(trained, settings), trained, step.trainable, settings)
+    optimizer = as_the_engine_steps(step_optimizer(trained, settings), trained, settings)
     plan = replay_plan(trained, settings, optimizer, shape.batch_size, chip)
     fragmentation = None
     if lengths is not None:

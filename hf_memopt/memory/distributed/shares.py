@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep
-from hf_memopt.memory.distributed.units import shard_shape
+from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep, shard_shape
 from hf_memopt.memory.distributed.zero import ZeroStep, partition_facts, with_flat_gradients
 from hf_memopt.memory.distributed.zero_config import ZERO_STAGES
 from hf_memopt.memory.settings import NotEstimableError
@@ -87,12 +86,9 @@ def shard_facts(facts: Sequence[ParameterFacts], settings: StepSettings) -> tupl
 
 
 def as_the_engine_steps(
-    optimizer: OptimizerMemory,
-    shards: Sequence[ParameterFacts],
-    facts: Sequence[ParameterFacts],
-    settings: StepSettings,
+    optimizer: OptimizerMemory, shards: Sequence[ParameterFacts], settings: StepSettings
 ) -> OptimizerMemory:
-    """Return the memory of an optimizer that steps on ``shards`` of the trainable parameters ``facts``.
+    """Return the memory of an optimizer that steps on ``shards`` of the trainable parameters.
 
     With offload its parameters, gradients and states are on the host.
     """
@@ -101,7 +97,7 @@ def as_the_engine_steps(
         host_bytes = optimizer.host_state_bytes + optimizer.state_bytes + held_bytes
         return replace(optimizer, state=(), step=(), first_step=(), host_state_bytes=host_bytes)
     uses_deepspeed = settings.engine in ZERO_STAGES
-    return with_flat_gradients(optimizer, shards, facts, settings) if uses_deepspeed else optimizer
+    return with_flat_gradients(optimizer, shards, settings) if uses_deepspeed else optimizer
 
 
 def bucket_bytes(facts: Sequence[ParameterFacts], settings: StepSettings) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ def record_step(
             for reduces in _passes(settings, is_cut=micro_batch is not None):
                 flops = tracker.flops
                 if sharded is not None:
-                    sharded.begin(reduces=reduces)
+                    sharded.reduces = reduces
                 with tracker.counting():
                     trace.micro_batches.append(recorder.train(batch if micro_batch is None else micro_batch))
                 trace.flops.append(tracker.flops - flops)
