@@ -30,9 +30,8 @@ from hf_memopt.memory.distributed.shares import as_the_engine_steps, notes_of_sh
 from hf_memopt.memory.hints import find_hints
 from hf_memopt.memory.models.config_files import check_task
 from hf_memopt.memory.models.example_batch import DEFAULT_LENGTH, default_length
-from hf_memopt.memory.recording.isolation import collector_paused
-from hf_memopt.memory.recording.kept_models import keeping_models, load_or_reuse
-from hf_memopt.memory.recording.trace_cache import RecordedStep, Shape, record_or_reuse
+from hf_memopt.memory.recording.session import RecordedStep, Shape, keeping_models, session
+from hf_memopt.memory.recording.step import collector_paused
 from hf_memopt.memory.resolved_settings import own_dtype, settings_of_recipe, sixteen_bits, with_16_bits, with_precision
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
@@ -309,8 +308,9 @@ def _recorded(
 ) -> tuple[RecordedStep, str, StepSettings, Shape]:
     """Return the recorded step, the model's name, the settings with a module's own dtype, the shape with a length."""
     with torch.inference_mode(False):  # weights created in the caller's inference mode could not be trained
-        loaded = load_or_reuse(
+        loaded = session().load(
             model,
+            settings,
             attn_implementation=settings.attn_implementation,
             weights_dtype=settings.weights_dtype,
             task=task,
@@ -323,7 +323,7 @@ def _recorded(
             settings = settings.replace(weights_dtype=own_dtype(loaded.model, weights_dtype))
         if shape.seq_len is None:
             shape = replace(shape, seq_len=default_length(loaded.model))
-        return record_or_reuse(loaded, settings, shape, chip), loaded.name, settings, shape
+        return session().record(loaded, settings, shape, chip), loaded.name, settings, shape
 
 
 def _length_notes(assumed_length: int | None) -> tuple[str, ...]:

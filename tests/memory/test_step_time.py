@@ -21,7 +21,7 @@ from hf_memopt import GPUS, custom_gpu
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, optimizer_memory
 from hf_memopt.memory.quantized.linears import dequantized
-from hf_memopt.memory.recording.isolation import recording
+from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.step_time.operations import Operation, operation_of
 from hf_memopt.memory.step_time.prices import CONSTANTS, PARTS, Prices, StepCosts, equally_fast, step_time

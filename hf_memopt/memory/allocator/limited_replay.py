@@ -10,7 +10,7 @@ from hf_memopt.memory.allocator.caching_allocator import AllocationError, Cachin
 from hf_memopt.memory.allocator.replay import Replayed, replay
 from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.batch_lengths import Fragmentation, LengthPlan
-from hf_memopt.memory.recording.step_trace import StepTrace
+from hf_memopt.memory.recording.passes import StepTrace
 from hf_memopt.memory.settings import StepSettings
 
 if TYPE_CHECKING:

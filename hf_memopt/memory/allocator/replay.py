@@ -18,7 +18,7 @@ import numpy as np
 from hf_memopt.memory.allocator.caching_allocator import CachingAllocator
 from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
-from hf_memopt.memory.recording.step_trace import RecordedPass, StepTrace
+from hf_memopt.memory.recording.passes import RecordedPass, StepTrace
 from hf_memopt.memory.timeline import COMPONENTS, SimulatedTimeline, Timeline
 
 __all__ = ["Replayed", "replay"]

@@ -41,7 +41,7 @@ _MOST = {"layer": 10_000, "depth": 10_000, "expert": 10_000, "num_labels": 1_000
 """The largest accepted value of entries by which transformers loops, by a part of the entry's name."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A model on the meta device that nothing else refers to.
 
@@ -139,18 +139,20 @@ def load_model(
         built = _build(config, task, attn_implementation, weights_dtype, quantization)
         if name is not None:
             _untie_head(built)
-    key = (
-        type(built),
-        text,
-        name is None,
-        weights_dtype,
-        attn_implementation,
-        load_in,
-        compute_dtype,
-        is_sharded,
-        keep_cache,
-    )
+    options = weights_dtype, attn_implementation, load_in, compute_dtype, is_sharded, keep_cache
+    key = _code_of(built), text, name is None, *options
     return LoadedModel(name or type(built).__name__, _as_in_training(built, keep_cache), key)
+
+
+def _code_of(model: nn.Module) -> Hashable:
+    """Return the classes of a model with their ``forward``, which may have been replaced, and its experts' kernels.
+
+    A configuration's JSON has neither. ``_experts_implementation`` is private, seen in transformers 5.8.1 to 5.23.0.
+    """
+    modules = list(model.modules())
+    code = dict.fromkeys((type(module), type(module).forward) for module in modules)
+    experts = (getattr(getattr(module, "config", None), "_experts_implementation", None) for module in modules)
+    return tuple(code), tuple(dict.fromkeys(map(str, experts)))
 
 
 # ---- building

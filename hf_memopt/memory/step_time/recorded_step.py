@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hf_memopt.devices.gpus import Gpu
     from hf_memopt.memory.allocator.replay_plan import ReplayPlan
     from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
-    from hf_memopt.memory.recording.step_trace import StepTrace
+    from hf_memopt.memory.recording.passes import StepTrace
     from hf_memopt.memory.settings import StepSettings
 
 __all__ = ["optimizer_operations", "timing_of_step"]
