@@ -107,6 +107,7 @@ def load_model(
                 "already; expected a name or a configuration. Pass model=model.config, or a module that "
                 "from_pretrained(quantization_config=...) has loaded, without load_in"
             )
+        _quantization(getattr(unwrap_model(model), "config", None))
         copied = copy_to_meta(model)
         # private, seen in transformers 5.8.1, 5.17.0 and 5.23.0
         own = getattr(getattr(unwrap_model(copied), "config", None), "_attn_implementation", None)
@@ -242,6 +243,14 @@ def _build(
 
 def _take_quantization(config: Any) -> dict[str, Any] | None:
     """Remove the quantisation by bitsandbytes from a configuration and return it, or None without one."""
+    options = _quantization(config)
+    if options is not None:
+        del config.quantization_config
+    return options
+
+
+def _quantization(config: Any) -> dict[str, Any] | None:
+    """Return how a model is quantised, or None for plain weights; refuse all but bitsandbytes."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return None
@@ -252,7 +261,6 @@ def _take_quantization(config: Any) -> dict[str, Any] | None:
             f"not estimable: quantization_config of method {method!r} has no form on the meta device; expected "
             "bitsandbytes, or plain weights. Load the model in bfloat16"
         )
-    del config.quantization_config
     return options
 
 

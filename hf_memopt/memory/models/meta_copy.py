@@ -88,20 +88,14 @@ class _MetaCopies(TorchFunctionMode):
 
 
 def _stand_ins(model: nn.Module) -> dict[int, Any]:
-    """Return the stand-ins of quantised modules, by identity."""
-    if not any(_may_be_quantised(type(module).__module__) for module in model.modules()):
+    """Return the stand-ins of bitsandbytes' linears, by identity."""
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    if not any(base.__module__.startswith("bitsandbytes.") for base in classes):
         return {}
-    try:
-        from hf_memopt.memory.quantized.stand_ins import stand_in  # imports bitsandbytes, which takes a second
-    except ImportError:  # without bitsandbytes there are none of its modules
-        return {}
+    from hf_memopt.memory.quantized.stand_ins import stand_in  # imports bitsandbytes, which takes a second
+
     found = {id(module): stand_in(module) for module in model.modules()}
     return {number: copied for number, copied in found.items() if copied is not None}
-
-
-def _may_be_quantised(defined_in: str) -> bool:
-    package = defined_in.partition(".")[0]
-    return package not in ("torch", "transformers") or defined_in.startswith("transformers.integrations")
 
 
 def _add_parameters(module: nn.Module, memo: dict[int, Any]) -> None:
