@@ -32,12 +32,12 @@ from hf_memopt.binding.quantized_weights import quantization_options
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.cuda.flash_attention_2 import use_stand_in
 from hf_memopt.memory.models.config_files import TASKS, check_task, find_config, known_models, known_name
-from hf_memopt.memory.models.meta_copy import copy_to_meta, rest_to_meta
+from hf_memopt.memory.models.meta_copy import copy_to_meta
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["TASKS", "LoadedModel", "load_model"]
+__all__ = ["TASKS", "LoadedModel", "load_model", "rest_to_meta"]
 
-_MOST = {"layer": 10_000, "depth": 10_000, "expert": 10_000, "num_labels": 1_000_000}
+_MOST = {"layer": 500, "depth": 500, "expert": 10_000, "num_labels": 1_000_000}
 """The largest accepted value of entries by which transformers loops, by a part of the entry's name."""
 
 
@@ -108,7 +108,7 @@ def load_model(
                 "from_pretrained(quantization_config=...) has loaded, without load_in"
             )
         _quantization(getattr(unwrap_model(model), "config", None))
-        copied = copy_to_meta(model)
+        copied = rest_to_meta(copy_to_meta(model))
         # private, seen in transformers 5.8.1, 5.17.0 and 5.23.0
         own = getattr(getattr(unwrap_model(copied), "config", None), "_attn_implementation", None)
         if attn_implementation is not None or own == "flash_attention_2":
@@ -143,6 +143,16 @@ def load_model(
     options = weights_dtype, attn_implementation, load_in, compute_dtype, is_sharded, keep_cache
     key = _code_of(built), text, name is None, *options
     return LoadedModel(name or type(built).__name__, _as_in_training(built, keep_cache), key)
+
+
+def rest_to_meta(model: nn.Module) -> nn.Module:
+    """Move what a class created on the host: buffers, and tensors that are plain attributes."""
+    model.to("meta")
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                setattr(module, name, value.to("meta"))
+    return model
 
 
 def _code_of(model: nn.Module) -> Hashable:

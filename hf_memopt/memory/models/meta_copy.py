@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["copy_to_meta", "rest_to_meta"]
+__all__ = ["copy_to_meta"]
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
@@ -45,7 +45,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     for wrapped in copied.modules():  # accelerate's prepare wraps forward in autocast; seen in 1.15
         if "_original_forward" in vars(wrapped):
             vars(wrapped)["forward"] = vars(wrapped).pop("_original_forward")
-    return rest_to_meta(copied)
+    return copied
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -65,16 +65,6 @@ def _refuse_compiled(model: nn.Module) -> None:
             f"not estimable: model=<{type(model).__name__}> is compiled{place}: what the compiler fuses and saves is "
             f"decided on the GPU; expected a module that runs as it is written. {fix}"
         )
-
-
-def rest_to_meta(model: nn.Module) -> nn.Module:
-    """Move what a class created on the host: buffers, and tensors that are plain attributes."""
-    model.to("meta")
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, torch.Tensor) and not value.is_meta:
-                setattr(module, name, value.to("meta"))
-    return model
 
 
 class _MetaCopies(TorchFunctionMode):
