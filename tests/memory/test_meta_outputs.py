@@ -72,10 +72,10 @@ def facts_of(trace: StepTrace) -> dict[str, Any]:
 def recorded(name: str, settings: StepSettings) -> dict[str, Any]:
     """Return the facts of a new recording of a model."""
     forget_traces()
-    step = session().record(
+    trace = session().record(
         load_model(CONFIGS[name]()), settings, Shape(2, None if name == "vit" else 24), Chip.of((8, 0))
     )
-    return facts_of(step.trace)
+    return facts_of(trace)
 
 
 @pytest.fixture(autouse=True)

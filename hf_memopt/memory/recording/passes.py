@@ -24,6 +24,7 @@ from hf_memopt.memory.storage_tracker import StorageTracker
 if TYPE_CHECKING:
     from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep
     from hf_memopt.memory.distributed.zero import ZeroStep
+    from hf_memopt.memory.optimizers.parameter_facts import ParameterFacts
     from hf_memopt.memory.recording.generation import DecodingSteps
 
 __all__ = ["PassRecorder", "RecordedPass", "StepTrace", "autocast_dtype", "storage_numbers"]
@@ -66,7 +67,8 @@ class StepTrace:
     which adds to them; under FSDP2 two such pairs (``_passes``). ``gradient_of`` has the gradients that are held after
     them, by the index of the trainable parameter. ``tracker.operations`` are those of each of ``micro_batches``.
     ``gathered_bytes`` are those of sharded weights that a pass gathers, as often as it does. ``notes`` say what was
-    changed in the model for the recording. ``replayed`` keeps what replays derive from it.
+    changed in the model for the recording, and assumed of it. ``trainable`` are the facts of its trainable parameters,
+    and ``parameters`` the number of all weights. ``replayed`` keeps what replays derive from it.
     """
 
     tracker: StorageTracker
@@ -81,6 +83,8 @@ class StepTrace:
     host_bytes: int = 0
     gathered_bytes: int = 0
     notes: tuple[str, ...] = ()
+    trainable: tuple[ParameterFacts, ...] = ()
+    parameters: int = 0
     replayed: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
 

@@ -45,7 +45,7 @@ from hf_memopt.memory.recording.step import record_step, state_kept
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.storage_tracker import Hidden, StorageTracker
 
-__all__ = ["RecordedStep", "Session", "Shape", "forget_traces", "keeping_models", "session"]
+__all__ = ["Session", "Shape", "forget_traces", "keeping_models", "session"]
 
 _NOT_IN_TRACE = {
     "optim",
@@ -118,20 +118,10 @@ class PreparedModel:
         return cls(base, model, tuple(parameter_facts(model)), parameters, notes)
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedStep:
-    """A recorded step, and the facts of the prepared model that an estimate needs."""
-
-    trace: StepTrace
-    trainable: tuple[ParameterFacts, ...]
-    parameters: int
-    notes: tuple[str, ...]
-
-
 class Session:
     """What estimates share: models, where ``keeps_models`` is set, and the recordings of all sessions."""
 
-    traces: ClassVar[OrderedDict[Hashable, RecordedStep]] = OrderedDict()
+    traces: ClassVar[OrderedDict[Hashable, StepTrace]] = OrderedDict()
 
     def __init__(self, *, keeps_models: bool) -> None:
         self._keeps_models = keeps_models
@@ -155,7 +145,7 @@ class Session:
                 self._loaded[key] = model, load_model(model, **options)
             return self._loaded[key][1]
 
-    def record(self, loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> RecordedStep:
+    def record(self, loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> StepTrace:
         """Return the recorded step of a model that ``load`` returned for these settings; it is prepared in place.
 
         Raises:
@@ -173,12 +163,13 @@ class Session:
             if settings.checkpointing and not settings.prepare:
                 _checkpoint(prepared.model, settings)
             trace = _record(prepared, settings, shape, chip)
-        found = RecordedStep(trace, prepared.trainable, prepared.parameters, (*prepared.notes, *trace.notes))
+        trace.trainable, trace.parameters = prepared.trainable, prepared.parameters
+        trace.notes = *prepared.notes, *trace.notes
         if key is not None:
-            self.traces[key] = found
+            self.traces[key] = trace
             if len(self.traces) > _KEPT_TRACES:
                 self.traces.popitem(last=False)
-        return found
+        return trace
 
 
 _KEEPING_NONE = Session(keeps_models=False)
