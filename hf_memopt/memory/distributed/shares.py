@@ -37,11 +37,10 @@ def sharded_step(model: nn.Module, settings: StepSettings) -> FullyShardedStep |
     if not settings.is_sharded:
         return None
     dtype = _COMPUTE.get(settings.precision)
+    if settings.engine != "zero2":
+        _refuse_packed(model, settings)
     if settings.engine in ZERO_STAGES:
-        if settings.engine == "zero3":
-            _refuse_packed(model, settings)
         return ZeroStep(model, settings, dtype)
-    _refuse_packed(model, settings)
     return FullyShardedStep(model, settings.world_size, compute_dtype=dtype, offload=settings.offload)
 
 

@@ -12,7 +12,7 @@ import gc
 import random
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from logging import ERROR
 from typing import TYPE_CHECKING, Any
@@ -78,8 +78,7 @@ def record_step(
             f"model=<{type(model).__name__}> has no trainable parameter; expected one or more with requires_grad=True. "
             "Call model.requires_grad_(True)"
         )
-    modules = list(model.modules())
-    _refuse_recurrent_layers(model, modules)
+    _refuse_recurrent_layers(model)
     tracker = StorageTracker(padding=settings.padding) if tracker is None else tracker
     if semantics is None:
         autocast = autocast_dtype(settings.precision)
@@ -89,13 +88,13 @@ def record_step(
     releasing = parameters if releases_gradients else []
     recorder = PassRecorder(model, settings, tracker, semantics, sharded)
     held: list[int] = []
-    _to_training(model, modules)
+    model.train()
     try:
         with ExitStack() as around:
             for context in (recording(tracker, semantics), tracker.watching(model), recorder.releasing(releasing)):
                 around.enter_context(context)
             around.enter_context(torch.inference_mode(False))  # whatever the caller is in; gradients are on with it
-            trace.notes = around.enter_context(_every_layer(modules))
+            trace.notes = around.enter_context(_every_layer(model))
             if sharded is not None:
                 trace.notes += sharded.notes
                 trace.gathered_bytes = sharded.gathered_bytes
@@ -127,7 +126,7 @@ def record_step(
     finally:
         tracker.close()
         _drop_gradients(weights)
-        _to_training(model, modules)
+        model.train()
     trace.host_bytes = semantics.peak_host_bytes
     return trace
 
@@ -151,15 +150,9 @@ def _drop_gradients(weights: Iterable[nn.Parameter]) -> None:
         weight.grad = None
 
 
-def _to_training(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    if not all(module.training for module in modules):
-        model.train()
-
-
-def _refuse_recurrent_layers(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    for module in modules:
+def _refuse_recurrent_layers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
-            name = next(name for name, found in model.named_modules() if found is module)
             raise NotEstimableError(
                 f"not estimable: {name or 'the model'} is an nn.{type(module).__name__}, for which cuDNN reserves "
                 "memory by undocumented rules; expected a model without recurrent layers. Measure the step on the GPU"
@@ -177,9 +170,9 @@ def _not_estimable(model: nn.Module, error: Exception) -> NotEstimableError:
 
 
 @contextmanager
-def _every_layer(modules: Sequence[nn.Module]) -> Iterator[tuple[str, ...]]:
+def _every_layer(model: nn.Module) -> Iterator[tuple[str, ...]]:
     """Let no layer be dropped at random inside; yield a note about it, or nothing where none would be dropped."""
-    holders = [*modules, *(module.config for module in modules if hasattr(module, "config"))]
+    holders: list[Any] = [one for module in model.modules() for one in (module, getattr(module, "config", None))]
     found = {
         (id(holder), name): (holder, value)
         for holder in holders
