@@ -75,7 +75,11 @@ def run_on_meta(
     key: list[Any] = [func, flops]
     # another mode that is on has to see the operation; private: pinned by a test, seen in torch 2.6 to 2.13
     known = way is not None and not torch._C._len_torch_dispatch_stack()
-    known = known and _add_to_key(key, (*args, *kwargs.items()), {})
+    seen: dict[int, int] = {}
+    known = known and _add_to_key(key, args, seen)
+    if known and kwargs:
+        key += kwargs
+        known = _add_to_key(key, kwargs.values(), seen)
     found = _remembered.get(tuple(key)) if known else None
     if found is not None:
         made, operations, beside = found

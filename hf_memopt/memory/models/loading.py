@@ -134,7 +134,9 @@ def load_model(
         )
     with _one_error(f"model={name or type(config).__name__!r} cannot be built"):
         text = config.to_json_string()
-        quantization = _take_quantization(config)
+        quantization = _quantization(config)
+        if quantization is not None:
+            del config.quantization_config
         if load_in is not None:
             quantization = quantization_options(load_in, compute_dtype, task, is_sharded=is_sharded)
         built = _build(config, task, attn_implementation, weights_dtype, quantization)
@@ -249,14 +251,6 @@ def _build(
         quantize(model, quantization)
     built: nn.Module = model
     return built
-
-
-def _take_quantization(config: Any) -> dict[str, Any] | None:
-    """Remove the quantisation by bitsandbytes from a configuration and return it, or None without one."""
-    options = _quantization(config)
-    if options is not None:
-        del config.quantization_config
-    return options
 
 
 def _quantization(config: Any) -> dict[str, Any] | None:

@@ -82,11 +82,6 @@ def quantize(model: PreTrainedModel, config: BitsAndBytesConfig | Mapping[str, A
 
     Raises:
         NotEstimableError: ``config`` asks for something without a stand-in (``llm_int8_has_fp16_weight``).
-
-    Examples:
-        >>> from functools import partial
-        >>> from hf_memopt.memory.settings import StepSettings
-        >>> settings = StepSettings(prepare=(partial(quantize, config={"load_in_4bit": True}),))
     """
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.auto import AutoHfQuantizer
