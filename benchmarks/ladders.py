@@ -163,7 +163,7 @@ def predicted_rows(ladder: Ladder, announce: Callable[[str], object] = lambda te
     """Return the rows of a ladder with their predictions, and one more: the preset for 4 GB with the same batch."""
     from hf_memopt.devices.gpus import find_gpu
     from hf_memopt.memory.estimation import estimate
-    from hf_memopt.memory.recording.kept_models import keeping_models
+    from hf_memopt.memory.recording.session import keeping_models
     from hf_memopt.recipes.effective_batch import largest_divisor
     from hf_memopt.recipes.presets import PRESETS
 

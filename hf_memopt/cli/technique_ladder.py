@@ -27,7 +27,7 @@ from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.models.example_batch import default_length
 from hf_memopt.memory.output.estimate_picture import bar_of
 from hf_memopt.memory.output.estimate_text import as_dict
-from hf_memopt.memory.recording.kept_models import keeping_models, load_or_reuse
+from hf_memopt.memory.recording.session import keeping_models, session
 from hf_memopt.memory.timeline import COMPONENTS
 from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.reports.bar_picture import Bar, Limit, draw_bars
@@ -214,7 +214,7 @@ def _length(model: Any, seq_len: int | None, overrides: Mapping[str, Any]) -> in
         return seq_len
     options = {name: overrides[name] for name in ("task", "attn_implementation") if name in overrides}
     try:
-        return default_length(load_or_reuse(model, **options).model)
+        return default_length(session().load(model, **options).model)
     except MissingExtraError as error:
         raise ValueError(str(error)) from error
 

@@ -29,9 +29,9 @@ from hf_memopt.memory.distributed.shares import as_the_engine_steps, notes_of_sh
 from hf_memopt.memory.hints import find_hints
 from hf_memopt.memory.models.config_files import check_task
 from hf_memopt.memory.models.example_batch import DEFAULT_LENGTH, default_length
-from hf_memopt.memory.recording.isolation import collector_paused
-from hf_memopt.memory.recording.kept_models import keeping_models, load_or_reuse
-from hf_memopt.memory.recording.trace_cache import RecordedStep, Shape, record_or_reuse
+from hf_memopt.memory.recording.passes import StepTrace
+from hf_memopt.memory.recording.session import Shape, keeping_models, session
+from hf_memopt.memory.recording.step import collector_paused
 from hf_memopt.memory.resolved_settings import own_dtype, settings_of_recipe, sixteen_bits, with_16_bits, with_precision
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
@@ -240,21 +240,21 @@ def _estimate(
     chip = Chip.of(_ASSUMED_CAPABILITY) if gpu is None else Chip.of(gpu.compute_capability, gpu.multiprocessors)
     recorded = partial(_recorded, model, chip=chip, gpu=gpu, task=task, weights_dtype=weights_dtype)
     asked_length = shape.seq_len
-    step, name, settings, shape = recorded(shape, settings)
+    trace, name, settings, shape = recorded(shape, settings)
     without_evaluation = settings.replace(eval_batch_size=None)  # the longest batch has the evaluation
     lengths_recorded = () if lengths is None else lengths.recorded[1:]
-    others = [recorded(replace(shape, seq_len=length), without_evaluation)[0].trace for length in lengths_recorded]
-    trained = shard_facts(step.trainable, settings)
-    optimizer = as_the_engine_steps(step_optimizer(trained, settings), trained, step.trainable, settings)
+    others = [recorded(replace(shape, seq_len=length), without_evaluation)[0] for length in lengths_recorded]
+    trained = shard_facts(trace.trainable, settings)
+    optimizer = as_the_engine_steps(step_optimizer(trained, settings), trained, settings)
     plan = replay_plan(trained, settings, optimizer, shape.batch_size, chip)
     fragmentation = None
     if lengths is not None:
         plan = replace(plan, order=lengths.steps)
-    replayed = replay_on_gpu(step.trace, plan, settings, gpu, others)
+    replayed = replay_on_gpu(trace, plan, settings, gpu, others)
     if lengths is not None:
-        fragmentation = fragmentation_of(step.trace, others, plan, settings, lengths, replayed)
+        fragmentation = fragmentation_of(trace, others, plan, settings, lengths, replayed)
     timing = timing_of_step(
-        [step.trace, *others],
+        [trace, *others],
         plan,
         trained,
         optimizer,
@@ -262,7 +262,7 @@ def _estimate(
         gpu,
         batch_size=shape.batch_size,
         lengths=(shape.seq_len,) if lengths is None else lengths.recorded,
-        trainable=step.trainable,
+        trainable=trace.trainable,
     )
     notes = () if fragmentation is None else (fragmentation.note(shape.seq_len or 0, settings.expandable_segments),)
     return Estimate(
@@ -277,17 +277,17 @@ def _estimate(
         components=replayed.components,
         phase=replayed.phase,
         module=replayed.module,
-        host_bytes=step.trace.host_bytes + optimizer.host_state_bytes,
-        parameters=step.parameters,
-        trainable_parameters=sum(fact.elements for fact in step.trainable),
-        flops=step.trace.flops[0] * plan.batches * plan.micro_batches,
+        host_bytes=trace.host_bytes + optimizer.host_state_bytes,
+        parameters=trace.parameters,
+        trainable_parameters=sum(fact.elements for fact in trace.trainable),
+        flops=trace.flops[0] * plan.batches * plan.micro_batches,
         timeline=replayed.timeline,
         notes=(
             *notes,
             *_length_notes(shape.seq_len if asked_length is None else None),
             *_notes(gpu, settings, replayed),
             *quantised,
-            *step.notes,
+            *trace.notes,
             *optimizer.notes,
             *notes_of_sharing(settings),
         ),
@@ -305,11 +305,12 @@ def _recorded(
     gpu: Gpu | None,
     task: str | None,
     weights_dtype: str | None,
-) -> tuple[RecordedStep, str, StepSettings, Shape]:
+) -> tuple[StepTrace, str, StepSettings, Shape]:
     """Return the recorded step, the model's name, the settings with a module's own dtype, the shape with a length."""
     with torch.inference_mode(False):  # weights created in the caller's inference mode could not be trained
-        loaded = load_or_reuse(
+        loaded = session().load(
             model,
+            settings,
             attn_implementation=settings.attn_implementation,
             weights_dtype=settings.weights_dtype,
             task=task,
@@ -322,7 +323,7 @@ def _recorded(
             settings = settings.replace(weights_dtype=own_dtype(loaded.model, weights_dtype))
         if shape.seq_len is None:
             shape = replace(shape, seq_len=default_length(loaded.model))
-        return record_or_reuse(loaded, settings, shape, chip), loaded.name, settings, shape
+        return session().record(loaded, settings, shape, chip), loaded.name, settings, shape
 
 
 def _length_notes(assumed_length: int | None) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 __all__ = ["HOST_GENERATOR", "run_on_meta"]
@@ -75,7 +76,10 @@ def run_on_meta(
     # another mode that is on has to see the operation; private: pinned by a test, seen in torch 2.6 to 2.13
     known = way is not None and not torch._C._len_torch_dispatch_stack()
     seen: dict[int, int] = {}
-    known = known and _add_to_key(key, args, seen) and (not kwargs or _add_options(key, kwargs, seen))
+    known = known and _add_to_key(key, args, seen)
+    if known and kwargs:
+        key += kwargs
+        known = _add_to_key(key, kwargs.values(), seen)
     found = _remembered.get(tuple(key)) if known else None
     if found is not None:
         made, operations, beside = found
@@ -149,16 +153,12 @@ def _add_to_key(key: list[Any], values: Any, seen: dict[int, int]) -> bool:
     return True
 
 
-def _add_options(key: list[Any], kwargs: dict[str, Any], seen: dict[int, int]) -> bool:
-    key += kwargs
-    return _add_to_key(key, kwargs.values(), seen)
-
-
 def _facts(out: Any, given: tuple[Any, ...]) -> Any:
     """Return shapes, strides and dtypes of the results; None where they are not new meta tensors."""
     many = isinstance(out, tuple)
     results = out if many else (out,)
-    storages = {tensor.untyped_storage()._cdata for tensor in _tensors(given)}
+    tensors = (value for value in tree_leaves(given) if isinstance(value, torch.Tensor))
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors}
     facts: list[_Made | None] = []
     for tensor in results:
         if tensor is None:
@@ -173,16 +173,6 @@ def _facts(out: Any, given: tuple[Any, ...]) -> Any:
         storages.add(storage._cdata)
         facts.append(made)
     return facts if many else facts[0]
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
 
 
 def _empty(facts: _Made) -> torch.Tensor:

@@ -318,7 +318,7 @@ def fitting_recipe(preset: Recipe, model: Any, *, seq_len: int | None, gpu: Gpu)
         ValueError: nothing fits; as ``estimate`` and ``plan`` do.
     """
     from hf_memopt.memory.estimation import estimate
-    from hf_memopt.memory.recording.kept_models import keeping_models
+    from hf_memopt.memory.recording.session import keeping_models
     from hf_memopt.recipes.planning.candidates import margin_of
     from hf_memopt.recipes.planning.model_facts import facts_of
     from hf_memopt.recipes.planning.plan import plan

@@ -15,7 +15,7 @@ import tiny
 from hf_memopt.binding.input_gradients import drop_input_gradients
 from hf_memopt.memory import estimation
 from hf_memopt.memory.estimation import estimate, estimate_from_arguments
-from hf_memopt.memory.recording import trace_cache
+from hf_memopt.memory.recording import session as sessions
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.result import Estimate
 from hf_memopt.techniques.freezing.freezing import freeze
@@ -185,8 +185,8 @@ def test_adapters_quantised_weights_and_frozen_parameters_are_recorded_once(monk
         recordings.append(type(model).__name__)
         return record_step(model, *args, **kwargs)
 
-    trace_cache.forget_traces()
-    monkeypatch.setattr(trace_cache, "record_step", counting)
+    sessions.forget_traces()
+    monkeypatch.setattr(sessions, "record_step", counting)
 
     def set_ups() -> list[dict[str, Any]]:
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
@@ -204,4 +204,4 @@ def test_adapters_quantised_weights_and_frozen_parameters_are_recorded_once(monk
     for optim in ("adamw_torch", "sgd"):
         for chosen in set_ups():
             estimate(llama_config(), batch_size=2, seq_len=8, optim=optim, **chosen)
-    assert len(recordings) == len(set_ups()) == len(trace_cache._traces)
+    assert len(recordings) == len(set_ups()) == len(sessions.Session.traces)

@@ -18,8 +18,7 @@ import tiny
 from hf_memopt.binding import versions as compat
 from hf_memopt.memory.cuda.autocast import OPERATORS, functions_of
 from hf_memopt.memory.cuda.semantics import OPENED, CudaSemantics, cross_entropy, run_backward
-from hf_memopt.memory.recording.isolation import recording
-from hf_memopt.memory.recording.step import record_step
+from hf_memopt.memory.recording.step import record_step, recording
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
 

@@ -33,7 +33,7 @@ from hf_memopt.memory.models.config_files import known_models
 from hf_memopt.memory.models.example_batch import example_batch
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.optimizers.optimizer_memory import optimizer_memory, parameter_facts
-from hf_memopt.memory.recording import trace_cache
+from hf_memopt.memory.recording import session as sessions
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
@@ -56,14 +56,14 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the list that grows with every recorded step; nothing was recorded before."""
-    trace_cache.forget_traces()
+    sessions.forget_traces()
     seen: list[str] = []
 
     def counting(model: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(type(model).__name__)
         return record_step(model, *args, **kwargs)
 
-    monkeypatch.setattr(trace_cache, "record_step", counting)
+    monkeypatch.setattr(sessions, "record_step", counting)
     return seen
 
 
@@ -449,7 +449,7 @@ def test_bert_large_is_what_an_independent_simulation_gave(
     """The figures are those of another program of the same idea that knows nothing of what kernels take inside
     themselves; with that, the peak is 24 to 34 MiB higher.
     """
-    monkeypatch.setattr(trace_cache, "_hidden_of", lambda chip: None)
+    monkeypatch.setattr(sessions, "_hidden_of", lambda chip: None)
     found = checked(estimate(bert_large, batch_size=32, seq_len=128, **set_up))
     assert round(found.peak_allocated_bytes / MIB) == allocated_mib
     assert found.parameters == 325_524_482
@@ -614,7 +614,7 @@ def test_what_may_change_between_two_calls_is_recorded_every_time(
 ) -> None:
     for _ in range(2):
         estimate(model, batch_size=2, seq_len=8, **settings)
-    assert (len(recordings), len(trace_cache._traces)) == (2, 0)
+    assert (len(recordings), len(sessions.Session.traces)) == (2, 0)
 
 
 def test_options_of_checkpointing_are_kept_apart(recordings: list[str]) -> None:
@@ -652,10 +652,10 @@ def test_experts_are_computed_as_the_configuration_says(recordings: list[str]) -
 
 
 def test_few_recordings_are_kept(recordings: list[str]) -> None:
-    most = trace_cache._KEPT_TRACES
+    most = sessions._KEPT_TRACES
     for seq_len in range(1, most + 2):
         estimate(tiny.bert_config(), batch_size=1, seq_len=seq_len)
-    assert len(trace_cache._traces) == most
+    assert len(sessions.Session.traces) == most
     estimate(tiny.bert_config(), batch_size=1, seq_len=most + 1)
     assert len(recordings) == most + 1
     estimate(tiny.bert_config(), batch_size=1, seq_len=1)
@@ -1296,7 +1296,7 @@ def test_table_text_json_and_picture(tmp_path: Any) -> None:
 
 def test_an_estimate_under_inference_mode_is_the_same() -> None:
     outside = of_bert()
-    trace_cache.forget_traces()
+    sessions.forget_traces()
     with torch.inference_mode():
         inside = of_bert()
     assert inside.peak_allocated_bytes == outside.peak_allocated_bytes

@@ -14,7 +14,7 @@ from hf_memopt.memory.cuda.flash_attention_2 import STAND_IN, attend, use_stand_
 from hf_memopt.memory.cuda.semantics import CudaSemantics
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.models.loading import load_model
-from hf_memopt.memory.recording.isolation import recording
+from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.storage_tracker import StorageTracker
 

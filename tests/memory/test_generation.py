@@ -15,8 +15,8 @@ from transformers import BertConfig, Seq2SeqTrainingArguments, T5Config, Whisper
 from hf_memopt import NotEstimableError, StepSettings, estimate
 from hf_memopt.memory.estimation import estimate_from_arguments
 from hf_memopt.memory.recording import generation
+from hf_memopt.memory.recording.passes import RecordedPass, StepTrace
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.recording.step_trace import RecordedPass, StepTrace
 from hf_memopt.memory.storage_tracker import StorageTracker
 
 # torch 2.13 says so whenever the state of oneDNN is read

@@ -12,10 +12,9 @@ from hf_memopt.cli.technique_ladder import ladder
 from hf_memopt.devices.gpus import find_gpu
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.models import loading
-from hf_memopt.memory.recording import kept_models
-from hf_memopt.memory.recording.isolation import state_kept
-from hf_memopt.memory.recording.kept_models import keeping_models, load_or_reuse
-from hf_memopt.memory.recording.trace_cache import forget_traces
+from hf_memopt.memory.recording import session as sessions
+from hf_memopt.memory.recording.session import forget_traces, keeping_models, session
+from hf_memopt.memory.recording.step import state_kept
 from tests.memory.small_configs import CONFIGS
 
 pytestmark = [
@@ -35,7 +34,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(model)
         return loading.load_model(model, **options)
 
-    monkeypatch.setattr(kept_models, "load_model", counting)
+    monkeypatch.setattr(sessions, "load_model", counting)
     return seen
 
 
@@ -130,28 +129,28 @@ def test_the_state_of_modules_is_restored() -> None:
 def test_a_model_that_was_loaded_with_the_defaults_is_shared(loads: list[Any]) -> None:
     config = CONFIGS["bert"]()
     with keeping_models(), torch.inference_mode():
-        first = load_or_reuse(config, task="masked-lm")
-        again = load_or_reuse(config, compute_dtype="float16", weights_dtype="float32", task="masked-lm", load_in=None)
+        first = session().load(config, task="masked-lm")
+        again = session().load(config, compute_dtype="float16", weights_dtype="float32", task="masked-lm", load_in=None)
         assert again is first
         assert not any(parameter.is_inference() for parameter in first.model.parameters())
-        assert load_or_reuse(config, task="masked-lm", keep_cache=True) is not first
+        assert session().load(config, task="masked-lm", keep_cache=True) is not first
 
 
 def test_models_are_kept_inside_the_block_alone(loads: list[Any]) -> None:
     config = CONFIGS["bert"]()
     with keeping_models():
         with keeping_models():
-            first = load_or_reuse(config)
-        assert load_or_reuse(config) is first
-        assert load_or_reuse(config, weights_dtype="bfloat16") is not first
-    assert load_or_reuse(config) is not first
+            first = session().load(config)
+        assert session().load(config) is first
+        assert session().load(config, weights_dtype="bfloat16") is not first
+    assert session().load(config) is not first
     assert len(loads) == 3
 
 
 def test_modules_are_copied_each_time(loads: list[Any]) -> None:
     module: nn.Module = loading.load_model(CONFIGS["bert"]()).model
     with keeping_models():
-        assert load_or_reuse(module).model is not load_or_reuse(module).model
+        assert session().load(module).model is not session().load(module).model
 
 
 def test_functions_that_prepare_a_model_run_each_time() -> None:

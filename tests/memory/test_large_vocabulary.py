@@ -17,10 +17,9 @@ from host_semantics import HostSemantics
 from torch.profiler import ProfilerActivity, profile
 
 from hf_memopt import estimate
-from hf_memopt.memory.recording.passes import autocast_dtype
+from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
+from hf_memopt.memory.recording.session import _prepared
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.recording.step_trace import StepTrace
-from hf_memopt.memory.recording.trace_cache import _prepared
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
 

@@ -23,11 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.binding import versions as compat
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
-from hf_memopt.memory.recording.isolation import recording
-from hf_memopt.memory.recording.passes import autocast_dtype
-from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.recording.step_trace import StepTrace
-from hf_memopt.memory.recording.trace_cache import _prepared
+from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
+from hf_memopt.memory.recording.session import _prepared
+from hf_memopt.memory.recording.step import record_step, recording
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
 

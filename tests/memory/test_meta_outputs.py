@@ -14,9 +14,9 @@ from hf_memopt.devices.gpu_table import Chip
 from hf_memopt.memory import meta_outputs, storage_tracker
 from hf_memopt.memory.meta_outputs import run_on_meta
 from hf_memopt.memory.models.loading import load_model
-from hf_memopt.memory.recording.isolation import recording
-from hf_memopt.memory.recording.step_trace import RecordedPass, StepTrace
-from hf_memopt.memory.recording.trace_cache import Shape, forget_traces, record_or_reuse
+from hf_memopt.memory.recording.passes import RecordedPass, StepTrace
+from hf_memopt.memory.recording.session import Shape, forget_traces, session
+from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
 from tests.memory.small_configs import CONFIGS
@@ -72,10 +72,10 @@ def facts_of(trace: StepTrace) -> dict[str, Any]:
 def recorded(name: str, settings: StepSettings) -> dict[str, Any]:
     """Return the facts of a new recording of a model."""
     forget_traces()
-    step = record_or_reuse(
+    trace = session().record(
         load_model(CONFIGS[name]()), settings, Shape(2, None if name == "vit" else 24), Chip.of((8, 0))
     )
-    return facts_of(step.trace)
+    return facts_of(trace)
 
 
 @pytest.fixture(autouse=True)

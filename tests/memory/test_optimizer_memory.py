@@ -19,13 +19,12 @@ from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 import tiny
-from hf_memopt.memory.optimizers import rounding as rounding_memory
+from hf_memopt.memory.optimizers import optimizer_memory as optimizer_module
 from hf_memopt.memory.optimizers.formulas import ELEMENTWISE, FAMILIES
 from hf_memopt.memory.optimizers.optimizer_memory import (
     OptimizerMemory,
     ParameterFacts,
     clipping_temporaries,
-    memory_by_parameter,
     optimizer_memory,
     parameter_facts,
 )
@@ -383,7 +382,8 @@ def test_one_parameter_by_itself(optim: str, shape: tuple[int, ...], tmp_path: A
         group["foreach"] = True
     gradients(model)
     optimizer.step()
-    (group,) = optimizer_memory(parameter_facts(model), optim, gradient_release=True).step
+    (alone,) = optimizer_memory(parameter_facts(model), optim, gradient_release=True).alone
+    group = max(alone.step, key=sum)
     assert abs(measured_step(model, optimizer) - sum(group)) <= 24  # single numbers
 
 
@@ -399,15 +399,15 @@ def test_groups_of_a_foreach_step() -> None:
     assert optimizer_memory(parameters, "sgd", weight_decay=0.1).step == ((400,), (400, 200))
 
 
-def test_gradient_release_has_one_group_per_parameter() -> None:
+def test_gradient_release_has_the_memory_of_each_parameter() -> None:
     facts = parameter_facts(models(torch.float32)["bert"])
     for optim in ("adamw_torch", "adamw_torch_fused", "adafactor", "adamw_bnb_8bit"):
         released = optimizer_memory(facts, optim, gradient_release=True)
         whole = optimizer_memory(facts, optim)
         assert (released.state, released.host_state_bytes) == (whole.state, whole.host_state_bytes)
         assert (released.releases_gradients, whole.releases_gradients) == (True, False)
-        assert len(released.step) == len(released.first_step) == len(facts)
-        assert released.step == tuple(max(optimizer_memory([fact], optim).step, key=sum, default=()) for fact in facts)
+        assert [one.step for one in released.alone] == [optimizer_memory([fact], optim).step for fact in facts]
+        assert whole.alone == ()
 
 
 @pytest.mark.parametrize("optim", ["lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
@@ -415,23 +415,21 @@ def test_what_steps_within_backward_releases_gradients(optim: str) -> None:
     facts = parameter_facts(models(torch.bfloat16)["bert"])
     memory = optimizer_memory(facts, optim, target_modules="all-linear")
     assert memory.releases_gradients
-    assert len(memory.step) == len(facts)
+    assert len(memory.alone) == len(facts)
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "paged_ademamix_8bit", "lion_8bit", "galore_adamw_layerwise"])
-def test_memory_by_parameter_adds_up(optim: str) -> None:
+def test_the_memory_of_each_parameter_adds_up(optim: str) -> None:
     facts = parameter_facts(models(torch.float32)["bert"])
     whole = optimizer_memory(facts, optim, target_modules="all-linear", gradient_release=True)
-    alone = memory_by_parameter(facts, optim, target_modules="all-linear")
-    assert len(alone) == len(facts)
-    assert sorted(size for memory in alone for size in memory.state) == sorted(whole.state)
-    assert sum(memory.host_state_bytes for memory in alone) == whole.host_state_bytes
-    assert tuple(max(memory.step, key=sum, default=()) for memory in alone) == whole.step
+    assert len(whole.alone) == len(facts)
+    assert sorted(size for memory in whole.alone for size in memory.state) == sorted(whole.state)
+    assert sum(memory.host_state_bytes for memory in whole.alone) == whole.host_state_bytes
 
 
 def test_lomo_casts_what_is_in_16_bits() -> None:
     half, full = ParameterFacts("a", (10, 20), 2, False), ParameterFacts("b", (10, 20), 4, False)
-    assert optimizer_memory([half, full], "lomo").step == ((800, 800), ())
+    assert [one.step for one in optimizer_memory([half, full], "lomo").alone] == [((800, 800),), ()]
     assert optimizer_memory([half, full], "adalomo").step == ((800, 800, 800, 40, 80), (800, 800, 40, 80))
 
 
@@ -604,8 +602,8 @@ ROUNDED = {case: arguments for case, arguments in CASES.items() if case.split(",
 
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rounding_memory.SLICE_ELEMENTS == sixteen_bit_weights.SLICE_ELEMENTS
-    for module in (rounding_memory, sixteen_bit_weights):
+    assert optimizer_module.SLICE_ELEMENTS == sixteen_bit_weights.SLICE_ELEMENTS
+    for module in (optimizer_module, sixteen_bit_weights):
         monkeypatch.setattr(module, "SLICE_ELEMENTS", 1024)
 
 
@@ -673,14 +671,14 @@ def test_temporaries_of_rounding_are_at_most_64_mib(case: str, tmp_path: Any) ->
     assert abs(measured_step(model, optimizer) - peak(memory.step)) <= SCALARS_BYTES
 
 
-def test_released_rounding_has_one_group_per_parameter() -> None:
+def test_released_rounding_has_the_memory_of_each_parameter() -> None:
     facts = parameter_facts(models(torch.bfloat16)["bert"])
     released = optimizer_memory(facts, "paged_adamw_8bit", gradient_release=True, rounding="stochastic")
-    assert released.step == tuple((4 * fact.elements, 4 * fact.elements) for fact in facts)
+    assert [one.step for one in released.alone] == [((4 * fact.elements, 4 * fact.elements),) for fact in facts]
     assert released.state == optimizer_memory(facts, "paged_adamw_8bit").state  # no byte more
     kahan = optimizer_memory(facts, "paged_adamw_8bit", rounding="kahan")
     assert kahan.state_bytes - released.state_bytes == sum(2 * fact.elements for fact in facts)
-    alone = memory_by_parameter(facts, "paged_adamw_8bit", rounding="kahan")
+    alone = optimizer_memory(facts, "paged_adamw_8bit", rounding="kahan", gradient_release=True).alone
     assert sum(memory.state_bytes for memory in alone) == kahan.state_bytes
 
 

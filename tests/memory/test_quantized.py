@@ -21,11 +21,12 @@ import peft
 import pytest
 import torch
 import transformers
-from bitsandbytes.nn import Embedding4bit, Embedding8bit, Linear4bit, Linear8bitLt, OutlierAwareLinear
+from bitsandbytes.nn import Embedding4bit, Embedding8bit, Linear4bit, Linear8bitLt
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.binding.versions import is_checkpointing
+from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.quantized.stand_ins import quantize, stand_in
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from tiny import llama_config
@@ -469,25 +470,6 @@ def test_quantize_is_done_by_step_settings():
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
 
 
-def test_quantize_refuses_a_model_with_weights():
-    model = transformers.LlamaForCausalLM(llama_config())
-    with pytest.raises(ValueError) as error:
-        quantize(model, {"load_in_4bit": True})
-    assert str(error.value) == (
-        "model=LlamaForCausalLM holds weights (model.embed_tokens.weight on cpu); expected a model on the meta device. "
-        'Write: with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)'
-    )
-
-
-def test_quantize_refuses_a_config_that_quantises_nothing():
-    with pytest.raises(ValueError) as error:
-        quantize(meta_llama(torch.float32), {"bnb_4bit_quant_type": "nf4"})
-    assert str(error.value) == (
-        "config=BitsAndBytesConfig() quantises nothing; expected load_in_4bit=True or load_in_8bit=True. "
-        'Pass config={"load_in_4bit": True}'
-    )
-
-
 # ---- which modules
 
 
@@ -529,44 +511,20 @@ def test_trainable_8bit_weights_are_not_estimable():
     )
 
 
-class Wrapped(torch.Tensor):
-    """A tensor of a quantising library, such as those that torchao puts into plain linears."""
+@pytest.mark.parametrize("module", [Embedding8bit(8, 8), Embedding4bit(8, 64)], ids=["8 bits", "4 bits"])
+def test_quantised_embeddings_are_not_estimable(module):
+    with pytest.raises(NotEstimableError, match=r"Embedding\dbit.weight is a \w+, which has no form on"):
+        load_model(nn.Sequential(module))
 
 
-def foreign(name: str, cls: type) -> Any:
-    """Return a subclass that claims to live in another package."""
-    return type("Quantised", (cls,), {"__module__": name})
-
-
-def with_weight(weight: torch.Tensor) -> nn.Module:
-    module = nn.Module()
-    module.weight = nn.Parameter(weight)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        (Embedding8bit(8, 8), "bitsandbytes.nn.modules.Embedding8bit"),
-        (Embedding4bit(8, 64), "bitsandbytes.nn.modules.Embedding4bit"),
-        (OutlierAwareLinear(8, 8), "bitsandbytes.nn.modules.OutlierAwareLinear"),
-        (foreign("gptqmodel.nn_modules.qlinear.torch", nn.Module)(), "gptqmodel.nn_modules.qlinear.torch.Quantised"),
-        (foreign("awq.modules.linear", nn.Linear)(8, 8), "awq.modules.linear.Quantised"),
-        (foreign("hqq.core.quantize", nn.Module)(), "hqq.core.quantize.Quantised"),
-        (foreign("transformers.integrations.bitnet", nn.Linear)(8, 8), "transformers.integrations.bitnet.Quantised"),
-        (
-            with_weight(torch.zeros(8, 8).as_subclass(foreign("torchao.dtypes", Wrapped))),
-            "torchao.dtypes.Quantised",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_other_quantised_modules_are_not_estimable(module, name):
+def test_modules_that_another_library_has_quantised_are_not_estimable():
+    model = meta_llama(torch.float32)
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
     with pytest.raises(NotEstimableError) as error:
-        stand_in(module)
+        load_model(model)
     assert str(error.value) == (
-        f"not estimable: {name} has operations whose memory is unknown; expected linears of "
-        "bitsandbytes or none that are quantised. Pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
+        "not estimable: quantization_config of method 'gptq' has no form on the meta device; expected bitsandbytes, or "
+        "plain weights. Load the model in bfloat16"
     )
 
 

@@ -20,8 +20,8 @@ import tiny
 from hf_memopt import GPUS, custom_gpu
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, optimizer_memory
-from hf_memopt.memory.quantized.linears import dequantized
-from hf_memopt.memory.recording.isolation import recording
+from hf_memopt.memory.quantized import stand_ins
+from hf_memopt.memory.recording.step import recording
 from hf_memopt.memory.result import Estimate
 from hf_memopt.memory.step_time import prices as module
 from hf_memopt.memory.step_time.operations import (
@@ -148,7 +148,7 @@ def test_views_have_no_kernel() -> None:
 
 def test_dequantising_reads_the_packed_weight() -> None:
     packed, absmax = meta(64 * 32 // 2, 1, dtype=torch.uint8), meta(64 * 32 // 64, dtype=torch.uint8)
-    [kernel] = counted(lambda: dequantized(packed, absmax, (64, 32), torch.bfloat16))
+    [kernel] = counted(lambda: stand_ins._OPERATORS.dequantized(packed, absmax, (64, 32), torch.bfloat16))
     assert kernel.kind == "memory"
     assert kernel.moved_bytes == 64 * 32 // 2 + 64 * 32 // 64 + 2 * 64 * 32
 

@@ -14,9 +14,8 @@ from torch import nn
 
 import tiny
 from hf_memopt.binding import versions as compat
-from hf_memopt.memory.recording.passes import autocast_dtype
+from hf_memopt.memory.recording.passes import RecordedPass, StepTrace, autocast_dtype
 from hf_memopt.memory.recording.step import record_step
-from hf_memopt.memory.recording.step_trace import RecordedPass, StepTrace
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
 

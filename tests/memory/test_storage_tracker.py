@@ -25,7 +25,7 @@ from transformers.utils import logging
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
 from hf_memopt.memory.estimation import estimate
-from hf_memopt.memory.recording.isolation import RECORDING_LOCK, recording
+from hf_memopt.memory.recording.step import RECORDING_LOCK, recording
 from hf_memopt.memory.settings import NotEstimableError
 from hf_memopt.memory.storage_tracker import StorageTracker
 

@@ -11,8 +11,8 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from hf_memopt import Estimate, StepSettings, estimate
 from hf_memopt.memory.distributed.shares import sharded_step
-from hf_memopt.memory.distributed.zero import partition_facts
-from hf_memopt.memory.distributed.zero_config import ZeroSizes, zero_options
+from hf_memopt.memory.distributed.zero import ZeroStep, partition_facts
+from hf_memopt.memory.distributed.zero_config import BUCKET_ELEMENTS, LIVE_ELEMENTS, zero_options
 from hf_memopt.memory.models.loading import load_model
 from hf_memopt.memory.optimizers.parameter_facts import ParameterFacts
 from hf_memopt.memory.timeline import phase_peaks
@@ -84,10 +84,9 @@ def test_offload_leaves_the_weights_of_stage_2_and_gathered_ones_of_stage_3() ->
 
 
 def test_buckets_are_held_while_gradients_are_reduced() -> None:
-    sizes = ZeroSizes.of(2, SIZES["hidden_size"])
     alone, shared = found("zero2", world_size=1), found("zero2")
     backward = phase_peaks(shared.timeline)["backward"]["allocated_bytes"]
-    buckets = sizes.buckets * sizes.bucket * 2
+    buckets = 2 * BUCKET_ELEMENTS * 2
     assert backward > buckets + shared.components["weights"]
     assert alone.components["temporaries"] < buckets
 
@@ -113,14 +112,15 @@ def test_the_configuration_and_the_estimate_have_the_same_sizes(stage: int) -> N
     """What is "auto" transformers fills in from the hidden size."""
     read = Filled({"zero_optimization": zero_options(stage)})
     read.trainer_config_finalize(transformers.TrainingArguments(use_cpu=True), load_model(config()).model, 1)
-    filled, sizes = read.config["zero_optimization"], ZeroSizes.of(stage, SIZES["hidden_size"])
+    filled = read.config["zero_optimization"]
+    sizes = ZeroStep(load_model(config()).model, StepSettings(world_size=2, strategy=f"zero{stage}"), None)
     assert filled["reduce_bucket_size"] == sizes.bucket
     if stage == 3:
         assert filled["stage3_param_persistence_threshold"] == sizes.persistent
-        assert filled["stage3_max_live_parameters"] == filled["stage3_max_reuse_distance"] == sizes.live
+        assert filled["stage3_max_live_parameters"] == filled["stage3_max_reuse_distance"] == LIVE_ELEMENTS
 
 
-def test_groups_are_cut_whole_in_stage_2_and_weight_by_weight_in_stage_3() -> None:
+def test_groups_are_cut_whole_and_padded() -> None:
     facts = [ParameterFacts(name, (count,), 4, False, decays=name != "norm") for name, count in
              (("one", 5), ("two", 6), ("norm", 3))]  # fmt: skip
     parts = {

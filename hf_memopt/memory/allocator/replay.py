@@ -20,7 +20,7 @@ from hf_memopt.memory.allocator.caching_allocator import AllocationError, Cachin
 from hf_memopt.memory.allocator.replay_plan import ReplayPlan
 from hf_memopt.memory.batch_lengths import Fragmentation, LengthPlan
 from hf_memopt.memory.optimizers.optimizer_memory import OptimizerMemory
-from hf_memopt.memory.recording.step_trace import RecordedPass, StepTrace
+from hf_memopt.memory.recording.passes import RecordedPass, StepTrace
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.timeline import COMPONENTS, SimulatedTimeline, Timeline
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hf_memopt.devices.gpu_table import Chip
 from hf_memopt.memory.cuda.kernel_buffers import workspace_bytes
@@ -14,7 +13,6 @@ from hf_memopt.memory.optimizers.optimizer_memory import (
     OptimizerMemory,
     ParameterFacts,
     clipping_temporaries,
-    memory_by_parameter,
     optimizer_memory,
 )
 from hf_memopt.memory.settings import StepSettings
@@ -80,20 +78,21 @@ class ReplayPlan:
 def step_optimizer(facts: tuple[ParameterFacts, ...], settings: StepSettings) -> OptimizerMemory:
     """Return the bytes of the optimizer that the settings ask for."""
     if settings.optimizer_memory is None:
-        options = _optimizer_options(settings)
-        return optimizer_memory(facts, settings.optim, gradient_release=settings.gradient_release, **options)
+        return optimizer_memory(
+            facts,
+            settings.optim,
+            optim_args=settings.optim_args,
+            target_modules=settings.optim_target_modules,
+            embedding_bits=settings.embedding_bits,
+            gradient_release=settings.gradient_release,
+            weight_decay=settings.weight_decay,
+            rounding=settings.rounding,
+        )
     found = settings.optimizer_memory(facts)
-    return replace(found, releases_gradients=found.releases_gradients or settings.gradient_release)
-
-
-def _optimizer_options(settings: StepSettings) -> dict[str, Any]:
-    return {
-        "optim_args": settings.optim_args,
-        "target_modules": settings.optim_target_modules,
-        "embedding_bits": settings.embedding_bits,
-        "weight_decay": settings.weight_decay,
-        "rounding": settings.rounding,
-    }
+    if not (found.releases_gradients or settings.gradient_release):
+        return found
+    alone = tuple(settings.optimizer_memory((fact,)) for fact in facts)
+    return replace(found, releases_gradients=True, alone=alone)
 
 
 def replay_plan(
@@ -112,13 +111,7 @@ def replay_plan(
         batch_size: examples of one accumulation step.
         chip: that of the GPU.
     """
-    releases = optimizer.releases_gradients
-    alone = None
-    if releases and settings.optimizer_memory is not None:
-        alone = [settings.optimizer_memory((fact,)) for fact in facts]
-    elif releases:
-        alone = memory_by_parameter(facts, settings.optim, **_optimizer_options(settings))
-    clips = settings.max_grad_norm > 0 and not releases and not settings.offload
+    clips = settings.max_grad_norm > 0 and not optimizer.releases_gradients and not settings.offload
     clips = clips and not settings.engine.startswith("zero")  # DeepSpeed's norm is counted with its step
     gathered = settings.eval_batches if settings.eval_batch_size is not None else 0
     if settings.batch_eval_metrics:
@@ -126,7 +119,7 @@ def replay_plan(
     elif settings.eval_accumulation_steps is not None:
         gathered = min(gathered, settings.eval_accumulation_steps)
     return ReplayPlan(
-        optimizer=optimizer if alone is None else alone,
+        optimizer=optimizer.alone if optimizer.releases_gradients else optimizer,
         clipping=clipping_temporaries(facts) if clips else (),
         batches=settings.gradient_accumulation_steps,
         micro_batches=math.ceil(batch_size / (settings.micro_batch_size or batch_size)),

@@ -6,12 +6,15 @@ pass into a buffer and copied out of it, freed after it, gathered again for the 
 gradients are copied into the input of a reduce-scatter, of whose output the gradients of the shards are views. Seen in
 torch 2.13 (``torch/distributed/fsdp/_fully_shard``); NCCL's own buffers are outside of torch's allocator.
 
+Units are those that accelerate 1.15 makes (``fsdp2_prepare_model``): each layer, the input embeddings, the last norm
+with the head, and the rest of the model. Tied embeddings belong to the head's unit.
+
 A parameter keeps its shape, with a storage of the shard's size, so that it counts as one; meta tensors are never read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,9 +22,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from hf_memopt.memory.distributed.units import Unit, layer_classes, shard_shape, swap_parameters, units_of
+from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["FullyShardedStep"]
+__all__ = ["FullyShardedStep", "shard_shape", "swap_parameters"]
+
+_Found = tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...], bool]
+"""Modules of a unit, its parameters without those of units inside, and whether it reshards."""
 
 
 class FullyShardedStep:
@@ -37,6 +43,7 @@ class FullyShardedStep:
     Attributes:
         gathered_bytes: of weights that a forward and backward pass gathers, as often as it does.
         notes: what a run needs besides.
+        reduces: whether the next passes reduce their gradients; the others add up whole ones.
     """
 
     def __init__(
@@ -45,19 +52,19 @@ class FullyShardedStep:
         self._model = model
         self._compute_dtype = compute_dtype
         self._offload = offload
-        classes, failing = layer_classes(model)
+        classes, failing = _layer_classes(model)
         self.notes: tuple[str, ...] = ()
         if failing:
             self.notes = (
                 f"accelerate cannot shard {', '.join(failing)}, which has the input embeddings inside: pass "
                 f"fsdp_config={{'transformer_layer_cls_to_wrap': {classes!r}}}, as is assumed here",
             )
-        self._units = [_ShardedUnit(unit, world_size, compute_dtype, offload) for unit in units_of(model)]
-        self.gathered_bytes = sum(sum(one.gathered_bytes) * (1 + one.unit.reshards) for one in self._units)
+        self._units = [_Unit(found, world_size, compute_dtype, offload) for found in _units_of(model)]
+        self.gathered_bytes = sum(sum(one.gathered_bytes) * (1 + one.reshards) for one in self._units)
         self._root = self._units[0]
         self._is_in_backward = False
-        self._reduces = True
-        self._forward_order: list[_ShardedUnit] = []
+        self.reduces = True
+        self._forward_order: list[_Unit] = []
         self._gathered_before: torch.Tensor | None = None  # its copy-out may still run beside the next gathering
         self._reduced_before: torch.Tensor | None = None
 
@@ -84,13 +91,9 @@ class FullyShardedStep:
         for unit in self._units:
             unit.gradients = None
 
-    def begin(self, *, reduces: bool) -> None:
-        """Begin a forward and backward pass, which adds up whole gradients if it does not reduce them."""
-        self._reduces = reduces
-
     # ---- Gathering --------------------------------------------------------------------------------------------------
 
-    def _wait(self, unit: _ShardedUnit) -> None:
+    def _wait(self, unit: _Unit) -> None:
         """Copy a unit out of the buffer that it was gathered into.
 
         A forward pass frees the buffer when the next unit has been gathered, since its copy-out runs beside that.
@@ -106,7 +109,7 @@ class FullyShardedStep:
 
     # ---- Hooks ------------------------------------------------------------------------------------------------------
 
-    def _before(self, unit: _ShardedUnit) -> Callable[..., Any]:
+    def _before(self, unit: _Unit) -> Callable[..., Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             unit.gather()
             self._wait(unit)
@@ -121,7 +124,7 @@ class FullyShardedStep:
 
         return before
 
-    def _after(self, unit: _ShardedUnit) -> Callable[..., Any]:
+    def _after(self, unit: _Unit) -> Callable[..., Any]:
         def after(module: nn.Module, args: Any, outputs: Any) -> Any:
             unit.waiting_for.discard(module)
             if unit.state != "backward" and not unit.waiting_for:
@@ -132,9 +135,9 @@ class FullyShardedStep:
 
         return after
 
-    def _end_forward(self, unit: _ShardedUnit) -> None:
+    def _end_forward(self, unit: _Unit) -> None:
         if not self._is_in_backward:
-            if unit.unit.reshards:
+            if unit.reshards:
                 unit.free()
             unit.places.append(len(self._forward_order))
             self._forward_order.append(unit)
@@ -154,7 +157,7 @@ class FullyShardedStep:
 
         return tree_map(cast, values)
 
-    def _watch_inputs(self, unit: _ShardedUnit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _watch_inputs(self, unit: _Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Have the backward pass of a unit end when the gradients of its inputs are known."""
         found: list[torch.Tensor] = []
         tree_map(lambda value: found.append(value) if _needs_gradient(value) else None, (args, kwargs))
@@ -166,11 +169,11 @@ class FullyShardedStep:
         )
         return changed
 
-    def _watch_output(self, unit: _ShardedUnit, output: Any) -> None:
+    def _watch_output(self, unit: _Unit, output: Any) -> None:
         if _needs_gradient(output):
             output.register_hook(lambda gradient: self._begin_backward(unit))
 
-    def _begin_backward(self, unit: _ShardedUnit) -> None:
+    def _begin_backward(self, unit: _Unit) -> None:
         self._is_in_backward = True
         if unit.state == "backward":
             return
@@ -181,10 +184,10 @@ class FullyShardedStep:
         if place:
             self._forward_order[place - 1].gather()
 
-    def _end_backward(self, unit: _ShardedUnit) -> None:
+    def _end_backward(self, unit: _Unit) -> None:
         """Free a unit's parameters and reduce its gradients; the input of the reduction lives until the next one."""
         unit.state = "done"
-        if not self._reduces:
+        if not self.reduces:
             unit.free()  # the whole gradients stay, and the next pass adds to them
             return
         gradients = unit.take_gradients()
@@ -193,7 +196,7 @@ class FullyShardedStep:
         if not gradients:
             return
         dtype = gradients[0].dtype
-        count = sum(shard_numel(one.shape, unit.world_size) for one in gradients)
+        count = sum(_shard_numel(one.shape, unit.world_size) for one in gradients)
         self._reduced_before = torch.empty(count * unit.world_size, dtype=dtype, device="meta")
         del gradients[:-1]  # a variable of ``foreach_reduce`` refers to the last one until it returns
         reduced = torch.empty(count, dtype=dtype, device="meta").to(unit.master_dtype)
@@ -219,24 +222,27 @@ class FullyShardedStep:
         self._is_in_backward = False
 
 
-class _ShardedUnit:
-    """The parameters of a unit: their shards, and what is gathered of them now."""
+class _Unit:
+    """Modules whose parameters are gathered together: their shards, and what is gathered of them now.
 
-    def __init__(self, unit: Unit, world_size: int, compute_dtype: torch.dtype | None, offload: bool) -> None:
-        self.unit, self.modules, self.world_size = unit, unit.modules, world_size
-        self.shards = {one: _shard(one, world_size, compute_dtype, offload) for one in unit.parameters}
-        numels = [shard_numel(one.shape, world_size) for one in unit.parameters]
+    ``reshards`` says whether they are freed after the forward pass and gathered again for the backward pass.
+    """
+
+    def __init__(self, found: _Found, world_size: int, compute_dtype: torch.dtype | None, offload: bool) -> None:
+        (self.modules, parameters, self.reshards), self.world_size = found, world_size
+        self.shards = {one: _shard(one, world_size, compute_dtype, offload) for one in parameters}
+        numels = [_shard_numel(one.shape, world_size) for one in parameters]
         sizes = [shard.element_size() for shard in self.shards.values()]
         shards_bytes = [numel * size for numel, size in zip(numels, sizes, strict=True)]
         self.gathered_bytes = [world_size * size for size in shards_bytes]
-        own = {one: _own_dtype(one, compute_dtype) for one in unit.parameters}
+        own = {one: _own_dtype(one, compute_dtype) for one in parameters}
         is_cast = any(own[one] != shard.dtype for one, shard in self.shards.items())
         # what is gathered from: the shards themselves, cast ones, or copies of those on the host
         self.copied_bytes = [sum(shards_bytes)] if is_cast and not offload else []
         if offload:
-            self.copied_bytes = [numel * own[one].itemsize for one, numel in zip(unit.parameters, numels, strict=True)]
+            self.copied_bytes = [numel * own[one].itemsize for one, numel in zip(parameters, numels, strict=True)]
             self.copied_bytes += shards_bytes if is_cast else []
-        self.master_dtype = next((own[one] for one in unit.parameters if one.requires_grad), torch.float32)
+        self.master_dtype = next((own[one] for one in parameters if one.requires_grad), torch.float32)
         self.state = "idle"  # "forward", "backward", "done"
         self.waiting_for: set[nn.Module] = set()
         self.places: list[int] = []  # in the order of the forward pass
@@ -263,7 +269,7 @@ class _ShardedUnit:
         return found
 
 
-def shard_numel(shape: tuple[int, ...], world_size: int) -> int:
+def _shard_numel(shape: tuple[int, ...], world_size: int) -> int:
     """Return the elements of a shard, padding included."""
     return torch.Size(shard_shape(tuple(shape), world_size)).numel()
 
@@ -272,7 +278,7 @@ def _shard(parameter: nn.Parameter, world_size: int, compute_dtype: torch.dtype 
     """Return a parameter of this shape, in the dtype that it computes in, with the storage of its shard."""
     dtype = compute_dtype if compute_dtype is not None and parameter.is_floating_point() else parameter.dtype
     whole = torch.empty(parameter.shape, dtype=dtype, device="meta")
-    shard_bytes = shard_numel(parameter.shape, world_size) * _own_dtype(parameter, compute_dtype).itemsize
+    shard_bytes = _shard_numel(parameter.shape, world_size) * _own_dtype(parameter, compute_dtype).itemsize
     whole.untyped_storage().resize_(0 if offload else shard_bytes)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
@@ -302,3 +308,93 @@ class _AtBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         ctx.call()
         return (None, *gradients)
+
+
+# ---- Units ---------------------------------------------------------------------------------------------------------
+
+
+def _units_of(model: Any) -> list[_Found]:
+    """Return the units of a model: the root first, then in the order of ``modules()``."""
+    groups: list[tuple[tuple[nn.Module, ...], bool]] = []
+    wrapped: set[nn.Module] = set()
+
+    def wrap(modules: tuple[nn.Module | None, ...], *, reshards: bool) -> None:
+        new = tuple(dict.fromkeys(module for module in modules if module is not None and module not in wrapped))
+        if new:
+            wrapped.update(new)
+            groups.append((new, reshards))
+
+    names = _layer_classes(model)[0]
+    for module in reversed(list(model.modules())):  # those inside first
+        if module is not model and type(module).__name__ in names:
+            wrap((module,), reshards=True)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head is not None and getattr(head, "weight", None) is getattr(embeddings, "weight", None)
+    if not is_tied:
+        wrap((embeddings,), reshards=True)
+    wrap((_last_norm(model), *((embeddings,) if is_tied else ()), head), reshards=False)
+    wrap((model,), reshards=False)
+    order = {module: index for index, module in enumerate(model.modules())}
+    taken: set[nn.Parameter] = set()
+    units = []
+    for modules, reshards in groups:
+        own = dict.fromkeys(parameter for module in modules for parameter in _parameters(module, wrapped))
+        _refuse_shared(model, taken.intersection(own))
+        taken.update(own)
+        units.append((modules, tuple(own), reshards))
+    return sorted(units, key=lambda unit: min(order[module] for module in unit[0]))
+
+
+def _refuse_shared(model: nn.Module, shared: set[nn.Parameter]) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter in shared:
+            raise NotEstimableError(
+                f"not estimable: strategy='fsdp2' with {name}, which is tied to a parameter of another unit; expected "
+                "tied embeddings at most, since FSDP2 stops at the first step with it. Pass strategy='ddp'"
+            )
+
+
+def _layer_classes(model: Any) -> tuple[list[str], list[str]]:
+    """Return the classes that a model names as layers, and those among them that cannot be a unit of their own.
+
+    accelerate makes a unit of the input embeddings, which fails where they are inside a unit already (1.15, with BERT:
+    "value was None when it should not be"). Without ``transformer_layer_cls_to_wrap`` such a run stops at its start.
+    """
+    embeddings = model.get_input_embeddings()
+    around = {type(module).__name__ for module in model.modules() if embeddings in module.children()}
+    names = sorted(getattr(model, "_no_split_modules", None) or ())
+    return [name for name in names if name not in around], [name for name in names if name in around]
+
+
+def _parameters(module: nn.Module, wrapped: set[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a module, without those of wrapped modules inside."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if child not in wrapped:
+            yield from _parameters(child, wrapped)
+
+
+def _last_norm(model: Any) -> nn.Module | None:
+    """Return the last norm among the children of the model's body, as accelerate looks for it."""
+    base = getattr(model, getattr(model, "base_model_prefix", ""), None) if model.base_model_prefix else model
+    children = base.children() if isinstance(base, nn.Module) else ()
+    return next((child for child in reversed(list(children)) if "Norm" in type(child).__name__), None)
+
+
+def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
+    """Return the shape of the first process's shard: FSDP2 cuts the first dimension, and no process has more.
+
+    Examples:
+        >>> shard_shape((5, 3), 2)
+        (3, 3)
+    """
+    return (-(-shape[0] // world_size), *shape[1:]) if shape else shape
+
+
+def swap_parameters(model: nn.Module, swapped: Mapping[nn.Parameter, nn.Parameter], around: ExitStack) -> None:
+    """Replace parameters wherever modules hold them, tied ones too; ``around`` puts them back when it closes."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in swapped:
+                around.callback(module._parameters.__setitem__, name, parameter)
+                module._parameters[name] = swapped[parameter]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep
-from hf_memopt.memory.distributed.units import shard_shape
+from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep, shard_shape
 from hf_memopt.memory.distributed.zero import ZeroStep, partition_facts, with_flat_gradients
 from hf_memopt.memory.distributed.zero_config import ZERO_STAGES
 from hf_memopt.memory.settings import NotEstimableError
@@ -38,11 +37,10 @@ def sharded_step(model: nn.Module, settings: StepSettings) -> FullyShardedStep |
     if not settings.is_sharded:
         return None
     dtype = _COMPUTE.get(settings.precision)
+    if settings.engine != "zero2":
+        _refuse_packed(model, settings)
     if settings.engine in ZERO_STAGES:
-        if settings.engine == "zero3":
-            _refuse_packed(model, settings)
         return ZeroStep(model, settings, dtype)
-    _refuse_packed(model, settings)
     return FullyShardedStep(model, settings.world_size, compute_dtype=dtype, offload=settings.offload)
 
 
@@ -87,12 +85,9 @@ def shard_facts(facts: Sequence[ParameterFacts], settings: StepSettings) -> tupl
 
 
 def as_the_engine_steps(
-    optimizer: OptimizerMemory,
-    shards: Sequence[ParameterFacts],
-    facts: Sequence[ParameterFacts],
-    settings: StepSettings,
+    optimizer: OptimizerMemory, shards: Sequence[ParameterFacts], settings: StepSettings
 ) -> OptimizerMemory:
-    """Return the memory of an optimizer that steps on ``shards`` of the trainable parameters ``facts``.
+    """Return the memory of an optimizer that steps on ``shards`` of the trainable parameters.
 
     With offload its parameters, gradients and states are on the host.
     """
@@ -101,7 +96,7 @@ def as_the_engine_steps(
         host_bytes = optimizer.host_state_bytes + optimizer.state_bytes + held_bytes
         return replace(optimizer, state=(), step=(), first_step=(), host_state_bytes=host_bytes)
     uses_deepspeed = settings.engine in ZERO_STAGES
-    return with_flat_gradients(optimizer, shards, facts, settings) if uses_deepspeed else optimizer
+    return with_flat_gradients(optimizer, shards, settings) if uses_deepspeed else optimizer
 
 
 def bucket_bytes(facts: Sequence[ParameterFacts], settings: StepSettings) -> tuple[int, ...]:

@@ -32,16 +32,16 @@ from hf_memopt.binding.quantized_weights import quantization_options
 from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.cuda.flash_attention_2 import use_stand_in
 from hf_memopt.memory.models.config_files import TASKS, check_task, find_config, known_models, known_name
-from hf_memopt.memory.models.meta_copy import copy_to_meta, rest_to_meta
+from hf_memopt.memory.models.meta_copy import copy_to_meta
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["TASKS", "LoadedModel", "load_model"]
+__all__ = ["TASKS", "LoadedModel", "load_model", "rest_to_meta"]
 
-_MOST = {"layer": 10_000, "depth": 10_000, "expert": 10_000, "num_labels": 1_000_000}
+_MOST = {"layer": 500, "depth": 500, "expert": 10_000, "num_labels": 1_000_000}
 """The largest accepted value of entries by which transformers loops, by a part of the entry's name."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A model on the meta device that nothing else refers to.
 
@@ -107,7 +107,8 @@ def load_model(
                 "already; expected a name or a configuration. Pass model=model.config, or a module that "
                 "from_pretrained(quantization_config=...) has loaded, without load_in"
             )
-        copied = copy_to_meta(model)
+        _quantization(getattr(unwrap_model(model), "config", None))
+        copied = rest_to_meta(copy_to_meta(model))
         # private, seen in transformers 5.8.1, 5.17.0 and 5.23.0
         own = getattr(getattr(unwrap_model(copied), "config", None), "_attn_implementation", None)
         if attn_implementation is not None or own == "flash_attention_2":
@@ -133,24 +134,38 @@ def load_model(
         )
     with _one_error(f"model={name or type(config).__name__!r} cannot be built"):
         text = config.to_json_string()
-        quantization = _take_quantization(config)
+        quantization = _quantization(config)
+        if quantization is not None:
+            del config.quantization_config
         if load_in is not None:
             quantization = quantization_options(load_in, compute_dtype, task, is_sharded=is_sharded)
         built = _build(config, task, attn_implementation, weights_dtype, quantization)
         if name is not None:
             _untie_head(built)
-    key = (
-        type(built),
-        text,
-        name is None,
-        weights_dtype,
-        attn_implementation,
-        load_in,
-        compute_dtype,
-        is_sharded,
-        keep_cache,
-    )
+    options = weights_dtype, attn_implementation, load_in, compute_dtype, is_sharded, keep_cache
+    key = _code_of(built), text, name is None, *options
     return LoadedModel(name or type(built).__name__, _as_in_training(built, keep_cache), key)
+
+
+def rest_to_meta(model: nn.Module) -> nn.Module:
+    """Move what a class created on the host: buffers, and tensors that are plain attributes."""
+    model.to("meta")
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                setattr(module, name, value.to("meta"))
+    return model
+
+
+def _code_of(model: nn.Module) -> Hashable:
+    """Return the classes of a model with their ``forward``, which may have been replaced, and its experts' kernels.
+
+    A configuration's JSON has neither. ``_experts_implementation`` is private, seen in transformers 5.8.1 to 5.23.0.
+    """
+    modules = list(model.modules())
+    code = dict.fromkeys((type(module), type(module).forward) for module in modules)
+    experts = (getattr(getattr(module, "config", None), "_experts_implementation", None) for module in modules)
+    return tuple(code), tuple(dict.fromkeys(map(str, experts)))
 
 
 # ---- building
@@ -238,8 +253,8 @@ def _build(
     return built
 
 
-def _take_quantization(config: Any) -> dict[str, Any] | None:
-    """Remove the quantisation by bitsandbytes from a configuration and return it, or None without one."""
+def _quantization(config: Any) -> dict[str, Any] | None:
+    """Return how a model is quantised, or None for plain weights; refuse all but bitsandbytes."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return None
@@ -250,7 +265,6 @@ def _take_quantization(config: Any) -> dict[str, Any] | None:
             f"not estimable: quantization_config of method {method!r} has no form on the meta device; expected "
             "bitsandbytes, or plain weights. Load the model in bfloat16"
         )
-    del config.quantization_config
     return options
 
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_memopt.memory.settings import NotEstimableError
 
-__all__ = ["copy_to_meta", "rest_to_meta"]
+__all__ = ["copy_to_meta"]
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
@@ -45,7 +45,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     for wrapped in copied.modules():  # accelerate's prepare wraps forward in autocast; seen in 1.15
         if "_original_forward" in vars(wrapped):
             vars(wrapped)["forward"] = vars(wrapped).pop("_original_forward")
-    return rest_to_meta(copied)
+    return copied
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -67,16 +67,6 @@ def _refuse_compiled(model: nn.Module) -> None:
         )
 
 
-def rest_to_meta(model: nn.Module) -> nn.Module:
-    """Move what a class created on the host: buffers, and tensors that are plain attributes."""
-    model.to("meta")
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, torch.Tensor) and not value.is_meta:
-                setattr(module, name, value.to("meta"))
-    return model
-
-
 class _MetaCopies(TorchFunctionMode):
     """Let ``copy.deepcopy`` return meta tensors for all tensors, wherever they are."""
 
@@ -88,20 +78,14 @@ class _MetaCopies(TorchFunctionMode):
 
 
 def _stand_ins(model: nn.Module) -> dict[int, Any]:
-    """Return the stand-ins of quantised modules, by identity."""
-    if not any(_may_be_quantised(type(module).__module__) for module in model.modules()):
+    """Return the stand-ins of bitsandbytes' linears, by identity."""
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    if not any(base.__module__.startswith("bitsandbytes.") for base in classes):
         return {}
-    try:
-        from hf_memopt.memory.quantized.stand_ins import stand_in  # imports bitsandbytes, which takes a second
-    except ImportError:  # without bitsandbytes there are none of its modules
-        return {}
+    from hf_memopt.memory.quantized.stand_ins import stand_in  # imports bitsandbytes, which takes a second
+
     found = {id(module): stand_in(module) for module in model.modules()}
     return {number: copied for number, copied in found.items() if copied is not None}
-
-
-def _may_be_quantised(defined_in: str) -> bool:
-    package = defined_in.partition(".")[0]
-    return package not in ("torch", "transformers") or defined_in.startswith("transformers.integrations")
 
 
 def _add_parameters(module: nn.Module, memo: dict[int, Any]) -> None:

@@ -21,11 +21,13 @@ from hf_memopt.memory.optimizers.formulas import ELEMENTWISE, FAMILIES
 from hf_memopt.memory.optimizers.parameter_facts import (
     FLOAT_BYTES,
     Family,
+    Groups,
     OptimizerMemory,
     OptimizerRequest,
     ParameterFacts,
+    in_order,
+    memory_of,
 )
-from hf_memopt.memory.optimizers.rounding import rounded
 from hf_memopt.memory.settings import NotEstimableError
 
 if TYPE_CHECKING:
@@ -36,11 +38,13 @@ __all__ = [
     "ParameterFacts",
     "check_optimizer",
     "clipping_temporaries",
-    "memory_by_parameter",
     "optimizer_memory",
     "parameter_facts",
 ]
 
+SLICE_ELEMENTS = 2**21
+"""Elements of a slice that is rounded; a test compares it with that of ``sixteen_bit_weights``."""
+_COMPENSATION_BYTES = 2  # of Kahan's rounding, per element
 _CHUNK = 65_536  # elements per block of a foreach kernel, aten/src/ATen/native/cuda/MultiTensorApply.cuh
 _WITHOUT_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """As in ``Trainer.get_decay_parameter_names``, which a test compares; seen in transformers 5.8.1, 5.17.0 and 5.23.0."""
@@ -139,7 +143,7 @@ def optimizer_memory(
         optim_args: as ``TrainingArguments`` takes it.
         target_modules: ``optim_target_modules`` of a low-rank optimizer.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer of bitsandbytes.
-        gradient_release: each parameter steps separately: the same state, one group of temporaries per parameter.
+        gradient_release: each parameter steps separately, as the optimizers do that step within the backward pass.
         weight_decay: as ``TrainingArguments`` takes it; torch's optimizers other than AdamW copy gradients for it.
         rounding: of 16-bit weights: ``"nearest"`` as the plain class, or as ``sixteen_bit_optimizer``.
         cuda: False for a CPU: nothing is paged, counters are state, torch loops over the parameters.
@@ -164,41 +168,19 @@ def optimizer_memory(
     whole = family(parameters, request)
     if not (gradient_release or whole.releases_gradients):
         return whole
-    alone = [family([parameter], request) for parameter in parameters]
-    return replace(
-        whole,
-        step=tuple(max(memory.step, key=sum, default=()) for memory in alone),
-        first_step=tuple(max(memory.first_step, key=sum, default=()) for memory in alone),
-        releases_gradients=True,
-    )
+    alone = []
+    for parameter in parameters:
+        alone.append(replace(family([parameter], request), releases_gradients=True))
+        request = _after(family, [parameter], request, alone[-1])
+    return replace(whole, releases_gradients=True, alone=tuple(alone))
 
 
-def memory_by_parameter(
-    parameters: Sequence[ParameterFacts],
-    optim: str,
-    *,
-    optim_args: str | None = None,
-    target_modules: Any = None,
-    embedding_bits: int = 32,
-    weight_decay: float = 0.0,
-    rounding: str = "nearest",
-    cuda: bool = True,
-) -> list[OptimizerMemory]:
-    """Return the memory of each parameter where each steps separately, in the given order.
-
-    Arguments and errors are those of ``optimizer_memory``, and the states add up to the same. What all parameters of an
-    8-bit optimizer share is counted with the first that has it.
-    """
-    family = _family(optim, rounding)
-    request = OptimizerRequest(optim, _read_arguments(optim_args), target_modules, embedding_bits, weight_decay, cuda)
-    memories = []
-    for parameter in _with_targets(parameters, request):
-        memory = family([parameter], request)
-        later = replace(request, has_tables=True)
-        if family([parameter], later).state != memory.state:  # the tables came with this one
-            request = later
-        memories.append(replace(memory, releases_gradients=True))
-    return memories
+def _after(
+    family: Family, parameters: Sequence[ParameterFacts], request: OptimizerRequest, found: OptimizerMemory
+) -> OptimizerRequest:
+    """Return the request for later parameters: the tables that all parameters of an 8-bit optimizer share come once."""
+    later = replace(request, has_tables=True)
+    return request if family(parameters, later).state == found.state else later
 
 
 def clipping_temporaries(parameters: Sequence[ParameterFacts]) -> tuple[int, ...]:
@@ -236,7 +218,7 @@ def _family(optim: str, rounding: str) -> Family:
             f"optim={optim!r}, rounding={rounding!r} are incompatible: its update does not go element by element; "
             f"expected one of {', '.join(ELEMENTWISE)}. Pass optim='adamw_8bit', or rounding='nearest'"
         )
-    return rounded(FAMILIES[optim], rounding, makes_slices=ELEMENTWISE[optim])
+    return _rounded(FAMILIES[optim], rounding, makes_slices=ELEMENTWISE[optim])
 
 
 def _read_arguments(optim_args: str | None) -> dict[str, str]:
@@ -281,3 +263,62 @@ def _with_targets(parameters: Sequence[ParameterFacts], request: OptimizerReques
             "Pass optim_target_modules='all-linear'"
         )
     return marked
+
+
+# ---- 16-bit weights
+
+
+def _rounded(family: Family, rounding: str, *, makes_slices: bool) -> Family:
+    """Return the formula of an optimizer that updates 16-bit weights in float32, as ``sixteen_bit_optimizer`` does.
+
+    Slice by slice the weights and their gradient are copied to float32, and the optimizer runs on the slice; what
+    rounding needs afterwards is smaller than the gradient's copy, which is gone then. ``makes_slices`` says whether the
+    first step makes the state of each slice, as in torch, or of a whole parameter, as in bitsandbytes.
+    """
+
+    def memory(parameters: Sequence[ParameterFacts], request: OptimizerRequest) -> OptimizerMemory:
+        wide = [parameter for parameter in parameters if parameter.element_size >= FLOAT_BYTES]
+        found = family(wide, request)
+        request = _after(family, wide, request, found)
+        state, host_state_bytes = [*found.state], found.host_state_bytes
+        step, first_step = [*found.step], [*found.first_step]
+        for parameter in in_order(parameter for parameter in parameters if parameter.element_size < FLOAT_BYTES):
+            full = replace(parameter, element_size=FLOAT_BYTES)
+            own = family([full], request)
+            request = _after(family, [full], request, own)
+            lost = (_COMPENSATION_BYTES * parameter.elements,) if rounding == "kahan" else ()
+            state += [*lost, *own.state] if makes_slices else [*own.state, *lost]
+            host_state_bytes += own.host_state_bytes
+            step += _slices(family, full, request)
+            first_step += _first_slices(family, full, request) if makes_slices else _slices(family, full, request)
+        return memory_of(state, step, host_state_bytes=host_state_bytes, first_step=first_step, notes=found.notes)
+
+    return memory
+
+
+def _slices(family: Family, parameter: ParameterFacts, request: OptimizerRequest) -> list[tuple[int, ...]]:
+    """Return the temporaries of a parameter's largest slice: weights, gradient, and those of its update."""
+    elements = min(parameter.elements, SLICE_ELEMENTS)
+    return [_update(family, parameter, request, elements)]
+
+
+def _first_slices(family: Family, parameter: ParameterFacts, request: OptimizerRequest) -> Groups:
+    """Return the same of the first step: each slice has a state of its own, until it is copied into the whole one."""
+    elements = min(parameter.elements, SLICE_ELEMENTS)
+    if elements == parameter.elements:  # which is the whole one
+        return _slices(family, parameter, request)
+    later = min(elements, parameter.elements - elements)
+    return [
+        *_slices(family, parameter, request),
+        (elements * FLOAT_BYTES, *_state(family, parameter, request, elements)),  # the whole one is made now
+        (*_update(family, parameter, request, later), *_state(family, parameter, request, later)),
+    ]
+
+
+def _update(family: Family, parameter: ParameterFacts, request: OptimizerRequest, elements: int) -> tuple[int, ...]:
+    heaviest: tuple[int, ...] = max(family([replace(parameter, shape=(elements,))], request).step, key=sum, default=())
+    return (elements * FLOAT_BYTES, elements * FLOAT_BYTES, *heaviest)
+
+
+def _state(family: Family, parameter: ParameterFacts, request: OptimizerRequest, elements: int) -> tuple[int, ...]:
+    return family([replace(parameter, shape=(elements,))], request).state

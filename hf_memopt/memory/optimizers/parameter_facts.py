@@ -63,10 +63,11 @@ class OptimizerMemory:
             theirs at construction.
         host_state_bytes: state on the host, or in managed memory that moves between host and GPU (paged).
         step: temporaries of the heaviest step, as successive groups: those of one group are held together and then
-            freed. With ``releases_gradients`` one group per parameter, in the given order.
+            freed.
         first_step: the same of the first step.
         releases_gradients: whether each parameter steps within the backward pass, and frees its gradient there.
         notes: what is not counted.
+        alone: then the memory of each parameter, in the given order; what all share is counted with the first.
     """
 
     state: tuple[int, ...]
@@ -75,6 +76,7 @@ class OptimizerMemory:
     first_step: tuple[tuple[int, ...], ...]
     releases_gradients: bool = False
     notes: tuple[str, ...] = ()
+    alone: tuple[OptimizerMemory, ...] = ()
 
     @property
     def state_bytes(self) -> int:

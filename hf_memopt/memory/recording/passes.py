@@ -1,4 +1,5 @@
-"""Record forward and backward passes, and evaluation batches, as the stock ``Trainer`` and accelerate run them.
+"""What a recording of a step says, and its forward and backward passes and evaluation batches, as the stock ``Trainer``
+and accelerate run them.
 
 What they do around the model's own code is done here in the same order: autocast around ``model.forward`` alone, its
 outputs cast to float32 afterwards, label smoothing outside of it.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,18 +18,74 @@ from torch.utils._pytree import tree_leaves
 
 from hf_memopt.binding.fused_loss.deferred_logits import DeferredLogits
 from hf_memopt.memory.cuda.semantics import CudaSemantics, run_backward
-from hf_memopt.memory.recording.step_trace import RecordedPass
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
 
 if TYPE_CHECKING:
     from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep
     from hf_memopt.memory.distributed.zero import ZeroStep
+    from hf_memopt.memory.optimizers.parameter_facts import ParameterFacts
     from hf_memopt.memory.recording.generation import DecodingSteps
 
-__all__ = ["PassRecorder", "autocast_dtype", "storage_numbers"]
+__all__ = ["PassRecorder", "RecordedPass", "StepTrace", "autocast_dtype", "storage_numbers"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPass:
+    """The events of one forward pass, and its backward pass where it has one.
+
+    Attributes:
+        start: first event.
+        forward_end: first event after the loss is computed.
+        end: first event after the graph is freed.
+        logits: numbers of the storages that the model returned as logits.
+        logits_event: the event at which the first of them was allocated; ``forward_end`` if there are none.
+        logits_sequences: autograd's sequence numbers from that event to the loss.
+        outputs: numbers of the storages that evaluation gathers.
+        generation_end: first event after what evaluation generates; 0 where it generates nothing.
+        releases: (event, index of the trainable parameter, number of its gradient) for each gradient that was released.
+    """
+
+    start: int
+    forward_end: int
+    end: int
+    logits: frozenset[int] = frozenset()
+    logits_event: int = 0
+    logits_sequences: range = range(0)
+    outputs: tuple[int, ...] = ()
+    releases: tuple[tuple[int, int, int], ...] = ()
+    generation_end: int = 0
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """A recorded step: the tracker's events, the passes among them, and which storages are what.
+
+    ``micro_batches`` has the first pass of a step, whose gradients are new, and, where a step has several, the second,
+    which adds to them; under FSDP2 two such pairs (``_passes``). ``gradient_of`` has the gradients that are held after
+    them, by the index of the trainable parameter. ``tracker.operations`` are those of each of ``micro_batches``.
+    ``gathered_bytes`` are those of sharded weights that a pass gathers, as often as it does. ``notes`` say what was
+    changed in the model for the recording, and assumed of it. ``trainable`` are the facts of its trainable parameters,
+    and ``parameters`` the number of all weights. ``replayed`` keeps what replays derive from it.
+    """
+
+    tracker: StorageTracker
+    weights: tuple[int, ...]
+    inputs: tuple[int, ...]
+    gradients: tuple[int, ...] = ()
+    gradient_of: dict[int, int] = field(default_factory=dict)
+    micro_batches: list[RecordedPass] = field(default_factory=list)
+    evaluation: RecordedPass | None = None
+    evaluation_inputs: tuple[int, ...] = ()
+    flops: list[int] = field(default_factory=list)
+    host_bytes: int = 0
+    gathered_bytes: int = 0
+    notes: tuple[str, ...] = ()
+    trainable: tuple[ParameterFacts, ...] = ()
+    parameters: int = 0
+    replayed: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:

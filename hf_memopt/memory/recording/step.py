@@ -2,24 +2,30 @@
 evaluation batch.
 
 ``passes`` runs the parts as the Trainer and accelerate do. The optimizer does not run: its bytes are known
-(``optimizer_memory``) and are added by the replay.
+(``optimizer_memory``) and are added by the replay. What a recording changes belongs to the whole process, so one thread
+records at a time, and all of it is restored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import gc
+import random
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from logging import ERROR
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from hf_memopt.binding.handles import set_attribute, undo_all
 from hf_memopt.errors import reason
 from hf_memopt.memory.cuda.semantics import CudaSemantics
-from hf_memopt.memory.recording.isolation import configs_of, recording
-from hf_memopt.memory.recording.passes import PassRecorder, autocast_dtype, storage_numbers
-from hf_memopt.memory.recording.step_trace import StepTrace
+from hf_memopt.memory.meta_outputs import HOST_GENERATOR
+from hf_memopt.memory.recording.passes import PassRecorder, StepTrace, autocast_dtype, storage_numbers
 from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.memory.storage_tracker import StorageTracker
 
@@ -27,7 +33,10 @@ if TYPE_CHECKING:
     from hf_memopt.memory.distributed.fully_sharded import FullyShardedStep
     from hf_memopt.memory.distributed.zero import ZeroStep
 
-__all__ = ["record_step"]
+__all__ = ["RECORDING_LOCK", "collector_paused", "record_step", "recording", "state_kept"]
+
+RECORDING_LOCK = threading.RLock()
+"""Held by ``recording``, which changes process-wide state: garbage collector, warnings, torch's flags."""
 
 
 def record_step(
@@ -69,8 +78,7 @@ def record_step(
             f"model=<{type(model).__name__}> has no trainable parameter; expected one or more with requires_grad=True. "
             "Call model.requires_grad_(True)"
         )
-    modules = list(model.modules())
-    _refuse_recurrent_layers(model, modules)
+    _refuse_recurrent_layers(model)
     tracker = StorageTracker(padding=settings.padding) if tracker is None else tracker
     if semantics is None:
         autocast = autocast_dtype(settings.precision)
@@ -80,20 +88,20 @@ def record_step(
     releasing = parameters if releases_gradients else []
     recorder = PassRecorder(model, settings, tracker, semantics, sharded)
     held: list[int] = []
-    _to_training(model, modules)
+    model.train()
     try:
         with ExitStack() as around:
             for context in (recording(tracker, semantics), tracker.watching(model), recorder.releasing(releasing)):
                 around.enter_context(context)
             around.enter_context(torch.inference_mode(False))  # whatever the caller is in; gradients are on with it
-            trace.notes = around.enter_context(_every_layer(modules))
+            trace.notes = around.enter_context(_every_layer(model))
             if sharded is not None:
                 trace.notes += sharded.notes
                 trace.gathered_bytes = sharded.gathered_bytes
             for reduces in _passes(settings, is_cut=micro_batch is not None):
                 flops = tracker.flops
                 if sharded is not None:
-                    sharded.begin(reduces=reduces)
+                    sharded.reduces = reduces
                 with tracker.counting():
                     trace.micro_batches.append(recorder.train(batch if micro_batch is None else micro_batch))
                 trace.flops.append(tracker.flops - flops)
@@ -118,7 +126,7 @@ def record_step(
     finally:
         tracker.close()
         _drop_gradients(weights)
-        _to_training(model, modules)
+        model.train()
     trace.host_bytes = semantics.peak_host_bytes
     return trace
 
@@ -142,15 +150,9 @@ def _drop_gradients(weights: Iterable[nn.Parameter]) -> None:
         weight.grad = None
 
 
-def _to_training(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    if not all(module.training for module in modules):
-        model.train()
-
-
-def _refuse_recurrent_layers(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    for module in modules:
+def _refuse_recurrent_layers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
-            name = next(name for name, found in model.named_modules() if found is module)
             raise NotEstimableError(
                 f"not estimable: {name or 'the model'} is an nn.{type(module).__name__}, for which cuDNN reserves "
                 "memory by undocumented rules; expected a model without recurrent layers. Measure the step on the GPU"
@@ -168,9 +170,9 @@ def _not_estimable(model: nn.Module, error: Exception) -> NotEstimableError:
 
 
 @contextmanager
-def _every_layer(modules: Sequence[nn.Module]) -> Iterator[tuple[str, ...]]:
+def _every_layer(model: nn.Module) -> Iterator[tuple[str, ...]]:
     """Let no layer be dropped at random inside; yield a note about it, or nothing where none would be dropped."""
-    holders = [*modules, *configs_of(modules)]
+    holders: list[Any] = [one for module in model.modules() for one in (module, getattr(module, "config", None))]
     found = {
         (id(holder), name): (holder, value)
         for holder in holders
@@ -195,3 +197,110 @@ def _weights(model: nn.Module, tracker: StorageTracker) -> tuple[int, ...]:
 
     visit(model)
     return tuple(number for number in numbers if number >= 0)
+
+
+# ---- Around a recording ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def recording(*modes: Any) -> Iterator[None]:
+    """Enter the modes, and keep out what would disturb a recording; everything is restored afterwards.
+
+    The garbage collector is paused: it would free storages at random moments and costs more than the recording. Random
+    numbers come from one seed, and no generator of the process is touched. transformers logs errors only. One thread
+    records at a time.
+    """
+    import torch.fx.experimental._config as fx_config
+
+    with collector_paused(), ExitStack() as stack:
+        stack.enter_context(_own_generators())
+        stack.enter_context(_only_errors())
+        stack.enter_context(warnings.catch_warnings())
+        # torch's checkpoint enters CUDA's autocast where it recomputes; a build without CUDA warns each time
+        warnings.filterwarnings("ignore", "User provided device_type of 'cuda', but CUDA is not available")
+        # private, pinned by a test, seen in torch 2.6 to 2.13: how many elements are nonzero cannot be known
+        stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector inside, one thread at a time.
+
+    A replay makes hundreds of thousands of objects, and each of the collections that they cause looks through all that
+    torch and transformers have made.
+    """
+    with RECORDING_LOCK:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+class _OfThread:
+    """Gives one thread an object of its own, and all others the one that they share."""
+
+    def __init__(self, own: Any, shared: Any) -> None:
+        self._thread, self._own, self._shared = threading.get_ident(), own, shared
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own if threading.get_ident() == self._thread else self._shared, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__getattr__("__call__")(*args, **kwargs)
+
+
+@contextmanager
+def _own_generators() -> Iterator[None]:
+    """Draw what this thread draws on the host from generators of its own, each with one seed.
+
+    Models use functions of torch, numpy and Python that draw from one generator for all threads, where a training may
+    be drawing at the same time. ``torch.random.default_generator`` is what checkpoints capture and restore; operations
+    of torch draw from ``HOST_GENERATOR`` by themselves (``run_on_meta``).
+    """
+    with ExitStack() as stack:
+        for module, own in ((random, random.Random(0)), (np.random, np.random.RandomState(0))):
+            for name in (name for name in module.__all__ if hasattr(own, name)):
+                one = _OfThread(getattr(own, name), getattr(module, name))
+                stack.callback(set_attribute(module, name, one).remove)
+        one = _OfThread(HOST_GENERATOR.manual_seed(0), torch.default_generator)
+        stack.callback(set_attribute(torch.random, "default_generator", one).remove)
+        yield
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Suppress transformers' advice, which belongs to the real run."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(max(verbosity, ERROR))
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Restore what the modules of a model refer to, such as a cache that a forward pass fills, at the end.
+
+    A weight on the meta device whose dtype changed inside, as bitsandbytes casts biases, gets its own again.
+    """
+    kept = [(vars(module), dict(vars(module))) for module in model.modules()]
+    inside = [(held, dict(held)) for _, values in kept for held in values.values() if isinstance(held, dict)]
+    dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for values, copied in [*kept, *inside]:
+            values.clear()
+            values.update(copied)
+        for parameter, dtype in dtypes:
+            if parameter.dtype != dtype and parameter.is_meta:
+                parameter.data = torch.empty_like(parameter.data, dtype=dtype)

@@ -26,7 +26,7 @@ from hf_memopt.memory.step_time.operations import UNPRICED_OPTIMIZERS, Operation
 if TYPE_CHECKING:
     from hf_memopt.memory.allocator.replay_plan import ReplayPlan
     from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
-    from hf_memopt.memory.recording.step_trace import StepTrace
+    from hf_memopt.memory.recording.passes import StepTrace
     from hf_memopt.memory.settings import StepSettings
 
 __all__ = [

@@ -15,7 +15,7 @@ from hf_memopt.binding.tied_embedding import tied_embeddings
 from hf_memopt.binding.versions import can_offload_checkpoints
 from hf_memopt.memory.models.config_files import name_on_hub
 from hf_memopt.memory.models.example_batch import default_length, most_tokens
-from hf_memopt.memory.recording.kept_models import load_or_reuse
+from hf_memopt.memory.recording.session import session
 from hf_memopt.recipes.planning.set_ups import ModelFacts
 from hf_memopt.techniques.expandable_segments import platform_problem
 
@@ -31,7 +31,7 @@ def facts_of(model: Any, task: str | None) -> tuple[Any, str | None, ModelFacts,
     is_module = isinstance(model, nn.Module)
     if is_module and not hasattr(model, "peft_config") and not is_quantized(model) and task_of(model) is not None:
         source, own_task = model.config, task_of(model)
-    built = load_or_reuse(source, task=own_task).model
+    built = session().load(source, task=own_task).model
     found = task_of(built)
     stacks = [len(stack) for stack in layer_stacks(built).values()]
     facts = ModelFacts(

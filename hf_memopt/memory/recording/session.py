@@ -1,0 +1,328 @@
+"""A ``Session`` records steps, and keeps what several estimates share: models and recordings.
+
+Recordings are kept from call to call, so that another optimizer needs a replay only: those of models that are built
+from a configuration (a name, a folder, a ``PretrainedConfig``), with adapters, quantised weights and frozen parameters
+too. Not those of modules and of steps with ``prepare``: a module or a function may behave differently at the next call.
+
+Models are kept within ``keeping_models`` alone, where one serves all set-ups that prepare it in the same way. Between
+two calls of ``estimate`` the classes of transformers may be replaced (Liger's kernels are put in like that), which only
+building the model again would show. Modules are copied each time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from functools import cache, partial
+from inspect import signature
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from hf_memopt.binding import versions as compat
+from hf_memopt.binding.adapters import add_adapters
+from hf_memopt.binding.conflicts import steps_in_backward
+from hf_memopt.binding.frozen_parameters import freeze
+from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
+from hf_memopt.binding.input_gradients import drop_input_gradients
+from hf_memopt.binding.model_traits import unwrap_model
+from hf_memopt.binding.quantized_weights import prepare_quantized
+from hf_memopt.binding.tied_embedding import sparse_tied_embedding
+from hf_memopt.devices.gpu_table import Chip
+from hf_memopt.memory.cuda.kernel_buffers import hidden_bytes
+from hf_memopt.memory.cuda.semantics import CudaSemantics
+from hf_memopt.memory.distributed.shares import sharded_step, without_autocast
+from hf_memopt.memory.models.example_batch import cut_batch, example_batch
+from hf_memopt.memory.models.loading import LoadedModel, load_model, rest_to_meta
+from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, parameter_facts
+from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
+from hf_memopt.memory.recording.step import record_step, state_kept
+from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.storage_tracker import Hidden, StorageTracker
+
+__all__ = ["Session", "Shape", "forget_traces", "keeping_models", "session"]
+
+_NOT_IN_TRACE = {
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "weight_decay",
+    "embedding_bits",
+    "rounding",
+    "gradient_release",
+    "optimizer_memory",
+    "max_grad_norm",
+    "gradient_accumulation_steps",
+    "eval_batches",
+    "eval_accumulation_steps",
+    "eval_do_concat_batches",
+    "batch_eval_metrics",
+    "torch_empty_cache_steps",
+    "expandable_segments",
+    "cublas_workspace_bytes",
+}
+_KEPT_TRACES = 16
+_LOADED_BY_DEFAULT = {name: option.default for name, option in signature(load_model).parameters.items()}
+_NOTES = {
+    "Linear8bitStandIn": "8-bit linears: without outlier columns (2 bytes a row each), which depend on the data",
+    "Linear4bitStandIn": "4-bit linears: a dequantised copy of each weight in forward, which some GPUs do without",
+    "Conv1d": "convolutions: without the workspace that cuDNN chooses on the GPU",
+    "Conv2d": "convolutions: without the workspace that cuDNN chooses on the GPU",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Examples of a batch, tokens of a row and of its targets."""
+
+    batch_size: int
+    seq_len: int | None
+    labels_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model as it is before its first step, but for checkpointing, and what estimates ask of it.
+
+    Attributes:
+        base: as it was loaded; inside ``model`` where adapters wrap it.
+        model: prepared.
+        trainable: the facts of its trainable parameters.
+        parameters: the number of its weights; of a 4-bit weight, whose parameter packs two of them, its elements.
+        notes: what the simulation assumes about its modules.
+    """
+
+    base: nn.Module
+    model: nn.Module
+    trainable: tuple[ParameterFacts, ...]
+    parameters: int
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, base: nn.Module, settings: StepSettings) -> PreparedModel:
+        model = _prepared(base, settings)
+        modules: list[Any] = list(model.modules())
+        kinds = {type(module).__name__ for module in modules}
+        packed: dict[int, int] = {
+            id(module.weight): module.in_features * module.out_features
+            for module in modules
+            if type(module).__name__ == "Linear4bitStandIn"  # by name: bitsandbytes takes a second to import
+        }
+        parameters = sum(packed.get(id(parameter), parameter.numel()) for parameter in model.parameters())
+        notes = tuple(dict.fromkeys(text for name, text in _NOTES.items() if name in kinds))
+        return cls(base, model, tuple(parameter_facts(model)), parameters, notes)
+
+
+class Session:
+    """What estimates share: models, where ``keeps_models`` is set, and the recordings of all sessions."""
+
+    traces: ClassVar[OrderedDict[Hashable, StepTrace]] = OrderedDict()
+
+    def __init__(self, *, keeps_models: bool) -> None:
+        self._keeps_models = keeps_models
+        self._loaded: dict[Hashable, tuple[Any, LoadedModel]] = {}  # with what they were built from, whose id is a key
+        self._prepared: WeakKeyDictionary[LoadedModel, PreparedModel] = WeakKeyDictionary()
+
+    def load(self, model: Any, settings: StepSettings | None = None, **options: Any) -> LoadedModel:
+        """Return what ``load_model`` returns, the same one again for all settings that prepare it in the same way.
+
+        Not in the caller's inference mode, whose weights could not be trained. Without ``settings`` nothing is changed.
+        """
+        preparation = _preparation(settings or StepSettings())
+        with torch.inference_mode(False):
+            if not self._keeps_models or preparation is None or isinstance(model, nn.Module):
+                return load_model(model, **options)
+            given = {**_LOADED_BY_DEFAULT, **options, "model": id(model)}
+            if given["load_in"] is None:
+                given["compute_dtype"] = None  # of products with quantised weights
+            key = preparation, tuple(given.items())
+            if key not in self._loaded:
+                self._loaded[key] = model, load_model(model, **options)
+            return self._loaded[key][1]
+
+    def record(self, loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> StepTrace:
+        """Return the recorded step of a model that ``load`` returned for these settings; it is prepared in place.
+
+        Raises:
+            ValueError: a batch or length that the model cannot take; a function of ``settings.prepare`` refuses it.
+            NotEstimableError: as ``record_step`` does.
+        """
+        key = _trace_key(loaded, settings, shape, chip)
+        if key is not None and key in self.traces:
+            self.traces.move_to_end(key)
+            return self.traces[key]
+        prepared = self._prepared.get(loaded)
+        if prepared is None:
+            prepared = self._prepared[loaded] = PreparedModel.of(loaded.model, settings)
+        with state_kept(prepared.model):  # another set-up may record it too, without checkpointing
+            if settings.checkpointing and not settings.prepare:
+                _checkpoint(prepared.model, settings)
+            trace = _record(prepared, settings, shape, chip)
+        trace.trainable, trace.parameters = prepared.trainable, prepared.parameters
+        trace.notes = *prepared.notes, *trace.notes
+        if key is not None:
+            self.traces[key] = trace
+            if len(self.traces) > _KEPT_TRACES:
+                self.traces.popitem(last=False)
+        return trace
+
+
+_KEEPING_NONE = Session(keeps_models=False)
+_session: ContextVar[Session] = ContextVar("_session", default=_KEEPING_NONE)
+
+
+def session() -> Session:
+    """Return the session that estimates are part of now."""
+    return _session.get()
+
+
+@contextmanager
+def keeping_models() -> Iterator[None]:
+    """Keep the models that are built from a name or a configuration inside; a block inside another one adds nothing."""
+    if session() is not _KEEPING_NONE:
+        yield
+        return
+    token = _session.set(Session(keeps_models=True))
+    try:
+        yield
+    finally:
+        _session.reset(token)
+
+
+def forget_traces() -> None:
+    """Drop the recordings kept for later calls."""
+    Session.traces.clear()
+
+
+# ---- What a recording depends on
+
+
+def _preparation(settings: StepSettings) -> str | None:
+    """Return what ``_prepared`` does by the settings; None for functions that may do something else each time."""
+    own_layers = getattr(settings.lora, "_custom_modules", None)  # private, of peft 0.18 to 0.21; repr has none of it
+    if settings.prepare or own_layers:
+        return None
+    adapters = settings.lora, settings.lora_targets, settings.load_in
+    return repr((adapters, settings.freeze, settings.fused_cross_entropy, settings.sparse_tied_embedding))
+
+
+def _trace_key(loaded: LoadedModel, settings: StepSettings, shape: Shape, chip: Chip) -> Hashable | None:
+    """Return what a trace depends on; None for a step that is not kept."""
+    options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
+    if loaded.key is None or _preparation(settings) is None or any(map(callable, options.values())):
+        return None
+    accumulates = min(settings.gradient_accumulation_steps, 3 if settings.is_sharded else 2)
+    if settings.precision == "tf32":
+        settings = settings.replace(precision="fp32")  # the same allocations and operations
+    values = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in _NOT_IN_TRACE}
+    return loaded.key, repr(values), accumulates, _releases(settings), shape, chip
+
+
+def _releases(settings: StepSettings) -> bool:
+    """Return whether each parameter steps within the backward pass."""
+    return settings.gradient_release or steps_in_backward(settings.optim)
+
+
+# ---- Before the first step
+
+
+def _prepared(model: nn.Module, settings: StepSettings) -> nn.Module:
+    """Apply what the user, the Trainer and the techniques do to a model before the first step, in this order."""
+    if settings.lora is not None:
+        with torch.device("meta"):
+            model = rest_to_meta(add_adapters(model, settings.lora, targets=settings.lora_targets))
+        if settings.load_in is not None:
+            prepare_quantized(model)
+    if settings.checkpointing and settings.prepare:
+        _checkpoint(model, settings)
+    if settings.freeze:
+        freeze(model, settings.freeze)
+    if settings.fused_cross_entropy:
+        fuse_cross_entropy(model)
+    if settings.sparse_tied_embedding:
+        sparse_tied_embedding(model)
+    for function in settings.prepare:
+        changed = function(model)
+        model = changed if isinstance(changed, nn.Module) else model
+    if settings.load_in is not None and not hasattr(model, "peft_config"):
+        raise ValueError(
+            f"load_in={settings.load_in!r} is used without adapters: quantised weights have no gradient, and the "
+            "Trainer refuses such a model; expected a function of prepare that adds some, or lora. Pass lora=16"
+        )
+    return model
+
+
+def _checkpoint(model: nn.Module, settings: StepSettings) -> None:
+    options = settings.checkpointing if isinstance(settings.checkpointing, Mapping) else {}
+    compat.enable_checkpointing(model, {"use_reentrant": False, **options})
+    if settings.freeze:
+        drop_input_gradients(model)
+
+
+# ---- The recording
+
+
+def _record(prepared: PreparedModel, settings: StepSettings, shape: Shape, chip: Chip) -> StepTrace:
+    lengths = {"seq_len": shape.seq_len, "labels_length": shape.labels_length}
+    batch = example_batch(prepared.base, batch_size=shape.batch_size, **lengths)
+    if settings.label_smoothing_factor and hasattr(
+        unwrap_model(prepared.base), "prepare_decoder_input_ids_from_labels"
+    ):
+        # label smoothing removes the labels; the decoder's inputs, otherwise made from them, come from the collator
+        batch["decoder_input_ids"] = torch.zeros_like(batch["labels"])
+    evaluation_batch = None
+    if settings.eval_batch_size is not None:
+        evaluation_batch = example_batch(prepared.base, batch_size=settings.eval_batch_size, **lengths)
+    if settings.predict_with_generate and evaluation_batch is not None:
+        from hf_memopt.memory.recording.generation import check_generation  # imports transformers' generation
+
+        check_generation(prepared.base)
+    rows, model = settings.micro_batch_size, prepared.model
+    recorded = without_autocast(settings)
+    _check_scaled_gradients(model, recorded)
+    tracker = StorageTracker(padding=settings.padding, hidden=_hidden_of(chip))
+    semantics = CudaSemantics(
+        autocast=autocast_dtype(recorded.precision),
+        capability=chip.capability,
+        cache=settings.autocast_cache,
+        tracker=tracker,
+    )
+    sharded = sharded_step(model, settings)
+    with ExitStack() as around:
+        if sharded is not None:
+            around.enter_context(sharded.sharding())
+        return record_step(
+            model,
+            batch,
+            recorded,
+            micro_batch=cut_batch(batch, shape.batch_size, rows) if rows and rows < shape.batch_size else None,
+            releases_gradients=_releases(settings),
+            evaluation_batch=evaluation_batch,
+            tracker=tracker,
+            semantics=semantics,
+            sharded=sharded,
+        )
+
+
+@cache
+def _hidden_of(chip: Chip) -> Hidden:
+    """Return the tracker's ``hidden``: one function for each chip, beside which its answers are kept."""
+    return partial(hidden_bytes, capability=chip.capability, multiprocessors=chip.multiprocessors)
+
+
+def _check_scaled_gradients(model: nn.Module, settings: StepSettings) -> None:
+    """Refuse trainable 16-bit weights under the gradient scaler, which raises at the first real step."""
+    if settings.precision != "fp16":
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"precision='fp16' trains {name} in {dtype}, whose gradients torch's scaler refuses; expected float32 "
+                "for trainable weights. Pass weights_dtype='float32' (for a module: model.float()), or precision='fp32'"
+            )
