@@ -34,7 +34,7 @@ from hf_memopt.batching.collation.columns import (
     where_padding,
 )
 from hf_memopt.batching.collation.flattened_texts import check_flattened_texts
-from hf_memopt.batching.collation.rows import RowBatch
+from hf_memopt.batching.collation.rows import ColumnBatch, RowBatch
 from hf_memopt.batching.plan.checks import check_counts
 from hf_memopt.binding.handles import UndoHandle, set_attribute, undo_all
 from hf_memopt.binding.model_traits import has_decoder, is_causal_lm, label_shifter, needs_position_ids
@@ -194,22 +194,13 @@ class BucketedCollator:
             raise TypeError(
                 f"features={shown(features)} is not a list of examples; expected one. Call: collator([dataset[0]])"
             )
-        features, width = self._examples(features)
+        if len(features) == 1 and isinstance(features[0], ColumnBatch):
+            return self._collate(dict(features[0].columns), features[0].width)
+        examples = flatten(features)
         if self.inner is not None:
-            batch: dict[str, Any] = self.inner(list(features) if isinstance(features, RowBatch) else features)
+            batch: dict[str, Any] = self.inner(examples)
             return batch
-        columns = features.columns() if isinstance(features, RowBatch) else None
-        return self._collate(read_columns(features) if columns is None else columns, width)
-
-    def _examples(self, features: Sequence[Any]) -> tuple[Sequence[Any], int | None]:
-        """Return the examples, unread where they are, and the width to pad them to; None leaves it to the collator."""
-        if not isinstance(features, RowBatch) and len(features) == 1 and isinstance(features[0], RowBatch):
-            features = features[0]
-        if isinstance(features, RowBatch):
-            return features, features.width
-        widths = [item.width if isinstance(item, RowBatch) else None for item in features]
-        known = [width for width in widths if width is not None]
-        return flatten(features), max(known) if known and len(known) == len(widths) else None
+        return self._collate(read_columns(examples), _common_width(features))
 
     def _collate(self, columns: dict[str, Column], width: int | None) -> dict[str, Any]:
         """Return the batch as tensors, padded to ``width`` or to its longest row."""
@@ -348,6 +339,13 @@ def flatten(features: Iterable[Any]) -> list[Any]:
     for item in features:
         examples.extend(item if isinstance(item, (list, tuple)) else [item])
     return examples
+
+
+def _common_width(features: Sequence[Any]) -> int | None:
+    """Return the width that the batches of views ask for; None where anything else is among them."""
+    batches = [features] if isinstance(features, RowBatch) else features
+    widths = [batch.width if isinstance(batch, RowBatch) else None for batch in batches]
+    return None if None in widths else max(widths)  # type: ignore[type-var]
 
 
 def _name(collator: object) -> str:

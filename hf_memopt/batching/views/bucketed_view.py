@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from hf_memopt.batching.collation.rows import RowBatch, RowReader
+from hf_memopt.batching.collation.rows import RowReader
 from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets
 from hf_memopt.batching.plan.checks import check_batch_limits, check_counts, checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
@@ -28,11 +28,11 @@ from hf_memopt.batching.views.view import (
     EpochView,
     check_per_device,
     check_world_size_of_run,
-    flattens_batches,
     is_map_style,
     is_padding_free,
     read_in_order,
     take_seed,
+    takes_columns,
 )
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
@@ -151,6 +151,7 @@ class _BucketedView(EpochView, torch.utils.data.Dataset[Any]):
         super().__init__(dataset)
         self.buckets: LengthBuckets | PackedBatches = buckets
         self.reader = RowReader(dataset)
+        self._as_columns = False  # hand a batch as columns to the collator, past stock's that takes rows apart
         self._planned: tuple[tuple[int, int, LengthBuckets | PackedBatches], EpochPlan] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -166,13 +167,14 @@ class _BucketedView(EpochView, torch.utils.data.Dataset[Any]):
             self._planned = planned = (key, self.buckets.plan(epoch))
         return planned[1]
 
-    def _read(self, examples: Sequence[int] | NDArray[Any], width: int | None) -> RowBatch:
+    def _read(self, examples: Sequence[int] | NDArray[Any], width: int | None, *, as_columns: bool = False) -> Any:
+        """Return the rows of a batch, or what a collator takes for them."""
         if len(self.dataset) != len(self.buckets.lengths):
             raise RuntimeError(
                 f"dataset=<{len(self.dataset)} examples> had {len(self.buckets.lengths)} when the view was built; "
                 "expected the same. Build the view again: bucketed(dataset, ...)"
             )
-        return self.reader.read(examples, width)
+        return (self.reader.read_columns if as_columns else self.reader.read)(examples, width)
 
     def _check_in_order(self, positions: Sequence[int], size: int, most: int) -> None:
         """Raise unless positions in ``size`` follow each other; they may start over, as where ranks are padded.
@@ -209,19 +211,18 @@ class _BucketedView(EpochView, torch.utils.data.Dataset[Any]):
         """Check the processes, then take the order and the seed of the run."""
         check_world_size_of_run(trainer, self.buckets.world_size, of="bucketed view")
         seed = take_seed(trainer, self.buckets, may_change=self.takes_seed, of="bucketed view")
-        return undo_all(seed, read_in_order(trainer))
+        as_columns = share_attribute(self, "_as_columns", takes_columns(trainer.data_collator))
+        return undo_all(seed, as_columns, read_in_order(trainer))
 
 
 class BucketedExamples(_BucketedView):
     """An item is an example; ``batch_size`` neighbours are of similar length."""
 
-    _as_batches = False  # hand the rows to our collator as one item, past stock's that removes their columns
-
     def __len__(self) -> int:
         return self.buckets.n_examples
 
     def __getitem__(self, position: int) -> Any:
-        return self._at([checked_position(position, len(self))])[0]
+        return self._read(*self._batch([checked_position(position, len(self))]))[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """Return the examples at consecutive positions.
@@ -230,25 +231,21 @@ class BucketedExamples(_BucketedView):
             RuntimeError: the positions are out of order or more than a batch.
         """
         self._check_in_order(positions, len(self), most=self.buckets.batch_size or 1)
-        rows = self._at(positions)
-        return [rows] if self._as_batches else rows
+        found = self._read(*self._batch(positions), as_columns=self._as_columns)
+        return [found] if self._as_columns else found
 
     def indices_of(self, positions: Sequence[int]) -> list[int]:
         """Return the dataset's indices of the examples at ``positions`` of the current epoch."""
-        found: list[int] = self._places(positions)[0].tolist()
+        found: list[int] = self._batch(positions)[0].tolist()
         return found
 
-    def _at(self, positions: Sequence[int]) -> RowBatch:
-        indices, batches = self._places(positions)
-        widths = self.plan.widths
-        return self._read(indices, None if widths is None else int(widths[batches].max()))
-
-    def _places(self, positions: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Return the dataset's indices of the examples at positions, and the batches that they are in."""
+    def _batch(self, positions: Sequence[int]) -> tuple[NDArray[np.int32], int | None]:
+        """Return the dataset's indices of the examples at positions, and the width that they are padded to."""
         plan = self.plan
         numbers, within = np.divmod(np.asarray(positions) % len(self), self.buckets.batch_size or 1)
         batches = plan.sequence[numbers]
-        return plan.order[plan.starts[batches] + within], batches
+        width = None if plan.widths is None else int(plan.widths[batches].max())
+        return plan.order[plan.starts[batches] + within], width
 
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
         """Fit the view to a Trainer, which reads it in order from now on; ``attach`` calls it.
@@ -257,9 +254,7 @@ class BucketedExamples(_BucketedView):
             ValueError: the Trainer's arguments do not fit the view.
         """
         check_per_device(trainer, self.buckets.batch_size, of="bucketed view")
-        return undo_all(
-            self._bind(trainer), share_attribute(self, "_as_batches", flattens_batches(trainer.data_collator))
-        )
+        return self._bind(trainer)
 
 
 class BucketedBatches(_BucketedView):
@@ -268,18 +263,21 @@ class BucketedBatches(_BucketedView):
     def __len__(self) -> int:
         return self.buckets.n_batches
 
-    def __getitem__(self, position: int) -> list[Any]:
-        plan, position = self.plan, checked_position(position, len(self), item="a batch")
-        return self._read(plan.batch(position), plan.width(position))
+    def __getitem__(self, position: int) -> Any:
+        return self._at(checked_position(position, len(self), item="a batch"))
 
-    def __getitems__(self, positions: Sequence[int]) -> list[list[Any]]:
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
         """Return the batches at consecutive positions.
 
         Raises:
             RuntimeError: the positions are out of order or more than one.
         """
         self._check_in_order(positions, len(self), most=1)
-        return [self[position] for position in positions]
+        return [self._at(position % len(self), as_columns=self._as_columns) for position in positions]
+
+    def _at(self, position: int, *, as_columns: bool = False) -> Any:
+        plan = self.plan
+        return self._read(plan.batch(position), plan.width(position), as_columns=as_columns)
 
     def indices_of(self, positions: Sequence[int]) -> list[int]:
         """Return the dataset's indices of all examples in the batches at ``positions`` of the current epoch."""

@@ -40,10 +40,10 @@ from hf_memopt.batching.plan.checks import checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
 from hf_memopt.batching.views.view import (
     DescribedByDataset,
-    flattens_batches,
     is_map_style,
     is_padding_free,
     reads_in_order,
+    takes_columns,
 )
 from hf_memopt.binding.handles import override_method, set_attribute
 from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm, used_columns
@@ -103,7 +103,7 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
         self.order = order
         self.restore_by_hand = restore_by_hand
         self._reader = RowReader(dataset)
-        self._as_batches = False  # hand the rows to our collator as one item, past stock's that removes their columns
+        self._as_columns = False  # hand a batch as columns to the collator, past stock's that takes rows apart
         # The id of the DataLoader whose results are put back, 0 while there is none; DataLoader workers get a copy.
         self._restored_for = 0
 
@@ -112,13 +112,13 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, position: int) -> Any:
         self._check_read()
-        return self._reader.rows([int(self.order[checked_position(position, len(self))])])[0]
+        return self._reader.read([int(self.order[checked_position(position, len(self))])])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """Return the examples at these positions, as a list that reads them when it is looked at."""
+        """Return the examples at these positions; in an evaluation with our collator as one item, their columns."""
         self._check_read()
-        rows = self._reader.read(self.order[np.asarray(positions)])
-        return [rows] if self._as_batches else rows
+        examples = self.order[np.asarray(positions)]
+        return [self._reader.read_columns(examples)] if self._as_columns else self._reader.read(examples)
 
     def _check_read(self) -> None:
         if not (self.restore_by_hand or self._restored_for):
@@ -244,9 +244,7 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
             stack.enter_context(set_attribute(trainer.args, "average_tokens_across_devices", False))
             stack.enter_context(set_attribute(self, "_restored_for", id(dataloader)))
             loader = getattr(dataloader, "base_dataloader", dataloader)  # what accelerate's loader iterates
-            stack.enter_context(
-                set_attribute(self, "_as_batches", flattens_batches(getattr(loader, "collate_fn", None)))
-            )
+            stack.enter_context(set_attribute(self, "_as_columns", takes_columns(getattr(loader, "collate_fn", None))))
             stack.callback(self._reader.keep, None)
             self._reader.keep(used_columns(trainer))
             output = evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)

@@ -38,6 +38,7 @@ __all__ = [
     "read_in_order",
     "reads_in_order",
     "take_seed",
+    "takes_columns",
 ]
 
 DESCRIPTIONS = {"builder_name", "citation", "column_names", "config_name", "dataset_size"}
@@ -158,6 +159,11 @@ def flattens_batches(collator: Any) -> bool:
     from hf_memopt.batching.collation.collators import BucketedCollator  # imports transformers, which a view need not
 
     return isinstance(getattr(collator, "data_collator", collator), BucketedCollator)
+
+
+def takes_columns(collator: Any) -> bool:
+    """Return whether such a collator takes the columns of a batch instead of its rows."""
+    return flattens_batches(collator) and getattr(collator, "data_collator", collator).inner is None
 
 
 def is_padding_free(trainer: Trainer) -> bool:
