@@ -35,7 +35,7 @@ from hf_memopt.batching.collation.columns import (
 )
 from hf_memopt.batching.collation.flattened_texts import check_flattened_texts
 from hf_memopt.batching.collation.rows import ColumnBatch, RowBatch
-from hf_memopt.batching.plan.checks import check_counts
+from hf_memopt.batching.plan.checks import check_settings
 from hf_memopt.binding.handles import UndoHandle, set_attribute, undo_all
 from hf_memopt.binding.model_traits import has_decoder, is_causal_lm, label_shifter, needs_position_ids
 from hf_memopt.changes import Change, record_changes
@@ -383,7 +383,7 @@ def _check_settings(
     tokenizer: Any, mlm_probability: float | None, causal_lm: bool, pad_to_multiple_of: int | None
 ) -> None:
     if pad_to_multiple_of is not None:
-        check_counts(pad_to_multiple_of=pad_to_multiple_of)
+        check_settings(pad_to_multiple_of=pad_to_multiple_of)
     if mlm_probability is None:
         return
     if not 0 < mlm_probability <= 1:

@@ -26,7 +26,7 @@ from hf_memopt.batching.padding_costs.strategies import (
     pad_lengths,
 )
 from hf_memopt.batching.plan.buckets import LengthBuckets
-from hf_memopt.batching.plan.checks import check_batch_limits, check_counts
+from hf_memopt.batching.plan.checks import check_batch_limits, check_settings
 from hf_memopt.plain_data import check_value, checked_path
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def padding_report(
     multiple = pad_to_multiple_of
     whole = LengthBuckets(lengths, batch_size=batch_size, seed=seed, pad_to_multiple_of=multiple).lengths
     if max_length is not None:
-        check_counts(max_length=max_length)
+        check_settings(max_length=max_length)
         max_length = min(max_length, 2**31 - 1)
     cut = whole if max_length is None else np.minimum(whole, max_length)
     if max_tokens is not None:

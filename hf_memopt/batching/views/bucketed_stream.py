@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -31,14 +31,7 @@ from numpy.typing import ArrayLike
 from torch.utils.data import get_worker_info
 
 from hf_memopt.batching.collation.rows import RowBatch
-from hf_memopt.batching.plan.checks import (
-    check_batch_limits,
-    check_counts,
-    check_rank,
-    check_seed,
-    check_too_long,
-    checked_boundaries,
-)
+from hf_memopt.batching.plan.checks import check_batch_limits, check_settings, checked_boundaries
 from hf_memopt.batching.plan.samplers import check_state
 from hf_memopt.batching.views.stream_reading import (
     Entry,
@@ -58,7 +51,7 @@ from hf_memopt.batching.views.view import (
 )
 from hf_memopt.binding.handles import UndoHandle, set_attribute, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
-from hf_memopt.plain_data import CountOrZero, check_value, checked_array
+from hf_memopt.plain_data import CountOrZero, check_value
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -134,7 +127,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         self._check_settings()
         self.boundaries: list[int] | None = None
         if boundaries is not None:
-            self.boundaries = checked_boundaries(checked_array("boundaries", boundaries), max_tokens).tolist()
+            self.boundaries = checked_boundaries(boundaries, max_tokens).tolist()
         self.rows_per_turn = batch_size  # what a process takes at a time; bind_trainer learns it from the Trainer
         self._leaves_room = False  # for the batches of the other processes, which accelerate cuts out
         self.kept_columns: frozenset[str] | None = None
@@ -330,12 +323,9 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
     # ---- Settings and the Trainer ----
 
     def _check_settings(self) -> None:
-        check_value("column", self.column, str, example="input_ids")
-        counts = ("world_size", "buffer_examples", "pad_to_multiple_of")
-        check_counts(**{name: getattr(self, name) for name in counts})
-        check_seed(self.seed)
-        check_too_long(self.too_long)
-        check_rank(self.rank, self.world_size)
+        names = ("column", "world_size", "buffer_examples", "pad_to_multiple_of", "seed", "too_long")
+        check_settings(**{name: getattr(self, name) for name in names})
+        check_value("rank", self.rank, Annotated[int, range(self.world_size)] | None, 0)
         if self.buffer_examples < self.group_examples:
             raise ValueError(
                 f"buffer_examples={self.buffer_examples} is less than one batch for each of {self.world_size} "

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hf_memopt.batching.collation.rows import RowReader
 from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets
-from hf_memopt.batching.plan.checks import check_batch_limits, check_counts, checked_position
+from hf_memopt.batching.plan.checks import check_batch_limits, check_settings, checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
 from hf_memopt.batching.plan.packing import PackedBatches
 from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
@@ -101,7 +101,7 @@ def bucketed(
     check_batch_limits(batch_size, max_tokens)
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_counts(world_size=world_size)
+    check_settings(world_size=world_size)
     settings: dict[str, Any] = {"batch_size": batch_size, "max_tokens": max_tokens, "boundaries": boundaries}
     settings |= {"seed": 0 if seed is None else seed, "world_size": world_size}
     settings |= {"pad_to_multiple_of": pad_to_multiple_of, "too_long": too_long}
