@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_memopt.batching.views.bucketed_stream import BucketedStream
-from hf_memopt.batching.views.bucketed_view import BucketedBatches, BucketedExamples, bucketed
+from hf_memopt.batching.views.bucketed_view import BucketedView, bucketed
 from hf_memopt.batching.views.sorted_view import SortedExamples, sorted_by_length
 from hf_memopt.batching.views.view import is_map_style
 from hf_memopt.changes import Change
@@ -18,7 +18,7 @@ __all__ = ["column_names", "evaluation_view", "training_view", "view_arguments"]
 
 logger = logging.getLogger(__name__)
 
-VIEWS = (BucketedBatches, BucketedExamples, BucketedStream)
+VIEWS = (BucketedView, BucketedStream)
 
 
 def training_view(name: str, dataset: Any, *, batch_size: int, pad_to_multiple_of: int) -> Any:
@@ -59,9 +59,7 @@ def view_arguments(name: str, dataset: Any, given: Mapping[str, Any]) -> dict[st
     if dataset is None or not (isinstance(dataset, VIEWS) or _why_not(dataset) is None):
         return dict(given)
     fitting = {**given, "train_sampling_strategy": "sequential"}
-    is_whole_batches = isinstance(dataset, BucketedBatches)
-    is_whole_batches |= isinstance(dataset, BucketedStream) and dataset.max_tokens is not None
-    if is_whole_batches:
+    if getattr(dataset, "has_whole_batches", False):
         steps = given.get("gradient_accumulation_steps", 1)
         check_value("gradient_accumulation_steps", steps, Count, 1)
         fitting |= {

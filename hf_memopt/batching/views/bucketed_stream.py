@@ -48,6 +48,7 @@ from hf_memopt.batching.views.view import (
     check_rank_of_run,
     check_world_size_of_run,
     take_seed,
+    tell_what_a_sample_is,
 )
 from hf_memopt.binding.handles import UndoHandle, set_attribute, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
@@ -135,6 +136,11 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         self._begin: dict[str, Any] | None = None  # a state that was loaded
         self._handed_out = (0, 0)  # the number of the latest iteration in this process, and its turns
         self._origin = 0  # the turn that worker 0 began with
+
+    @property
+    def has_whole_batches(self) -> bool:
+        """Whether an item is a batch, not an example."""
+        return self.max_tokens is not None
 
     @property
     def dropped(self) -> int:
@@ -365,20 +371,17 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         if self.rank is not None:
             check_rank_of_run(trainer, self.rank)
             handles.append(share_attribute(self, "_leaves_room", True))
-        changes = []
         if self.batch_size is not None:
             handles.append(share_attribute(self, "rows_per_turn", trainer.args.per_device_train_batch_size))
         else:
-            reason = "an item of a max_tokens= stream is a whole batch, and its number of examples is unknown before"
-            changes.append(Change("samples in the Trainer's log", "examples", "batches", reason))
+            tell_what_a_sample_is(trainer)
         config = trainer.accelerator.dataloader_config
         if config.dispatch_batches is not False:
             reason = "each process reads the stream for itself: stock would cut up batches of the first one for all"
             name = "accelerator_config.dispatch_batches"
-            changes.append(Change(name, config.dispatch_batches, False, reason))
+            record_changes(trainer, [Change(name, config.dispatch_batches, False, reason)])
             handles.append(set_attribute(config, "dispatch_batches", False))
         from hf_memopt.batching.views.stream_checkpoint import keep_in_checkpoints  # imports transformers
 
         handles.append(keep_in_checkpoints(trainer, self))
-        record_changes(trainer, changes)
         return undo_all(*handles)

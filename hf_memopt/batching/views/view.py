@@ -39,6 +39,7 @@ __all__ = [
     "reads_in_order",
     "take_seed",
     "takes_columns",
+    "tell_what_a_sample_is",
 ]
 
 DESCRIPTIONS = {"builder_name", "citation", "column_names", "config_name", "dataset_size"}
@@ -152,6 +153,12 @@ def check_per_device(trainer: Trainer, batch_size: int | None, of: str) -> None:
             f"data_collator=<{name}> cannot flatten the whole batches of the max_tokens view; expected "
             f"BucketedCollator. Pass Trainer(..., data_collator=BucketedCollator({given}))"
         )
+
+
+def tell_what_a_sample_is(trainer: Trainer) -> None:
+    """Record that the Trainer's log counts whole batches."""
+    reason = "an item of a max_tokens= view is a whole batch"
+    record_changes(trainer, [Change("samples in the Trainer's log", "examples", "batches", reason)])
 
 
 def flattens_batches(collator: Any) -> bool:
