@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_memopt.batching.views.bucketed_stream import BucketedStream
 from hf_memopt.batching.views.bucketed_view import BucketedView, bucketed
-from hf_memopt.batching.views.sorted_view import SortedExamples, sorted_by_length
+from hf_memopt.batching.views.sorted_view import SortedExamples, loses_order, sorted_by_length
 from hf_memopt.batching.views.view import is_map_style
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
@@ -38,11 +38,7 @@ def evaluation_view(name: str, dataset: Any, args: Any) -> Any:
         return dataset
     if isinstance(dataset, Mapping):
         return {key: evaluation_view(name, value, args) for key, value in dataset.items()}
-    if (
-        args.dataloader_drop_last
-        or not args.eval_do_concat_batches
-        or args.train_sampling_strategy == "group_by_length"
-    ):
+    if loses_order(args) is not None:
         reason: str | None = "the training arguments cannot restore dataset order"
     elif not is_map_style(dataset):
         reason = "a stream cannot be sorted"

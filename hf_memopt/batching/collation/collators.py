@@ -44,7 +44,7 @@ from hf_memopt.plain_data import check_value, shown
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["BucketedCollator", "DynamicPaddingCollator", "check_tokenizer", "flatten", "needs_position_ids"]
+__all__ = ["BucketedCollator", "DynamicPaddingCollator", "check_tokenizer", "flatten"]
 
 LabelId = Annotated[int, range(-(2**31), 2**31)]
 
@@ -312,17 +312,6 @@ class BucketedCollator:
             special = np.isin(batch["input_ids"], self.tokenizer.all_special_ids)
         unmaskable: Array = (special != 0) | (batch["attention_mask"] == 0)
         return unmaskable
-
-    def __repr__(self) -> str:
-        shown = {
-            "tokenizer": None if self.tokenizer is None else type(self.tokenizer).__name__,
-            "mlm_probability": self.mlm_probability,
-            "causal_lm": self.causal_lm or None,
-            "pad_to_multiple_of": self.pad_to_multiple_of,
-            "position_ids": self._adds_position_ids or None,
-            "inner": None if self.inner is None else _name(self.inner),
-        }
-        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in shown.items() if v is not None)})"
 
 
 DynamicPaddingCollator = BucketedCollator

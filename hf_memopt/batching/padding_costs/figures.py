@@ -102,9 +102,10 @@ class PaddingReport:
 
     def table(self) -> str:
         """Return the report as text of at most 80 columns."""
-        from hf_memopt.batching.padding_costs.output import report_text
+        from hf_memopt.batching.padding_costs.output import print_report
+        from hf_memopt.terminal import printed_text
 
-        return report_text(self)
+        return printed_text(partial(print_report, self))
 
     def _repr_html_(self) -> str:
         from hf_memopt.batching.padding_costs.output import print_report

@@ -39,13 +39,11 @@ from hf_memopt.batching.views.stream_reading import (
     SharedPlaces,
     StreamReader,
     check_source,
-    checked_place,
     random_numbers,
 )
 from hf_memopt.batching.views.view import (
     EpochView,
     check_per_device,
-    check_rank_of_run,
     check_world_size_of_run,
     take_seed,
     tell_what_a_sample_is,
@@ -147,6 +145,10 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         """How many examples the latest iteration dropped as too long so far, over all its passes."""
         return int(self._shared.values[DROPPED])
 
+    @dropped.setter
+    def dropped(self, count: int) -> None:
+        self._shared.values[DROPPED] = count
+
     @property
     def group_examples(self) -> int:
         """The fewest examples that are handed out together: one batch for each process, one row each in token mode."""
@@ -179,7 +181,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         turn = place["turn"]
         if notes:
             self._places.begin(place)
-            self._shared.values[DROPPED] = place["dropped"]
+            self.dropped = place["dropped"]
         for group, generator, begins in self._groups(place, notes):
             if begins is not None and notes:
                 self._places.add({**begins, "turn": turn})
@@ -195,8 +197,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
 
         With the first group of what is held comes the place where the reading of that began.
         """
-        on_dropped = self._count_dropped if notes else None
-        reading = StreamReader(self, on_dropped, is_resumed=place["dataset"] is not None)
+        reading = StreamReader(self, notes=notes, is_resumed=place["dataset"] is not None)
         capacity = self.buffer_examples // self.group_examples * self.group_examples
         rest: list[Entry] = []  # of the pass before, fewer than a group
         drawn = place["group"]
@@ -274,9 +275,6 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
                 "other processes would wait for it; expected one example or more for each. Leave rank out"
             )
 
-    def _count_dropped(self, count: int) -> None:
-        self._shared.values[DROPPED] = count
-
     # ---- State ----
 
     def state_dict(self, *, position: int | None = None) -> dict[str, Any]:
@@ -316,9 +314,12 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         """
         if state is not None:
             check_state(state, self._order(), ("turn", "origin", "place"), of="stream")
-            for name in ("turn", "origin"):
-                check_value(f"state[{name!r}]", state[name], CountOrZero)
-            self._places.begin(checked_place(state["place"]))
+            place = state["place"]
+            check_state(place, {}, Place.__annotations__, of="stream")
+            counts = {f"['place'][{name!r}]": value for name, value in place.items() if name != "dataset"}
+            for name, value in {"['turn']": state["turn"], "['origin']": state["origin"], **counts}.items():
+                check_value(f"state{name}", value, CountOrZero)
+            self._places.begin(place)
             self._handed_out = int(self._shared.values[ITERATIONS]), state["turn"]
         self._begin = None if state is None else dict(state)
 
@@ -369,7 +370,12 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         check_per_device(trainer, self.batch_size, of="bucketed stream")
         handles = [take_seed(trainer, self, may_change=self.takes_seed, of="bucketed stream")]
         if self.rank is not None:
-            check_rank_of_run(trainer, self.rank)
+            if trainer.args.process_index != self.rank:
+                raise ValueError(
+                    f"rank={self.rank} of the bucketed stream is not this process's {trainer.args.process_index}, so "
+                    "the share of one process would be read twice; expected the rank of the run. "
+                    'Pass bucketed(..., rank=int(os.environ["RANK"]))'
+                )
             handles.append(share_attribute(self, "_leaves_room", True))
         if self.batch_size is not None:
             handles.append(share_attribute(self, "rows_per_turn", trainer.args.per_device_train_batch_size))

@@ -51,7 +51,32 @@ from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm, used_col
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["SortedExamples", "sorted_by_length"]
+__all__ = ["SortedExamples", "loses_order", "sorted_by_length"]
+
+
+# Training arguments under which predictions cannot be put back into dataset order: the value, and why.
+_LOSES_ORDER: dict[str, tuple[Any, str]] = {
+    "dataloader_drop_last": (
+        True,
+        "would leave the shortest examples out of the evaluation; expected False. "
+        "Pass TrainingArguments(..., dataloader_drop_last=False)",
+    ),
+    "eval_do_concat_batches": (
+        False,
+        "keeps predictions in batches, which have no place in dataset order; expected True. "
+        "Pass TrainingArguments(..., eval_do_concat_batches=True)",
+    ),
+    "train_sampling_strategy": (
+        "group_by_length",
+        "permutes evaluation too, so predictions could not be put back into dataset order; expected another strategy. "
+        'Train with bucketed(...) and TrainingArguments(..., train_sampling_strategy="sequential")',
+    ),
+}
+
+
+def loses_order(args: Any) -> str | None:
+    """Return the training argument under which predictions cannot be put back into dataset order; None if none."""
+    return next((name for name, (value, _) in _LOSES_ORDER.items() if getattr(args, name) == value), None)
 
 
 def sorted_by_length(
@@ -189,22 +214,9 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
                 f"world_size={args.world_size} processes could not be left out; expected the dataset itself, as there "
                 "is no padding that an order could save. Evaluate view.dataset"
             )
-        if args.train_sampling_strategy == "group_by_length" and not reads_in_order(trainer):
-            raise ValueError(
-                "train_sampling_strategy='group_by_length' permutes evaluation too, so predictions could not be put "
-                "back into dataset order; expected another strategy. Train with bucketed(...) and "
-                'TrainingArguments(..., train_sampling_strategy="sequential")'
-            )
-        if args.dataloader_drop_last:
-            raise ValueError(
-                "dataloader_drop_last=True would leave the shortest examples out of the evaluation; expected False. "
-                "Pass TrainingArguments(..., dataloader_drop_last=False)"
-            )
-        if not args.eval_do_concat_batches:
-            raise ValueError(
-                "eval_do_concat_batches=False keeps predictions in batches, which have no place in dataset order; "
-                "expected True. Pass TrainingArguments(..., eval_do_concat_batches=True)"
-            )
+        name = loses_order(args)
+        if name is not None and not (name == "train_sampling_strategy" and reads_in_order(trainer)):
+            raise ValueError(f"{name}={getattr(args, name)!r} {_LOSES_ORDER[name][1]}")
 
     def evaluate_in_order(
         self,

@@ -30,7 +30,6 @@ __all__ = [
     "EpochView",
     "SharedArray",
     "check_per_device",
-    "check_rank_of_run",
     "check_world_size_of_run",
     "flattens_batches",
     "is_map_style",
@@ -118,16 +117,6 @@ def check_world_size_of_run(trainer: Trainer, world_size: int, of: str) -> None:
         raise ValueError(
             f"world_size={world_size} of the {of} differs from the run's {trainer.args.world_size}; expected the same. "
             f"Build it in the launched script, or pass bucketed(..., world_size={trainer.args.world_size})"
-        )
-
-
-def check_rank_of_run(trainer: Trainer, rank: int) -> None:
-    """Raise ValueError where a stream is that of another process than this one."""
-    if trainer.args.process_index != rank:
-        raise ValueError(
-            f"rank={rank} of the bucketed stream is not this process's {trainer.args.process_index}, so the share of "
-            "one process would be read twice; expected the rank of the run. "
-            'Pass bucketed(..., rank=int(os.environ["RANK"]))'
         )
 
 
