@@ -39,7 +39,7 @@ from hf_memopt.batching.plan.checks import check_settings
 from hf_memopt.binding.handles import UndoHandle, set_attribute, undo_all
 from hf_memopt.binding.model_traits import has_decoder, is_causal_lm, label_shifter, needs_position_ids
 from hf_memopt.changes import Change, record_changes
-from hf_memopt.plain_data import check_value, shown
+from hf_memopt.plain_data import check_value
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -190,10 +190,6 @@ class BucketedCollator:
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         """Return the batch of ``features``, which stay as they are."""
-        if not isinstance(features, Sequence):
-            raise TypeError(
-                f"features={shown(features)} is not a list of examples; expected one. Call: collator([dataset[0]])"
-            )
         if len(features) == 1 and isinstance(features[0], ColumnBatch):
             return self._collate(dict(features[0].columns), features[0].width)
         examples = flatten(features)

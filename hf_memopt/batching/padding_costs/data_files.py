@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from hf_memopt.batching.padding_costs.file_readers import first_line, likely_type, open_source, reading
+from hf_memopt.batching.plan.lengths import is_list
 from hf_memopt.errors import did_you_mean
 from hf_memopt.hub import hub_answers
 
@@ -139,12 +140,11 @@ def file_lengths(path: str | Path, *, column: str | None = None, tokenizer: str 
                         f"column={column!r} holds texts in one and token ids in the other of {str(sources[0])!r} "
                         f"and {str(source)!r}; expected the same in all files. Pass --column NAME, or one file"
                     )
-                for table in read(column):
-                    values = table.column(column).drop_null()
-                    null_rows += table.num_rows - len(values)
-                    progress.update(table.num_rows)
-                    if len(values):
-                        lengths.append(count(values, column))
+                for values in read(column):
+                    null_rows += values.null_count
+                    progress.update(len(values))
+                    if values.null_count < len(values):
+                        lengths.append(count(values.drop_null(), column))
     counted = np.concatenate([np.empty(0, dtype=np.int32), *lengths])
     full = counted[counted > 0]
     empty_rows = len(counted) - len(full)
@@ -279,8 +279,7 @@ def _check_column(schema: pa.Schema, column: str, source: Path) -> bool:
     kind = likely_type(schema.field(column).type)
     if _is_text(kind):
         return True
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if not is_list or not pa.types.is_integer(kind.value_type):
+    if not is_list(kind) or not pa.types.is_integer(kind.value_type):
         raise ValueError(
             f"column={column!r} of {str(source)!r} holds values of type {kind}; expected texts or one flat list of "
             "integers per row. Pass --column NAME"
@@ -297,11 +296,11 @@ def _is_text(kind: pa.DataType) -> bool:
 # ---- How long -------------------------------------------------------------------------------------------------------
 
 
-def _count_ids(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
+def _count_ids(values: pa.Array, column: str) -> NDArray[np.int32]:
     return np.asarray(pc.list_value_length(values), dtype=np.int32)  # from the offsets
 
 
-def _count_words(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
+def _count_words(values: pa.Array, column: str) -> NDArray[np.int32]:
     texts = values.to_pylist()
     if all(re.fullmatch(r"\[\s*\d[\d\s,]*\]", text) for text in texts[:20]):  # one alone may be a text such as "[1]"
         raise ValueError(
@@ -311,7 +310,7 @@ def _count_words(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
     return np.fromiter((len(text.split()) for text in texts), dtype=np.int32, count=len(texts))
 
 
-def _token_counter(name: str) -> Callable[[pa.ChunkedArray, str], NDArray[np.int32]]:
+def _token_counter(name: str) -> Callable[[pa.Array, str], NDArray[np.int32]]:
     try:
         from transformers import AutoTokenizer
 
@@ -338,7 +337,7 @@ def _token_counter(name: str) -> Callable[[pa.ChunkedArray, str], NDArray[np.int
             f"Call: tokenizer.save_pretrained({name!r})"
         )
 
-    def count(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
+    def count(values: pa.Array, column: str) -> NDArray[np.int32]:
         rows = tokenizer(values.to_pylist(), return_attention_mask=False, verbose=False)["input_ids"]
         return np.fromiter(map(len, rows), dtype=np.int32, count=len(rows))
 

@@ -19,7 +19,7 @@ from hf_memopt.batching.plan.checks import check_integers
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import check_value, checked_array, shown
 
-__all__ = ["LENGTH_COLUMN", "lengths_of", "token_count", "token_lengths"]
+__all__ = ["LENGTH_COLUMN", "is_list", "lengths_of", "token_count", "token_lengths"]
 
 COUNT_OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...])"
 _TABLES = {
@@ -102,9 +102,14 @@ def _check_rows(dataset: Any) -> None:
     raise TypeError(f"dataset=<{name}> is indexed by column; expected rows: dataset[0] an example. {fix}")
 
 
+def is_list(kind: pa.DataType) -> bool:
+    """Return whether an Arrow type is one of lists."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
 def _of_chunks(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
     kind = values.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+    if not is_list(kind):
         raise _not_tokens(column, f"of type {kind}")
     if not pa.types.is_integer(kind.value_type):
         raise _not_tokens(column, f"of type list<{kind.value_type}>")
