@@ -312,20 +312,20 @@ class _ExactLoss:
 
     def overrides(self) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
         """Return what wraps the methods of the trainer, by name."""
+        # private; prediction_step calls it so in 5.8.1, 5.17.0 and 5.23.0, pinned by a test
+        return {"prediction_step": self._wrap_prediction_step, "_get_num_items_in_batch": self._wrap_count}
+
+    def _wrap_count(self, before: Callable[..., Any]) -> Callable[..., Any]:
         loss_func = self.trainer.compute_loss_func
-        if loss_func is None or isinstance(loss_func, ExactLoss):  # the latter then takes the mean over these labels
-            # private; prediction_step calls it so in 5.8.1, 5.17.0 and 5.23.0, pinned by a test
-            uncounted = {"_get_num_items_in_batch": lambda before: lambda *args, **kwargs: None}
-            return {"prediction_step": self._wrap_prediction_step, **uncounted}
-        return {"prediction_step": self._wrap_prediction_step, "compute_loss": self._wrap_compute_loss}
+        is_mean = loss_func is None or isinstance(loss_func, ExactLoss)  # the latter: over these labels
 
-    def _wrap_compute_loss(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            if self._unit == "token":  # 5.8.1 counts the first label of a causal LM's row as well
-                kwargs["num_items_in_batch"] = self._count(inputs["labels"])
-            return before(model, inputs, *args, **kwargs)
+        def count(batches: list[Any], device: torch.device) -> Any:
+            if is_mean:
+                return None
+            # 5.8.1 counts the first label of a causal LM's row as well
+            return self._count(batches[0]["labels"]) if self._unit == "token" else before(batches, device)
 
-        return compute_loss
+        return count
 
     def _wrap_prediction_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
         self._predict = before
