@@ -102,6 +102,7 @@ def _collation_case(rows: int, tokens: int, batches: int, repeats: int) -> dict[
     dataset = arrow_dataset(lengths, token_type_ids=types, attention_mask=mask, labels=np.arange(len(lengths)) % 2)
     tokenizer = word_tokenizer()
     view = bucketed(dataset, batch_size=rows)
+    view._as_columns = True  # as attach(trainer) does for our collator
     plan = LengthBuckets(token_lengths(dataset), batch_size=rows).plan(0)
     same_batches = [plan.batch(i).tolist() for i in range(batches)]
     clock = _Clock()

@@ -39,6 +39,7 @@ from transformers.models.auto.modeling_auto import (
 from hf_memopt.binding.attach import refuse_data_parallel
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, share_attribute, undo_all
 from hf_memopt.binding.model_traits import IGNORED_LABEL, check_model, unwrap_model
+from hf_memopt.binding.row_weights import CLASSES, KnownLoss
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.plain_data import check_value, check_word, shown
 
@@ -220,8 +221,10 @@ class ExactLoss:
                     f"{self.label_smoothing!r}; expected one amount. Call: exact_loss(model), which takes the former"
                 )
             return undo_all()
-        if self._problem_type(None) in ("regression", "multi_label_classification"):
-            wanted = 0.0  # as stock, which warns about several labels
+        if self.task == "sequence-classification":
+            is_number = self.config.problem_type is None and self.config.num_labels == 1
+            if is_number or self.config.problem_type in ("regression", "multi_label_classification"):
+                wanted = 0.0  # as stock, which warns about several labels
         before = self._smoothing_of_arguments
         if before != wanted:
             reason = "the TrainingArguments' label_smoothing_factor, which stock ignores beside a compute_loss_func"
@@ -282,24 +285,16 @@ class ExactLoss:
     def _smoothing(self) -> float:
         return self._smoothing_of_arguments if self.label_smoothing is None else self.label_smoothing
 
-    def _problem_type(self, labels: torch.Tensor | None) -> str | None:
-        """Return what a classification head takes its labels for: its config decides, else their number and dtype."""
-        if self.task != "sequence-classification":
-            return None
-        if self.config.problem_type is not None:
-            return str(self.config.problem_type)
-        if self.config.num_labels == 1:
-            return "regression"
-        if labels is None:
-            return None
-        if labels.dtype in (torch.long, torch.int):
-            return "single_label_classification"
-        if self.model_name.startswith("Deberta"):  # its own rule: cross entropy with soft targets
+    def _problem_type(self, labels: torch.Tensor) -> str:
+        """Return what a classification head takes its labels for."""
+        found = KnownLoss(CLASSES, "", config=self.config).problem_type(labels)
+        is_by_dtype = self.config.problem_type is None and found == "multi_label_classification"
+        if is_by_dtype and self.model_name.startswith("Deberta"):  # its own rule: cross entropy with soft targets
             raise ValueError(
                 f"problem_type=None makes {self.model_name} take {labels.dtype} labels for soft targets, unlike other "
                 'heads; expected it to be set. Set: model.config.problem_type = "multi_label_classification"'
             )
-        return "multi_label_classification"
+        return found
 
     def _check_shape(self, logits: torch.Tensor, labels: torch.Tensor, *allowed: tuple[int, ...]) -> None:
         if tuple(labels.shape) not in [tuple(shape) for shape in allowed]:

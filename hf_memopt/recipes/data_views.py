@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_memopt.batching.views.bucketed_stream import BucketedStream
-from hf_memopt.batching.views.bucketed_view import BucketedBatches, BucketedExamples, bucketed
-from hf_memopt.batching.views.sorted_view import SortedExamples, sorted_by_length
+from hf_memopt.batching.views.bucketed_view import BucketedView, bucketed
+from hf_memopt.batching.views.sorted_view import SortedExamples, loses_order, sorted_by_length
 from hf_memopt.batching.views.view import is_map_style
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
@@ -18,7 +18,7 @@ __all__ = ["column_names", "evaluation_view", "training_view", "view_arguments"]
 
 logger = logging.getLogger(__name__)
 
-VIEWS = (BucketedBatches, BucketedExamples, BucketedStream)
+VIEWS = (BucketedView, BucketedStream)
 
 
 def training_view(name: str, dataset: Any, *, batch_size: int, pad_to_multiple_of: int) -> Any:
@@ -38,11 +38,7 @@ def evaluation_view(name: str, dataset: Any, args: Any) -> Any:
         return dataset
     if isinstance(dataset, Mapping):
         return {key: evaluation_view(name, value, args) for key, value in dataset.items()}
-    if (
-        args.dataloader_drop_last
-        or not args.eval_do_concat_batches
-        or args.train_sampling_strategy == "group_by_length"
-    ):
+    if loses_order(args) is not None:
         reason: str | None = "the training arguments cannot restore dataset order"
     elif not is_map_style(dataset):
         reason = "a stream cannot be sorted"
@@ -59,9 +55,7 @@ def view_arguments(name: str, dataset: Any, given: Mapping[str, Any]) -> dict[st
     if dataset is None or not (isinstance(dataset, VIEWS) or _why_not(dataset) is None):
         return dict(given)
     fitting = {**given, "train_sampling_strategy": "sequential"}
-    is_whole_batches = isinstance(dataset, BucketedBatches)
-    is_whole_batches |= isinstance(dataset, BucketedStream) and dataset.max_tokens is not None
-    if is_whole_batches:
+    if getattr(dataset, "has_whole_batches", False):
         steps = given.get("gradient_accumulation_steps", 1)
         check_value("gradient_accumulation_steps", steps, Count, 1)
         fitting |= {

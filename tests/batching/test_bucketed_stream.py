@@ -603,7 +603,7 @@ COUNTS_BATCHES = Change(
     "samples in the Trainer's log",
     "examples",
     "batches",
-    "an item of a max_tokens= stream is a whole batch, and its number of examples is unknown before",
+    "an item of a max_tokens= view is a whole batch",
 )
 
 

@@ -208,32 +208,6 @@ def test_max_length_is_suggested_where_cutting_one_percent_saves_a_tenth():
     )
 
 
-def test_the_suggested_buckets_come_near_to_auto():
-    drawn = np.random.default_rng(0)
-    lengths = np.concatenate([drawn.choice([16, 64, 256], 19_000), drawn.integers(1, 512, 1000)])
-    suggestion = padding_report(lengths).suggestions[2]
-    auto = LengthBuckets(lengths, batch_size=32)
-    fewer = LengthBuckets(lengths, batch_size=32, n_buckets=suggestion.value)
-    assert suggestion.value < len(auto.boundaries)
-    assert fewer.padding_efficiency() >= auto.padding_efficiency() - padding.ENOUGH
-    halved = LengthBuckets(lengths, batch_size=32, n_buckets=suggestion.value // 2)
-    assert halved.padding_efficiency() < auto.padding_efficiency() - padding.ENOUGH
-    assert suggestion.reason == (
-        f"padding efficiency {fewer.padding_efficiency():.3f}, near the {auto.padding_efficiency():.3f} of the "
-        f'{len(auto.boundaries)} that "auto" takes; fewer buckets mix the examples better'
-    )
-    assert suggestion.code == f"bucketed(dataset, batch_size=32, n_buckets={suggestion.value})"
-
-
-def test_lengths_that_are_all_alike_need_one_bucket():
-    assert padding_report([7] * 500).suggestions[2] == padding.Suggestion(
-        "n_buckets",
-        1,
-        'padding efficiency 0.875; "auto" takes as many',
-        "bucketed(dataset, batch_size=32, n_buckets=1)",
-    )
-
-
 # ---- many examples
 
 
@@ -324,7 +298,7 @@ def test_the_text_fits_into_80_columns_and_says_everything(unit, longest):
 
 def test_words_suggest_no_line_to_copy_that_sets_tokens():
     suggestions = padding_report([3, 4, 5], unit="words").suggestions
-    assert [bool(found.code) for found in suggestions] == [False, False, True]
+    assert [bool(found.code) for found in suggestions] == [False, False]
 
 
 def test_the_report_as_json_says_the_same():

@@ -1,17 +1,13 @@
-"""Row batches: the same batch as from the dataset's own rows, bit for bit, and a list that nothing can misread."""
+"""Columns straight from Arrow: the same batch as from the dataset's own rows, bit for bit."""
 
 from __future__ import annotations
 
-import copy
-import heapq
-import json
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import datasets
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -19,12 +15,12 @@ from datasets import Array2D, Dataset, Features, LargeList, List, Value
 from datasets.table import InMemoryTable
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
 import tiny
 from hf_memopt.batching.collation.collators import BucketedCollator, DynamicPaddingCollator
-from hf_memopt.batching.collation.rows import RowBatch, RowReader
+from hf_memopt.batching.collation.rows import ColumnBatch, RowBatch, RowReader
 from hf_memopt.batching.views.bucketed_view import bucketed
 
 pytestmark = pytest.mark.filterwarnings(
@@ -130,17 +126,14 @@ def test_the_batch_is_that_of_the_datasets_own_rows(kind, lengths, steps, form, 
         dataset = change(dataset, step)
     dataset = dataset.with_format(form)
     indices = data.draw(st.lists(st.integers(0, len(dataset) - 1), min_size=1, max_size=8))
-    batch = RowReader(dataset).read(indices, width)
-    assert batch.columns() is not None  # straight from Arrow
+    batch = RowReader(dataset).read_columns(indices, width)
+    assert isinstance(batch, ColumnBatch)  # straight from Arrow
     collator = BucketedCollator(tiny.tokenizer(side))
     own_rows = dataset.__getitems__(indices)
-    found = collator(batch)
+    found = collator([batch])
     if width is None:
         assert_same(found, collator(own_rows))
-    read = RowReader(dataset).read(indices, width)
-    list(read)  # now an ordinary list, still with its width
-    assert read.columns() is None
-    assert_same(found, collator(read))
+    assert_same(found, collator([RowReader(dataset).read_columns(indices, width)]))
     assert_same(found, collator([RowReader(dataset).read(indices, width)]))
     if width is not None:
         assert found["input_ids"].shape == (len(indices), width)
@@ -162,9 +155,9 @@ def test_labels_of_every_kind_are_those_of_the_datasets_own_rows(labels, side):
     dataset = make(LENGTHS, labels=LABELS[labels]).shuffle(seed=3)
     collator = DynamicPaddingCollator(tiny.tokenizer(side))
     for indices in ([2, 5, 0, 11], [4], list(range(12))):
-        batch = RowReader(dataset).read(indices)
-        assert batch.columns() is not None
-        assert_same(collator(batch), collator(dataset.__getitems__(indices)))
+        batch = RowReader(dataset).read_columns(indices)
+        assert isinstance(batch, ColumnBatch)
+        assert_same(collator([batch]), collator(dataset.__getitems__(indices)))
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -176,13 +169,13 @@ def test_language_models_draw_and_label_as_from_the_datasets_own_rows(setting, s
     torch.manual_seed(7)
     expected = collator(dataset.__getitems__(indices))
     torch.manual_seed(7)
-    assert_same(collator(RowReader(dataset).read(indices)), expected)
+    assert_same(collator([RowReader(dataset).read_columns(indices)]), expected)
 
 
 def test_a_mask_is_made_where_the_data_has_none():
     dataset = make(LENGTHS).select_columns(["input_ids"])
     collator = BucketedCollator(tiny.tokenizer("left"))
-    assert_same(collator(RowReader(dataset).read([2, 3])), collator(dataset.__getitems__([2, 3])))
+    assert_same(collator([RowReader(dataset).read_columns([2, 3])]), collator(dataset.__getitems__([2, 3])))
 
 
 def test_a_memory_mapped_dataset_of_many_files(tmp_path):
@@ -194,9 +187,9 @@ def test_a_memory_mapped_dataset_of_many_files(tmp_path):
     collator = BucketedCollator(tiny.tokenizer())
     for each in (loaded, loaded.shuffle(seed=1), loaded.filter(lambda row: row["index"] % 2 == 0)):
         indices = list(range(len(each)))[::-1]
-        batch = RowReader(each).read(indices)
-        assert batch.columns() is not None
-        assert_same(collator(batch), collator(each.__getitems__(indices)))
+        batch = RowReader(each).read_columns(indices)
+        assert isinstance(batch, ColumnBatch)
+        assert_same(collator([batch]), collator(each.__getitems__(indices)))
 
 
 @settings(max_examples=30)
@@ -223,9 +216,9 @@ def test_slices_of_arrow_chunks_with_offsets_of_their_own(sizes, cut, kind):
     assert dataset.data.column("extra").num_chunks >= 3
     collator = BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=None)
     indices = list(range(len(dataset)))
-    batch = RowReader(dataset).read(indices)
-    assert batch.columns() is not None
-    assert_same(collator(batch), collator(dataset.__getitems__(indices)))
+    batch = RowReader(dataset).read_columns(indices)
+    assert isinstance(batch, ColumnBatch)
+    assert_same(collator([batch]), collator(dataset.__getitems__(indices)))
 
 
 @pytest.mark.parametrize("other", [pa.list_(pa.int8()), pa.large_list(pa.int16())], ids=str)
@@ -241,11 +234,11 @@ def test_lists_as_long_as_the_ids_in_some_chunks_only(other, side):
     dataset = Dataset(InMemoryTable(pa.concat_tables(tables)))
     collator = BucketedCollator(tiny.tokenizer(side), pad_to_multiple_of=None)
     for indices in ([1, 0], [4, 1], [5, 6, 4], list(range(7))):  # token labels, then a decoder's
-        batch = RowReader(dataset).read(indices)
-        assert batch.columns() is not None
-        assert_same(collator(batch), collator(dataset.__getitems__(indices)))
+        batch = RowReader(dataset).read_columns(indices)
+        assert isinstance(batch, ColumnBatch)
+        assert_same(collator([batch]), collator(dataset.__getitems__(indices)))
     mask = dataset.rename_column("labels", "attention_mask")
-    assert outcome(lambda: collator(RowReader(mask).read([4]))) == (
+    assert outcome(lambda: collator([RowReader(mask).read_columns([4])])) == (
         ValueError,
         "features[0]['attention_mask'] has 2 entries for 3 input_ids; expected one per token. Cut all columns "
         "together: tokenizer(text, truncation=True, max_length=...).",
@@ -260,14 +253,14 @@ def test_only_the_rows_of_the_batch_are_converted(side):
     dataset = Dataset.from_dict({"input_ids": [[5] * len(row) for row in weights], "weights": weights}, features)
     collator = BucketedCollator(tiny.tokenizer(side), pad_to_multiple_of=2)
     for indices in ([1], [3], [1, 3]):
-        assert_same(collator(RowReader(dataset).read(indices)), collator(dataset.__getitems__(indices)))
+        assert_same(collator([RowReader(dataset).read_columns(indices)]), collator(dataset.__getitems__(indices)))
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_unsigned_labels_are_padded_with_a_negative_number(side):
     features = Features({"input_ids": List(Value("uint16")), "labels": List(Value("uint8"))})
     dataset = Dataset.from_dict({"input_ids": [[5], [6, 7]], "labels": [[200], [1, 2]]}, features)
-    found = BucketedCollator(tiny.tokenizer(side), pad_to_multiple_of=None)(RowReader(dataset).read([0, 1]))
+    found = BucketedCollator(tiny.tokenizer(side), pad_to_multiple_of=None)([RowReader(dataset).read_columns([0, 1])])
     assert found["labels"].tolist() == [[200, -100] if side == "right" else [-100, 200], [1, 2]]
 
 
@@ -275,7 +268,7 @@ def test_lists_that_are_all_empty_are_stacked():
     features = Features({"input_ids": List(Value("int64")), "x": List(Value("int64"))})
     dataset = Dataset.from_dict({"input_ids": [[5], [6, 7], [8]], "x": [[], [], [1]]}, features)
     collator = BucketedCollator(tiny.tokenizer())
-    found = collator(RowReader(dataset).read([0, 1]))
+    found = collator([RowReader(dataset).read_columns([0, 1])])
     assert found["x"].shape == (2, 0)
     assert_same(found, collator(dataset.__getitems__([0, 1])))
 
@@ -283,7 +276,9 @@ def test_lists_that_are_all_empty_are_stacked():
 def test_no_tensor_shares_memory_with_the_dataset():
     dataset = make([4, 4], labels=[[1] * 4] * 2)
     before = dataset.to_dict()
-    for column in BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=4)(RowReader(dataset).read([0, 1])).values():
+    for column in BucketedCollator(tiny.tokenizer(), pad_to_multiple_of=4)(
+        [RowReader(dataset).read_columns([0, 1])]
+    ).values():
         column.fill_(7)
     assert dataset.to_dict() == before
 
@@ -309,9 +304,9 @@ def test_other_columns_are_left_to_the_dataset_with_its_errors(cells, feature):
     dataset = Dataset.from_dict({"input_ids": [[5], [6, 7], [8]], "x": cells}, features=ids)
     collator = BucketedCollator(tiny.tokenizer())
     reader = RowReader(dataset)
-    assert reader.read([0, 1]).columns() is None
+    assert isinstance(reader.read_columns([0, 1]), RowBatch)
     expected = outcome(lambda: collator(dataset.__getitems__([0, 1])))
-    found = outcome(lambda: collator(reader.read([0, 1])))
+    found = outcome(lambda: collator([reader.read_columns([0, 1])]))
     assert found == expected
 
 
@@ -326,9 +321,9 @@ def outcome(call: Callable[[], Any]) -> Any:
 def test_a_null_row_is_named_by_the_batch_that_has_it():
     dataset = Dataset.from_dict({"input_ids": [[5], [6, 7], [8]], "label": [0, None, 1]})
     reader, collator = RowReader(dataset), BucketedCollator(tiny.tokenizer())
-    assert_same(collator(reader.read([0, 2])), collator(dataset.__getitems__([0, 2])))
+    assert_same(collator([reader.read_columns([0, 2])]), collator(dataset.__getitems__([0, 2])))
     with pytest.raises(ValueError) as error:
-        BucketedCollator(tiny.tokenizer())(reader.read([0, 1]))
+        BucketedCollator(tiny.tokenizer())([reader.read_columns([0, 1])])
     assert str(error.value) == (
         "features[1]['label'] is None where other rows have a value; expected values in all rows or in none. "
         "Filter them: dataset.filter(lambda row: row['label'] is not None)."
@@ -348,8 +343,8 @@ def test_a_null_row_is_named_by_the_batch_that_has_it():
 def test_columns_that_do_not_fit_raise_the_same_error(columns):
     dataset = Dataset.from_dict({"input_ids": [[5], [6, 7]], **columns})
     collator = BucketedCollator(tiny.tokenizer())
-    assert RowReader(dataset).read([0, 1]).columns() is not None
-    kind, message = outcome(lambda: collator(RowReader(dataset).read([0, 1])))
+    assert isinstance(RowReader(dataset).read_columns([0, 1]), ColumnBatch)
+    kind, message = outcome(lambda: collator([RowReader(dataset).read_columns([0, 1])]))
     assert kind is ValueError
     assert (kind, message) == outcome(lambda: collator(dataset.__getitems__([0, 1])))
 
@@ -366,16 +361,16 @@ def test_transforms_other_formats_and_subclasses_are_left_to_the_dataset():
     plus_one = dataset.with_transform(lambda rows: {"input_ids": [[i + 1 for i in row] for row in rows["input_ids"]]})
     assert RowReader(plus_one).read([1]) == [{"input_ids": [7, 8]}]
     for other in (plus_one, dataset.with_format("pandas"), dataset.with_format("numpy", dtype=np.float32)):
-        assert RowReader(other).read([1]).columns() is None
+        assert isinstance(RowReader(other).read_columns([1]), RowBatch)
     subclass = Doubling(dataset.data)
-    assert RowReader(subclass).read([1]).columns() is None
+    assert isinstance(RowReader(subclass).read_columns([1]), RowBatch)
     assert RowReader(subclass).read([1]) == [{"input_ids": [6, 7, 6, 7]}]
 
 
 def test_a_format_whose_rows_are_tables_gives_plain_rows():
     dataset = Dataset.from_dict({"input_ids": [[5], [6, 7]], "labels": [0, 1]})
     reader = RowReader(dataset.with_format("arrow", columns=["input_ids"]))
-    assert set(reader.read([1]).columns()) == {"input_ids"}
+    assert set(reader.read_columns([1]).columns) == {"input_ids"}
     assert reader.read([1]) == [{"input_ids": [6, 7]}]
     assert set(bucketed(dataset.with_format("arrow"), batch_size=1)[0]) == {"input_ids", "labels"}
 
@@ -383,18 +378,17 @@ def test_a_format_whose_rows_are_tables_gives_plain_rows():
 def test_a_format_that_is_set_later_is_seen():
     dataset = make(LENGTHS)
     reader = RowReader(dataset)
-    assert "score" in reader.read([0]).columns()
+    assert "score" in reader.read_columns([0]).columns
     dataset.set_format("torch", columns=["input_ids", "index"])  # changes `_fingerprint`, in datasets 3.0 to 5.2
-    assert list(reader.read([0]).columns()) == ["input_ids", "index"]
+    assert list(reader.read_columns([0]).columns) == ["input_ids", "index"]
     dataset.set_transform(lambda rows: {"input_ids": [[1]] * len(rows["index"])})
-    assert reader.read([0]).columns() is None
+    assert isinstance(reader.read_columns([0]), RowBatch)
     assert reader.read([0]) == [{"input_ids": [1]}]
 
 
 @pytest.mark.parametrize("rows", [[-1, 0], [0, 12]])
 def test_rows_out_of_range_mean_what_they_mean_to_the_dataset(rows):
     dataset = make(LENGTHS)
-    assert RowReader(dataset).read(rows).columns() is None
     assert outcome_of_rows(lambda: RowReader(dataset).read(rows)) == outcome_of_rows(lambda: dataset.__getitems__(rows))
 
 
@@ -409,8 +403,8 @@ def outcome_of_rows(call: Callable[[], Any]) -> Any:
 def test_any_other_dataset_is_read_row_by_row(build):
     rows = [{"input_ids": [5]}, {"input_ids": [6, 7]}, {"input_ids": [8]}]
     reader = RowReader(build(rows))
-    batch = reader.read(np.array([2, 0]))
-    assert batch.columns() is None
+    batch = reader.read_columns(np.array([2, 0]))
+    assert isinstance(batch, RowBatch)
     assert batch == [rows[2], rows[0]]
     collator = BucketedCollator(tiny.tokenizer())
     assert_same(collator(reader.read([2, 0])), collator([rows[2], rows[0]]))
@@ -422,9 +416,9 @@ def test_any_other_dataset_is_read_row_by_row(build):
 def test_keep_reads_only_these_columns_on_both_ways():
     dataset = make(LENGTHS).add_column("text", ["w1"] * len(LENGTHS))
     reader = RowReader(dataset)
-    assert reader.read([0]).columns() is None
+    assert isinstance(reader.read_columns([0]), RowBatch)
     reader.keep(["input_ids", "index", "no such column"])
-    assert list(reader.read([0]).columns()) == ["input_ids", "index"]
+    assert list(reader.read_columns([0]).columns) == ["input_ids", "index"]
     assert reader.read([2]) == [{"input_ids": dataset[2]["input_ids"], "index": 2}]
     reader.keep(None)
     assert reader.read([2]) == [dataset[2]]
@@ -445,11 +439,10 @@ def test_columns_that_are_not_kept_are_not_decoded():
 
 @pytest.mark.parametrize("read", [True, False])
 def test_a_row_longer_than_the_width_is_refused(read):
-    batch = RowReader(make(LENGTHS)).read([0, 2], width=5)
-    if read:
-        list(batch)
+    reader = RowReader(make(LENGTHS))
+    batch = (reader.read if read else reader.read_columns)([0, 2], width=5)
     with pytest.raises(ValueError) as error:
-        BucketedCollator(tiny.tokenizer())(batch)
+        BucketedCollator(tiny.tokenizer())([batch])
     assert str(error.value) == (
         "width=5 is too short for features[1]['input_ids'] with 7 ids; expected the longest row to fit. Give the view "
         "the true lengths: bucketed(dataset, ..., lengths=token_lengths(dataset))."
@@ -492,8 +485,8 @@ class View(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.reader.dataset)
 
-    def __getitems__(self, indices: list[int]) -> RowBatch:
-        return self.reader.read(indices)
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self.reader.read_columns(indices)]
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
@@ -512,145 +505,8 @@ def test_a_pickled_reader_carries_the_dataset_and_nothing_else():
     dataset = make(LENGTHS)
     reader = RowReader(dataset)
     reader.keep(["input_ids"])
-    assert reader.read([2]).columns() is not None
+    assert isinstance(reader.read_columns([2]), ColumnBatch)
     assert len(pickle.dumps(reader)) < len(pickle.dumps(dataset)) + 300
     twin = pickle.loads(pickle.dumps(reader))
     assert twin.read([2]) == reader.read([2])
-    assert list(twin.read([2]).columns()) == ["input_ids"]
-
-
-# A list like any other
-
-ROWS = [{"a": 1}, {"a": 2}, {"a": 3}]
-
-
-def unread() -> RowBatch:
-    batch = RowReader(ROWS).read([0, 1, 2], width=8)
-    assert len(batch) == 3
-    return batch
-
-
-def extended(batch: Any) -> list[Any]:
-    found = [0]
-    found.extend(batch)
-    return found
-
-
-def grown(batch: Any) -> list[Any]:
-    found = same = [0]
-    found += batch
-    assert found is same
-    return found
-
-
-def spliced(batch: Any) -> list[Any]:
-    found = [0, 1]
-    found[1:1] = batch
-    return found
-
-
-def first_and_rest(batch: Any) -> Any:
-    first, *rest = batch
-    return first, rest
-
-
-def matched(batch: Any) -> Any:
-    match batch:
-        case [first, *rest]:
-            return first, rest
-
-
-USES: dict[str, Callable[[Any], Any]] = {
-    "iterate": lambda batch: [row for row in batch],  # noqa: C416
-    "list": list,
-    "star": lambda batch: [*batch],
-    "tuple": tuple,
-    "call": lambda batch: (lambda *rows: rows)(*batch),
-    "unpack": first_and_rest,
-    "match": matched,
-    "index": lambda batch: batch[1],
-    "negative": lambda batch: batch[-1],
-    "slice": lambda batch: batch[1:],
-    "reversed": lambda batch: list(reversed(batch)),
-    "in": lambda batch: {"a": 2} in batch,
-    "index of": lambda batch: batch.index({"a": 3}),
-    "count": lambda batch: batch.count({"a": 3}),
-    "equal": lambda batch: batch == ROWS,
-    "equal to": lambda batch: ROWS == batch,  # noqa: SIM300
-    "unequal": lambda batch: batch != ROWS,
-    "less": lambda batch: batch < [],
-    "repr": repr,
-    "str": str,
-    "add": lambda batch: batch + [0],  # noqa: RUF005
-    "added": lambda batch: [0] + batch,  # noqa: RUF005
-    "times": lambda batch: batch * 2,
-    "timed": lambda batch: 2 * batch,
-    "extend": extended,
-    "in-place add": grown,
-    "slice assignment": spliced,
-    "copy": copy.copy,
-    "copy method": lambda batch: batch.copy(),
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda batch: pickle.loads(pickle.dumps(batch)),
-    "sorted": lambda batch: sorted(batch, key=lambda row: -row["a"]),
-    "zip": lambda batch: list(zip(batch, batch, strict=True)),
-    "map": lambda batch: list(map(len, batch)),
-    "bool": bool,
-    "max": lambda batch: max(batch, key=lambda row: row["a"]),
-    "json": json.dumps,
-    "json, indented": lambda batch: json.dumps(batch, indent=1),
-    "numpy": lambda batch: np.array(batch).tolist(),
-    "numpy asarray": lambda batch: np.asarray(batch, dtype=object).tolist(),
-    "pandas": lambda batch: pd.DataFrame(batch).to_dict(),
-    "pyarrow table": lambda batch: pa.Table.from_pylist(batch).to_pylist(),
-    "default_collate": lambda batch: default_collate(batch)["a"].tolist(),
-    "heap": lambda batch: heapq.nsmallest(1, batch, key=lambda row: row["a"]),
-    "pop": lambda batch: (batch.pop(), batch),
-    "append": lambda batch: (batch.append(0), batch),
-    "assign": lambda batch: (batch.__setitem__(0, 9), batch),
-    "delete": lambda batch: (batch.__delitem__(0), batch),
-    "reverse": lambda batch: (batch.reverse(), batch),
-    "sort": lambda batch: (batch.sort(key=lambda row: -row["a"]), batch),
-    "clear": lambda batch: (batch.clear(), batch),
-}
-
-
-@pytest.mark.parametrize("use", USES)
-def test_a_row_batch_is_used_as_the_list_of_its_rows(use):
-    expected = USES[use](list(ROWS))
-    assert USES[use](unread()) == expected
-
-
-def test_slices_copies_and_pickles_are_plain_lists():
-    batch = unread()
-    copies = [batch[:], batch.copy(), copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))]
-    assert [type(each) for each in [*copies, batch + [], [] + batch, batch * 1]] == [list] * 8  # noqa: RUF005
-
-
-def test_two_unread_batches_compare_and_add_as_lists():
-    assert unread() == unread()
-    assert unread() + unread() == ROWS + ROWS
-
-
-def test_what_takes_the_items_of_a_list_by_force_gets_an_error_and_not_a_wrong_row():
-    taken = []
-    list.extend(taken, list.__iter__(unread()))
-    with pytest.raises(AttributeError, match="'UnreadRow' object has no attribute 'keys'"):
-        taken[0].keys()
-    with pytest.raises(TypeError):
-        taken[0]["a"]
-    with pytest.raises(pa.ArrowInvalid):
-        pa.array(taken)
-
-
-def test_every_method_of_a_list_reads_first_or_looks_at_no_item():
-    without_items = {"__new__", "__init__", "__len__", "__sizeof__", "__hash__", "__getattribute__"}
-    inherited = {name for name in vars(list) if name not in vars(RowBatch)}
-    assert inherited - {"__class_getitem__", "__doc__"} <= without_items
-
-
-def test_a_failed_read_leaves_the_batch_unread_and_fails_again():
-    batch = RowReader(ROWS).read([0, 7])
-    for _ in range(2):
-        with pytest.raises(IndexError):
-            list(batch)
+    assert list(twin.read_columns([2]).columns) == ["input_ids"]

@@ -381,7 +381,7 @@ def test_unused_columns_are_left_out_and_stay_in_the_view(source, collator, tmp_
     trainer.data_collator = collator(tiny.tokenizer())
     for _ in range(2):
         assert trainer.evaluate()["eval_indices"] == list(range(COUNT))
-        assert view._reader.rows([0]) == [examples[0]]
+        assert view._reader.read([0]) == [examples[0]]
 
 
 def test_our_collator_reads_the_columns_straight_from_arrow(tmp_path, monkeypatch):
@@ -389,7 +389,7 @@ def test_our_collator_reads_the_columns_straight_from_arrow(tmp_path, monkeypatc
         raise AssertionError("the rows were read one by one")
 
     view = sorted_by_length(Dataset.from_list(rows(COUNT, CASES["classes"].labels)))
-    monkeypatch.setattr(RowReader, "rows", row_by_row)
+    monkeypatch.setattr(RowReader, "read", row_by_row)
     assert make_trainer("classes", tmp_path, view).evaluate()["eval_indices"] == list(range(COUNT))
 
 

@@ -356,7 +356,7 @@ def test_ranks_that_do_not_fit_are_refused(tmp_path) -> None:
         bucketed([example(0)], batch_size=4, world_size=2, rank=1)
     assert str(error.value) == (
         "rank=1 is for streams, and <list> can be indexed; expected it left out, since all lengths are known. Leave "
-        "rank out"
+        "it out"
     )
     trainer, _ = make_trainer(tmp_path, make_stream("examples", rank=0))
     trainer.args.distributed_state.process_index, before = 1, trainer.args.distributed_state.process_index
@@ -396,7 +396,10 @@ def test_the_place_of_a_large_or_unusual_state_is_kept_without_it() -> None:
     ("changed", "says"),
     [
         ({"turn": "4"}, "state['turn']='4' is invalid; expected an integer of 0 or more. "),
-        ({"place": None}, "state['place']=None is not a place in a stream; expected an object with epoch, row, "),
+        (
+            {"place": None},
+            "state=None is not a state; expected what state_dict() returns. Save it: stream.state_dict()",
+        ),
         ({"place": {"row": -1}}, "state['place']['row']=-1 is invalid; expected an integer of 0 or more. "),
         ({"place": {"dataset": True}}, "state['place']['dataset']=True is not a state of <Resumable> (TypeError: "),
     ],

@@ -861,9 +861,9 @@ def test_undoing_one_trainer_leaves_what_another_shares(tmp_path):
             attach(bert_trainer(tmp_path / str(i), model=model, compute_loss_func=loss, **settings)) for i in range(2)
         ]
         both[first].memopt_handle.remove()
-        assert (view.buckets.seed, loss._smoothing_of_arguments, view._as_batches) == (7, 0.1, True)
+        assert (view.buckets.seed, loss._smoothing_of_arguments, view._as_columns) == (7, 0.1, True)
         both[second].memopt_handle.remove()
-        assert (view.buckets.seed, loss._smoothing_of_arguments, view._as_batches) == (0, 0.0, False)
+        assert (view.buckets.seed, loss._smoothing_of_arguments, view._as_columns) == (0, 0.0, False)
 
 
 def test_the_trainer_of_the_view_alone_reads_in_order(tmp_path):

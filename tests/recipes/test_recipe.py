@@ -29,7 +29,7 @@ from hf_memopt import (
     recipe,
 )
 from hf_memopt.batching.views.bucketed_stream import BucketedStream
-from hf_memopt.batching.views.bucketed_view import BucketedExamples, bucketed
+from hf_memopt.batching.views.bucketed_view import BucketedView, bucketed
 from hf_memopt.batching.views.sorted_view import SortedExamples
 from hf_memopt.binding import versions
 from hf_memopt.devices import memory_reading
@@ -488,7 +488,7 @@ def test_the_trainer_is_stock_and_everything_is_wired(tmp_path) -> None:
     mine = transformers.TrainerCallback()
     trainer = wired(tmp_path, recipe("8gb-gpu"), dataset(), callbacks=[mine], training_arguments={"data_seed": 7})
     assert type(trainer) is transformers.Trainer
-    assert isinstance(trainer.train_dataset, BucketedExamples)
+    assert isinstance(trainer.train_dataset, BucketedView)
     assert trainer.train_dataset.buckets.batch_size == trainer.args.per_device_train_batch_size == 16
     assert trainer.train_dataset.buckets.seed == 7
     assert trainer.args.train_sampling_strategy == "sequential"
@@ -553,7 +553,7 @@ def test_a_bucketed_view_as_evaluation_data_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError) as error:
         wired(tmp_path, recipe("cpu"), dataset(), eval_dataset=bucketed(dataset(), batch_size=4))
     assert str(error.value) == (
-        "dataset=<BucketedExamples> is in shuffled order, and predictions would be in that order too; expected the "
+        "dataset=<BucketedView> is in shuffled order, and predictions would be in that order too; expected the "
         "dataset itself, or sorted by length. Evaluate or predict sorted_by_length(view.dataset)"
     )
 

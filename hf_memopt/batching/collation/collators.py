@@ -34,17 +34,17 @@ from hf_memopt.batching.collation.columns import (
     where_padding,
 )
 from hf_memopt.batching.collation.flattened_texts import check_flattened_texts
-from hf_memopt.batching.collation.rows import RowBatch
-from hf_memopt.batching.plan.checks import check_counts
+from hf_memopt.batching.collation.rows import ColumnBatch, RowBatch
+from hf_memopt.batching.plan.checks import check_settings
 from hf_memopt.binding.handles import UndoHandle, set_attribute, undo_all
 from hf_memopt.binding.model_traits import has_decoder, is_causal_lm, label_shifter, needs_position_ids
 from hf_memopt.changes import Change, record_changes
-from hf_memopt.plain_data import check_value, shown
+from hf_memopt.plain_data import check_value
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["BucketedCollator", "DynamicPaddingCollator", "check_tokenizer", "flatten", "needs_position_ids"]
+__all__ = ["BucketedCollator", "DynamicPaddingCollator", "check_tokenizer", "flatten"]
 
 LabelId = Annotated[int, range(-(2**31), 2**31)]
 
@@ -190,26 +190,13 @@ class BucketedCollator:
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         """Return the batch of ``features``, which stay as they are."""
-        if not isinstance(features, Sequence):
-            raise TypeError(
-                f"features={shown(features)} is not a list of examples; expected one. Call: collator([dataset[0]])"
-            )
-        features, width = self._examples(features)
+        if len(features) == 1 and isinstance(features[0], ColumnBatch):
+            return self._collate(dict(features[0].columns), features[0].width)
+        examples = flatten(features)
         if self.inner is not None:
-            batch: dict[str, Any] = self.inner(list(features) if isinstance(features, RowBatch) else features)
+            batch: dict[str, Any] = self.inner(examples)
             return batch
-        columns = features.columns() if isinstance(features, RowBatch) else None
-        return self._collate(read_columns(features) if columns is None else columns, width)
-
-    def _examples(self, features: Sequence[Any]) -> tuple[Sequence[Any], int | None]:
-        """Return the examples, unread where they are, and the width to pad them to; None leaves it to the collator."""
-        if not isinstance(features, RowBatch) and len(features) == 1 and isinstance(features[0], RowBatch):
-            features = features[0]
-        if isinstance(features, RowBatch):
-            return features, features.width
-        widths = [item.width if isinstance(item, RowBatch) else None for item in features]
-        known = [width for width in widths if width is not None]
-        return flatten(features), max(known) if known and len(known) == len(widths) else None
+        return self._collate(read_columns(examples), _common_width(features))
 
     def _collate(self, columns: dict[str, Column], width: int | None) -> dict[str, Any]:
         """Return the batch as tensors, padded to ``width`` or to its longest row."""
@@ -322,17 +309,6 @@ class BucketedCollator:
         unmaskable: Array = (special != 0) | (batch["attention_mask"] == 0)
         return unmaskable
 
-    def __repr__(self) -> str:
-        shown = {
-            "tokenizer": None if self.tokenizer is None else type(self.tokenizer).__name__,
-            "mlm_probability": self.mlm_probability,
-            "causal_lm": self.causal_lm or None,
-            "pad_to_multiple_of": self.pad_to_multiple_of,
-            "position_ids": self._adds_position_ids or None,
-            "inner": None if self.inner is None else _name(self.inner),
-        }
-        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in shown.items() if v is not None)})"
-
 
 DynamicPaddingCollator = BucketedCollator
 
@@ -348,6 +324,13 @@ def flatten(features: Iterable[Any]) -> list[Any]:
     for item in features:
         examples.extend(item if isinstance(item, (list, tuple)) else [item])
     return examples
+
+
+def _common_width(features: Sequence[Any]) -> int | None:
+    """Return the width that the batches of views ask for; None where anything else is among them."""
+    batches = [features] if isinstance(features, RowBatch) else features
+    widths = [batch.width if isinstance(batch, RowBatch) else None for batch in batches]
+    return None if None in widths else max(widths)  # type: ignore[type-var]
 
 
 def _name(collator: object) -> str:
@@ -385,7 +368,7 @@ def _check_settings(
     tokenizer: Any, mlm_probability: float | None, causal_lm: bool, pad_to_multiple_of: int | None
 ) -> None:
     if pad_to_multiple_of is not None:
-        check_counts(pad_to_multiple_of=pad_to_multiple_of)
+        check_settings(pad_to_multiple_of=pad_to_multiple_of)
     if mlm_probability is None:
         return
     if not 0 < mlm_probability <= 1:

@@ -2,16 +2,14 @@
 
 Nothing in a model says whether its attention keeps such texts apart: many models read that off ``position_ids``, which
 start again with every text, others ignore them (BLOOM, Falcon) or have layers that run across texts (Mamba, the
-convolutions of LFM2). So the model itself is asked, with three texts of a few tokens: the gradient of one text's loss
-with respect to the embeddings of its neighbours is exactly 0 where texts are apart, and in its own tokens it is that of
-the text alone. The kernel in use is asked, whichever it is; the weights and their gradients are not touched.
+convolutions of LFM2). So the model itself is asked, with three texts of a few tokens: the logits of the second do not
+change at all when its neighbours do, and are those of the text alone. The kernel in use is asked, whichever it is.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["check_flattened_texts"]
 
 LENGTHS = (6, 8, 7)  # tokens of the texts, of which the second is asked
-LARGEST_DEVIATION = 0.1  # of the gradient from that of the text alone: above rounding in 16 bits, below other positions
+LARGEST_DEVIATION = 0.1  # of the logits from those of the text alone: above rounding in 16 bits, below other positions
 
 
 def check_flattened_texts(trainer: Trainer, inner: Callable[[Any], Any]) -> None:
@@ -59,10 +57,19 @@ def _why_not(trainer: Any, inner: Callable[[Any], Any]) -> str | None:
     """Return what is wrong with flattened texts, what is expected and what to do, or None."""
     name, start, end = _name(trainer.model), LENGTHS[0], LENGTHS[0] + LENGTHS[1]  # of the second text in the row
     try:
-        texts = _texts(unwrap_model(trainer.model))
-        row = inner([{"input_ids": text} for text in texts])
+        before, text, after = _texts(unwrap_model(trainer.model))
+        row, others, reversed_text = (
+            inner([{"input_ids": ids} for ids in texts])
+            for texts in (
+                (before, text, after),
+                (before[::-1], text, after[::-1]),
+                (before, text[::-1], after),
+            )
+        )
         labels = row["labels"][0, [0, start, end]]
-        alone, among, of_first = _gradients(trainer, row, texts[1])
+        alone = _logits(trainer, {"input_ids": torch.tensor([text])})
+        among, among_others = _logits(trainer, row)[start:end], _logits(trainer, others)[start:end]
+        of_first = _loss_of_label(trainer, row, start), _loss_of_label(trainer, reversed_text, start)
     except Exception as error:  # whatever the model raises for inputs that it does not take
         return (
             f"which {name} could not be trained on ({type(error).__name__}: {error}); expected a causal language model "
@@ -73,38 +80,20 @@ def _why_not(trainer: Any, inner: Callable[[Any], Any]) -> str | None:
             f"with labels {labels.tolist()} for their first tokens; expected {IGNORED_LABEL}, as nothing predicts "
             f"them. Call: DataCollatorWithFlattening(separator_id={IGNORED_LABEL})"
         )
-    if bool(torch.cat([among[:start], among[end:]]).abs().max() > 0):
+    if not torch.equal(among, among_others):
         return _leak(trainer, name)
-    if bool(of_first[start:end].abs().max() > 0):
+    if of_first[0] != of_first[1]:
         return (
             f"and leaves out the label of their first tokens, which the loss of {name} counts; expected a causal "
             f"language model. {_pad_instead(trainer)}"
         )
-    if bool((among[start:end] - alone).norm() > LARGEST_DEVIATION * alone.norm()):
+    if bool((among - alone).norm() > LARGEST_DEVIATION * alone.norm()):
         return (
             f"where {name} does not compute what it computes for a text alone, as with other positions; expected the "
             "same. Call: DataCollatorWithFlattening(position_ids_start=2) if it counts positions from 2; else "
             f"{_pad_instead(trainer)}"
         )
     return None
-
-
-def _gradients(
-    trainer: Any, row: Mapping[str, Any], text: list[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradient of the second text's loss: of the text alone, shape (its tokens, hidden); in the row, shape
-    (seq, hidden); and in the row with a label for its first token only.
-    """
-    start, end = LENGTHS[0], LENGTHS[0] + LENGTHS[1]
-    inside, first = (torch.full_like(row["labels"], IGNORED_LABEL) for _ in range(2))
-    inside[0, start + 1 : end] = row["labels"][0, start + 1 : end]
-    first[0, start] = text[0]
-    alone = {"input_ids": torch.tensor([text]), "labels": torch.tensor([[IGNORED_LABEL, *text[1:]]])}
-    return (
-        _gradient(trainer, alone),
-        _gradient(trainer, {**row, "labels": inside}),
-        _gradient(trainer, {**row, "labels": first}),
-    )
 
 
 def _leak(trainer: Any, name: str) -> str:
@@ -119,26 +108,25 @@ def _leak(trainer: Any, name: str) -> str:
     return f"{seen}; expected a model whose layers keep apart what position_ids count anew. {_pad_instead(trainer)}"
 
 
-def _gradient(trainer: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Return the gradient of the model's loss with respect to the embeddings of its one row, shape (seq, hidden)."""
-    model = trainer.model
-    embeddings: nn.Module = unwrap_model(model).get_input_embeddings()
-    found: list[torch.Tensor] = []
+def _logits(trainer: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Return the logits of the model's one row around their mean at each token, shape (seq, vocabulary)."""
+    inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    found: torch.Tensor = _outputs(trainer, inputs).logits[0].float()
+    return found - found.mean(dim=-1, keepdim=True)
 
-    def keep(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        found.append(output.detach().requires_grad_())
-        return found[-1]
 
-    config = getattr(unwrap_model(model), "config", None)
-    with ExitStack() as stack:
-        stack.enter_context(embeddings.register_forward_hook(keep))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(trainer.compute_loss_context_manager())
-        if getattr(config, "output_router_logits", False):  # the loss of a router is over all tokens of a batch
-            stack.enter_context(set_attribute(config, "output_router_logits", False))
-        loss = model(**send_to_device(dict(inputs), trainer.args.device)).loss
-    (gradient,) = torch.autograd.grad(loss, found[:1])
-    return gradient[0].float()
+def _loss_of_label(trainer: Any, row: Mapping[str, Any], position: int) -> float:
+    """Return the model's loss where one position alone has a label, always the same."""
+    labels = torch.full_like(row["labels"], IGNORED_LABEL)
+    labels[0, position] = 0
+    config = getattr(unwrap_model(trainer.model), "config", None)
+    with set_attribute(config, "output_router_logits", False):  # the loss of a router is over all tokens of a batch
+        return float(_outputs(trainer, {**row, "labels": labels}).loss)
+
+
+def _outputs(trainer: Any, inputs: Mapping[str, Any]) -> Any:
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        return trainer.model(**send_to_device(dict(inputs), trainer.args.device))
 
 
 def _texts(model: Any) -> list[list[int]]:

@@ -1,15 +1,15 @@
-"""Read the rows of a dataset as late as possible: column by column from Arrow for our collators, as rows for others.
+"""Read the rows of a dataset: as columns straight from Arrow for our collators, as its own rows for others.
 
-``RowReader.read`` returns a ``RowBatch``, a list whose rows are read when something looks at them. Our collators do not
-look: they take the columns straight from Arrow, without a Python object per token. Another collator, a wrapper or user
-code gets the rows that the dataset itself returns. Read from Arrow are numbers and flat lists of numbers, in columns
-without nulls, in the formats None, numpy and torch.
+A view that ``attach`` has bound to a Trainer with our collator hands out a ``ColumnBatch``, which holds no Python
+object per token. Read so are numbers and flat lists of numbers without nulls, in the formats None, numpy and torch.
+Anything else, and another collator, gets the rows that the dataset itself returns, in a ``RowBatch``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,30 @@ from datasets import Dataset
 from hf_memopt.batching.collation.columns import Array, Column
 from hf_memopt.batching.plan.lengths import LENGTH_COLUMN
 
-__all__ = ["RowBatch", "RowReader"]
+__all__ = ["ColumnBatch", "RowBatch", "RowReader"]
+
+
+class RowBatch(list[Any]):
+    """The rows of a batch.
+
+    Attributes:
+        width: the width that our collator must pad the batch to; None: its longest row, rounded up.
+    """
+
+    width: int | None = None
+
+
+@dataclass
+class ColumnBatch:
+    """The columns of a batch, for our collators; not a dict, since stock's ``RemoveColumnsCollator`` rebuilds those.
+
+    Attributes:
+        columns: the cells of every row, by name.
+        width: as of a ``RowBatch``.
+    """
+
+    columns: dict[str, Column]
+    width: int | None
 
 
 class RowReader:
@@ -33,7 +56,7 @@ class RowReader:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._names: frozenset[str] | None = None
-        self._prepared: tuple[Any, Any, ArrowColumns | None] | None = None  # fingerprint, dataset of rows, columns
+        self._prepared: tuple[Any, Any, ArrowColumns | None] | None = None  # format, dataset of rows, columns
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared": None}
@@ -44,22 +67,21 @@ class RowReader:
         self._prepared = None
 
     def read(self, indices: Sequence[int] | Array, width: int | None = None) -> RowBatch:
-        """Return the rows at ``indices``, unread; a collator pads them to ``width``, None: to the longest row."""
-        batch = RowBatch([_UNREAD] * len(indices))
-        batch.width, batch._unread = width, (self, indices)
+        """Return the dataset's own rows at ``indices``, with the kept columns only."""
+        batch = RowBatch(self._rows(np.asarray(indices).tolist()))
+        batch.width = width
         return batch
 
-    def columns(self, indices: Sequence[int] | Array) -> dict[str, Column] | None:
-        """Return the columns at ``indices`` straight from Arrow, or None if the rows must be read one by one."""
+    def read_columns(self, indices: Sequence[int] | Array, width: int | None = None) -> ColumnBatch | RowBatch:
+        """Return the columns at ``indices`` straight from Arrow, or the rows where it does not have them all."""
         _, arrow = self._sources()
-        return None if arrow is None else arrow.read(np.asarray(indices, dtype=np.int64))
+        columns = None if arrow is None else arrow.read(np.asarray(indices, dtype=np.int64))
+        return self.read(indices, width) if columns is None else ColumnBatch(columns, width)
 
-    def rows(self, indices: Sequence[int] | Array) -> list[Any]:
-        """Return the dataset's own rows at ``indices``, with the kept columns only."""
+    def _rows(self, indices: list[int]) -> list[Any]:
         (dataset, _), names = self._sources(), self._names
-        wanted = np.asarray(indices).tolist()
         fetch = getattr(dataset, "__getitems__", None)
-        rows = list(fetch(wanted)) if fetch is not None and wanted else [dataset[i] for i in wanted]
+        rows = list(fetch(indices)) if fetch is not None and indices else [dataset[i] for i in indices]
         if names is None:
             return rows
         return [
@@ -68,14 +90,12 @@ class RowReader:
         ]
 
     def _sources(self) -> tuple[Any, ArrowColumns | None]:
-        """Return what to read rows from and the Arrow columns, prepared again once the dataset was changed in place."""
-        # `_fingerprint` is private; set_format and set_transform, which change a dataset in place, change it too
-        # (datasets 3.0 to 5.2; pinned by a test).
-        fingerprint = getattr(self.dataset, "_fingerprint", None)
-        if self._prepared is None or self._prepared[0] != fingerprint:
-            is_plain = type(self.dataset) is Dataset  # a subclass may read its rows in another way
-            sources = _prepare(self.dataset, self._names) if is_plain else (self.dataset, None)
-            self._prepared = (fingerprint, *sources)
+        """Return what to read rows and columns from, prepared again once the format was changed in place."""
+        if type(self.dataset) is not Dataset:  # a subclass may read its rows in another way
+            return self.dataset, None
+        form = self.dataset.format
+        if self._prepared is None or self._prepared[0] != form:
+            self._prepared = form, *_prepare(self.dataset, self._names)
         return self._prepared[1:]
 
 
@@ -84,65 +104,10 @@ def _prepare(dataset: Dataset, names: frozenset[str] | None) -> tuple[Dataset, A
     if form["type"] in ("arrow", "polars"):  # their rows are tables, which no collator takes
         dataset = dataset.with_format(None, form["columns"], form["output_all_columns"])
     arrow = ArrowColumns.of(dataset, names)
-    if names is None or form["type"] == "custom":  # a transform sees all columns
+    kept = [name for name in dataset.column_names if names is None or name in names]
+    if names is None or form["type"] == "custom" or not kept:  # a transform sees all columns
         return dataset, arrow
-    kept = [name for name in dataset.column_names if name in names]
-    return dataset.select_columns(kept) if kept else dataset, arrow
-
-
-class RowBatch(list[Any]):
-    """A batch of rows: a list, as tokenizers and collators ask for, that reads its rows at the first use of any.
-
-    ``len`` is known without reading. Copies, slices and pickles are plain lists.
-
-    Attributes:
-        width: the width that the collator must pad the batch to; None: its longest row, rounded up.
-    """
-
-    width: int | None = None
-    _unread: tuple[RowReader, Sequence[int] | Array] | None = None  # None: the items are the rows
-
-    def columns(self) -> dict[str, Column] | None:
-        """Return the columns straight from Arrow, or None if the rows were looked at or must be read one by one."""
-        return None if self._unread is None else self._unread[0].columns(self._unread[1])
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        return list, (list(self),)
-
-    def __radd__(self, other: Any) -> Any:
-        _fill(self)  # list + RowBatch takes the items without asking for them; list.__add__ does the rest
-        return NotImplemented
-
-
-_UNREAD = type("UnreadRow", (), {})()  # C code that takes items without asking gets these, and fails by this name
-
-
-def _fill(batch: Any) -> None:
-    """Put the rows into a ``RowBatch`` that is still unread."""
-    if isinstance(batch, RowBatch) and batch._unread is not None:
-        reader, indices = batch._unread
-        rows = reader.rows(indices)
-        batch._unread = None
-        list.__init__(batch, rows)
-
-
-def _filled_first(name: str) -> Callable[..., Any]:
-    """Return list's method of that name for a ``RowBatch``: it reads the rows of all its arguments first."""
-    method = getattr(list, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for arg in args:  # the batch itself, and another one that it is compared with or extended by
-            _fill(arg)
-        return method(*args, **kwargs)
-
-    return call
-
-
-_WITHOUT_ITEMS = {"__new__", "__init__", "__len__", "__sizeof__", "__hash__", "__getattribute__", "__doc__"}
-for _name in (
-    vars(list).keys() - _WITHOUT_ITEMS - {"__class_getitem__"}
-):  # all that a later Python adds to list reads first as well
-    setattr(RowBatch, _name, _filled_first(_name))
+    return dataset.select_columns(kept), arrow
 
 
 class ArrowColumns:
@@ -153,15 +118,15 @@ class ArrowColumns:
     look at two offsets and a slice.
     """
 
-    def __init__(self, table: pa.Table) -> None:
+    def __init__(self, table: pa.Table, mapping: pa.Table | None = None) -> None:
         batches = [batch for batch in table.to_batches() if batch.num_rows]  # no copy; cuts all columns alike
         self._ends = np.cumsum([batch.num_rows for batch in batches])  # (chunks,): the row after each one's last
         self._begins = np.append(0, self._ends)
         self._chunks = {name: [_cells(batch[name]) for batch in batches] for name in table.column_names}
-        self._indices: ArrowColumns | None = None
+        self._indices = None if mapping is None else ArrowColumns(mapping)
 
     @classmethod
-    def of(cls, dataset: Dataset, names: Iterable[str] | None) -> ArrowColumns | None:
+    def of(cls, dataset: Dataset, names: frozenset[str] | None) -> ArrowColumns | None:
         """Return the columns of ``dataset`` among ``names`` (None: all), or None if it must be read row by row."""
         form, table = dataset.format, dataset.data.table
         if form["type"] not in (None, "numpy", "torch") or form["format_kwargs"]:
@@ -169,15 +134,13 @@ class ArrowColumns:
         if form["output_all_columns"] and set(form["columns"]) != set(table.column_names):
             return None  # the columns outside the format come last, and as Python lists
         kept = [name for name in table.column_names if name in form["columns"] and (names is None or name in names)]
-        try:
-            columns = cls(table.select([name for name in kept if name != LENGTH_COLUMN]))
-        except ValueError:
-            return None
         # `_indices` is the private mapping that shuffle, select, sort and filter leave: a table of one uint64 column
         # (datasets 3.0 to 5.2; pinned by a test).
         mapping = getattr(dataset, "_indices", None)
-        columns._indices = None if mapping is None else cls(mapping.table)
-        return columns
+        try:
+            return cls(table.select([name for name in kept if name != LENGTH_COLUMN]), getattr(mapping, "table", None))
+        except ValueError:
+            return None
 
     def read(self, rows: Array) -> dict[str, Column] | None:
         """Return the columns at ``rows``, or None where one is out of range."""

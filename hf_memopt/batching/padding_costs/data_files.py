@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from hf_memopt.batching.padding_costs.file_readers import first_line, likely_type, open_source, reading
+from hf_memopt.batching.plan.lengths import is_list
 from hf_memopt.errors import did_you_mean
 from hf_memopt.hub import hub_answers
 
@@ -79,69 +80,6 @@ class FileLengths:
         return "\n".join(lines)
 
 
-def file_lengths(path: str | Path, *, column: str | None = None, tokenizer: str | None = None) -> FileLengths:
-    """Return the length of every example in a file, or in a folder of files of one kind.
-
-    A folder is searched with its subfolders; hidden files and other kinds of files are skipped. A folder that
-    ``Dataset.save_to_disk`` wrote is read as that dataset.
-
-    Args:
-        path: the file or folder.
-        column: lists of token ids or texts; by default ``input_ids``, else ``text``, else the only column of texts
-            (with a tokenizer texts are preferred).
-        tokenizer: counts the tokens of texts, special tokens included: a folder or a name on the Hub for
-            ``AutoTokenizer``. Without it words are counted.
-
-    Raises:
-        ValueError: no such path, an unknown kind of file, files of several kinds, one that cannot be read, no such
-            column or no default one, no rows or only empty ones, or a tokenizer that cannot be loaded.
-    """
-    from tqdm.auto import tqdm
-
-    try:
-        kind, sources = _find(Path(path))
-    except OSError as error:  # no permission, a name that is too long, a circle of links
-        raise ValueError(
-            f"path={str(path)!r} cannot be searched ({first_line(error)}); expected a file or folder that may be "
-            "read. Call: hf-memopt lengths FILE"
-        ) from error
-    with reading(sources[0], kind):
-        schema, read = open_source(sources[0], kind)
-    column = column or _choose_column(schema, sources[0], has_tokenizer=tokenizer is not None)
-    is_text = _check_column(schema, column, sources[0])
-    if tokenizer is not None and not is_text:
-        raise ValueError(
-            f"tokenizer={tokenizer!r} has no text to split: column {column!r} holds token ids already; expected a "
-            "column of texts. Leave the tokenizer out, or name another column: --column NAME"
-        )
-    count = _count_ids if not is_text else _count_words if tokenizer is None else _token_counter(tokenizer)
-    lengths, null_rows = [], 0
-    with tqdm(unit=" rows", desc="Reading lengths", delay=1.0, leave=False) as progress:
-        for source in sources:
-            with reading(source, kind):
-                if source is not sources[0]:
-                    schema, read = open_source(source, kind)
-                    if _check_column(schema, column, source) != is_text:
-                        raise ValueError(
-                            f"column={column!r} holds texts in one and token ids in the other of {str(sources[0])!r} "
-                            f"and {str(source)!r}; expected the same in all files. Pass --column NAME, or one file"
-                        )
-                for table in read(column):
-                    values = table.column(column).drop_null()
-                    null_rows += table.num_rows - len(values)
-                    progress.update(table.num_rows)
-                    if len(values):
-                        lengths.append(count(values, column))
-    counted = np.concatenate([np.empty(0, dtype=np.int32), *lengths])
-    full = counted[counted > 0]
-    empty_rows = len(counted) - len(full)
-    if len(full) == 0:
-        found = f"{null_rows} null and {empty_rows} empty rows in column {column!r}, and no other"
-        raise ValueError(f"path={str(path)!r} holds {found}; expected at least one example. Check what wrote it")
-    unit: Literal["tokens", "words"] = "words" if is_text and tokenizer is None else "tokens"
-    return FileLengths(full, unit, column, kind, len(sources), null_rows, empty_rows)
-
-
 @dataclass(frozen=True)
 class DataFile:
     """What a data file holds, by its schema.
@@ -165,19 +103,82 @@ class DataFile:
     columns: tuple[str, ...]
 
 
+def file_lengths(path: str | Path, *, column: str | None = None, tokenizer: str | None = None) -> FileLengths:
+    """Return the length of every example in a file, or in a folder of files of one kind.
+
+    A folder is searched with its subfolders; hidden files and other kinds of files are skipped. A folder that
+    ``Dataset.save_to_disk`` wrote is read as that dataset.
+
+    Args:
+        path: the file or folder.
+        column: lists of token ids or texts; by default ``input_ids``, else ``text``, else the only column of texts
+            (with a tokenizer texts are preferred).
+        tokenizer: counts the tokens of texts, special tokens included: a folder or a name on the Hub for
+            ``AutoTokenizer``. Without it words are counted.
+
+    Raises:
+        ValueError: no such path, an unknown kind of file, files of several kinds, one that cannot be read, no such
+            column or no default one, no rows or only empty ones, or a tokenizer that cannot be loaded.
+    """
+    from tqdm.auto import tqdm
+
+    file, sources = _open(path, column, has_tokenizer=tokenizer is not None)
+    kind, column, is_text = file.kind, file.column, file.is_text
+    if tokenizer is not None and not is_text:
+        raise ValueError(
+            f"tokenizer={tokenizer!r} has no text to split: column {column!r} holds token ids already; expected a "
+            "column of texts. Leave the tokenizer out, or name another column: --column NAME"
+        )
+    count = _count_ids if not is_text else _count_words if tokenizer is None else _token_counter(tokenizer)
+    lengths, null_rows = [], 0
+    with tqdm(unit=" rows", desc="Reading lengths", delay=1.0, leave=False) as progress:
+        for source in sources:
+            with reading(source, kind):
+                schema, read = open_source(source, kind)
+                if _check_column(schema, column, source) != is_text:
+                    raise ValueError(
+                        f"column={column!r} holds texts in one and token ids in the other of {str(sources[0])!r} "
+                        f"and {str(source)!r}; expected the same in all files. Pass --column NAME, or one file"
+                    )
+                for values in read(column):
+                    null_rows += values.null_count
+                    progress.update(len(values))
+                    if values.null_count < len(values):
+                        lengths.append(count(values.drop_null(), column))
+    counted = np.concatenate([np.empty(0, dtype=np.int32), *lengths])
+    full = counted[counted > 0]
+    empty_rows = len(counted) - len(full)
+    if len(full) == 0:
+        found = f"{null_rows} null and {empty_rows} empty rows in column {column!r}, and no other"
+        raise ValueError(f"path={str(path)!r} holds {found}; expected at least one example. Check what wrote it")
+    unit: Literal["tokens", "words"] = "words" if is_text and tokenizer is None else "tokens"
+    return FileLengths(full, unit, column, kind, len(sources), null_rows, empty_rows)
+
+
 def data_file(path: str | os.PathLike[str], *, column: str | None = None, has_tokenizer: bool = False) -> DataFile:
     """Return what a data file holds, without reading its rows; the column is chosen as ``file_lengths`` does.
 
     Raises:
         ValueError: as ``file_lengths``, but for what only the rows show.
     """
-    kind, sources = _find(Path(path))
+    return _open(path, column, has_tokenizer=has_tokenizer)[0]
+
+
+def _open(path: str | os.PathLike[str], column: str | None, *, has_tokenizer: bool) -> tuple[DataFile, list[Path]]:
+    """Return what the first file holds, and all files."""
+    try:
+        kind, sources = _find(Path(path))
+    except OSError as error:  # no permission, a name that is too long, a circle of links
+        raise ValueError(
+            f"path={str(path)!r} cannot be searched ({first_line(error)}); expected a file or folder that may be "
+            "read. Call: hf-memopt lengths FILE"
+        ) from error
     with reading(sources[0], kind):
         schema, _ = open_source(sources[0], kind)
     column = column or _choose_column(schema, sources[0], has_tokenizer=has_tokenizer)
     is_text = _check_column(schema, column, sources[0])
     is_folder, is_saved = Path(path).is_dir(), sources[0].is_dir()
-    return DataFile(os.fspath(path), kind, is_folder, is_saved, column, is_text, tuple(schema.names))
+    return DataFile(os.fspath(path), kind, is_folder, is_saved, column, is_text, tuple(schema.names)), sources
 
 
 # ---- Which files -----------------------------------------------------------------------------------------------------
@@ -278,8 +279,7 @@ def _check_column(schema: pa.Schema, column: str, source: Path) -> bool:
     kind = likely_type(schema.field(column).type)
     if _is_text(kind):
         return True
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if not is_list or not pa.types.is_integer(kind.value_type):
+    if not is_list(kind) or not pa.types.is_integer(kind.value_type):
         raise ValueError(
             f"column={column!r} of {str(source)!r} holds values of type {kind}; expected texts or one flat list of "
             "integers per row. Pass --column NAME"
@@ -296,11 +296,11 @@ def _is_text(kind: pa.DataType) -> bool:
 # ---- How long -------------------------------------------------------------------------------------------------------
 
 
-def _count_ids(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
+def _count_ids(values: pa.Array, column: str) -> NDArray[np.int32]:
     return np.asarray(pc.list_value_length(values), dtype=np.int32)  # from the offsets
 
 
-def _count_words(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
+def _count_words(values: pa.Array, column: str) -> NDArray[np.int32]:
     texts = values.to_pylist()
     if all(re.fullmatch(r"\[\s*\d[\d\s,]*\]", text) for text in texts[:20]):  # one alone may be a text such as "[1]"
         raise ValueError(
@@ -310,7 +310,7 @@ def _count_words(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
     return np.fromiter((len(text.split()) for text in texts), dtype=np.int32, count=len(texts))
 
 
-def _token_counter(name: str) -> Callable[[pa.ChunkedArray, str], NDArray[np.int32]]:
+def _token_counter(name: str) -> Callable[[pa.Array, str], NDArray[np.int32]]:
     try:
         from transformers import AutoTokenizer
 
@@ -337,7 +337,7 @@ def _token_counter(name: str) -> Callable[[pa.ChunkedArray, str], NDArray[np.int
             f"Call: tokenizer.save_pretrained({name!r})"
         )
 
-    def count(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
+    def count(values: pa.Array, column: str) -> NDArray[np.int32]:
         rows = tokenizer(values.to_pylist(), return_attention_mask=False, verbose=False)["input_ids"]
         return np.fromiter(map(len, rows), dtype=np.int32, count=len(rows))
 

@@ -26,7 +26,7 @@ from hf_memopt.batching.padding_costs.strategies import (
     pad_lengths,
 )
 from hf_memopt.batching.plan.buckets import LengthBuckets
-from hf_memopt.batching.plan.checks import check_batch_limits, check_counts
+from hf_memopt.batching.plan.checks import check_batch_limits, check_settings
 from hf_memopt.plain_data import check_value, checked_path
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ MOST_SIMULATED = 200_000
 PERCENTILES = (50, 75, 90, 95, 99)
 FINEST_HISTOGRAM = 64  # cells up to the 99th percentile
 WORTH_CUTTING = 0.9  # a max_length above this share of the longest example saves too little for the text that it loses
-ENOUGH = 0.01  # the gain in padding efficiency that more buckets must exceed
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +102,10 @@ class PaddingReport:
 
     def table(self) -> str:
         """Return the report as text of at most 80 columns."""
-        from hf_memopt.batching.padding_costs.output import report_text
+        from hf_memopt.batching.padding_costs.output import print_report
+        from hf_memopt.terminal import printed_text
 
-        return report_text(self)
+        return printed_text(partial(print_report, self))
 
     def _repr_html_(self) -> str:
         from hf_memopt.batching.padding_costs.output import print_report
@@ -165,7 +165,7 @@ def padding_report(
     multiple = pad_to_multiple_of
     whole = LengthBuckets(lengths, batch_size=batch_size, seed=seed, pad_to_multiple_of=multiple).lengths
     if max_length is not None:
-        check_counts(max_length=max_length)
+        check_settings(max_length=max_length)
         max_length = min(max_length, 2**31 - 1)
     cut = whole if max_length is None else np.minimum(whole, max_length)
     if max_tokens is not None:
@@ -184,10 +184,9 @@ def padding_report(
     suggestions: tuple[Suggestion, ...] = (
         _suggest_budget(sample, budget, max_tokens, batch_size, multiple, seed),
         _suggest_length(whole, cuts, percentiles, multiple),
-        _suggest_buckets(sample, batch_size, multiple, seed),
     )
     if unit != "tokens":
-        suggestions = (*(replace(found, code="") for found in suggestions[:2]), suggestions[2])
+        suggestions = tuple(replace(found, code="") for found in suggestions)
     return PaddingReport(
         examples=len(whole),
         total=total,
@@ -289,19 +288,3 @@ def _suggest_length(
         value = longest
         reason = f"cuts nothing: p99 is {percentiles['p99']}, so cutting 1% of the examples would save little"
     return Suggestion("max_length", value, reason, f"tokenizer(text, truncation=True, max_length={value})")
-
-
-def _suggest_buckets(sample: NDArray[np.int32], batch_size: int, multiple: int, seed: int) -> Suggestion:
-    """Suggest the fewest buckets, by halving, that come near to what ``n_buckets="auto"`` reaches."""
-    code = f"bucketed(dataset, batch_size={batch_size}, n_buckets="
-    automatic = LengthBuckets(sample, batch_size=batch_size, seed=seed, pad_to_multiple_of=multiple)
-    most, best = len(automatic.boundaries), automatic.padding_efficiency()
-    reason = f'padding efficiency {best:.3f}; "auto" takes as many'
-    for count in sorted(most >> k for k in range(1, most.bit_length())):
-        fewer = LengthBuckets(sample, batch_size=batch_size, n_buckets=count, seed=seed, pad_to_multiple_of=multiple)
-        efficiency = fewer.padding_efficiency()
-        if efficiency >= best - ENOUGH:
-            near = f'near the {best:.3f} of the {most} that "auto" takes; fewer buckets mix the examples better'
-            return Suggestion("n_buckets", count, f"padding efficiency {efficiency:.3f}, {near}", f"{code}{count})")
-        reason = f'padding efficiency {best:.3f}, where {count} would reach {efficiency:.3f}; "auto" takes as many'
-    return Suggestion("n_buckets", most, reason, f"{code}{most})")

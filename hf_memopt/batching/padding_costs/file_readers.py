@@ -1,4 +1,4 @@
-"""Read one column of a data file as pyarrow tables: Parquet, Arrow, JSON Lines, CSV and datasets saved to disk.
+"""Read one column of a data file as pyarrow arrays: Parquet, Arrow, JSON Lines, CSV and datasets saved to disk.
 
 Files are read batch by batch, and of Parquet, Arrow and CSV, which ``pyarrow.dataset`` reads, only the column in
 question. JSON is parsed by Python: a row may have other fields than the first ones, and deep nesting is an error. Of
@@ -38,8 +38,8 @@ JSON_CHARACTERS = 2**20  # read at once
 BLANK, COMMA = re.compile(r"\s*").match, re.compile(r"\s*,\s*").match
 CUT_OFF = 16  # characters before its end at which a text that is cut off may be wrong
 
-Read = Callable[[str], Iterator[pa.Table]]
-"""Takes the name of a column and yields tables of it alone."""
+Read = Callable[[str], Iterator[pa.Array]]
+"""Takes the name of a column and yields its values."""
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def _open_saved(folder: Path) -> tuple[pa.Schema, Read]:
     if not names:
         raise EOFError("it holds no rows")
 
-    def read(column: str) -> Iterator[pa.Table]:
+    def read(column: str) -> Iterator[pa.Array]:
         for name in names:
             yield from _open_arrow(folder / name)[1](column)
 
@@ -120,9 +120,9 @@ def _open_arrow(file: Path) -> tuple[pa.Schema, Read]:
         batches = pa.ipc.open_stream(mapped)
         schema = batches.schema
 
-    def read(column: str) -> Iterator[pa.Table]:
+    def read(column: str) -> Iterator[pa.Array]:
         for batch in batches:
-            values = pa.Table.from_batches([batch.select([column])])
+            values = batch.column(column)
             values.validate(full=True)  # wrong offsets of a broken file would crash the process
             for start in range(0, len(values), ROWS_AT_ONCE):
                 yield values.slice(start, ROWS_AT_ONCE)
@@ -146,10 +146,10 @@ def _open_table(file: Path, kind: str) -> tuple[pa.Schema, Read]:
         unknown = (pa.null(), pa.binary())
         schema = pa.schema([field.with_type(pa.string()) if field.type in unknown else field for field in schema])
 
-    def read(column: str) -> Iterator[pa.Table]:
+    def read(column: str) -> Iterator[pa.Array]:
         options = {"batch_size": ROWS_AT_ONCE, "batch_readahead": 1, "fragment_readahead": 0, "use_threads": False}
         for batch in fragment.to_batches(schema=schema, columns=[column], **options):
-            yield pa.Table.from_batches([batch])
+            yield batch.column(column)
 
     return schema, read
 
@@ -165,10 +165,10 @@ def _open_json(file: Path) -> tuple[pa.Schema, Read]:
         values |= {name: value for name, value in row.items() if values.get(name) in (None, [])}
     schema = pa.schema([(name, _json_type(value)) for name, value in values.items()])
 
-    def read(column: str) -> Iterator[pa.Table]:
+    def read(column: str) -> Iterator[pa.Array]:
         kind, block = likely_type(schema.field(column).type), first
         while block:
-            yield pa.table({column: pa.array([row.get(column) for row in block], kind)})
+            yield pa.array([row.get(column) for row in block], kind)
             block = _block(rows)
 
     return schema, read

@@ -10,18 +10,11 @@ if TYPE_CHECKING:
 
     from hf_memopt.batching.padding_costs.figures import Histogram, PaddingReport
 
-__all__ = ["print_report", "report_text"]
+__all__ = ["print_report"]
 
 LEAST_BAR_COLUMNS, BAR_COLUMNS = 8, 40
 FIGURE_COLUMNS = 21  # beside the bar: its edge, the count and its share
 NARROW_COLUMNS = 70  # where the names of strategies have a line for their arguments
-
-
-def report_text(report: PaddingReport) -> str:
-    """Return the report as plain text of at most 80 columns."""
-    from hf_memopt.terminal import printed_text
-
-    return printed_text(lambda console: print_report(report, console))
 
 
 def print_report(report: PaddingReport, console: Console) -> None:

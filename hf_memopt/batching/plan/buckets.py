@@ -18,16 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hf_memopt.batching.plan.boundaries import bucket_ends, by_bucket, optimal_boundaries, shuffle_buckets
-from hf_memopt.batching.plan.checks import (
-    check_batch_limits,
-    check_counts,
-    check_seed,
-    check_too_long,
-    checked_boundaries,
-    checked_lengths,
-    unknown_boundaries,
-)
-from hf_memopt.plain_data import checked_array
+from hf_memopt.batching.plan.checks import check_batch_limits, check_settings, checked_boundaries, checked_lengths
 
 __all__ = ["EpochPlan", "LengthBuckets", "PlanDiagnostics", "diagnose", "reading_order"]
 
@@ -145,29 +136,25 @@ class LengthBuckets:
         too_long: Literal["error", "drop"] = "error",
     ) -> None:
         check_batch_limits(batch_size, max_tokens)
-        check_counts(world_size=world_size, pad_to_multiple_of=pad_to_multiple_of)
-        check_seed(seed)
-        check_too_long(too_long)
+        check_settings(world_size=world_size, pad_to_multiple_of=pad_to_multiple_of, seed=seed, too_long=too_long)
         self.batch_size, self.max_tokens = batch_size, max_tokens
         self.seed, self.world_size, self.pad_to_multiple_of = seed, world_size, pad_to_multiple_of
         self.too_long = too_long
         self.lengths = checked_lengths(lengths)
         self.pads_to_boundaries = boundaries is not None
-        given = None if boundaries is None or isinstance(boundaries, str) else checked_array("boundaries", boundaries)
-        if isinstance(boundaries, str) and boundaries != "auto":
-            raise unknown_boundaries(boundaries)
-        if given is not None:
-            self.boundaries = checked_boundaries(given, max_tokens, n_buckets)
-        fitting = self._fitting(int(self.boundaries[-1]) if given is not None else self._longest_allowed())
-        if given is None:
+        if boundaries is None or (isinstance(boundaries, str) and boundaries == "auto"):
+            fitting = self._fitting(self._longest_allowed())
             if isinstance(n_buckets, str) and n_buckets == "auto":
                 n_buckets = self._enough_buckets(fitting)
-            check_counts(n_buckets=n_buckets)
+            check_settings(n_buckets=n_buckets)
             self.boundaries = optimal_boundaries(
                 fitting, n_buckets, pad_to_multiple_of=pad_to_multiple_of, max_tokens=max_tokens
             )
             if max_tokens is not None:  # beyond FINEST_GRID the limits are coarser than the padding
                 self.boundaries = np.minimum(self.boundaries, self._longest_allowed())
+        else:
+            self.boundaries = checked_boundaries(boundaries, max_tokens, n_buckets)
+            fitting = self._fitting(int(self.boundaries[-1]))
         self.n_examples = len(fitting)
         self._bucket_ends = bucket_ends(self.lengths, self.boundaries)
         self._cuts = self._cut()
@@ -262,7 +249,7 @@ class LengthBuckets:
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the order of one epoch; the same ``(seed, epoch)`` always gives the same one."""
-        check_seed(epoch, name="epoch")
+        check_settings(epoch=epoch)
         generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
         order = by_bucket(self.lengths, self.boundaries)
         shuffle_buckets(order, self._bucket_ends, generator)

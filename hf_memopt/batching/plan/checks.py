@@ -12,20 +12,29 @@ from hf_memopt.plain_data import Count, CountOrZero, check_value, checked_array,
 
 __all__ = [
     "check_batch_limits",
-    "check_counts",
     "check_integers",
-    "check_rank",
-    "check_seed",
-    "check_too_long",
+    "check_settings",
     "checked_boundaries",
     "checked_lengths",
     "checked_position",
-    "unknown_boundaries",
 ]
 
+_Few = Annotated[int, range(1, 2**20 + 1)]  # it sets the length of arrays: a mistyped one must not allocate gigabytes
+_SETTINGS: dict[str, tuple[Any, Any]] = {  # what each must be, and an example
+    **dict.fromkeys(("batch_size", "max_tokens", "n_buckets", "buffer_examples", "max_length"), (Count, 32)),
+    "world_size": (_Few, 1),
+    "pad_to_multiple_of": (_Few, 32),
+    **dict.fromkeys(("seed", "epoch"), (CountOrZero, 0)),  # they key a Philox generator
+    "too_long": (Literal["error", "drop"], "drop"),
+    "column": (str, "input_ids"),
+}
 
-MOST = {name: Annotated[int, range(1, 2**20 + 1)] for name in ("world_size", "pad_to_multiple_of")}
-"""Limits of counts that set the length of arrays, so that a mistyped one does not allocate gigabytes."""
+
+def check_settings(**values: Any) -> None:
+    """Raise ValueError unless each setting of that name is what it must be; integers may be numpy's."""
+    for name, value in values.items():
+        kind, example = _SETTINGS[name]
+        check_value(name, int(value) if isinstance(value, np.integer) else value, kind, example)
 
 
 def checked_lengths(lengths: ArrayLike) -> NDArray[np.int32]:
@@ -65,35 +74,31 @@ def check_integers(lengths: NDArray[Any]) -> None:
 
 
 def checked_boundaries(
-    boundaries: NDArray[Any], max_tokens: int | None = None, n_buckets: int | Literal["auto"] = "auto"
+    boundaries: ArrayLike, max_tokens: int | None = None, n_buckets: int | Literal["auto"] = "auto"
 ) -> NDArray[np.int64]:
     """Return the limits as int64.
 
     Raises:
         ValueError: they do not ascend from 1, exceed ``max_tokens``, or come with a number of buckets.
     """
-    is_ascending = boundaries.ndim == 1 and boundaries.size > 0 and boundaries.dtype.kind in "iu"
-    if not is_ascending or boundaries[0] < 1 or (np.diff(boundaries) <= 0).any():
-        raise unknown_boundaries(boundaries.tolist())
+    found = checked_array("boundaries", boundaries)
+    is_ascending = found.ndim == 1 and found.size > 0 and found.dtype.kind in "iu"
+    if not is_ascending or found[0] < 1 or (np.diff(found) <= 0).any():
+        raise ValueError(
+            f"boundaries={shown(found.tolist())} is invalid; expected 'auto' or ascending integers of 1 or more. "
+            "Pass boundaries=[64, 128, 256]"
+        )
     if not isinstance(n_buckets, str) or n_buckets != "auto":
         raise ValueError(
-            f"n_buckets={shown(n_buckets)}, boundaries={shown(boundaries.tolist())} both set the number of buckets; "
+            f"n_buckets={shown(n_buckets)}, boundaries={shown(found.tolist())} both set the number of buckets; "
             "expected one of them. Leave n_buckets out"
         )
-    if max_tokens is not None and boundaries[-1] > max_tokens:
+    if max_tokens is not None and found[-1] > max_tokens:
         raise ValueError(
-            f"boundaries[-1]={int(boundaries[-1])} is above max_tokens={max_tokens}; expected every limit to fit into "
-            f"one batch. Pass max_tokens={int(boundaries[-1])} or more"
+            f"boundaries[-1]={int(found[-1])} is above max_tokens={max_tokens}; expected every limit to fit into "
+            f"one batch. Pass max_tokens={int(found[-1])} or more"
         )
-    return boundaries.astype(np.int64)
-
-
-def unknown_boundaries(boundaries: Any) -> ValueError:
-    """Return the error for boundaries that are not ascending limits."""
-    return ValueError(
-        f"boundaries={shown(boundaries)} is invalid; expected 'auto' or ascending integers of 1 or more. "
-        "Pass boundaries=[64, 128, 256]"
-    )
+    return found.astype(np.int64)
 
 
 def check_batch_limits(batch_size: int | None, max_tokens: int | None) -> None:
@@ -103,14 +108,7 @@ def check_batch_limits(batch_size: int | None, max_tokens: int | None) -> None:
             f"batch_size={shown(batch_size)}, max_tokens={shown(max_tokens)}; expected exactly one of them. "
             "Pass batch_size=32 (examples per batch) or max_tokens=4096 (padded tokens per batch)"
         )
-    name, value = ("batch_size", batch_size) if max_tokens is None else ("max_tokens", max_tokens)
-    check_counts(**{name: value})
-
-
-def check_counts(**counts: Any) -> None:
-    """Raise ValueError unless every value is an integer of 1 or more, of Python or of numpy."""
-    for name, value in counts.items():
-        check_value(name, _plain(value), MOST.get(name, Count), example=1 if name == "world_size" else 32)
+    check_settings(**({"batch_size": batch_size} if max_tokens is None else {"max_tokens": max_tokens}))
 
 
 def checked_position(position: Any, size: int, item: str = "an example") -> int:
@@ -130,23 +128,3 @@ def checked_position(position: Any, size: int, item: str = "an example") -> int:
     if not -size <= index < size:
         raise IndexError(f"position={index} is not {item} of this view; expected 0 to {size - 1}")
     return index % size
-
-
-def check_seed(seed: Any, name: str = "seed") -> None:
-    """Raise ValueError unless ``seed`` is an integer that keys a Philox generator."""
-    check_value(name, _plain(seed), CountOrZero, example=0)
-
-
-def check_rank(rank: Any, world_size: int) -> None:
-    """Raise ValueError unless ``rank`` is None or one of ``world_size`` processes."""
-    check_value("rank", rank, Annotated[int, range(world_size)] | None, 0)
-
-
-def check_too_long(too_long: Any) -> None:
-    """Raise ValueError unless it is one of the two ways to treat examples that fit into no batch."""
-    check_value("too_long", too_long, Literal["error", "drop"], example="drop")
-
-
-def _plain(value: Any) -> Any:
-    """Return a numpy integer as one of Python."""
-    return int(value) if isinstance(value, np.integer) else value

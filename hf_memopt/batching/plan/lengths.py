@@ -19,7 +19,7 @@ from hf_memopt.batching.plan.checks import check_integers
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import check_value, checked_array, shown
 
-__all__ = ["LENGTH_COLUMN", "lengths_of", "token_count", "token_lengths"]
+__all__ = ["LENGTH_COLUMN", "is_list", "lengths_of", "token_count", "token_lengths"]
 
 COUNT_OTHERS = "Of sound or pictures pass the lengths: bucketed(dataset, ..., lengths=[...])"
 _TABLES = {
@@ -33,9 +33,8 @@ LENGTH_COLUMN = "length"  # stock's default length_column_name, for "group_by_le
 def token_lengths(dataset: Any, column: str = "input_ids") -> NDArray[np.int32]:
     """Return the number of tokens of every example, shape (examples,).
 
-    A ``datasets.Dataset`` is read from its Arrow offsets, whatever its format; where ``column`` is made on the fly by a
-    transform, its ``length`` column is taken if it has one. Anything else with rows (a list of dicts, a torch Dataset)
-    is read row by row. A null row has length 0.
+    A ``datasets.Dataset`` is read from its Arrow offsets, whatever its format. Anything else with rows (a list of
+    dicts, a torch Dataset), and a column that a transform makes, is read row by row. A null row has length 0.
 
     Raises:
         ValueError: the dataset is empty or has no such column, or the column holds something else than flat lists of
@@ -54,23 +53,15 @@ def token_lengths(dataset: Any, column: str = "input_ids") -> NDArray[np.int32]:
     arrow = getattr(table, "table", table)  # datasets wraps the pyarrow table once more
     if not isinstance(arrow, pa.Table):
         return _row_by_row(dataset, column)
-    if column in arrow.column_names:
-        lengths = _of_chunks(arrow.column(column), column)
-    elif dataset.format["type"] != "custom":
-        raise _missing(column, arrow.column_names)
-    elif LENGTH_COLUMN in arrow.column_names:
-        lengths = _of_length_column(arrow.column(LENGTH_COLUMN))
-    else:
+    if column not in arrow.column_names:
+        if dataset.format["type"] != "custom":
+            raise _missing(column, arrow.column_names)
         return _row_by_row(dataset, column)
+    lengths = _of_chunks(arrow.column(column), column)
     # `_indices` is the private mapping that shuffle, select, sort and filter leave (datasets 3.0 to 5.2; pinned by a
-    # test).
+    # test); as int64, since numpy would copy uint64 to index with it.
     mapping = getattr(dataset, "_indices", None)
-    return lengths if mapping is None else lengths.take(_row_numbers(mapping))
-
-
-def _row_numbers(mapping: Any) -> NDArray[np.int64]:
-    """Return the rows of the table that a dataset shows; as int64, since numpy would copy uint64 to index with it."""
-    return np.asarray(mapping.column(0).to_numpy()).view(np.int64)
+    return lengths if mapping is None else lengths.take(np.asarray(mapping.column(0).to_numpy()).view(np.int64))
 
 
 def lengths_of(dataset: Any, lengths: ArrayLike | None, column: str) -> NDArray[Any]:
@@ -111,9 +102,14 @@ def _check_rows(dataset: Any) -> None:
     raise TypeError(f"dataset=<{name}> is indexed by column; expected rows: dataset[0] an example. {fix}")
 
 
+def is_list(kind: pa.DataType) -> bool:
+    """Return whether an Arrow type is one of lists."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
 def _of_chunks(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
     kind = values.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+    if not is_list(kind):
         raise _not_tokens(column, f"of type {kind}")
     if not pa.types.is_integer(kind.value_type):
         raise _not_tokens(column, f"of type list<{kind.value_type}>")
@@ -121,16 +117,6 @@ def _of_chunks(values: pa.ChunkedArray, column: str) -> NDArray[np.int32]:
     if lengths.null_count:
         lengths = lengths.fill_null(0)
     return np.array(lengths.to_numpy(), dtype=np.int32)
-
-
-def _of_length_column(values: pa.ChunkedArray) -> NDArray[np.int32]:
-    if not pa.types.is_integer(values.type) or values.null_count:
-        found = f"{values.null_count} nulls" if pa.types.is_integer(values.type) else f"values of type {values.type}"
-        raise ValueError(
-            f"column={LENGTH_COLUMN!r} holds {found}; expected the number of tokens of every row. "
-            f"Remove it: dataset.remove_columns({LENGTH_COLUMN!r})"
-        )
-    return np.asarray(values.to_numpy(), dtype=np.int32)
 
 
 def _row_by_row(dataset: Any, column: str) -> NDArray[np.int32]:

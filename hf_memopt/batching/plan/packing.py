@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hf_memopt.batching.plan.boundaries import bucket_ends, by_bucket, optimal_boundaries, shuffle_buckets
 from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets, PlanDiagnostics, diagnose, reading_order
-from hf_memopt.batching.plan.checks import check_seed
+from hf_memopt.batching.plan.checks import check_settings
 
 __all__ = ["PackedBatches"]
 
@@ -69,7 +69,7 @@ class PackedBatches:
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the order of one epoch, the group of the largest batch first; a function of ``(seed, epoch)``."""
-        check_seed(epoch, name="epoch")
+        check_settings(epoch=epoch)
         generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
         order = by_bucket(self.lengths, self.limits)
         shuffle_buckets(order, self._ends, generator)

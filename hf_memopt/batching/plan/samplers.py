@@ -16,7 +16,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from hf_memopt.batching.plan.buckets import LengthBuckets, PlanDiagnostics
-from hf_memopt.batching.plan.checks import check_rank, check_seed
+from hf_memopt.batching.plan.checks import check_settings
 from hf_memopt.plain_data import check_value, shown
 
 __all__ = ["LengthBucketedBatchSampler", "LengthBucketedSampler", "check_state"]
@@ -60,7 +60,7 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
         )
         self.batch_size = batch_size  # Accelerate reads it; None says that batches differ
         self.drop_last = False
-        check_rank(rank, world_size)
+        check_value("rank", rank, Annotated[int, range(world_size)] | None, 0)
         self.rank = rank
         self.epoch = 0
         self._position = 0  # items handed out in this epoch
@@ -93,7 +93,7 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Hand out the order of an epoch, from its beginning; the epoch it is in already changes nothing."""
-        check_seed(epoch, name="epoch")
+        check_settings(epoch=epoch)
         if epoch != self.epoch:
             self.epoch, self._position, self._resume_at = epoch, 0, 0
 
@@ -125,7 +125,7 @@ class LengthBucketedBatchSampler(torch.utils.data.Sampler[Any]):
             ValueError: missing or unknown keys, or a state of other lengths or settings; the sampler stays as it was.
         """
         check_state(state, self._settings(), ("epoch", "position"), of="sampler")
-        check_seed(state["epoch"], name="epoch")
+        check_settings(epoch=state["epoch"])
         check_value("position", state["position"], Annotated[int, range(len(self) + 1)], 0)
         self.epoch, self._position, self._resume_at = state["epoch"], state["position"], state["position"]
 

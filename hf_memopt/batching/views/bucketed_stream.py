@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -31,14 +31,7 @@ from numpy.typing import ArrayLike
 from torch.utils.data import get_worker_info
 
 from hf_memopt.batching.collation.rows import RowBatch
-from hf_memopt.batching.plan.checks import (
-    check_batch_limits,
-    check_counts,
-    check_rank,
-    check_seed,
-    check_too_long,
-    checked_boundaries,
-)
+from hf_memopt.batching.plan.checks import check_batch_limits, check_settings, checked_boundaries
 from hf_memopt.batching.plan.samplers import check_state
 from hf_memopt.batching.views.stream_reading import (
     Entry,
@@ -46,19 +39,18 @@ from hf_memopt.batching.views.stream_reading import (
     SharedPlaces,
     StreamReader,
     check_source,
-    checked_place,
     random_numbers,
 )
 from hf_memopt.batching.views.view import (
     EpochView,
     check_per_device,
-    check_rank_of_run,
     check_world_size_of_run,
     take_seed,
+    tell_what_a_sample_is,
 )
 from hf_memopt.binding.handles import UndoHandle, set_attribute, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
-from hf_memopt.plain_data import CountOrZero, check_value, checked_array
+from hf_memopt.plain_data import CountOrZero, check_value
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -134,7 +126,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         self._check_settings()
         self.boundaries: list[int] | None = None
         if boundaries is not None:
-            self.boundaries = checked_boundaries(checked_array("boundaries", boundaries), max_tokens).tolist()
+            self.boundaries = checked_boundaries(boundaries, max_tokens).tolist()
         self.rows_per_turn = batch_size  # what a process takes at a time; bind_trainer learns it from the Trainer
         self._leaves_room = False  # for the batches of the other processes, which accelerate cuts out
         self.kept_columns: frozenset[str] | None = None
@@ -144,9 +136,18 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         self._origin = 0  # the turn that worker 0 began with
 
     @property
+    def has_whole_batches(self) -> bool:
+        """Whether an item is a batch, not an example."""
+        return self.max_tokens is not None
+
+    @property
     def dropped(self) -> int:
         """How many examples the latest iteration dropped as too long so far, over all its passes."""
         return int(self._shared.values[DROPPED])
+
+    @dropped.setter
+    def dropped(self, count: int) -> None:
+        self._shared.values[DROPPED] = count
 
     @property
     def group_examples(self) -> int:
@@ -180,7 +181,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         turn = place["turn"]
         if notes:
             self._places.begin(place)
-            self._shared.values[DROPPED] = place["dropped"]
+            self.dropped = place["dropped"]
         for group, generator, begins in self._groups(place, notes):
             if begins is not None and notes:
                 self._places.add({**begins, "turn": turn})
@@ -196,8 +197,7 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
 
         With the first group of what is held comes the place where the reading of that began.
         """
-        on_dropped = self._count_dropped if notes else None
-        reading = StreamReader(self, on_dropped, is_resumed=place["dataset"] is not None)
+        reading = StreamReader(self, notes=notes, is_resumed=place["dataset"] is not None)
         capacity = self.buffer_examples // self.group_examples * self.group_examples
         rest: list[Entry] = []  # of the pass before, fewer than a group
         drawn = place["group"]
@@ -275,9 +275,6 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
                 "other processes would wait for it; expected one example or more for each. Leave rank out"
             )
 
-    def _count_dropped(self, count: int) -> None:
-        self._shared.values[DROPPED] = count
-
     # ---- State ----
 
     def state_dict(self, *, position: int | None = None) -> dict[str, Any]:
@@ -317,9 +314,12 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         """
         if state is not None:
             check_state(state, self._order(), ("turn", "origin", "place"), of="stream")
-            for name in ("turn", "origin"):
-                check_value(f"state[{name!r}]", state[name], CountOrZero)
-            self._places.begin(checked_place(state["place"]))
+            place = state["place"]
+            check_state(place, {}, Place.__annotations__, of="stream")
+            counts = {f"['place'][{name!r}]": value for name, value in place.items() if name != "dataset"}
+            for name, value in {"['turn']": state["turn"], "['origin']": state["origin"], **counts}.items():
+                check_value(f"state{name}", value, CountOrZero)
+            self._places.begin(place)
             self._handed_out = int(self._shared.values[ITERATIONS]), state["turn"]
         self._begin = None if state is None else dict(state)
 
@@ -330,12 +330,9 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
     # ---- Settings and the Trainer ----
 
     def _check_settings(self) -> None:
-        check_value("column", self.column, str, example="input_ids")
-        counts = ("world_size", "buffer_examples", "pad_to_multiple_of")
-        check_counts(**{name: getattr(self, name) for name in counts})
-        check_seed(self.seed)
-        check_too_long(self.too_long)
-        check_rank(self.rank, self.world_size)
+        names = ("column", "world_size", "buffer_examples", "pad_to_multiple_of", "seed", "too_long")
+        check_settings(**{name: getattr(self, name) for name in names})
+        check_value("rank", self.rank, Annotated[int, range(self.world_size)] | None, 0)
         if self.buffer_examples < self.group_examples:
             raise ValueError(
                 f"buffer_examples={self.buffer_examples} is less than one batch for each of {self.world_size} "
@@ -373,22 +370,24 @@ class BucketedStream(EpochView, torch.utils.data.IterableDataset[Any]):
         check_per_device(trainer, self.batch_size, of="bucketed stream")
         handles = [take_seed(trainer, self, may_change=self.takes_seed, of="bucketed stream")]
         if self.rank is not None:
-            check_rank_of_run(trainer, self.rank)
+            if trainer.args.process_index != self.rank:
+                raise ValueError(
+                    f"rank={self.rank} of the bucketed stream is not this process's {trainer.args.process_index}, so "
+                    "the share of one process would be read twice; expected the rank of the run. "
+                    'Pass bucketed(..., rank=int(os.environ["RANK"]))'
+                )
             handles.append(share_attribute(self, "_leaves_room", True))
-        changes = []
         if self.batch_size is not None:
             handles.append(share_attribute(self, "rows_per_turn", trainer.args.per_device_train_batch_size))
         else:
-            reason = "an item of a max_tokens= stream is a whole batch, and its number of examples is unknown before"
-            changes.append(Change("samples in the Trainer's log", "examples", "batches", reason))
+            tell_what_a_sample_is(trainer)
         config = trainer.accelerator.dataloader_config
         if config.dispatch_batches is not False:
             reason = "each process reads the stream for itself: stock would cut up batches of the first one for all"
             name = "accelerator_config.dispatch_batches"
-            changes.append(Change(name, config.dispatch_batches, False, reason))
+            record_changes(trainer, [Change(name, config.dispatch_batches, False, reason)])
             handles.append(set_attribute(config, "dispatch_batches", False))
         from hf_memopt.batching.views.stream_checkpoint import keep_in_checkpoints  # imports transformers
 
         handles.append(keep_in_checkpoints(trainer, self))
-        record_changes(trainer, changes)
         return undo_all(*handles)

@@ -1,4 +1,4 @@
-"""Views that bring a length-bucketed order to the stock ``Trainer``, which reads them from front to back.
+"""A view that brings a length-bucketed order to the stock ``Trainer``, which reads them from front to back.
 
 ``batch_size=``: an item is an example and ``batch_size`` neighbours form a batch; every number of the Trainer keeps its
 stock meaning. ``max_tokens=``: an item is a whole batch (a list of examples), to be read with
@@ -9,7 +9,7 @@ so a resumed run sees the very batches of the straight run.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from hf_memopt.batching.collation.rows import RowBatch, RowReader
+from hf_memopt.batching.collation.rows import RowReader
 from hf_memopt.batching.plan.buckets import EpochPlan, LengthBuckets
-from hf_memopt.batching.plan.checks import check_batch_limits, check_counts, checked_position
+from hf_memopt.batching.plan.checks import check_batch_limits, check_settings, checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
 from hf_memopt.batching.plan.packing import PackedBatches
 from hf_memopt.batching.views.bucketed_stream import BUFFER_EXAMPLES, BucketedStream
@@ -28,22 +28,22 @@ from hf_memopt.batching.views.view import (
     EpochView,
     check_per_device,
     check_world_size_of_run,
-    flattens_batches,
     is_map_style,
     is_padding_free,
     read_in_order,
     take_seed,
+    takes_columns,
+    tell_what_a_sample_is,
 )
-from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, share_attribute, undo_all
+from hf_memopt.binding.handles import UndoHandle, share_attribute, undo_all
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.plain_data import shown
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["BucketedBatches", "BucketedExamples", "bucketed"]
+__all__ = ["BucketedView", "bucketed"]
 
-COUNTS_EXAMPLES = "counts examples"  # the purpose of the override
 IN_ORDER = 'TrainingArguments(..., train_sampling_strategy="sequential")'
 
 
@@ -62,7 +62,7 @@ def bucketed(
     pad_to_multiple_of: int = 8,
     too_long: Literal["error", "drop"] = "error",
     buffer_examples: int | None = None,
-) -> BucketedExamples | BucketedBatches | BucketedStream:
+) -> BucketedView | BucketedStream:
     """Return a view of a dataset in length-bucketed order, reshuffled every epoch; of a stream, a ``BucketedStream``.
 
     It is read in order: an attached Trainer makes its DataLoaders with ``train_sampling_strategy="sequential"``.
@@ -72,7 +72,8 @@ def bucketed(
         dataset: a ``datasets.Dataset`` or anything with ``__len__`` and ``__getitem__``; it is not copied. Or a stream:
             a ``datasets.IterableDataset`` or anything else that can be iterated again and again.
         batch_size: examples per batch: a multiple of ``per_device_train_batch_size``; or
-        max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``. Short examples come in fewer,
+        max_tokens: padded tokens per batch, with ``per_device_train_batch_size=1``; in the Trainer's log a batch counts
+            as a sample. Short examples come in fewer,
             larger batches and so in fewer steps: made for losses per token, not for one label per text.
             With ``BucketedCollator(inner=DataCollatorWithFlattening())`` a batch is one row without padding, and an
             attached view packs texts of all lengths into nearly ``max_tokens`` tokens; a stream goes on counting padded
@@ -101,18 +102,31 @@ def bucketed(
     check_batch_limits(batch_size, max_tokens)
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_counts(world_size=world_size)
+    check_settings(world_size=world_size)
     settings: dict[str, Any] = {"batch_size": batch_size, "max_tokens": max_tokens, "boundaries": boundaries}
     settings |= {"seed": 0 if seed is None else seed, "world_size": world_size}
     settings |= {"pad_to_multiple_of": pad_to_multiple_of, "too_long": too_long}
-    view: BucketedExamples | BucketedBatches | BucketedStream
+    view: BucketedView | BucketedStream
     if is_map_style(dataset):
-        _check_settings_of_dataset(dataset, buffer_examples, rank)
-        buckets = LengthBuckets(lengths_of(dataset, lengths, column), n_buckets=n_buckets, **settings)
-        view = BucketedExamples(dataset, buckets) if max_tokens is None else BucketedBatches(dataset, buckets)
+        _refuse(
+            {"buffer_examples": buffer_examples, "rank": rank},
+            f"is for streams, and <{type(dataset).__name__}> can be indexed; expected it left out, since all lengths "
+            "are known. Leave it out",
+        )
+        view = BucketedView(
+            dataset, LengthBuckets(lengths_of(dataset, lengths, column), n_buckets=n_buckets, **settings)
+        )
     else:
         check_source(dataset)
-        _check_settings_of_stream(lengths, n_buckets, boundaries)
+        _refuse(
+            {
+                "lengths": lengths,
+                "n_buckets": None if isinstance(n_buckets, str) and n_buckets == "auto" else n_buckets,
+                "boundaries": boundaries if isinstance(boundaries, str) else None,
+            },
+            "needs all lengths beforehand, which are unknown in a stream; expected it left out. Leave it out, or pass "
+            "boundaries=[64, 128, 256] to bound the shapes",
+        )
         if buffer_examples is None:
             buffer_examples = BUFFER_EXAMPLES * (world_size if rank is None else 1)
         view = BucketedStream(dataset, buffer_examples=buffer_examples, rank=rank, column=column, **settings)
@@ -120,41 +134,70 @@ def bucketed(
     return view
 
 
-def _check_settings_of_dataset(dataset: Any, buffer_examples: Any, rank: Any) -> None:
-    """Raise ValueError for settings of streams."""
-    for name, value in {"buffer_examples": buffer_examples, "rank": rank}.items():
+def _refuse(settings: dict[str, Any], reason: str) -> None:
+    """Raise ValueError for the first of the settings that is given."""
+    for name, value in settings.items():
         if value is not None:
-            raise ValueError(
-                f"{name}={shown(value)} is for streams, and <{type(dataset).__name__}> can be indexed; "
-                f"expected it left out, since all lengths are known. Leave {name} out"
-            )
+            raise ValueError(f"{name}={shown(value)} {reason}")
 
 
-def _check_settings_of_stream(lengths: Any, n_buckets: Any, boundaries: Any) -> None:
-    """Raise ValueError for settings that need all lengths before the first batch."""
-    for name, value, needs_lengths in (
-        ("lengths", lengths, lengths is not None),
-        ("n_buckets", n_buckets, not isinstance(n_buckets, str) or n_buckets != "auto"),
-        ("boundaries", boundaries, isinstance(boundaries, str)),
-    ):
-        if needs_lengths:
-            raise ValueError(
-                f"{name}={shown(value)} needs all lengths beforehand, which are unknown in a stream; expected it left "
-                "out. Leave it out, or pass boundaries=[64, 128, 256] to bound the shapes"
-            )
+class BucketedView(EpochView, torch.utils.data.Dataset[Any]):
+    """A dataset in the order of a plan; ``buckets`` made it.
 
-
-class _BucketedView(EpochView, torch.utils.data.Dataset[Any]):
-    """What both views share: the epoch, the plan made from it, and the guard against reading out of order."""
+    With ``batch_size`` an item is an example, and ``batch_size`` neighbours are of similar length. With ``max_tokens``
+    an item is a whole batch: a list of examples whose padded size stays within ``max_tokens``.
+    """
 
     def __init__(self, dataset: Any, buckets: LengthBuckets) -> None:
         super().__init__(dataset)
         self.buckets: LengthBuckets | PackedBatches = buckets
+        self.has_whole_batches = buckets.batch_size is None
         self.reader = RowReader(dataset)
+        self._as_columns = False  # hand a batch as columns to the collator, past stock's that takes rows apart
         self._planned: tuple[tuple[int, int, LengthBuckets | PackedBatches], EpochPlan] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_planned": None}
+
+    def __len__(self) -> int:
+        return self.buckets.n_batches if self.has_whole_batches else self.buckets.n_examples
+
+    def __getitem__(self, position: int) -> Any:
+        item = "a batch" if self.has_whole_batches else "an example"
+        rows = self.reader.read(*self._batch([checked_position(position, len(self), item)]))
+        return rows if self.has_whole_batches else rows[0]
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
+        """Return the items at consecutive positions; to our collator all as one, their columns.
+
+        Raises:
+            RuntimeError: the positions are out of order or more than a batch.
+        """
+        self._check_in_order(positions, most=self.buckets.batch_size or 1)
+        examples, width = self._batch(positions)
+        if self._as_columns:
+            return [self.reader.read_columns(examples, width)]
+        rows = self.reader.read(examples, width)
+        return [rows] if self.has_whole_batches else rows
+
+    def indices_of(self, positions: Sequence[int]) -> list[int]:
+        """Return the dataset's indices of all examples in the items at ``positions`` of the current epoch."""
+        return [int(index) for position in positions for index in self._batch([position])[0]]
+
+    def _batch(self, positions: Sequence[int]) -> tuple[NDArray[np.int32], int | None]:
+        """Return the dataset's indices of the examples at positions of one batch, and what they are padded to."""
+        if len(self.dataset) != len(self.buckets.lengths):
+            raise RuntimeError(
+                f"dataset=<{len(self.dataset)} examples> had {len(self.buckets.lengths)} when the view was built; "
+                "expected the same. Build the view again: bucketed(dataset, ...)"
+            )
+        plan, found = self.plan, np.asarray(positions) % len(self)
+        if self.has_whole_batches:
+            return plan.batch(found[0]), plan.width(found[0])
+        numbers, within = np.divmod(found, self.buckets.batch_size or 1)
+        batches = plan.sequence[numbers]
+        width = None if plan.widths is None else int(plan.widths[batches].max())
+        return plan.order[plan.starts[batches] + within], width
 
     @property
     def plan(self) -> EpochPlan:
@@ -166,16 +209,8 @@ class _BucketedView(EpochView, torch.utils.data.Dataset[Any]):
             self._planned = planned = (key, self.buckets.plan(epoch))
         return planned[1]
 
-    def _read(self, examples: Sequence[int] | NDArray[Any], width: int | None) -> RowBatch:
-        if len(self.dataset) != len(self.buckets.lengths):
-            raise RuntimeError(
-                f"dataset=<{len(self.dataset)} examples> had {len(self.buckets.lengths)} when the view was built; "
-                "expected the same. Build the view again: bucketed(dataset, ...)"
-            )
-        return self.reader.read(examples, width)
-
-    def _check_in_order(self, positions: Sequence[int], size: int, most: int) -> None:
-        """Raise unless positions in ``size`` follow each other; they may start over, as where ranks are padded.
+    def _check_in_order(self, positions: Sequence[int], most: int) -> None:
+        """Raise unless positions follow each other; they may start over, as where ranks are padded.
 
         Positions that are fetched one by one show no order: there only ``attach`` refuses the wrong strategy.
         """
@@ -186,7 +221,7 @@ class _BucketedView(EpochView, torch.utils.data.Dataset[Any]):
                 "process per GPU: torchrun --nproc_per_node=<GPUs> your_script.py. A view is for training: to evaluate "
                 "pass sorted_by_length(view.dataset)"
             )
-        if any((after - before - 1) % size != 0 for before, after in pairwise(positions)):
+        if any((after - before - 1) % len(self) != 0 for before, after in pairwise(positions)):
             raise RuntimeError(
                 f"positions={list(positions[:4])!r} ... read a bucketed view out of order; expected one after the "
                 f"other, or the buckets are lost. Pass {IN_ORDER}, or shuffle=False to a DataLoader"
@@ -197,7 +232,7 @@ class _BucketedView(EpochView, torch.utils.data.Dataset[Any]):
     def check_evaluation(self, trainer: Any) -> NoReturn:
         """Raise ValueError: an order for training is not one for evaluation; an attached Trainer calls it."""
         raise ValueError(
-            f"dataset=<{type(self).__name__}> is in shuffled order, and predictions would be in that order too; "
+            "dataset=<BucketedView> is in shuffled order, and predictions would be in that order too; "
             "expected the dataset itself, or sorted by length. Evaluate or predict sorted_by_length(view.dataset)"
         )
 
@@ -205,99 +240,24 @@ class _BucketedView(EpochView, torch.utils.data.Dataset[Any]):
         """Read only these columns, None: all; an attached Trainer calls it when it makes its DataLoader."""
         self.reader.keep(names)
 
-    def _bind(self, trainer: Trainer) -> UndoHandle:
-        """Check the processes, then take the order and the seed of the run."""
-        check_world_size_of_run(trainer, self.buckets.world_size, of="bucketed view")
-        seed = take_seed(trainer, self.buckets, may_change=self.takes_seed, of="bucketed view")
-        return undo_all(seed, read_in_order(trainer))
-
-
-class BucketedExamples(_BucketedView):
-    """An item is an example; ``batch_size`` neighbours are of similar length."""
-
-    _as_batches = False  # hand the rows to our collator as one item, past stock's that removes their columns
-
-    def __len__(self) -> int:
-        return self.buckets.n_examples
-
-    def __getitem__(self, position: int) -> Any:
-        return self._at([checked_position(position, len(self))])[0]
-
-    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """Return the examples at consecutive positions.
-
-        Raises:
-            RuntimeError: the positions are out of order or more than a batch.
-        """
-        self._check_in_order(positions, len(self), most=self.buckets.batch_size or 1)
-        rows = self._at(positions)
-        return [rows] if self._as_batches else rows
-
-    def indices_of(self, positions: Sequence[int]) -> list[int]:
-        """Return the dataset's indices of the examples at ``positions`` of the current epoch."""
-        found: list[int] = self._places(positions)[0].tolist()
-        return found
-
-    def _at(self, positions: Sequence[int]) -> RowBatch:
-        indices, batches = self._places(positions)
-        widths = self.plan.widths
-        return self._read(indices, None if widths is None else int(widths[batches].max()))
-
-    def _places(self, positions: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Return the dataset's indices of the examples at positions, and the batches that they are in."""
-        plan = self.plan
-        numbers, within = np.divmod(np.asarray(positions) % len(self), self.buckets.batch_size or 1)
-        batches = plan.sequence[numbers]
-        return plan.order[plan.starts[batches] + within], batches
-
     def bind_trainer(self, trainer: Trainer) -> UndoHandle:
         """Fit the view to a Trainer, which reads it in order from now on; ``attach`` calls it.
 
         Raises:
-            ValueError: the Trainer's arguments do not fit the view.
+            ValueError: the Trainer's arguments or collator do not fit the view.
         """
         check_per_device(trainer, self.buckets.batch_size, of="bucketed view")
-        return undo_all(
-            self._bind(trainer), share_attribute(self, "_as_batches", flattens_batches(trainer.data_collator))
-        )
-
-
-class BucketedBatches(_BucketedView):
-    """An item is a whole batch: a list of examples whose padded size stays within ``max_tokens``."""
-
-    def __len__(self) -> int:
-        return self.buckets.n_batches
-
-    def __getitem__(self, position: int) -> list[Any]:
-        plan, position = self.plan, checked_position(position, len(self), item="a batch")
-        return self._read(plan.batch(position), plan.width(position))
-
-    def __getitems__(self, positions: Sequence[int]) -> list[list[Any]]:
-        """Return the batches at consecutive positions.
-
-        Raises:
-            RuntimeError: the positions are out of order or more than one.
-        """
-        self._check_in_order(positions, len(self), most=1)
-        return [self[position] for position in positions]
-
-    def indices_of(self, positions: Sequence[int]) -> list[int]:
-        """Return the dataset's indices of all examples in the batches at ``positions`` of the current epoch."""
-        return [int(index) for position in positions for index in self.plan.batch(position % len(self))]
-
-    def bind_trainer(self, trainer: Trainer) -> UndoHandle:
-        """Fit the view to a Trainer, which reads it in order and counts examples from now on; ``attach`` calls it.
-
-        Raises:
-            ValueError: the Trainer's arguments or collator do not fit whole batches.
-        """
-        check_per_device(trainer, None, of="bucketed view")
-        packing = self._pack(trainer)
+        check_world_size_of_run(trainer, self.buckets.world_size, of="bucketed view")
+        packing = self._pack(trainer) if self.has_whole_batches else undo_all()
         try:
-            return undo_all(packing, self._bind(trainer), count_examples(trainer))
+            seed = take_seed(trainer, self.buckets, may_change=self.takes_seed, of="bucketed view")
         except ValueError:
             packing.remove()
             raise
+        if self.has_whole_batches:
+            tell_what_a_sample_is(trainer)
+        as_columns = share_attribute(self, "_as_columns", takes_columns(trainer.data_collator))
+        return undo_all(packing, seed, as_columns, read_in_order(trainer))
 
     def _pack(self, trainer: Trainer) -> UndoHandle:
         """Plan the batches by their tokens alone if the Trainer's collator pads nothing, else by their padded size."""
@@ -308,32 +268,3 @@ class BucketedBatches(_BucketedView):
         reason = "a batch without padding costs its tokens, so texts of all lengths share one"
         record_changes(trainer, [Change("what max_tokens limits", "rows x longest row", "sum of lengths", reason)])
         return share_attribute(self, "buckets", packed)
-
-
-def count_examples(trainer: Trainer) -> UndoHandle:
-    """Make the Trainer count the examples of a view whose items are whole batches.
-
-    ``Num examples``, ``Total train batch size`` (its mean) and ``train_samples_per_second`` are right then. Both
-    methods are public; ``get_total_train_batch_size`` feeds nothing else (5.8.1, 5.17.0, 5.23.0; pinned by a test).
-    """
-    if is_overridden(trainer, "num_examples", COUNTS_EXAMPLES):
-        return undo_all()
-
-    def counting_batches(before: Callable[..., Any]) -> Callable[..., Any]:
-        def get_total_train_batch_size(args: Any) -> Any:
-            batches, view = before(args), trainer.train_dataset
-            if not isinstance(view, BucketedBatches):
-                return batches
-            return float(round(batches * view.buckets.n_examples / view.buckets.n_batches, 3))
-
-        return get_total_train_batch_size
-
-    def counting_items(before: Callable[..., Any]) -> Callable[..., Any]:
-        def num_examples(dataloader: Any) -> Any:
-            view = getattr(dataloader, "dataset", None)
-            return view.buckets.n_examples if isinstance(view, BucketedBatches) else before(dataloader)
-
-        return num_examples
-
-    batch_size = override_method(trainer, "get_total_train_batch_size", counting_batches)
-    return undo_all(batch_size, override_method(trainer, "num_examples", counting_items, purpose=COUNTS_EXAMPLES))

@@ -40,10 +40,10 @@ from hf_memopt.batching.plan.checks import checked_position
 from hf_memopt.batching.plan.lengths import lengths_of
 from hf_memopt.batching.views.view import (
     DescribedByDataset,
-    flattens_batches,
     is_map_style,
     is_padding_free,
     reads_in_order,
+    takes_columns,
 )
 from hf_memopt.binding.handles import override_method, set_attribute
 from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm, used_columns
@@ -51,7 +51,32 @@ from hf_memopt.binding.model_traits import IGNORED_LABEL, is_causal_lm, used_col
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["SortedExamples", "sorted_by_length"]
+__all__ = ["SortedExamples", "loses_order", "sorted_by_length"]
+
+
+# Training arguments under which predictions cannot be put back into dataset order: the value, and why.
+_LOSES_ORDER: dict[str, tuple[Any, str]] = {
+    "dataloader_drop_last": (
+        True,
+        "would leave the shortest examples out of the evaluation; expected False. "
+        "Pass TrainingArguments(..., dataloader_drop_last=False)",
+    ),
+    "eval_do_concat_batches": (
+        False,
+        "keeps predictions in batches, which have no place in dataset order; expected True. "
+        "Pass TrainingArguments(..., eval_do_concat_batches=True)",
+    ),
+    "train_sampling_strategy": (
+        "group_by_length",
+        "permutes evaluation too, so predictions could not be put back into dataset order; expected another strategy. "
+        'Train with bucketed(...) and TrainingArguments(..., train_sampling_strategy="sequential")',
+    ),
+}
+
+
+def loses_order(args: Any) -> str | None:
+    """Return the training argument under which predictions cannot be put back into dataset order; None if none."""
+    return next((name for name, (value, _) in _LOSES_ORDER.items() if getattr(args, name) == value), None)
 
 
 def sorted_by_length(
@@ -103,7 +128,7 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
         self.order = order
         self.restore_by_hand = restore_by_hand
         self._reader = RowReader(dataset)
-        self._as_batches = False  # hand the rows to our collator as one item, past stock's that removes their columns
+        self._as_columns = False  # hand a batch as columns to the collator, past stock's that takes rows apart
         # The id of the DataLoader whose results are put back, 0 while there is none; DataLoader workers get a copy.
         self._restored_for = 0
 
@@ -112,13 +137,13 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, position: int) -> Any:
         self._check_read()
-        return self._reader.rows([int(self.order[checked_position(position, len(self))])])[0]
+        return self._reader.read([int(self.order[checked_position(position, len(self))])])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """Return the examples at these positions, as a list that reads them when it is looked at."""
+        """Return the examples at these positions; in an evaluation with our collator as one item, their columns."""
         self._check_read()
-        rows = self._reader.read(self.order[np.asarray(positions)])
-        return [rows] if self._as_batches else rows
+        examples = self.order[np.asarray(positions)]
+        return [self._reader.read_columns(examples)] if self._as_columns else self._reader.read(examples)
 
     def _check_read(self) -> None:
         if not (self.restore_by_hand or self._restored_for):
@@ -189,22 +214,9 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
                 f"world_size={args.world_size} processes could not be left out; expected the dataset itself, as there "
                 "is no padding that an order could save. Evaluate view.dataset"
             )
-        if args.train_sampling_strategy == "group_by_length" and not reads_in_order(trainer):
-            raise ValueError(
-                "train_sampling_strategy='group_by_length' permutes evaluation too, so predictions could not be put "
-                "back into dataset order; expected another strategy. Train with bucketed(...) and "
-                'TrainingArguments(..., train_sampling_strategy="sequential")'
-            )
-        if args.dataloader_drop_last:
-            raise ValueError(
-                "dataloader_drop_last=True would leave the shortest examples out of the evaluation; expected False. "
-                "Pass TrainingArguments(..., dataloader_drop_last=False)"
-            )
-        if not args.eval_do_concat_batches:
-            raise ValueError(
-                "eval_do_concat_batches=False keeps predictions in batches, which have no place in dataset order; "
-                "expected True. Pass TrainingArguments(..., eval_do_concat_batches=True)"
-            )
+        name = loses_order(args)
+        if name is not None and not (name == "train_sampling_strategy" and reads_in_order(trainer)):
+            raise ValueError(f"{name}={getattr(args, name)!r} {_LOSES_ORDER[name][1]}")
 
     def evaluate_in_order(
         self,
@@ -244,9 +256,7 @@ class SortedExamples(DescribedByDataset, torch.utils.data.Dataset[Any]):
             stack.enter_context(set_attribute(trainer.args, "average_tokens_across_devices", False))
             stack.enter_context(set_attribute(self, "_restored_for", id(dataloader)))
             loader = getattr(dataloader, "base_dataloader", dataloader)  # what accelerate's loader iterates
-            stack.enter_context(
-                set_attribute(self, "_as_batches", flattens_batches(getattr(loader, "collate_fn", None)))
-            )
+            stack.enter_context(set_attribute(self, "_as_columns", takes_columns(getattr(loader, "collate_fn", None))))
             stack.callback(self._reader.keep, None)
             self._reader.keep(used_columns(trainer))
             output = evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
@@ -302,20 +312,20 @@ class _ExactLoss:
 
     def overrides(self) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
         """Return what wraps the methods of the trainer, by name."""
+        # private; prediction_step calls it so in 5.8.1, 5.17.0 and 5.23.0, pinned by a test
+        return {"prediction_step": self._wrap_prediction_step, "_get_num_items_in_batch": self._wrap_count}
+
+    def _wrap_count(self, before: Callable[..., Any]) -> Callable[..., Any]:
         loss_func = self.trainer.compute_loss_func
-        if loss_func is None or isinstance(loss_func, ExactLoss):  # the latter then takes the mean over these labels
-            # private; prediction_step calls it so in 5.8.1, 5.17.0 and 5.23.0, pinned by a test
-            uncounted = {"_get_num_items_in_batch": lambda before: lambda *args, **kwargs: None}
-            return {"prediction_step": self._wrap_prediction_step, **uncounted}
-        return {"prediction_step": self._wrap_prediction_step, "compute_loss": self._wrap_compute_loss}
+        is_mean = loss_func is None or isinstance(loss_func, ExactLoss)  # the latter: over these labels
 
-    def _wrap_compute_loss(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            if self._unit == "token":  # 5.8.1 counts the first label of a causal LM's row as well
-                kwargs["num_items_in_batch"] = self._count(inputs["labels"])
-            return before(model, inputs, *args, **kwargs)
+        def count(batches: list[Any], device: torch.device) -> Any:
+            if is_mean:
+                return None
+            # 5.8.1 counts the first label of a causal LM's row as well
+            return self._count(batches[0]["labels"]) if self._unit == "token" else before(batches, device)
 
-        return compute_loss
+        return count
 
     def _wrap_prediction_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
         self._predict = before

@@ -15,7 +15,7 @@ import copy
 import json
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -26,12 +26,12 @@ from torch.utils.data import get_worker_info
 from hf_memopt.batching.collation.columns import round_up
 from hf_memopt.batching.plan.lengths import token_count
 from hf_memopt.batching.views.view import SharedArray
-from hf_memopt.plain_data import CountOrZero, check_value, shown
+from hf_memopt.plain_data import shown
 
 if TYPE_CHECKING:
     from hf_memopt.batching.views.bucketed_stream import BucketedStream
 
-__all__ = ["Entry", "Place", "SharedPlaces", "StreamReader", "check_source", "checked_place", "random_numbers"]
+__all__ = ["Entry", "Place", "SharedPlaces", "StreamReader", "check_source", "random_numbers"]
 
 ROWS, GROUPS = range(2)  # what random numbers are for
 TIES = 1024  # that are drawn at a time
@@ -53,7 +53,7 @@ class StreamReader:
 
     Args:
         stream: its dataset, which is not split, and its settings.
-        on_dropped: None, or what is called with the number of rows that were dropped so far, in all passes.
+        notes: whether the stream is told how many rows were dropped.
         is_resumed: whether the first pass begins at a state of the dataset, which a copy of it takes.
 
     Attributes:
@@ -61,8 +61,8 @@ class StreamReader:
         dropped: rows that were dropped so far, in all passes.
     """
 
-    def __init__(self, stream: BucketedStream, on_dropped: Callable[[int], None] | None, *, is_resumed: bool) -> None:
-        self._stream, self._on_dropped = stream, on_dropped
+    def __init__(self, stream: BucketedStream, *, notes: bool, is_resumed: bool) -> None:
+        self._stream, self._notes = stream, notes
         self._dataset: Any = stream.dataset
         in_worker, is_of_datasets = get_worker_info() is not None, _is_datasets_stream(stream.dataset)
         if in_worker and is_of_datasets:
@@ -108,8 +108,8 @@ class StreamReader:
             entry = self._entry(row)
             if entry is None:
                 self.dropped += 1
-                if self._on_dropped is not None:
-                    self._on_dropped(self.dropped)
+                if self._notes:
+                    self._stream.dropped = self.dropped
             else:
                 taken.append(entry)
             self._row += 1
@@ -238,22 +238,6 @@ class Place(TypedDict):
     group: int  # groups drawn so far: of the pass, or with a rank of all passes
     turn: int  # turns handed out so far, of all passes: a batch for each process
     dropped: int
-
-
-def checked_place(place: Any) -> Place:
-    """Return a place that a state holds.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not isinstance(place, dict) or place.keys() != Place.__annotations__.keys():
-        raise ValueError(
-            f"state['place']={shown(place)} is not a place in a stream; expected an object with "
-            f"{', '.join(Place.__annotations__)}. Save it anew: stream.state_dict()"
-        )
-    for name in Place.__annotations__.keys() - {"dataset"}:
-        check_value(f"state['place'][{name!r}]", place[name], CountOrZero)
-    return place  # type: ignore[return-value]  # checked
 
 
 class SharedPlaces:

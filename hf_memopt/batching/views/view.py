@@ -30,7 +30,6 @@ __all__ = [
     "EpochView",
     "SharedArray",
     "check_per_device",
-    "check_rank_of_run",
     "check_world_size_of_run",
     "flattens_batches",
     "is_map_style",
@@ -38,6 +37,8 @@ __all__ = [
     "read_in_order",
     "reads_in_order",
     "take_seed",
+    "takes_columns",
+    "tell_what_a_sample_is",
 ]
 
 DESCRIPTIONS = {"builder_name", "citation", "column_names", "config_name", "dataset_size"}
@@ -119,16 +120,6 @@ def check_world_size_of_run(trainer: Trainer, world_size: int, of: str) -> None:
         )
 
 
-def check_rank_of_run(trainer: Trainer, rank: int) -> None:
-    """Raise ValueError where a stream is that of another process than this one."""
-    if trainer.args.process_index != rank:
-        raise ValueError(
-            f"rank={rank} of the bucketed stream is not this process's {trainer.args.process_index}, so the share of "
-            "one process would be read twice; expected the rank of the run. "
-            'Pass bucketed(..., rank=int(os.environ["RANK"]))'
-        )
-
-
 def check_per_device(trainer: Trainer, batch_size: int | None, of: str) -> None:
     """Raise ValueError where the Trainer's batches would mix buckets; ``batch_size`` None: items are whole batches."""
     per_device = trainer.args.per_device_train_batch_size
@@ -153,11 +144,22 @@ def check_per_device(trainer: Trainer, batch_size: int | None, of: str) -> None:
         )
 
 
+def tell_what_a_sample_is(trainer: Trainer) -> None:
+    """Record that the Trainer's log counts whole batches."""
+    reason = "an item of a max_tokens= view is a whole batch"
+    record_changes(trainer, [Change("samples in the Trainer's log", "examples", "batches", reason)])
+
+
 def flattens_batches(collator: Any) -> bool:
     """Return whether a collator, or the one in stock's that removes columns, takes an item that is a whole batch."""
     from hf_memopt.batching.collation.collators import BucketedCollator  # imports transformers, which a view need not
 
     return isinstance(getattr(collator, "data_collator", collator), BucketedCollator)
+
+
+def takes_columns(collator: Any) -> bool:
+    """Return whether such a collator takes the columns of a batch instead of its rows."""
+    return flattens_batches(collator) and getattr(collator, "data_collator", collator).inner is None
 
 
 def is_padding_free(trainer: Trainer) -> bool:
