@@ -74,7 +74,7 @@ class EstimateOptions:
     task: str | None = None
     world_size: int | None = None
     strategy: str | None = None
-    offload: bool | None = None
+    offload_params: bool | None = None
     eval_batch_size: int | None = None
     plot: Path | None = None
     json_output: bool = False
@@ -163,7 +163,15 @@ def _refuse_beside_compare(options: EstimateOptions) -> None:
     for name in (
         *("preset", "precision", "optim", "checkpointing", "weights", "load_in", "lora", "freeze"),
         *("autocast_cache", "expandable_segments", "fused_cross_entropy", "sparse_tied_embedding"),
-        *("gradient_release", "max_grad_norm", "rounding", "eval_batch_size", "world_size", "strategy", "offload"),
+        *(
+            "gradient_release",
+            "max_grad_norm",
+            "rounding",
+            "eval_batch_size",
+            "world_size",
+            "strategy",
+            "offload_params",
+        ),
     ):
         value = getattr(options, name)
         if value not in (None, (), []):

@@ -132,8 +132,9 @@ def estimate(
         str | None,
         _option(STEP, "NAME", "With --world-size: ddp (whole models), fsdp2, zero2, zero3 (sharded) or auto."),
     ] = None,
-    offload: Annotated[
-        bool | None, _option(STEP, None, "Keep shards and optimizer states in host memory between uses.")
+    offload_params: Annotated[
+        bool | None,
+        _option(STEP, None, "Keep shards and optimizer states in host memory between uses.", "--offload/--no-offload"),
     ] = None,
     eval_batch_size: Annotated[
         int | None, _option(STEP, "N", "Also simulate an evaluation with batches of this size.", min=1)

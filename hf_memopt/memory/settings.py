@@ -37,7 +37,7 @@ _KINDS: Mapping[str, Any] = {
     "embedding_bits": Literal[8, 32],
     "world_size": Count,
     "strategy": Literal["auto", "ddp", "fsdp2", "zero2", "zero3"],
-    "offload": bool,
+    "offload_params": bool,
     "gradient_accumulation_steps": Count,
     "eval_batches": Count,
     "micro_batch_size": Count | None,
@@ -108,9 +108,9 @@ class StepSettings:
         strategy: ``"ddp"``: each has a whole model, and DDP's buckets. ``"fsdp2"``: weights, gradients and optimizer
             states are sharded, as accelerate sets FSDP2 up, in mixed precision with shards of what is trained in
             float32. ``"zero2"``, ``"zero3"``: DeepSpeed with the buckets of ``Recipe.distributed``, computed from its
-            documentation and sources. ``"auto"``: DDP, or FSDP2 with ``offload``. Nothing for one process.
-        offload: whether shards, their gradients and optimizer states are in host memory between uses; with ``"zero2"``
-            the optimizer states and the float32 weights.
+            documentation and sources. ``"auto"``: DDP, or FSDP2 with ``offload_params``. Nothing for one process.
+        offload_params: whether shards, their gradients and optimizer states are in host memory between uses; with
+            ``"zero2"`` the optimizer states and the float32 weights.
         loop: ``"trainer"`` for the stock ``Trainer``; ``"manual"`` for a hand-written loop, with Accelerate or without,
             that does ``outputs = model(**batch); outputs.loss.backward(); optimizer.step(); optimizer.zero_grad()``.
             Its variable keeps logits and key-value cache until the next forward pass is over, the model keeps its own
@@ -159,7 +159,7 @@ class StepSettings:
     prepare: tuple[Callable[[Any], Any], ...] = ()
     world_size: int = 1
     strategy: str = "auto"
-    offload: bool = False
+    offload_params: bool = False
     loop: str = "trainer"
     optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = None
     zero_grad_to_none: bool = True
@@ -237,7 +237,7 @@ class StepSettings:
             return ""
         if self.strategy != "auto":
             return self.strategy
-        return "fsdp2" if self.offload else "ddp"
+        return "fsdp2" if self.offload_params else "ddp"
 
     @property
     def is_sharded(self) -> bool:
@@ -245,10 +245,10 @@ class StepSettings:
         return self.engine not in ("", "ddp")
 
     def _check_sharing(self) -> None:
-        if self.offload and (self.world_size == 1 or self.strategy == "ddp"):
+        if self.offload_params and (self.world_size == 1 or self.strategy == "ddp"):
             raise ValueError(
-                f"offload=True, world_size={self.world_size}, strategy={self.strategy!r} do not fit each other: what "
-                "goes to the host are shards; expected several processes that shard. "
+                f"offload_params=True, world_size={self.world_size}, strategy={self.strategy!r} do not fit each other: "
+                "what goes to the host are shards; expected several processes that shard. "
                 "Pass world_size=2, strategy='fsdp2'"
             )
 

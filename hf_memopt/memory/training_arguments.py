@@ -98,7 +98,7 @@ def _sharding(args: TrainingArguments, world_size: int | None) -> dict[str, Any]
             f"not estimable: fsdp={args.fsdp!r} shards over a number of processes that TrainingArguments do not have; "
             "expected 2 or more. Pass estimate_from_arguments(..., world_size=2)"
         )
-    return {"world_size": processes, "strategy": "fsdp2", "offload": bool(plugin.get("cpu_offload"))}
+    return {"world_size": processes, "strategy": "fsdp2", "offload_params": bool(plugin.get("cpu_offload"))}
 
 
 def notes_of_arguments(args: TrainingArguments) -> tuple[str, ...]:

@@ -398,7 +398,7 @@ class Recipe:
             trainer_kwargs=trainer_kwargs,
         )
 
-    def distributed(self, world_size: int, strategy: str = "auto", offload: bool = False) -> Launch:
+    def distributed(self, world_size: int, strategy: str = "auto", offload_params: bool = False) -> Launch:
         """Return how the recipe is trained in several processes, with the effective batch as it is.
 
         ``Launch.write`` writes the files of ``accelerate launch``, ``torchrun`` and DeepSpeed, and
@@ -406,9 +406,10 @@ class Recipe:
 
         Args:
             world_size: processes, one for each GPU.
-            strategy: ``"ddp"``, ``"fsdp2"``, ``"zero2"``, ``"zero3"``, or ``"auto"``: DDP, or FSDP2 with ``offload``.
-            offload: whether the sharded optimizer states wait in host memory, and with ``"fsdp2"`` and ``"zero3"`` the
-                weights too.
+            strategy: ``"ddp"``, ``"fsdp2"``, ``"zero2"``, ``"zero3"``, or ``"auto"``: DDP, or FSDP2 with
+                ``offload_params``.
+            offload_params: whether the sharded optimizer states wait in host memory, and with ``"fsdp2"`` and
+                ``"zero3"`` the weights too.
 
         Raises:
             ValueError: an unknown strategy; a number of processes that does not divide the effective batch; something
@@ -420,7 +421,7 @@ class Recipe:
         """
         from hf_memopt.recipes.launch import launch_of
 
-        return launch_of(self, world_size, strategy, offload=offload)
+        return launch_of(self, world_size, strategy, offload_params=offload_params)
 
 
 DEFAULT_REASONS = {

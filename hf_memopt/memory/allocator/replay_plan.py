@@ -118,7 +118,7 @@ def replay_plan(
         alone = [settings.optimizer_memory((fact,)) for fact in facts]
     elif releases:
         alone = memory_by_parameter(facts, settings.optim, **_optimizer_options(settings))
-    clips = settings.max_grad_norm > 0 and not releases and not settings.offload
+    clips = settings.max_grad_norm > 0 and not releases and not settings.offload_params
     clips = clips and not settings.engine.startswith("zero")  # DeepSpeed's norm is counted with its step
     gathered = settings.eval_batches if settings.eval_batch_size is not None else 0
     if settings.batch_eval_metrics:

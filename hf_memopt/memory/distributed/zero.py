@@ -112,14 +112,14 @@ class ZeroStep:
             return parameter
         whole = torch.empty(parameter.shape, dtype=self._dtype, device="meta")
         if self._stage == 3:
-            part = 0 if self._settings.offload else -(-parameter.numel() // self._settings.world_size)
+            part = 0 if self._settings.offload_params else -(-parameter.numel() // self._settings.world_size)
             kept = parameter.numel() if parameter.numel() <= self._sizes.persistent else 0
             whole.untyped_storage().resize_((part + kept) * whole.element_size())
         return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
     def _beside(self) -> dict[str, torch.Tensor]:
         """Return what is held from the start beside the weights: float32 copies, or a gradient for the host."""
-        if not self._settings.offload:
+        if not self._settings.offload_params:
             parts = partition_facts(self._facts, self._settings)
             return {f"zero_float32_{i}": torch.empty(one.shape, device="meta") for i, one in enumerate(parts)}
         if self._stage == 3:
@@ -143,7 +143,7 @@ class ZeroStep:
         count = parameter.grad.numel()
         if not self._has_buckets():
             self._of_pass += [self._elements(self._sizes.bucket) for _ in range(self._sizes.buckets)]
-            if not self._settings.offload:
+            if not self._settings.offload_params:
                 part = self._elements(_kept_gradients(self._facts, self._settings))
                 (self.gradients if self._is_first else self._of_pass).append(part)
         if self._filled + count > self._sizes.bucket:
@@ -152,7 +152,7 @@ class ZeroStep:
             self._elements(count)
         else:
             self._filled += count
-        if self._settings.offload:
+        if self._settings.offload_params:
             torch.empty(min(count, _NORM_ELEMENTS) * _DOUBLE_BYTES, dtype=torch.uint8, device="meta")
         parameter.grad = None
 

@@ -96,7 +96,7 @@ def timing_of_step(
     )
     costs = StepCosts(
         passes=_passes(traces, steps, plan),
-        optimizer=Counter() if settings.offload else operations,  # which the host does, see ``communication``
+        optimizer=Counter() if settings.offload_params else operations,  # which the host does, see ``communication``
         micro_batches=micro_batches,
         communication=communication_of_step(
             trainable, settings, traces[0].gathered_bytes, micro_batches, plan.micro_batches
