@@ -169,7 +169,7 @@ EXAMPLES = {
         'estimate gpt2 -g "RTX 3060 12GB"',
         "estimate Qwen/Qwen2.5-1.5B -b 4 -g T4 --lora 16 --load-in nf4",
         "estimate bert-large-uncased --data train.jsonl --preset 8gb-gpu",
-        'estimate Llama-3.2-1B -g "RTX 4060" --compare --plot ladder.png',
+        'estimate Llama-3.2-1B -g "RTX 4060" --compare --plot set_ups.png',
     ),
     "plan": _examples(
         'plan bert-large-uncased -g "RTX 3060 12GB" -s 128',

@@ -1,4 +1,4 @@
-"""What ``hf-memopt estimate`` does: check the options, then estimate one set-up, or ladders of techniques.
+"""What ``hf-memopt estimate`` does: check the options, then estimate one set-up, or compare several.
 
 The options are checked without importing torch or transformers, so that a misspelt name is answered at once. Only the
 name of an attention implementation and patterns of ``--freeze`` wait for the model's classes.
@@ -38,7 +38,7 @@ MOST = {"batch_size": 10**6, "seq_len": 10**6, "eval_batch_size": 10**6, "gradie
 """Limits within which an estimate takes seconds: sizes have 63 bits, and every accumulation step is simulated."""
 WEIGHTS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 QUANTISED = {"4bit": "nf4", "8bit": "int8"}
-DEFAULT_BATCH_SIZE, LADDER_BATCH_SIZE = 8, 32
+DEFAULT_BATCH_SIZE, COMPARED_EXAMPLES = 8, 32
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def run_estimate(options: EstimateOptions, console: Console, errors: Console, fl
     gpu = _check_options(options)
     options, notes = _with_length_of_data(options, errors)
     with without_compiler():
-        return (_run_ladder if options.compare else _run_one)(options, gpu, notes, console, errors, flags)
+        return (_run_comparison if options.compare else _run_one)(options, gpu, notes, console, errors, flags)
 
 
 # ---- Checks, without torch ------------------------------------------------------------------------------------------
@@ -115,9 +115,9 @@ def _check_options(options: EstimateOptions) -> Gpu | None:
     gpu = _read_gpu(options.gpu, options.gpu_memory, options.compute_capability)
     if options.compare:
         _refuse_beside_compare(options)
-        steps = options.gradient_accumulation_steps or 1  # one set-up of each ladder accumulates single examples
+        steps = options.gradient_accumulation_steps or 1  # where one row fits, it is accumulated
         _check_count(
-            "batch_size", options.batch_size or LADDER_BATCH_SIZE, MOST["gradient_accumulation_steps"] // steps
+            "batch_size", options.batch_size or COMPARED_EXAMPLES, MOST["gradient_accumulation_steps"] // steps
         )
     if options.plot is not None:
         check_picture(options.plot, purpose="the picture of an estimate")
@@ -176,7 +176,7 @@ def _refuse_beside_compare(options: EstimateOptions) -> None:
         value = getattr(options, name)
         if value not in (None, (), []):
             raise ValueError(
-                f"{name}={value!r}, compare=True are incompatible: every rung of a ladder has its own set-up; "
+                f"{name}={value!r}, compare=True are incompatible: every set-up that is compared has its own; "
                 f"expected only one of them. Drop --compare or --{name.replace('_', '-')}"
             )
 
@@ -286,7 +286,7 @@ def _with_length_of_data(options: EstimateOptions, errors: Console) -> tuple[Est
     return replace(options, seq_len=seq_len), (note,)
 
 
-def _run_ladder(
+def _run_comparison(
     options: EstimateOptions,
     gpu: Gpu | None,
     notes: tuple[str, ...],
@@ -296,26 +296,25 @@ def _run_ladder(
 ) -> int:
     overrides = {"attn_implementation": options.attn, "task": options.task}
     with spinner(f"simulating {options.model}", errors, shown=not options.json_output) as announce:
-        from hf_memopt.cli.technique_ladder import draw_rows, ladder, print_ladder
+        from hf_memopt.cli.compared_set_ups import compare, draw_compared, print_compared
 
-        rows = ladder(
+        found = compare(
             options.model,
-            batch_size=options.batch_size or LADDER_BATCH_SIZE,
+            examples=(options.batch_size or COMPARED_EXAMPLES) * (options.gradient_accumulation_steps or 1),
             seq_len=options.seq_len,
-            gradient_accumulation_steps=options.gradient_accumulation_steps or 1,
             gpu=gpu,
             announce=announce,
             **{name: value for name, value in overrides.items() if value is not None},
         )
         if options.plot is not None:
-            draw_rows(rows, options.plot)
+            draw_compared(found, options.plot)
     if options.json_output:
-        _print_json([row.as_dict() for row in rows], console)
+        _print_json([one.as_dict() for one in found], console)
     else:
-        print_ladder(rows, console, notes=[_as_options(note, flags) for note in notes])
+        print_compared(found, console, notes=[_as_options(note, flags) for note in notes])
         if options.plot is not None:
             console.out(f"Picture: {options.plot}", highlight=False)
-    fits = [row.estimate.fits for row in rows if row.estimate is not None]
+    fits = [one.estimate.fits for one in found if one.estimate is not None]
     return DOES_NOT_FIT if all(fit is False for fit in fits) else FITS
 
 

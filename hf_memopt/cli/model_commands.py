@@ -139,7 +139,9 @@ def estimate(
     eval_batch_size: Annotated[
         int | None, _option(STEP, "N", "Also simulate an evaluation with batches of this size.", min=1)
     ] = None,
-    compare: Annotated[bool, _option(OUTPUT, None, "Compare ladders of techniques.", "--compare")] = False,
+    compare: Annotated[
+        bool, _option(OUTPUT, None, "Compare set-ups, each with the most rows that fit.", "--compare")
+    ] = False,
     plot: Annotated[
         Path | None, _option(OUTPUT, "FILE", "Also write a picture: .png, .svg or .pdf.", "-p", "--plot")
     ] = None,
