@@ -295,18 +295,12 @@ app.command(cls=Command, rich_help_panel=MACHINE, epilog=EXAMPLES["measure"])(me
 
 @app.command(cls=Command, rich_help_panel=MACHINE, epilog=EXAMPLES["doctor"])
 def doctor(
-    launch: Annotated[bool, typer.Option("--launch", help="Compare the processes of a launched job.")] = False,
     json_output: AsJson = False,
 ) -> None:
     """Check this machine for what training needs.
 
-    Exit code 0 if nothing would fail, 1 otherwise. Every process of a launched job runs --launch, in place of the
-    script: torchrun --nproc_per_node=2 -m hf_memopt doctor --launch
+    Exit code 0 if nothing would fail, 1 otherwise.
     """
-    if launch:
-        from hf_memopt.cli.doctor_launch import examine_launch
-
-        raise typer.Exit(examine_launch(json_output=json_output))
     from hf_memopt.cli.progress import spinner
     from hf_memopt.terminal import Console
 
