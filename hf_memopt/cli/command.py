@@ -10,20 +10,36 @@ from __future__ import annotations
 import re
 import shlex
 from ast import literal_eval
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand, TyperOption
 
-__all__ = ["BEFORE", "EXAMPLES", "MACHINE", "TRYING_OUT", "Command", "Flag", "flags_of", "in_flags", "typed_command"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "BEFORE",
+    "EXAMPLES",
+    "MACHINE",
+    "TRYING_OUT",
+    "Command",
+    "Flag",
+    "check_of_data",
+    "flags_of",
+    "in_flags",
+    "spinner",
+    "typed_command",
+    "wrapped",
+]
 
 OTHER_NAMES = {  # an option, and what Python calls its value
-    "attn": ("attn_implementation",),
     "gpu_memory": ("memory",),
     "preset": ("name",),
     "freeze": ("patterns",),
-    "weights": ("weights_dtype",),
     "data": ("path",),
     "effective_batch": ("effective_batch_size",),
     "write": ("directory",),
@@ -142,6 +158,45 @@ class Command(TyperCommand):
 def _in_short(name: str) -> str:
     """Return an option's declaration with ``--[no-]flag`` for a pair of flags."""
     return re.sub(r"(--)([\w-]+) / --no-\2", r"\1[no-]\2", name)
+
+
+def check_of_data(options: Any) -> None:
+    """Raise ValueError for an option that says how ``--data`` is read, without it."""
+    for name in ("column", "tokenizer"):
+        if options.data is None and getattr(options, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(options, name)!r} is for a data file, and there is none; expected both. "
+                "Pass --data FILE"
+            )
+
+
+# ---- What a command shows
+
+
+@contextmanager
+def spinner(text: str, errors: Console, *, shown: bool = True) -> Iterator[Callable[[str], object]]:
+    """Show a spinner inside the block, and yield the function that changes its text.
+
+    Args:
+        text: what the command does.
+        errors: the console of standard error; nothing is written to it unless it is a terminal.
+        shown: False for no spinner on a terminal either, as with ``--json``.
+    """
+    if not (shown and errors.is_terminal):
+        yield lambda text: None
+        return
+    from rich.text import Text  # a name may hold what rich takes for markup
+
+    with errors.status(Text(text)) as status:
+        yield lambda text: status.update(Text(text))
+
+
+def wrapped(text: str, console: Console) -> str:
+    """Return lines that fit a terminal, continued with an indent; unchanged where standard output is not a terminal."""
+    if not console.is_terminal:
+        return text
+    lines = (fill(line, console.width, subsequent_indent=" " * 6, break_on_hyphens=False) for line in text.splitlines())
+    return "\n".join(lines)
 
 
 BEFORE, MACHINE, TRYING_OUT = "Before the run", "On the machine that trains", "To try out and compare"

@@ -193,7 +193,8 @@ def _meeting() -> Finding:
     if not distributed.is_available():
         return Finding("several processes", "warning", "this torch is built without torch.distributed")
     try:
-        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        store = distributed.HashStore()  # type: ignore[attr-defined]  # public, but not named in __all__
+        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         distributed.destroy_process_group()
     except RuntimeError as error:
         found = f"processes cannot meet here: {str(error).splitlines()[0]}"

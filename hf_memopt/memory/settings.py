@@ -19,39 +19,58 @@ if TYPE_CHECKING:
 
     from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
 
-__all__ = ["NotEstimableError", "StepSettings"]
-
-_KINDS: Mapping[str, Any] = {
-    "optim": str,
-    "optim_args": str | None,
-    "attn_implementation": str | None,
-    "cublas_workspace_bytes": CountOrZero | None,
-    "sparse_tied_embedding": bool,
-    "fused_cross_entropy": bool,
-    "gradient_release": bool,
-    "optimizer_memory": Callable | None,
-    "loop": Literal["trainer", "manual"],
-    "precision": Literal["auto", "fp32", "tf32", "bf16", "fp16"],
-    "weights_dtype": Literal["float32", "bfloat16", "float16"],
-    "rounding": Literal["nearest", "stochastic", "kahan"],
-    "embedding_bits": Literal[8, 32],
-    "world_size": Count,
-    "strategy": Literal["auto", "ddp", "fsdp2", "zero2", "zero3"],
-    "offload_params": bool,
-    "gradient_accumulation_steps": Count,
-    "eval_batches": Count,
-    "micro_batch_size": Count | None,
-    "eval_batch_size": Count | None,
-    "eval_accumulation_steps": Count | None,
-    "generation_max_length": Count | None,
-    "generation_num_beams": Count | None,
-    "torch_empty_cache_steps": Count | None,
-}
-"""What the fields may hold whose values are checked one by one."""
+__all__ = ["NotEstimableError", "Option", "StepSettings", "settings_that_change"]
 
 
 class NotEstimableError(ValueError):
     """A set-up that cannot be simulated; the message begins with "not estimable: "."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How ``hf-memopt estimate`` reads a setting.
+
+    Attributes:
+        help: one sentence.
+        names: the flags; by default the setting's own name.
+        group: the heading that it stands under.
+        metavar: what stands for the value; None for a flag that has none.
+        kind: what typer makes of the text.
+        least: of numbers.
+        words: the values that have other words too.
+    """
+
+    help: str
+    names: tuple[str, ...] = ()
+    group: str = "Step"
+    metavar: str | None = "NAME"
+    kind: Any = str
+    least: float | None = None
+    words: Mapping[str, str] = field(default_factory=dict)
+
+
+def _setting(
+    default: Any, kind: Any = None, *, changes: str = "model", option: Option | None = None, hash: bool | None = None
+) -> Any:
+    """Declare a setting.
+
+    Args:
+        default: its usual value.
+        kind: the annotation that a value is checked against; None where ``__post_init__`` does more.
+        changes: what has to be done anew where it has another value: "model" to prepare the model, "trace" to record
+            the step, "replay" to replay the recording.
+        option: of ``hf-memopt estimate``; None for none.
+        hash: as for ``dataclasses.field``.
+    """
+    return field(default=default, hash=hash, metadata={"kind": kind, "changes": changes, "option": option})
+
+
+def _switch(text: str, *names: str) -> Option:
+    return Option(text, names, metavar=None, kind=bool)
+
+
+def _number(metavar: str, text: str, *names: str, group: str = "Step") -> Option:
+    return Option(text, names, group, metavar, int, least=1)
 
 
 @dataclass(frozen=True)
@@ -122,53 +141,122 @@ class StepSettings:
             allocates none (ROCm), None for what torch takes on this GPU.
     """
 
-    precision: str = "auto"
-    weights_dtype: str = "float32"
-    autocast_cache: bool = True
-    optim: str = "adamw_torch_fused"
-    optim_args: str | None = None
-    optim_target_modules: Any = None
-    weight_decay: float = 0.0
-    embedding_bits: int = 32
-    rounding: str = "nearest"
-    gradient_release: bool = False
-    sparse_tied_embedding: bool = False
-    fused_cross_entropy: bool = False
-    max_grad_norm: float = 1.0
-    gradient_accumulation_steps: int = 1
-    micro_batch_size: int | None = None
-    checkpointing: bool | Mapping[str, Any] = field(default=False, hash=False)
-    label_smoothing_factor: float = 0.0
-    attn_implementation: str | None = None
-    padding: bool = True
-    eval_batch_size: int | None = None
-    eval_batches: int = 1
-    prediction_loss_only: bool = False
-    eval_accumulation_steps: int | None = None
-    eval_do_concat_batches: bool = True
-    batch_eval_metrics: bool = False
+    precision: str = _setting(
+        "auto",
+        Literal["auto", "fp32", "tf32", "bf16", "fp16"],
+        changes="trace",
+        option=Option("auto, fp32, tf32, bf16 or fp16."),
+    )
+    weights_dtype: str = _setting(
+        "float32",
+        Literal["float32", "bfloat16", "float16"],
+        option=Option(
+            "Of the weights as loaded: float32, bf16 or fp16; float32 by default.",
+            ("--weights",),
+            "Model",
+            "DTYPE",
+            words={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
+        ),
+    )
+    autocast_cache: bool = _setting(
+        True, changes="trace", option=_switch("Keep 16-bit copies of the weights through a forward pass.")
+    )
+    optim: str = _setting(
+        "adamw_torch_fused", str, changes="replay", option=Option("An optimizer, by its name in TrainingArguments.")
+    )
+    optim_args: str | None = _setting(None, str | None, changes="replay")
+    optim_target_modules: Any = _setting(None, changes="replay")
+    weight_decay: float = _setting(0.0, changes="replay")
+    embedding_bits: int = _setting(32, Literal[8, 32], changes="replay")
+    rounding: str = _setting(
+        "nearest",
+        Literal["nearest", "stochastic", "kahan"],
+        changes="replay",
+        option=Option("Of updates of bf16 weights: nearest, stochastic or kahan.", metavar="KIND"),
+    )
+    gradient_release: bool = _setting(
+        False, bool, changes="replay", option=_switch("Step within the backward pass, with --max-grad-norm 0.")
+    )
+    sparse_tied_embedding: bool = _setting(
+        False, bool, option=_switch("Keep no second copy of a tied embedding's gradient.")
+    )
+    fused_cross_entropy: bool = _setting(
+        False, bool, option=_switch("Compute a language model's loss without its logits.")
+    )
+    max_grad_norm: float = _setting(
+        1.0,
+        changes="replay",
+        option=Option("Clip gradients at it; 1 by default, 0 for no clipping.", metavar="NORM", kind=float, least=0),
+    )
+    gradient_accumulation_steps: int = _setting(
+        1,
+        Count,
+        changes="replay",
+        option=_number("N", "Accumulation steps per optimizer step.", "--grad-accum", "--gradient-accumulation-steps"),
+    )
+    micro_batch_size: int | None = _setting(None, Count | None, changes="trace")
+    checkpointing: bool | Mapping[str, Any] = _setting(  # which is switched on around the recording
+        False, changes="trace", option=_switch("Recompute activations instead of keeping them."), hash=False
+    )
+    label_smoothing_factor: float = _setting(0.0, changes="trace")
+    attn_implementation: str | None = _setting(
+        None, str | None, option=Option("Attention: sdpa, eager or flash_attention_2.", ("--attn",), "Model")
+    )
+    padding: bool = _setting(True, changes="trace")
+    eval_batch_size: int | None = _setting(
+        None,
+        Count | None,
+        changes="trace",
+        option=_number("N", "Also simulate an evaluation with batches of this size."),
+    )
+    eval_batches: int = _setting(1, Count, changes="replay")
+    prediction_loss_only: bool = _setting(False, changes="trace")
+    eval_accumulation_steps: int | None = _setting(None, Count | None, changes="replay")
+    eval_do_concat_batches: bool = _setting(True, changes="replay")
+    batch_eval_metrics: bool = _setting(False, changes="replay")
     predict_with_generate: bool = False
-    generation_max_length: int | None = None
-    generation_num_beams: int | None = None
-    torch_empty_cache_steps: int | None = None
-    expandable_segments: bool = False
-    load_in: str | None = None
-    lora: int | LoraConfig | None = field(default=None, hash=False)
+    generation_max_length: int | None = _setting(None, Count | None)
+    generation_num_beams: int | None = _setting(None, Count | None)
+    torch_empty_cache_steps: int | None = _setting(None, Count | None, changes="replay")
+    expandable_segments: bool = _setting(
+        False, changes="replay", option=_switch("Of torch's allocator; see hf_memopt.use_expandable_segments.")
+    )
+    load_in: str | None = _setting(
+        None,
+        option=Option("Quantised weights: nf4 or int8.", (), "Model", "KIND", words={"4bit": "nf4", "8bit": "int8"}),
+    )
+    lora: int | LoraConfig | None = _setting(
+        None, option=_number("RANK", "Train LoRA adapters of this rank alone.", group="Model"), hash=False
+    )
     lora_targets: str | tuple[str, ...] = "auto"
-    freeze: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = _setting(
+        (), option=Option("A pattern for hf_memopt.freeze; may be repeated.", (), "Model", "PATTERN", list[str])
+    )
     prepare: tuple[Callable[[Any], Any], ...] = ()
-    world_size: int = 1
-    strategy: str = "auto"
-    offload_params: bool = False
-    loop: str = "trainer"
-    optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = None
-    zero_grad_to_none: bool = True
-    cublas_workspace_bytes: int | None = None
+    world_size: int = _setting(
+        1, Count, option=_number("N", "GPUs that train together; the estimate is of one of them.")
+    )
+    strategy: str = _setting(
+        "auto",
+        Literal["auto", "ddp", "fsdp2", "zero2", "zero3"],
+        option=Option("With --world-size: ddp (whole models), fsdp2, zero2, zero3 (sharded) or auto."),
+    )
+    offload_params: bool = _setting(
+        False,
+        bool,
+        option=_switch("Keep shards and optimizer states in host memory between uses.", "--offload/--no-offload"),
+    )
+    loop: str = _setting("trainer", Literal["trainer", "manual"])
+    optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = _setting(
+        None, Callable | None, changes="replay"
+    )
+    zero_grad_to_none: bool = _setting(True, changes="trace")
+    cublas_workspace_bytes: int | None = _setting(None, CountOrZero | None, changes="replay")
 
     def __post_init__(self) -> None:
-        defaults = {item.name: item.default for item in fields(self)}
-        for name, kind in _KINDS.items():
-            check_value(name, getattr(self, name), kind, defaults[name])
+        for item in fields(self):
+            if item.metadata.get("kind") is not None:
+                check_value(item.name, getattr(self, item.name), item.metadata["kind"], item.default)
         if not _is_number(self.max_grad_norm):
             raise ValueError(
                 f"max_grad_norm={shown(self.max_grad_norm)} is not a number; expected one, 0 for no clipping. "
@@ -326,6 +414,11 @@ class StepSettings:
             if name not in known:
                 raise unknown_setting(name, changed[name], known)
         return replace(self, **changed)
+
+
+def settings_that_change(*stages: str) -> frozenset[str]:
+    """Return the names of the settings that change one of these stages of an estimate."""
+    return frozenset(item.name for item in fields(StepSettings) if item.metadata.get("changes", "model") in stages)
 
 
 def _is_number(value: Any) -> bool:

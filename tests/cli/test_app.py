@@ -21,8 +21,8 @@ from hf_memopt.batching.padding_costs.data_files import file_lengths
 from hf_memopt.batching.padding_costs.figures import padding_report
 from hf_memopt.cli import doctor
 from hf_memopt.cli.app import app
+from hf_memopt.cli.command import spinner
 from hf_memopt.cli.doctor import GpuUse, Holder
-from hf_memopt.cli.progress import spinner
 from hf_memopt.errors import MissingExtraError
 from tiny import tokenizer
 

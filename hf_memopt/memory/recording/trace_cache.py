@@ -38,41 +38,13 @@ from hf_memopt.memory.recording.kept_models import PreparedModel, prepare_or_reu
 from hf_memopt.memory.recording.passes import autocast_dtype
 from hf_memopt.memory.recording.step import record_step
 from hf_memopt.memory.recording.step_trace import StepTrace
-from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.settings import StepSettings, settings_that_change
 from hf_memopt.memory.storage_tracker import Hidden, StorageTracker
 
 __all__ = ["RecordedStep", "Shape", "forget_traces", "record_or_reuse"]
 
-_NOT_IN_TRACE = {
-    "optim",
-    "optim_args",
-    "optim_target_modules",
-    "weight_decay",
-    "embedding_bits",
-    "rounding",
-    "gradient_release",
-    "optimizer_memory",
-    "max_grad_norm",
-    "gradient_accumulation_steps",
-    "eval_batches",
-    "eval_accumulation_steps",
-    "eval_do_concat_batches",
-    "batch_eval_metrics",
-    "torch_empty_cache_steps",
-    "expandable_segments",
-    "cublas_workspace_bytes",
-}
-_NOT_IN_MODEL = _NOT_IN_TRACE | {
-    "precision",
-    "autocast_cache",
-    "micro_batch_size",
-    "label_smoothing_factor",
-    "padding",
-    "eval_batch_size",
-    "prediction_loss_only",
-    "zero_grad_to_none",
-    "checkpointing",  # which is switched on around the recording
-}
+_NOT_IN_TRACE = settings_that_change("replay")
+_NOT_IN_MODEL = settings_that_change("replay", "trace")
 _KEPT_TRACES = 16
 _traces: OrderedDict[Hashable, RecordedStep] = OrderedDict()
 
