@@ -19,58 +19,31 @@ if TYPE_CHECKING:
 
     from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
 
-__all__ = ["NotEstimableError", "Option", "StepSettings", "settings_that_change"]
+__all__ = ["NotEstimableError", "StepSettings", "settings_that_change"]
 
 
 class NotEstimableError(ValueError):
     """A set-up that cannot be simulated; the message begins with "not estimable: "."""
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """How ``hf-memopt estimate`` reads a setting.
-
-    Attributes:
-        help: one sentence.
-        names: the flags; by default the setting's own name.
-        group: the heading that it stands under.
-        metavar: what stands for the value; None for a flag that has none.
-        kind: what typer makes of the text.
-        least: of numbers.
-        words: the values that have other words too.
-    """
-
-    help: str
-    names: tuple[str, ...] = ()
-    group: str = "Step"
-    metavar: str | None = "NAME"
-    kind: Any = str
-    least: float | None = None
-    words: Mapping[str, str] = field(default_factory=dict)
+_NUMBER: Mapping[str, Any] = {"metavar": "N", "read_as": int, "least": 1}
+"""Of an option that is a count."""
 
 
-def _setting(
-    default: Any, kind: Any = None, *, changes: str = "model", option: Option | None = None, hash: bool | None = None
-) -> Any:
+def _setting(default: Any, kind: Any = None, *, changes: str = "model", hash: bool | None = None, **option: Any) -> Any:
     """Declare a setting.
 
     Args:
         default: its usual value.
         kind: the annotation that a value is checked against; None where ``__post_init__`` does more.
-        changes: what has to be done anew where it has another value: "model" to prepare the model, "trace" to record
-            the step, "replay" to replay the recording.
-        option: of ``hf-memopt estimate``; None for none.
+        changes: what has to be done anew for another value: "model" to prepare the model, "trace" to record the step,
+            "replay" to replay the recording.
         hash: as for ``dataclasses.field``.
+        option: how ``hf-memopt estimate`` reads it, where it does: ``help``, and where they are not the usual ones
+            ``names`` of the flag, ``group`` in the help, ``metavar``, the type it is ``read_as``, ``least`` of
+            numbers, and other ``words`` for values.
     """
-    return field(default=default, hash=hash, metadata={"kind": kind, "changes": changes, "option": option})
-
-
-def _switch(text: str, *names: str) -> Option:
-    return Option(text, names, metavar=None, kind=bool)
-
-
-def _number(metavar: str, text: str, *names: str, group: str = "Step") -> Option:
-    return Option(text, names, group, metavar, int, least=1)
+    return field(default=default, hash=hash, metadata={"kind": kind, "changes": changes, **option})
 
 
 @dataclass(frozen=True)
@@ -145,24 +118,22 @@ class StepSettings:
         "auto",
         Literal["auto", "fp32", "tf32", "bf16", "fp16"],
         changes="trace",
-        option=Option("auto, fp32, tf32, bf16 or fp16."),
+        help="auto, fp32, tf32, bf16 or fp16.",
     )
     weights_dtype: str = _setting(
         "float32",
         Literal["float32", "bfloat16", "float16"],
-        option=Option(
-            "Of the weights as loaded: float32, bf16 or fp16; float32 by default.",
-            ("--weights",),
-            "Model",
-            "DTYPE",
-            words={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
-        ),
+        help="Of the weights as loaded: float32, bf16 or fp16; float32 by default.",
+        names=("--weights",),
+        group="Model",
+        metavar="DTYPE",
+        words={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
     )
     autocast_cache: bool = _setting(
-        True, changes="trace", option=_switch("Keep 16-bit copies of the weights through a forward pass.")
+        True, changes="trace", help="Keep 16-bit copies of the weights through a forward pass."
     )
     optim: str = _setting(
-        "adamw_torch_fused", str, changes="replay", option=Option("An optimizer, by its name in TrainingArguments.")
+        "adamw_torch_fused", str, changes="replay", help="An optimizer, by its name in TrainingArguments."
     )
     optim_args: str | None = _setting(None, str | None, changes="replay")
     optim_target_modules: Any = _setting(None, changes="replay")
@@ -172,42 +143,41 @@ class StepSettings:
         "nearest",
         Literal["nearest", "stochastic", "kahan"],
         changes="replay",
-        option=Option("Of updates of bf16 weights: nearest, stochastic or kahan.", metavar="KIND"),
+        help="Of updates of bf16 weights: nearest, stochastic or kahan.",
+        metavar="KIND",
     )
     gradient_release: bool = _setting(
-        False, bool, changes="replay", option=_switch("Step within the backward pass, with --max-grad-norm 0.")
+        False, bool, changes="replay", help="Step within the backward pass, with --max-grad-norm 0."
     )
-    sparse_tied_embedding: bool = _setting(
-        False, bool, option=_switch("Keep no second copy of a tied embedding's gradient.")
-    )
-    fused_cross_entropy: bool = _setting(
-        False, bool, option=_switch("Compute a language model's loss without its logits.")
-    )
+    sparse_tied_embedding: bool = _setting(False, bool, help="Keep no second copy of a tied embedding's gradient.")
+    fused_cross_entropy: bool = _setting(False, bool, help="Compute a language model's loss without its logits.")
     max_grad_norm: float = _setting(
         1.0,
         changes="replay",
-        option=Option("Clip gradients at it; 1 by default, 0 for no clipping.", metavar="NORM", kind=float, least=0),
+        help="Clip gradients at it; 1 by default, 0 for no clipping.",
+        metavar="NORM",
+        read_as=float,
+        least=0,
     )
     gradient_accumulation_steps: int = _setting(
         1,
         Count,
         changes="replay",
-        option=_number("N", "Accumulation steps per optimizer step.", "--grad-accum", "--gradient-accumulation-steps"),
+        help="Accumulation steps per optimizer step.",
+        names=("--grad-accum", "--gradient-accumulation-steps"),
+        **_NUMBER,
     )
     micro_batch_size: int | None = _setting(None, Count | None, changes="trace")
     checkpointing: bool | Mapping[str, Any] = _setting(  # which is switched on around the recording
-        False, changes="trace", option=_switch("Recompute activations instead of keeping them."), hash=False
+        False, changes="trace", help="Recompute activations instead of keeping them.", hash=False
     )
     label_smoothing_factor: float = _setting(0.0, changes="trace")
     attn_implementation: str | None = _setting(
-        None, str | None, option=Option("Attention: sdpa, eager or flash_attention_2.", ("--attn",), "Model")
+        None, str | None, help="Attention: sdpa, eager or flash_attention_2.", names=("--attn",), group="Model"
     )
     padding: bool = _setting(True, changes="trace")
     eval_batch_size: int | None = _setting(
-        None,
-        Count | None,
-        changes="trace",
-        option=_number("N", "Also simulate an evaluation with batches of this size."),
+        None, Count | None, changes="trace", help="Also simulate an evaluation with batches of this size.", **_NUMBER
     )
     eval_batches: int = _setting(1, Count, changes="replay")
     prediction_loss_only: bool = _setting(False, changes="trace")
@@ -219,32 +189,42 @@ class StepSettings:
     generation_num_beams: int | None = _setting(None, Count | None)
     torch_empty_cache_steps: int | None = _setting(None, Count | None, changes="replay")
     expandable_segments: bool = _setting(
-        False, changes="replay", option=_switch("Of torch's allocator; see hf_memopt.use_expandable_segments.")
+        False, changes="replay", help="Of torch's allocator; see hf_memopt.use_expandable_segments."
     )
     load_in: str | None = _setting(
         None,
-        option=Option("Quantised weights: nf4 or int8.", (), "Model", "KIND", words={"4bit": "nf4", "8bit": "int8"}),
+        help="Quantised weights: nf4 or int8.",
+        group="Model",
+        metavar="KIND",
+        words={"4bit": "nf4", "8bit": "int8"},
     )
     lora: int | LoraConfig | None = _setting(
-        None, option=_number("RANK", "Train LoRA adapters of this rank alone.", group="Model"), hash=False
+        None,
+        help="Train LoRA adapters of this rank alone.",
+        group="Model",
+        hash=False,
+        **{**_NUMBER, "metavar": "RANK"},
     )
     lora_targets: str | tuple[str, ...] = "auto"
     freeze: tuple[str, ...] = _setting(
-        (), option=Option("A pattern for hf_memopt.freeze; may be repeated.", (), "Model", "PATTERN", list[str])
+        (),
+        help="A pattern for hf_memopt.freeze; may be repeated.",
+        group="Model",
+        metavar="PATTERN",
+        read_as=list[str],
     )
     prepare: tuple[Callable[[Any], Any], ...] = ()
-    world_size: int = _setting(
-        1, Count, option=_number("N", "GPUs that train together; the estimate is of one of them.")
-    )
+    world_size: int = _setting(1, Count, help="GPUs that train together; the estimate is of one of them.", **_NUMBER)
     strategy: str = _setting(
         "auto",
         Literal["auto", "ddp", "fsdp2", "zero2", "zero3"],
-        option=Option("With --world-size: ddp (whole models), fsdp2, zero2, zero3 (sharded) or auto."),
+        help="With --world-size: ddp (whole models), fsdp2, zero2, zero3 (sharded) or auto.",
     )
     offload_params: bool = _setting(
         False,
         bool,
-        option=_switch("Keep shards and optimizer states in host memory between uses.", "--offload/--no-offload"),
+        help="Keep shards and optimizer states in host memory between uses.",
+        names=("--offload/--no-offload",),
     )
     loop: str = _setting("trainer", Literal["trainer", "manual"])
     optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = _setting(
