@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt.binding.conflicts import steps_in_backward
-from hf_memopt.binding.refusals import refusal_of
+from hf_memopt.binding.refusals import refusal_of, refuse_without_adapters
 from hf_memopt.memory.argument_spellings import in_own_names, unknown_setting
 from hf_memopt.plain_data import Count, CountOrZero, check_value, shown
 
@@ -193,6 +193,7 @@ class StepSettings:
     )
     load_in: str | None = _setting(
         None,
+        Literal["nf4", "int8"] | None,
         help="Quantised weights: nf4 or int8.",
         group="Model",
         metavar="KIND",
@@ -261,7 +262,8 @@ class StepSettings:
         self._read_freeze()
         self._read_lora()
         self._check_sharing()
-        self._check_load_in()
+        if not self.prepare:  # which may add adapters
+            refuse_without_adapters(self.load_in, self.lora)
         self._check_conflicts()
         self._check_stock()
 
@@ -283,19 +285,6 @@ class StepSettings:
             raise ValueError(
                 f"lora_targets={self.lora_targets!r}, lora={shown(self.lora)} do not fit each other; expected a rank "
                 "as lora. Pass lora=16, or LoraConfig(target_modules=...) alone"
-            )
-
-    def _check_load_in(self) -> None:
-        if self.load_in is not None and (not isinstance(self.load_in, str) or self.load_in not in ("nf4", "int8")):
-            near = "int8" if "8" in shown(self.load_in) else "nf4"
-            raise ValueError(
-                f"load_in={shown(self.load_in)} is not a quantisation of bitsandbytes that is known; expected 'nf4' "
-                f"(4 bits), 'int8' (8 bits), or None. Pass load_in={near!r}"
-            )
-        if self.load_in is not None and self.lora is None and not self.prepare:
-            raise ValueError(
-                f"load_in={self.load_in!r}, lora=None leave nothing to train: quantised weights have no gradient, and "
-                "the Trainer refuses such a model; expected adapters. Pass lora=16"
             )
 
     @property

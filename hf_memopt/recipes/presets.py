@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.recipes.recipe import Recipe
 
 __all__ = ["PRESETS", "fitting_recipe", "preset", "recipe"]
 
