@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hf_memopt.cli.command import BEFORE, EXAMPLES, MACHINE, TRYING_OUT, Command, spinner
+from hf_memopt.cli.command import BEFORE, MACHINE, TRYING_OUT, Command, spinner
 from hf_memopt.cli.options import (
     DemoOptions,
     DoctorOptions,
@@ -35,6 +35,7 @@ from hf_memopt.cli.options import (
     PlanOptions,
     PresetsOptions,
     ReportOptions,
+    examples_of,
     function_of,
 )
 from hf_memopt.errors import MissingExtraError, reason
@@ -90,13 +91,19 @@ def _message(error: Exception) -> str:
     )
 
 
+EXAMPLES = """\b
+Examples:
+  hf-memopt plan Qwen/Qwen2.5-1.5B --gpu "RTX 3060 12GB"
+  hf-memopt lengths train.jsonl
+  hf-memopt doctor"""
+
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # see Command
     help="Train transformers on the GPU you have, with the stock Hugging Face Trainer.",
-    epilog=EXAMPLES[""],
+    epilog=EXAMPLES,
 )
 
 COMMAND_COLUMNS = 8  # of the longest name
@@ -159,7 +166,7 @@ for name, group, options, run in (
     ("measure", MACHINE, MeasureOptions, _of_module("measure_command")),
     ("doctor", MACHINE, DoctorOptions, _doctor),
 ):
-    app.command(name, cls=Command, rich_help_panel=group, epilog=EXAMPLES[name])(function_of(options, run))
+    app.command(name, cls=Command, rich_help_panel=group, epilog=examples_of(options))(function_of(options, run))
 
 
 def main() -> None:

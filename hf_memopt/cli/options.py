@@ -1,6 +1,7 @@
 """The parameters of every command: a dataclass for each, whose fields are its arguments and options.
 
-The docstring is the command's help. Nothing heavy is imported here, as ``--help`` and the checks of typer need nothing.
+The docstring is the command's help, and ends with its examples. Nothing heavy is imported here, as ``--help`` and the
+checks of typer need nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = [
     "PlanOptions",
     "PresetsOptions",
     "ReportOptions",
+    "examples_of",
     "function_of",
 ]
 
@@ -79,6 +81,10 @@ class DemoOptions:
 
     Trains one small BERT on the standard library's docstrings four ways: naive, stock at its best, hf_memopt, and
     hf_memopt for a 4 GB GPU.
+
+    Examples:
+      hf-memopt demo
+      hf-memopt demo -n 200 --json figures.json
     """
 
     output: Path = _option(
@@ -92,7 +98,13 @@ class DemoOptions:
 
 @dataclass(frozen=True)
 class PresetsOptions:
-    """List the presets and which models fit with each, or explain one."""
+    """List the presets and which models fit with each, or explain one.
+
+    Examples:
+      hf-memopt presets
+      hf-memopt presets 8gb-gpu
+      hf-memopt presets 8gb-gpu --model gpt2 -s 512
+    """
 
     name: str | None = _argument("The preset to explain, with the reason for every choice.", default=None)
     model: str | None = _option(None, "A set-up that holds this model, as plan chooses it.", "NAME", "-m", "--model")
@@ -105,6 +117,11 @@ class LengthsOptions:
     """Show what padding wastes on a data file.
 
     How long its examples are, what each way of padding wastes, and what to set.
+
+    Examples:
+      hf-memopt lengths train.jsonl
+      hf-memopt lengths reviews.csv --column text --tokenizer bert-base-uncased
+      hf-memopt lengths data/ -b 16 --max-length 512 --plot lengths.png
     """
 
     path: Path = _argument("A Parquet, Arrow, JSON Lines or CSV file, or a folder of them.", "FILE", FILE)
@@ -139,6 +156,12 @@ class EstimateOptions:
     """Predict the memory of a training step, and what makes it fit.
 
     Exit code 0 if it fits or no GPU is known, 1 if it does not fit, 2 on errors.
+
+    Examples:
+      hf-memopt estimate gpt2 -g "RTX 3060 12GB"
+      hf-memopt estimate Qwen/Qwen2.5-1.5B -b 4 -g T4 --lora 16 --load-in nf4
+      hf-memopt estimate bert-large-uncased --data train.jsonl --preset 8gb-gpu
+      hf-memopt estimate Llama-3.2-1B -g "RTX 4060" --compare --plot set_ups.png
     """
 
     model: str = _model(MODEL)
@@ -195,6 +218,12 @@ class PlanOptions:
     """Find the fastest set-up that fits a GPU.
 
     Exit code 0 if one fits, 1 if none does, 2 if it cannot be planned.
+
+    Examples:
+      hf-memopt plan bert-large-uncased -g "RTX 3060 12GB" -s 128
+      hf-memopt plan Qwen/Qwen2.5-1.5B -g T4 -d train.jsonl --write run
+      hf-memopt plan Llama-3.2-1B -g "RTX 4060" --method full --allow bf16_weights
+      hf-memopt plan gpt2 -g 8GB --goal longest --report plan.html
     """
 
     model: str = _model(DATA)
@@ -252,6 +281,12 @@ class ReportOptions:
     One: a page with pictures, of the output folder of a run with a MemoryReportCallback, or of a plan's JSON. Two of a
     kind: what grew, by component and phase, as tables; with --output also as a page. No network is needed, and neither
     the model nor the data.
+
+    Examples:
+      hf-memopt plan gpt2 -g "RTX 4060" --report plan.html --json > plan.json
+      hf-memopt report plan.json
+      hf-memopt report out/
+      hf-memopt report old/ new/ -o grew.html
     """
 
     path: list[Path] = _argument("The output folder of a run, or JSON of plan, estimate or measure; one or two.")
@@ -266,6 +301,11 @@ class MeasureOptions:
 
     The script runs in a process of its own, up to its first Trainer.train(); nothing after it runs. Exit code 0 if its
     steps fit, 1 if memory ran out, 2 if it cannot be measured.
+
+    Examples:
+      hf-memopt measure train.py
+      hf-memopt measure train.py -n 20 -o run.json
+      hf-memopt measure train.py -- --learning_rate 1e-4
     """
 
     script: Path = _argument("A Python script that trains with the stock Trainer.")
@@ -281,6 +321,10 @@ class DoctorOptions:
     """Check this machine for what training needs.
 
     Exit code 0 if nothing would fail, 1 otherwise.
+
+    Examples:
+      hf-memopt doctor
+      hf-memopt doctor --json
     """
 
     json_output: bool = _json()
@@ -315,8 +359,18 @@ def function_of(options: type[Any], run: Callable[[Any, typer.Context], int | No
             for name in kinds
         ]
     )
-    command.__doc__ = options.__doc__
+    command.__doc__ = _help(options)[0]
     return command
+
+
+def examples_of(options: type[Any]) -> str:
+    """Return what the help ends with; its first line keeps click from filling the others."""
+    return "\n".join(["\b", "Examples:", _help(options)[1]])
+
+
+def _help(options: type[Any]) -> tuple[str, str]:
+    text, _, examples = inspect.cleandoc(options.__doc__ or "").partition("\n\nExamples:\n")
+    return text, examples
 
 
 SETTINGS = [item for item in fields(StepSettings) if "help" in item.metadata]
