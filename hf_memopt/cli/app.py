@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hf_memopt.cli.command import BEFORE, MACHINE, TRYING_OUT, Command, spinner
+from hf_memopt.cli.command import BEFORE, MACHINE, TRYING_OUT, Command, examples_of, function_of, spinner
 from hf_memopt.cli.options import (
     DemoOptions,
     DoctorOptions,
@@ -35,8 +35,6 @@ from hf_memopt.cli.options import (
     PlanOptions,
     PresetsOptions,
     ReportOptions,
-    examples_of,
-    function_of,
 )
 from hf_memopt.errors import MissingExtraError, reason
 from hf_memopt.notices import PrintableRecord, printable

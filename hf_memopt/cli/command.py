@@ -7,16 +7,20 @@ off at 80 columns.
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from ast import literal_eval
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
+import typer
 from typer.core import TyperCommand, TyperOption
+
+from hf_memopt.memory.settings import StepSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +32,9 @@ __all__ = [
     "Command",
     "Flag",
     "check_of_data",
+    "examples_of",
     "flags_of",
+    "function_of",
     "in_flags",
     "spinner",
     "typed_command",
@@ -157,6 +163,81 @@ class Command(TyperCommand):
 def _in_short(name: str) -> str:
     """Return an option's declaration with ``--[no-]flag`` for a pair of flags."""
     return re.sub(r"(--)([\w-]+) / --no-\2", r"\1[no-]\2", name)
+
+
+# ---- From a dataclass to a command ----------------------------------------------------------------------------------
+
+
+def function_of(options: type[Any], run: Callable[[Any, typer.Context], int | None]) -> Callable[..., None]:
+    """Return the function that typer makes a command of; it calls ``run``, which returns the exit code."""
+
+    def command(context: typer.Context, **given: Any) -> None:
+        own = {item.name: given.pop(item.name) for item in fields(options) if item.name in given}
+        if given:
+            own["settings"] = _settings(given)
+        raise typer.Exit(run(options(**own), context) or 0)
+
+    kinds: dict[str, Any] = {"context": typer.Context}
+    defaults: dict[str, Any] = {"context": inspect.Parameter.empty}
+    of_fields = get_type_hints(options)
+    for item in fields(options):
+        if item.name == "settings":
+            kinds |= {one.name: _kind(one) for one in SETTINGS}
+            defaults |= {one.name: None for one in SETTINGS}
+        else:
+            kinds[item.name] = Annotated[of_fields[item.name], item.metadata["info"]]
+            defaults[item.name] = inspect.Parameter.empty if item.default is MISSING else item.default
+    command.__annotations__ = kinds
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kinds[name])
+            for name in kinds
+        ]
+    )
+    command.__doc__ = _help(options)[0]
+    return command
+
+
+def examples_of(options: type[Any]) -> str:
+    """Return what the help ends with; its first line keeps click from filling the others."""
+    return "\n".join(["\b", "Examples:", _help(options)[1]])
+
+
+def _help(options: type[Any]) -> tuple[str, str]:
+    text, _, examples = inspect.cleandoc(options.__doc__ or "").partition("\n\nExamples:\n")
+    return text, examples
+
+
+SETTINGS = [item for item in fields(StepSettings) if "help" in item.metadata]
+"""The settings of a step that are options of ``estimate``."""
+
+
+def _kind(setting: Field[Any]) -> Any:
+    """Return the annotation of a setting's option, which is None where it is not given."""
+    told = setting.metadata
+    is_flag = isinstance(setting.default, bool)
+    info = typer.Option(
+        *told.get("names", ()),
+        help=told["help"],
+        metavar=told.get("metavar", None if is_flag else "NAME"),
+        rich_help_panel=told.get("group", "Step"),
+        show_default=False,
+        min=told.get("least"),
+    )
+    read_as = told.get("read_as", bool if is_flag else str)
+    return Annotated[read_as | None, info]
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that were given, in the words of ``StepSettings``."""
+    found: dict[str, Any] = {}
+    for item in SETTINGS:
+        value = given[item.name]
+        if isinstance(value, list):
+            value = tuple(value) or None
+        if value is not None:
+            found[item.name] = item.metadata.get("words", {}).get(value, value)
+    return found
 
 
 def check_of_data(options: Any) -> None:
