@@ -38,6 +38,7 @@ from hf_memopt.cli.options import (
 )
 from hf_memopt.errors import MissingExtraError, reason
 from hf_memopt.notices import PrintableRecord, printable
+from hf_memopt.plotting import check_picture
 
 __all__ = ["app", "main"]
 
@@ -145,10 +146,12 @@ def _doctor(options: DoctorOptions, context: typer.Context) -> int:
 
 
 def _of_module(name: str) -> Callable[[Any, typer.Context], int | None]:
-    """Return ``run`` of one of the modules beside this one, which is imported when it is called."""
+    """Return ``run`` of a command's module, which is imported when it is called and ``--plot`` can be written."""
 
     def run(options: Any, context: typer.Context) -> int | None:
-        code: int | None = import_module(f"hf_memopt.cli.{name}").run(options, context)
+        if getattr(options, "plot", None) is not None:
+            check_picture(options.plot, purpose=f"the picture of hf-memopt {name}")
+        code: int | None = import_module(f"hf_memopt.cli.{name}_command").run(options, context)
         return code
 
     return run
@@ -156,12 +159,12 @@ def _of_module(name: str) -> Callable[[Any, typer.Context], int | None]:
 
 for name, group, options, run in (
     ("demo", TRYING_OUT, DemoOptions, _demo),
-    ("presets", BEFORE, PresetsOptions, _of_module("presets_command")),
-    ("lengths", BEFORE, LengthsOptions, _of_module("lengths_command")),
-    ("estimate", BEFORE, EstimateOptions, _of_module("estimate_command")),
-    ("plan", BEFORE, PlanOptions, _of_module("plan_command")),
-    ("report", BEFORE, ReportOptions, _of_module("report_command")),
-    ("measure", MACHINE, MeasureOptions, _of_module("measure_command")),
+    ("presets", BEFORE, PresetsOptions, _of_module("presets")),
+    ("lengths", BEFORE, LengthsOptions, _of_module("lengths")),
+    ("estimate", BEFORE, EstimateOptions, _of_module("estimate")),
+    ("plan", BEFORE, PlanOptions, _of_module("plan")),
+    ("report", BEFORE, ReportOptions, _of_module("report")),
+    ("measure", MACHINE, MeasureOptions, _of_module("measure")),
     ("doctor", MACHINE, DoctorOptions, _doctor),
 ):
     app.command(name, cls=Command, rich_help_panel=group, epilog=examples_of(options))(function_of(options, run))

@@ -18,7 +18,6 @@ from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.without_compiler import without_compiler
-from hf_memopt.plotting import check_picture
 from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.recipes.planning.request import checked_batch
 from hf_memopt.recipes.presets import recipe
@@ -43,7 +42,6 @@ def run(options: EstimateOptions, context: Any) -> int:
 
     Raises:
         ValueError: invalid options, or a set-up that is not estimable.
-        MissingExtraError: a picture without matplotlib.
     """
     flags = flags_of(context.command.params)
     errors = Console(stderr=True)
@@ -61,7 +59,6 @@ def _check(options: EstimateOptions, flags: Mapping[str, Flag]) -> Gpu | None:
 
     Raises:
         ValueError: an option is invalid.
-        MissingExtraError: a picture without matplotlib.
     """
     counts = {"batch_size": options.batch_size, "seq_len": options.seq_len, **options.settings}
     for name, most in MOST.items():
@@ -72,8 +69,6 @@ def _check(options: EstimateOptions, flags: Mapping[str, Flag]) -> Gpu | None:
         steps = counts.get("gradient_accumulation_steps", 1)  # where one row fits, it is accumulated
         most = MOST["gradient_accumulation_steps"] // steps
         _check_count("batch_size", options.batch_size or COMPARED_EXAMPLES, most)
-    if options.plot is not None:
-        check_picture(options.plot, purpose="the picture of an estimate")
     if options.data is not None and options.seq_len is not None:
         raise ValueError(
             f"data={str(options.data)!r}, seq_len={options.seq_len} are two lengths; expected one of them. "
@@ -228,7 +223,7 @@ def _with_length_of_data(options: EstimateOptions, errors: Console) -> tuple[Est
     if options.data is None:
         return options, ()
     with spinner(f"reading {options.data}", errors, shown=not options.json_output):
-        from hf_memopt.cli.data_length import length_of_data
+        from hf_memopt.cli.lengths_command import length_of_data
 
         seq_len, note = length_of_data(options.model, options.data, options.column, options.tokenizer, options.task)
     return replace(options, seq_len=seq_len), (note,)

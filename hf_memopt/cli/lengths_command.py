@@ -1,28 +1,31 @@
-"""What ``hf-memopt lengths`` does: print or draw what padding wastes on a data file."""
+"""What ``hf-memopt lengths`` does, and the length that ``estimate`` and ``plan`` take from the rows of ``--data``."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_memopt.batching.padding_costs.data_files import FileLengths, file_lengths
+from hf_memopt.batching.padding_costs.figures import padding_report
+from hf_memopt.batching.padding_costs.output import print_report
 from hf_memopt.cli.command import wrapped
-from hf_memopt.plotting import check_picture
+from hf_memopt.memory.models.config_files import name_on_hub
 from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
     from hf_memopt.cli.options import LengthsOptions
 
-__all__ = ["run"]
+__all__ = ["length_of_data", "lengths_of_data", "run"]
+
+MULTIPLE = 8  # tensor cores want it, and collators pad to it
 
 
 def run(options: LengthsOptions, context: Any) -> None:
-    """Print the report."""
-    if options.plot is not None:
-        check_picture(options.plot, purpose="the picture of a padding report")
-    from hf_memopt.batching.padding_costs.data_files import file_lengths
-    from hf_memopt.batching.padding_costs.figures import padding_report
-    from hf_memopt.batching.padding_costs.output import print_report
-
+    """Print what padding wastes on a data file, or draw it."""
     found = file_lengths(options.path, column=options.column, tokenizer=options.tokenizer)
     sizes = {name: getattr(options, name) for name in ("batch_size", "max_tokens", "max_length")}
     report = padding_report(found.lengths, unit=found.unit, **sizes)
@@ -37,3 +40,66 @@ def run(options: LengthsOptions, context: Any) -> None:
     print_report(report, console)
     if options.plot is not None:
         console.out(f"Picture: {options.plot}", highlight=False)
+
+
+def length_of_data(
+    model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None
+) -> tuple[int, str]:
+    """Return the 99th percentile of the lengths, rounded up to a multiple of 8, and a note that says so.
+
+    Where the model takes fewer tokens, they are the length.
+
+    Args:
+        model: whose tokenizer counts the tokens of texts.
+        path: as for ``file_lengths``, like ``column``.
+        column: None for the likely one.
+        tokenizer: None for the model's own; a column of token ids needs none.
+        task: of the model's head.
+
+    Raises:
+        ValueError: as ``file_lengths``; texts for which the model has no tokenizer here.
+    """
+    seq_len, lengths = lengths_of_data(model, path, column, tokenizer, task)
+    p99 = _percentile_99(lengths)
+    limit = ", all that the model takes" if seq_len < p99 else ""
+    longer = int((lengths > seq_len).sum())
+    rest = f"; {longer:,} longer rows have to be truncated" if longer else ""
+    note = (
+        f"seq_len={seq_len} from {len(lengths):,} rows of {path.name}: p99 {p99:,}, longest "
+        f"{int(lengths.max()):,} tokens{limit}{rest}"
+    )
+    return seq_len, note
+
+
+def lengths_of_data(
+    model: str, path: Path, column: str | None, tokenizer: str | None, task: str | None
+) -> tuple[int, NDArray[np.int32]]:
+    """Return the length as ``length_of_data`` does, and the tokens of each row, shape (rows,)."""
+    found = file_lengths(path, column=column, tokenizer=tokenizer)
+    if found.unit == "words":
+        found = _counted_by_model(model, path, column)
+    seq_len = -(-_percentile_99(found.lengths) // MULTIPLE) * MULTIPLE
+    return min(seq_len, _positions(model, task) or seq_len), found.lengths
+
+
+def _percentile_99(lengths: NDArray[np.int32]) -> int:
+    return int(np.percentile(lengths, 99, method="inverted_cdf"))
+
+
+def _counted_by_model(model: str, path: Path, column: str | None) -> FileLengths:
+    try:
+        return file_lengths(path, column=column, tokenizer=name_on_hub(model))
+    except ValueError as error:
+        if not str(error).startswith("tokenizer="):
+            raise
+        raise ValueError(
+            f"path={str(path)!r} holds texts, and the tokenizer of {model!r} cannot be loaded here; expected token ids "
+            "or a tokenizer that counts them. Pass --tokenizer FOLDER, or --seq-len 512 instead"
+        ) from error
+
+
+def _positions(model: str, task: str | None) -> int | None:
+    from hf_memopt.memory.models.example_batch import most_tokens
+    from hf_memopt.memory.models.loading import load_model
+
+    return most_tokens(load_model(model, task=task).model)

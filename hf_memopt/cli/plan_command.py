@@ -14,7 +14,6 @@ from hf_memopt.cli.command import check_of_data, flags_of, in_flags, spinner, ty
 from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.memory.without_compiler import without_compiler
 from hf_memopt.plain_data import check_word
-from hf_memopt.plotting import check_picture
 from hf_memopt.recipes.launch import launch_files
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, read_gpu
 from hf_memopt.recipes.planning.script.folder import RowsFile, check_folder
@@ -104,8 +103,6 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
         check_folder(options.write, force=options.force, beside=beside)
     if options.report is not None:
         check_page(options.report, force=options.force)
-    if options.plot is not None:
-        check_picture(options.plot, purpose="the picture of a plan")
     if options.force and options.write is None and options.report is None:
         raise ValueError(
             "force=True has nothing to replace: no file is written; expected --write or --report. Pass --write DIR"
@@ -115,6 +112,6 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
 
 def _lengths(options: PlanOptions, data: Path) -> NDArray[np.int32]:
     """Return the lengths of ``--data``; as in ``plan``, no row is cut unless ``--seq-len`` or ``--allow`` says so."""
-    from hf_memopt.cli.data_length import lengths_of_data
+    from hf_memopt.cli.lengths_command import lengths_of_data
 
     return lengths_of_data(options.model, data, options.column, options.tokenizer, options.task)[1]
