@@ -1,4 +1,4 @@
-"""How long an estimate takes, with what host memory, and the ladders of README.md: python benchmarks/estimation.py
+"""How long an estimate takes, with what host memory, and the set-ups compared in docs/: python benchmarks/estimation.py
 
 Each case in a fresh process, five estimates of which none finds anything in the cache; then one that does, for another
 optimizer. The time of the imports is apart. Host memory is the peak of the process above what it held after the imports
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B 2 x 512": {"model": "Llama-3.1-8B", "batch_size": 2, "seq_len": 512},
 }
 REPEATS = 5
-LADDER: dict[str, Any] = {"model": "chinese-macbert-large", "batch_size": 32, "seq_len": 128, "gpu": "RTX 3050 4GB"}
+COMPARISON: dict[str, Any] = {"model": "chinese-macbert-large", "examples": 32, "seq_len": 128, "gpu": "RTX 3050 4GB"}
 
 
 def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any]:
@@ -76,20 +76,20 @@ def measure(model: Any, weights: bool = False, **settings: Any) -> dict[str, Any
     }
 
 
-def ladder_figures() -> dict[str, Any]:
-    """Estimate the ladders of techniques for README.md in this process."""
-    from hf_memopt.cli.technique_ladder import ladder
+def compared_figures() -> dict[str, Any]:
+    """Estimate the set-ups of ``hf-memopt estimate --compare`` for docs/ in this process."""
+    from hf_memopt.cli.compared_set_ups import compare
     from hf_memopt.devices.gpus import find_gpu
 
-    gpu = find_gpu(LADDER["gpu"])
+    gpu = find_gpu(COMPARISON["gpu"])
     started = time.perf_counter()
-    rows = [row.as_dict() for row in ladder(**{**LADDER, "gpu": gpu})]
+    rows = [row.as_dict() for row in compare(**{**COMPARISON, "gpu": gpu})]
     seconds = time.perf_counter() - started
     kept = ("components", "peak_allocated_bytes", "peak_reserved_bytes", "total_bytes", "fits")
     for row in rows:
         row["estimate"] = row["estimate"] and {name: row["estimate"][name] for name in kept}
     return {
-        **LADDER,
+        **COMPARISON,
         "usable_bytes": gpu.usable_bytes,
         "context_bytes": gpu.context_bytes,
         "seconds": seconds,
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--case", help="one case in this process, as JSON on standard output")
     case = parser.parse_args().case
     if case is not None:
-        print(json.dumps(ladder_figures() if case == "ladder" else measure(**CASES[case])))
+        print(json.dumps(compared_figures() if case == "comparison" else measure(**CASES[case])))
         return 0
     from results_file import append
 
@@ -116,9 +116,9 @@ def main() -> int:
         times = f"{found['seconds']:>10.2f} s{found['slowest_seconds']:>8.2f} s{found['again_seconds']:>8.2f} s"
         print(f"{name:<46}{times}{format_bytes(found['host_bytes']):>14}", flush=True)
     append("estimation", figures)
-    ladders = _in_a_fresh_process("ladder")
-    print(f"the ladders of {LADDER['model']}: {len(ladders['rows'])} estimates in {ladders['seconds']:.2f} s")
-    append("estimation_ladder", ladders)
+    compared = _in_a_fresh_process("comparison")
+    print(f"{len(compared['rows'])} set-ups of {COMPARISON['model']} compared in {compared['seconds']:.2f} s")
+    append("estimation_comparison", compared)
     return 0
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from hf_memopt.cli.progress import spinner
+from hf_memopt.cli.command import spinner
 from hf_memopt.plotting import check_picture
 from hf_memopt.units import to_gib
 

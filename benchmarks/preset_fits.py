@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hf_memopt
 from hf_memopt import PRESETS, Recipe, estimate, find_gpu
-from hf_memopt.cli.preset_tables import LARGEST_BATCH
+from hf_memopt.cli.presets_command import LARGEST_BATCH
 from hf_memopt.memory.recording.session import keeping_models
 from hf_memopt.recipes.effective_batch import largest_divisor
 

@@ -34,7 +34,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "plan-example": plans.plan_example,
     "plans": plans.plans,
     "largest-full": plans.largest_full,
-    "estimate-ladder": estimates.estimate_ladder,
+    "estimate-comparison": estimates.estimate_comparison,
     "published-errors": estimates.published_errors,
     "estimate-errors": estimates.estimate_errors,
     "estimate-speed": estimates.estimate_speed,

@@ -39,26 +39,23 @@ def presets() -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row.values())} |" for row in rows)])
 
 
-def estimate_ladder() -> str:
-    """Return the ladders of techniques, from the last run of ``benchmarks/estimation.py``."""
-    figures = last_row("estimation_ladder", program="estimation")["figures"]
+def estimate_comparison() -> str:
+    """Return the set-ups that ``--compare`` compares, from the last run of ``benchmarks/estimation.py``."""
+    figures = last_row("estimation_comparison", program="estimation")["figures"]
     shown = ("weights", "gradients", "optimizer state", "activations")
-    lines = [f"| added | {' | '.join(shown)} | rest | allocated | reserved | total | fits |", f"|---|{'---|' * 9}"]
-    ladder = None
+    lines = [f"| set-up | rows x steps | {' | '.join(shown)} | rest | reserved | total | fits |", f"|---|{'---|' * 9}"]
     for row in figures["rows"]:
-        if row["ladder"] != ladder:
-            ladder = row["ladder"]
-            lines.append(f"| **{ladder}** |{' |' * 9}")
         found = row["estimate"]
         parts = [found["components"][name] for name in shown]
         sizes = [*parts, sum(found["components"].values()) - sum(parts)]
-        sizes += [found["peak_allocated_bytes"], found["peak_reserved_bytes"], found["total_bytes"]]
+        sizes += [found["peak_reserved_bytes"], found["total_bytes"]]
         cells = " | ".join(f"{size / 2**20:,.0f}" for size in sizes)
-        lines.append(f"| {row['added']} | {cells} | {'yes' if found['fits'] else 'no'} |")
+        lines.append(f"| {row['set_up']} | {row['batch']} | {cells} | {'yes' if found['fits'] else 'no'} |")
     note = (
-        f"{figures['model']}, {figures['batch_size']} texts of {figures['seq_len']} tokens per optimizer step, in MiB; "
+        f"{figures['model']}, {figures['examples']} texts of {figures['seq_len']} tokens per optimizer step, in MiB; "
         f"of the {figures['gpu']} {figures['usable_bytes'] / 2**20:,.0f} MiB are usable, and `total` includes a CUDA "
-        f"context of {figures['context_bytes'] / 2**20:,.0f}. Components are those of the allocated peak."
+        f"context of {figures['context_bytes'] / 2**20:,.0f}. Components are those of the allocated peak. Each set-up "
+        "has the most rows that fit; what has a `+` is added to the row above."
     )
     return "\n".join([*lines, "", note])
 

@@ -12,50 +12,65 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.3.0"
 
 if TYPE_CHECKING:
-    from hf_memopt.batching.collation.collators import BucketedCollator, DynamicPaddingCollator
-    from hf_memopt.batching.exact_losses import exact_loss
-    from hf_memopt.batching.padding_costs.figures import PaddingReport, padding_report
-    from hf_memopt.batching.plan.buckets import LengthBuckets
-    from hf_memopt.batching.plan.lengths import token_lengths
-    from hf_memopt.batching.plan.samplers import LengthBucketedBatchSampler, LengthBucketedSampler
-    from hf_memopt.batching.views.bucketed_view import bucketed
-    from hf_memopt.batching.views.sorted_view import sorted_by_length
-    from hf_memopt.binding.attach import attach
-    from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy
-    from hf_memopt.binding.quantized_weights import prepare_quantized
-    from hf_memopt.changes import Change
-    from hf_memopt.devices.gpus import GPUS, Gpu, custom_gpu, find_gpu
-    from hf_memopt.devices.memory_reading import MemoryReading, read_memory
-    from hf_memopt.errors import MissingExtraError
-    from hf_memopt.memory.estimation import estimate, estimate_from_arguments
-    from hf_memopt.memory.printed_memory import print_gpu_utilization, print_summary
-    from hf_memopt.memory.report import MemoryReportCallback
-    from hf_memopt.memory.result import Estimate
-    from hf_memopt.memory.settings import NotEstimableError, StepSettings
-    from hf_memopt.recipes.measuring.measure import measure
-    from hf_memopt.recipes.planning.plan import plan
-    from hf_memopt.recipes.planning.result import Plan
-    from hf_memopt.recipes.presets import PRESETS, preset, recipe
-    from hf_memopt.recipes.recipe import Recipe
-    from hf_memopt.reports.measurement_file import Measurement
-    from hf_memopt.techniques.checkpointing.policies import CheckpointingCallback, checkpoint_layers
-    from hf_memopt.techniques.checkpoints.sharded import LeanCheckpointCallback, ShardedCheckpointCallback
-    from hf_memopt.techniques.evaluation.guard import EvaluationGuardCallback
-    from hf_memopt.techniques.expandable_segments import use_expandable_segments
-    from hf_memopt.techniques.freezing.freezing import FreezeCallback, freeze
-    from hf_memopt.techniques.freezing.unfreezing import GradualUnfreezeCallback
-    from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback
-    from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
-    from hf_memopt.techniques.nonfinite.overflow import OverflowCallback
-    from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback, override_embedding_bits
-    from hf_memopt.techniques.optimizers.gradient_release import gradient_release
-    from hf_memopt.techniques.optimizers.sixteen_bit_weights import (
-        released_optimizer,
-        rounded_optimizer,
-        sixteen_bit_optimizer,
-    )
-    from hf_memopt.techniques.precision import PrecisionCallback
-    from hf_memopt.techniques.tied_embedding import TiedEmbeddingCallback, sparse_tied_embedding
+    from hf_memopt.batching.collation.collators import BucketedCollator as BucketedCollator
+    from hf_memopt.batching.collation.collators import DynamicPaddingCollator as DynamicPaddingCollator
+    from hf_memopt.batching.exact_losses import exact_loss as exact_loss
+    from hf_memopt.batching.padding_costs.figures import PaddingReport as PaddingReport
+    from hf_memopt.batching.padding_costs.figures import padding_report as padding_report
+    from hf_memopt.batching.plan.buckets import LengthBuckets as LengthBuckets
+    from hf_memopt.batching.plan.lengths import token_lengths as token_lengths
+    from hf_memopt.batching.plan.samplers import LengthBucketedBatchSampler as LengthBucketedBatchSampler
+    from hf_memopt.batching.plan.samplers import LengthBucketedSampler as LengthBucketedSampler
+    from hf_memopt.batching.views.bucketed_view import bucketed as bucketed
+    from hf_memopt.batching.views.sorted_view import sorted_by_length as sorted_by_length
+    from hf_memopt.binding.attach import attach as attach
+    from hf_memopt.binding.fused_loss.fuse import fuse_cross_entropy as fuse_cross_entropy
+    from hf_memopt.binding.quantized_weights import prepare_quantized as prepare_quantized
+    from hf_memopt.changes import Change as Change
+    from hf_memopt.devices.gpus import GPUS as GPUS
+    from hf_memopt.devices.gpus import Gpu as Gpu
+    from hf_memopt.devices.gpus import custom_gpu as custom_gpu
+    from hf_memopt.devices.gpus import find_gpu as find_gpu
+    from hf_memopt.devices.memory_reading import MemoryReading as MemoryReading
+    from hf_memopt.devices.memory_reading import read_memory as read_memory
+    from hf_memopt.errors import MissingExtraError as MissingExtraError
+    from hf_memopt.memory.estimation import estimate as estimate
+    from hf_memopt.memory.estimation import estimate_from_arguments as estimate_from_arguments
+    from hf_memopt.memory.printed_memory import print_gpu_utilization as print_gpu_utilization
+    from hf_memopt.memory.printed_memory import print_summary as print_summary
+    from hf_memopt.memory.report import MemoryReportCallback as MemoryReportCallback
+    from hf_memopt.memory.result import Estimate as Estimate
+    from hf_memopt.memory.settings import NotEstimableError as NotEstimableError
+    from hf_memopt.memory.settings import StepSettings as StepSettings
+    from hf_memopt.recipes.measuring.measure import measure as measure
+    from hf_memopt.recipes.planning.plan import plan as plan
+    from hf_memopt.recipes.planning.result import Plan as Plan
+    from hf_memopt.recipes.presets import PRESETS as PRESETS
+    from hf_memopt.recipes.presets import preset as preset
+    from hf_memopt.recipes.presets import recipe as recipe
+    from hf_memopt.recipes.recipe import Recipe as Recipe
+    from hf_memopt.reports.measurement_file import Measurement as Measurement
+    from hf_memopt.techniques.checkpointing.policies import CheckpointingCallback as CheckpointingCallback
+    from hf_memopt.techniques.checkpointing.policies import checkpoint_layers as checkpoint_layers
+    from hf_memopt.techniques.checkpoints.sharded import LeanCheckpointCallback as LeanCheckpointCallback
+    from hf_memopt.techniques.checkpoints.sharded import ShardedCheckpointCallback as ShardedCheckpointCallback
+    from hf_memopt.techniques.evaluation.guard import EvaluationGuardCallback as EvaluationGuardCallback
+    from hf_memopt.techniques.expandable_segments import use_expandable_segments as use_expandable_segments
+    from hf_memopt.techniques.freezing.freezing import FreezeCallback as FreezeCallback
+    from hf_memopt.techniques.freezing.freezing import freeze as freeze
+    from hf_memopt.techniques.freezing.unfreezing import GradualUnfreezeCallback as GradualUnfreezeCallback
+    from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback as FusedCrossEntropyCallback
+    from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback as MicrobatchCallback
+    from hf_memopt.techniques.nonfinite.overflow import OverflowCallback as OverflowCallback
+    from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback as EmbeddingBitsCallback
+    from hf_memopt.techniques.optimizers.embedding_bits import override_embedding_bits as override_embedding_bits
+    from hf_memopt.techniques.optimizers.gradient_release import gradient_release as gradient_release
+    from hf_memopt.techniques.optimizers.sixteen_bit_weights import released_optimizer as released_optimizer
+    from hf_memopt.techniques.optimizers.sixteen_bit_weights import rounded_optimizer as rounded_optimizer
+    from hf_memopt.techniques.optimizers.sixteen_bit_weights import sixteen_bit_optimizer as sixteen_bit_optimizer
+    from hf_memopt.techniques.precision import PrecisionCallback as PrecisionCallback
+    from hf_memopt.techniques.tied_embedding import TiedEmbeddingCallback as TiedEmbeddingCallback
+    from hf_memopt.techniques.tied_embedding import sparse_tied_embedding as sparse_tied_embedding
 
 _MODULES = {
     "hf_memopt.batching.plan.buckets": ("LengthBuckets",),
@@ -105,67 +120,7 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = [
-    "GPUS",
-    "PRESETS",
-    "BucketedCollator",
-    "Change",
-    "CheckpointingCallback",
-    "DynamicPaddingCollator",
-    "EmbeddingBitsCallback",
-    "Estimate",
-    "EvaluationGuardCallback",
-    "FreezeCallback",
-    "FusedCrossEntropyCallback",
-    "Gpu",
-    "GradualUnfreezeCallback",
-    "LeanCheckpointCallback",
-    "LengthBucketedBatchSampler",
-    "LengthBucketedSampler",
-    "LengthBuckets",
-    "Measurement",
-    "MemoryReading",
-    "MemoryReportCallback",
-    "MicrobatchCallback",
-    "MissingExtraError",
-    "NotEstimableError",
-    "OverflowCallback",
-    "PaddingReport",
-    "Plan",
-    "PrecisionCallback",
-    "Recipe",
-    "ShardedCheckpointCallback",
-    "StepSettings",
-    "TiedEmbeddingCallback",
-    "attach",
-    "bucketed",
-    "checkpoint_layers",
-    "custom_gpu",
-    "estimate",
-    "estimate_from_arguments",
-    "exact_loss",
-    "find_gpu",
-    "freeze",
-    "fuse_cross_entropy",
-    "gradient_release",
-    "measure",
-    "override_embedding_bits",
-    "padding_report",
-    "plan",
-    "prepare_quantized",
-    "preset",
-    "print_gpu_utilization",
-    "print_summary",
-    "read_memory",
-    "recipe",
-    "released_optimizer",
-    "rounded_optimizer",
-    "sixteen_bit_optimizer",
-    "sorted_by_length",
-    "sparse_tied_embedding",
-    "token_lengths",
-    "use_expandable_segments",
-]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -40,7 +40,7 @@ RANK = int(os.environ.get("RANK", "0"))
 ENGINES: dict[str, dict[str, Any]] = {
     "DDP": {"ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False},
     "DDP, default flags": {},
-    "FSDP2": fsdp_arguments(offload=False),
+    "FSDP2": fsdp_arguments(offload_params=False),
     "DeepSpeed": deepspeed_on_cpu.arguments(2),
     "ZeRO-3": deepspeed_on_cpu.arguments(3),
 }

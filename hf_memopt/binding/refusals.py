@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "ENGINES",
@@ -22,6 +23,7 @@ __all__ = [
     "TECHNIQUES",
     "Refusal",
     "refusal_of",
+    "refuse_without_adapters",
 ]
 
 TECHNIQUES = (
@@ -334,3 +336,12 @@ REFUSALS = (
 def refusal_of(one: str, other: str) -> Refusal | None:
     """Return why two techniques, or a technique and a setting, are refused together; None if they are not."""
     return next((found for found in REFUSALS if {found.one, found.other} == {one, other}), None)
+
+
+def refuse_without_adapters(load_in: str | None, lora: Any) -> None:
+    """Raise ValueError for quantised weights without adapters beside them."""
+    if load_in is not None and lora is None:
+        raise ValueError(
+            f"load_in={load_in!r}, lora=None leave nothing to train: quantised weights have no gradient, and the "
+            "Trainer refuses such a model; expected adapters. Pass lora=16"
+        )

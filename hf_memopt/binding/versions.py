@@ -121,7 +121,7 @@ def enable_checkpointing(model: Any, options: Mapping[str, Any]) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=rest or None, **of_model)
 
 
-def fsdp_arguments(*, offload: bool) -> dict[str, Any]:
+def fsdp_arguments(*, offload_params: bool) -> dict[str, Any]:
     """Return the ``TrainingArguments`` that shard with FSDP2, by the installed version's names.
 
     5.8 reads wrapping and offload from the text of ``fsdp``; from 5.17 on they are in ``fsdp_config``, and the text is
@@ -133,8 +133,8 @@ def fsdp_arguments(*, offload: bool) -> dict[str, Any]:
     """
     config: dict[str, Any] = {"version": 2, "reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT"}
     if _fsdp_is_a_flag():
-        return {"fsdp": True, "fsdp_config": {**config, "cpu_offload": offload}}
-    return {"fsdp": f"full_shard auto_wrap{' offload' if offload else ''}", "fsdp_config": config}
+        return {"fsdp": True, "fsdp_config": {**config, "cpu_offload": offload_params}}
+    return {"fsdp": f"full_shard auto_wrap{' offload' if offload_params else ''}", "fsdp_config": config}
 
 
 def fsdp_environment() -> dict[str, str]:

@@ -5,32 +5,40 @@
 Exit code 2 and one line on standard error report an invalid input, and a bug of the package too; with
 ``HF_MEMOPT_DEBUG=1`` the traceback is shown instead. 0 and 1 are results of the commands.
 
-Each command imports what it needs inside its function, torch and transformers last, so that ``--help``, the tables and
-the checks of the options answer at once.
+Each command has a module of its own, which imports torch and transformers last, so that ``--help``, the tables and the
+checks of the options answer at once.
 """
 
 from __future__ import annotations
 
 import gc
 import io
+import json
 import logging
 import os
 import sys
 import warnings
-from pathlib import Path
-from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from hf_memopt.cli.command import BEFORE, EXAMPLES, MACHINE, TRYING_OUT, Command
-from hf_memopt.cli.model_commands import AsJson, estimate, measure, plan, report
+from hf_memopt.cli.command import BEFORE, MACHINE, TRYING_OUT, Command, examples_of, function_of, spinner
+from hf_memopt.cli.options import (
+    DemoOptions,
+    DoctorOptions,
+    EstimateOptions,
+    LengthsOptions,
+    MeasureOptions,
+    PlanOptions,
+    PresetsOptions,
+    ReportOptions,
+)
 from hf_memopt.errors import MissingExtraError, reason
 from hf_memopt.notices import PrintableRecord, printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from hf_memopt.plotting import check_picture
 
 __all__ = ["app", "main"]
 
@@ -82,20 +90,22 @@ def _message(error: Exception) -> str:
     )
 
 
+EXAMPLES = """\b
+Examples:
+  hf-memopt plan Qwen/Qwen2.5-1.5B --gpu "RTX 3060 12GB"
+  hf-memopt lengths train.jsonl
+  hf-memopt doctor"""
+
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # see Command
     help="Train transformers on the GPU you have, with the stock Hugging Face Trainer.",
-    epilog=EXAMPLES[""],
+    epilog=EXAMPLES,
 )
 
 COMMAND_COLUMNS = 8  # of the longest name
-LARGEST = 2**31 - 1  # the product of two such counts still fits into numpy's 64-bit integers
-LARGEST_SEED = 2**32 - 1  # that numpy takes
-DATA, BATCHES, OUTPUT = "Data", "Batches", "Output"
-"""The groups of options in the help of ``lengths``."""
 
 
 @app.callback(invoke_without_command=True)
@@ -109,218 +119,55 @@ def _version(
         raise typer.Exit
 
 
-@app.command(cls=Command, rich_help_panel=TRYING_OUT, epilog=EXAMPLES["demo"])
-def demo(
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder for the trained model.")] = Path(
-        "hf-memopt-demo"
-    ),
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file.")
-    ] = None,
-    epochs: Annotated[
-        int, typer.Option("-e", "--epochs", metavar="N", min=1, help="Passes over the training texts.")
-    ] = 1,
-    seed: Annotated[
-        int, typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="Seed of the weights and the data order.")
-    ] = 0,
-    max_train: Annotated[
-        int | None, typer.Option("-n", "--max-train", metavar="N", min=1, help="Train on the first N texts only.")
-    ] = None,
-) -> None:
-    """Compare training set-ups on real text.
-
-    Trains one small BERT on the standard library's docstrings four ways: naive, stock at its best, hf_memopt, and
-    hf_memopt for a 4 GB GPU.
-    """
+def _demo(options: DemoOptions, context: typer.Context) -> None:
     from hf_memopt.demo.run import run_demo
 
-    run_demo(output, json_file=json_file, epochs=epochs, seed=seed, max_train=max_train)
-
-
-@app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["presets"])
-def presets(
-    name: Annotated[str | None, typer.Argument(help="The preset to explain, with the reason for every choice.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("-m", "--model", metavar="NAME", help="A set-up that holds this model, as plan chooses it."),
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option("-s", "--seq-len", metavar="N", min=1, help="Tokens of the longest row of --model.")
-    ] = None,
-    json_output: AsJson = False,
-) -> None:
-    """List the presets and which models fit with each, or explain one."""
-    from hf_memopt.cli.progress import spinner
-    from hf_memopt.recipes.presets import recipe
-    from hf_memopt.terminal import Console
-
-    if name is None and model is not None:
-        raise ValueError(
-            f"model={model!r} has no preset to begin with; expected both. "
-            f"Call: hf-memopt presets 8gb-gpu --model {model}"
-        )
-    if name is None:
-        from hf_memopt.cli.preset_tables import presets_json, print_presets
-
-        if json_output:
-            Console().out(presets_json(), highlight=False)
-        else:
-            print_presets(Console())
-        return
-    what = "looking at this machine" if model is None else f"estimating {model}"
-    with spinner(what, Console(stderr=True), shown=(name == "auto" or model is not None) and not json_output):
-        chosen = recipe(name, model, seq_len=seq_len)
-    console = Console()
-    console.out(chosen.to_json() if json_output else _wrapped(str(chosen), console), highlight=False)
-
-
-def _wrapped(text: str, console: Console) -> str:
-    """Return lines that fit a terminal, continued with an indent; unchanged where standard output is not a terminal."""
-    if not console.is_terminal:
-        return text
-    wrapped = (
-        fill(line, console.width, subsequent_indent=" " * 6, break_on_hyphens=False) for line in text.splitlines()
+    run_demo(
+        options.output,
+        json_file=options.json_file,
+        epochs=options.epochs,
+        seed=options.seed,
+        max_train=options.max_train,
     )
-    return "\n".join(wrapped)
 
 
-@app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["lengths"])
-def lengths(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            help="A Parquet, Arrow, JSON Lines or CSV file, or a folder of them.",
-            metavar="FILE",
-            rich_help_panel=DATA,
-        ),
-    ],
-    column: Annotated[
-        str | None,
-        typer.Option(
-            "-c",
-            "--column",
-            metavar="NAME",
-            help="The column of token ids or texts; input_ids or text by default.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            "-t",
-            "--tokenizer",
-            metavar="NAME",
-            help="Counts the tokens of texts: a folder or a name on the Hub.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int,
-        typer.Option(
-            "-b",
-            "--batch-size",
-            metavar="N",
-            min=1,
-            max=LARGEST,
-            help="Examples per batch.",
-            rich_help_panel=BATCHES,
-        ),
-    ] = 32,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            max=LARGEST,
-            help="Padded tokens per batch; suggested by default.",
-            rich_help_panel=BATCHES,
-        ),
-    ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, max=LARGEST, help="Truncate longer examples to it.", rich_help_panel=BATCHES),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "-p",
-            "--plot",
-            metavar="FILE",
-            help="Also write a picture: .png, .svg or .pdf.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=OUTPUT)
-    ] = False,
-) -> None:
-    """Show what padding wastes on a data file.
-
-    How long its examples are, what each way of padding wastes, and what to set.
-    """
-    if plot is not None:
-        from hf_memopt.plotting import check_picture
-
-        check_picture(plot, purpose="the picture of a padding report")
-    from hf_memopt.batching.padding_costs.data_files import file_lengths
-    from hf_memopt.batching.padding_costs.figures import padding_report
-    from hf_memopt.batching.padding_costs.output import print_report
-
-    found = file_lengths(path, column=column, tokenizer=tokenizer)
-    report = padding_report(
-        found.lengths, batch_size=batch_size, max_tokens=max_tokens, max_length=max_length, unit=found.unit
-    )
-    if plot is not None:
-        report.plot(plot)
+def _doctor(options: DoctorOptions, context: typer.Context) -> int:
     from hf_memopt.terminal import Console
 
-    console = Console()
-    if json_output:
-        import json
-
-        figures = {"path": str(path), **found.as_dict(), **report.as_dict()}
-        console.out(json.dumps(figures, indent=2), highlight=False)
-        return
-    console.out(_wrapped(found.heading(path), console), highlight=False)
-    print_report(report, console)
-    if plot is not None:
-        console.out(f"Picture: {plot}", highlight=False)
-
-
-app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["estimate"])(estimate)
-app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["plan"])(plan)
-app.command(cls=Command, rich_help_panel=BEFORE, epilog=EXAMPLES["report"])(report)
-app.command(cls=Command, rich_help_panel=MACHINE, epilog=EXAMPLES["measure"])(measure)
-
-
-@app.command(cls=Command, rich_help_panel=MACHINE, epilog=EXAMPLES["doctor"])
-def doctor(
-    launch: Annotated[bool, typer.Option("--launch", help="Compare the processes of a launched job.")] = False,
-    json_output: AsJson = False,
-) -> None:
-    """Check this machine for what training needs.
-
-    Exit code 0 if nothing would fail, 1 otherwise. Every process of a launched job runs --launch, in place of the
-    script: torchrun --nproc_per_node=2 -m hf_memopt doctor --launch
-    """
-    if launch:
-        from hf_memopt.cli.doctor_launch import examine_launch
-
-        raise typer.Exit(examine_launch(json_output=json_output))
-    from hf_memopt.cli.progress import spinner
-    from hf_memopt.terminal import Console
-
-    with spinner("looking at this machine", Console(stderr=True), shown=not json_output):
+    with spinner("looking at this machine", Console(stderr=True), shown=not options.json_output):
         from hf_memopt.cli.doctor import examine, print_findings
 
         findings = examine()
-    if json_output:
-        import json
-
+    if options.json_output:
         Console().out(json.dumps([finding.as_dict() for finding in findings], indent=2), highlight=False)
     else:
         print_findings(findings, Console())
-    raise typer.Exit(int(any(finding.level == "error" for finding in findings)))
+    return int(any(finding.level == "error" for finding in findings))
+
+
+def _of_module(name: str) -> Callable[[Any, typer.Context], int | None]:
+    """Return ``run`` of a command's module, which is imported when it is called and ``--plot`` can be written."""
+
+    def run(options: Any, context: typer.Context) -> int | None:
+        if getattr(options, "plot", None) is not None:
+            check_picture(options.plot, purpose=f"the picture of hf-memopt {name}")
+        code: int | None = import_module(f"hf_memopt.cli.{name}_command").run(options, context)
+        return code
+
+    return run
+
+
+for name, group, options, run in (
+    ("demo", TRYING_OUT, DemoOptions, _demo),
+    ("presets", BEFORE, PresetsOptions, _of_module("presets")),
+    ("lengths", BEFORE, LengthsOptions, _of_module("lengths")),
+    ("estimate", BEFORE, EstimateOptions, _of_module("estimate")),
+    ("plan", BEFORE, PlanOptions, _of_module("plan")),
+    ("report", BEFORE, ReportOptions, _of_module("report")),
+    ("measure", MACHINE, MeasureOptions, _of_module("measure")),
+    ("doctor", MACHINE, DoctorOptions, _doctor),
+):
+    app.command(name, cls=Command, rich_help_panel=group, epilog=examples_of(options))(function_of(options, run))
 
 
 def main() -> None:

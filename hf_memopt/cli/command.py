@@ -7,23 +7,44 @@ off at 80 columns.
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from ast import literal_eval
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass, fields
+from textwrap import fill
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
+import typer
 from typer.core import TyperCommand, TyperOption
 
-__all__ = ["BEFORE", "EXAMPLES", "MACHINE", "TRYING_OUT", "Command", "Flag", "flags_of", "in_flags", "typed_command"]
+from hf_memopt.memory.settings import StepSettings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "BEFORE",
+    "MACHINE",
+    "TRYING_OUT",
+    "Command",
+    "Flag",
+    "check_of_data",
+    "examples_of",
+    "flags_of",
+    "function_of",
+    "in_flags",
+    "spinner",
+    "typed_command",
+    "wrapped",
+]
 
 OTHER_NAMES = {  # an option, and what Python calls its value
-    "attn": ("attn_implementation",),
     "gpu_memory": ("memory",),
     "preset": ("name",),
     "freeze": ("patterns",),
-    "weights": ("weights_dtype",),
     "data": ("path",),
     "effective_batch": ("effective_batch_size",),
     "write": ("directory",),
@@ -144,47 +165,118 @@ def _in_short(name: str) -> str:
     return re.sub(r"(--)([\w-]+) / --no-\2", r"\1[no-]\2", name)
 
 
+# ---- From a dataclass to a command ----------------------------------------------------------------------------------
+
+
+def function_of(options: type[Any], run: Callable[[Any, typer.Context], int | None]) -> Callable[..., None]:
+    """Return the function that typer makes a command of; it calls ``run``, which returns the exit code."""
+
+    def command(context: typer.Context, **given: Any) -> None:
+        own = {item.name: given.pop(item.name) for item in fields(options) if item.name in given}
+        if given:
+            own["settings"] = _settings(given)
+        raise typer.Exit(run(options(**own), context) or 0)
+
+    kinds: dict[str, Any] = {"context": typer.Context}
+    defaults: dict[str, Any] = {"context": inspect.Parameter.empty}
+    of_fields = get_type_hints(options)
+    for item in fields(options):
+        if item.name == "settings":
+            kinds |= {one.name: _kind(one) for one in SETTINGS}
+            defaults |= {one.name: None for one in SETTINGS}
+        else:
+            kinds[item.name] = Annotated[of_fields[item.name], item.metadata["info"]]
+            defaults[item.name] = inspect.Parameter.empty if item.default is MISSING else item.default
+    command.__annotations__ = kinds
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=kinds[name])
+            for name in kinds
+        ]
+    )
+    command.__doc__ = _help(options)[0]
+    return command
+
+
+def examples_of(options: type[Any]) -> str:
+    """Return what the help ends with; its first line keeps click from filling the others."""
+    return "\n".join(["\b", "Examples:", _help(options)[1]])
+
+
+def _help(options: type[Any]) -> tuple[str, str]:
+    text, _, examples = inspect.cleandoc(options.__doc__ or "").partition("\n\nExamples:\n")
+    return text, examples
+
+
+SETTINGS = [item for item in fields(StepSettings) if "help" in item.metadata]
+"""The settings of a step that are options of ``estimate``."""
+
+
+def _kind(setting: Field[Any]) -> Any:
+    """Return the annotation of a setting's option, which is None where it is not given."""
+    told = setting.metadata
+    is_flag = isinstance(setting.default, bool)
+    info = typer.Option(
+        *told.get("names", ()),
+        help=told["help"],
+        metavar=told.get("metavar", None if is_flag else "NAME"),
+        rich_help_panel=told.get("group", "Step"),
+        show_default=False,
+        min=told.get("least"),
+    )
+    read_as = told.get("read_as", bool if is_flag else str)
+    return Annotated[read_as | None, info]
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that were given, in the words of ``StepSettings``."""
+    found: dict[str, Any] = {}
+    for item in SETTINGS:
+        value = given[item.name]
+        if isinstance(value, list):
+            value = tuple(value) or None
+        if value is not None:
+            found[item.name] = item.metadata.get("words", {}).get(value, value)
+    return found
+
+
+def check_of_data(options: Any) -> None:
+    """Raise ValueError for an option that says how ``--data`` is read, without it."""
+    for name in ("column", "tokenizer"):
+        if options.data is None and getattr(options, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(options, name)!r} is for a data file, and there is none; expected both. "
+                "Pass --data FILE"
+            )
+
+
+# ---- What a command shows
+
+
+@contextmanager
+def spinner(text: str, errors: Console, *, shown: bool = True) -> Iterator[Callable[[str], object]]:
+    """Show a spinner inside the block, and yield the function that changes its text.
+
+    Args:
+        text: what the command does.
+        errors: the console of standard error; nothing is written to it unless it is a terminal.
+        shown: False for no spinner on a terminal either, as with ``--json``.
+    """
+    if not (shown and errors.is_terminal):
+        yield lambda text: None
+        return
+    from rich.text import Text  # a name may hold what rich takes for markup
+
+    with errors.status(Text(text)) as status:
+        yield lambda text: status.update(Text(text))
+
+
+def wrapped(text: str, console: Console) -> str:
+    """Return lines that fit a terminal, continued with an indent; unchanged where standard output is not a terminal."""
+    if not console.is_terminal:
+        return text
+    lines = (fill(line, console.width, subsequent_indent=" " * 6, break_on_hyphens=False) for line in text.splitlines())
+    return "\n".join(lines)
+
+
 BEFORE, MACHINE, TRYING_OUT = "Before the run", "On the machine that trains", "To try out and compare"
-
-
-def _examples(*commands: str) -> str:
-    """Return an epilog; its first line keeps click from filling the others."""
-    return "\n".join(["\b", "Examples:", *(f"  hf-memopt {command}" for command in commands)])
-
-
-EXAMPLES = {
-    "": _examples(
-        'plan Qwen/Qwen2.5-1.5B --gpu "RTX 3060 12GB"',
-        "lengths train.jsonl",
-        "doctor",
-    ),
-    "demo": _examples("demo", "demo -n 200 --json figures.json"),
-    "presets": _examples("presets", "presets 8gb-gpu", "presets 8gb-gpu --model gpt2 -s 512"),
-    "lengths": _examples(
-        "lengths train.jsonl",
-        "lengths reviews.csv --column text --tokenizer bert-base-uncased",
-        "lengths data/ -b 16 --max-length 512 --plot lengths.png",
-    ),
-    "estimate": _examples(
-        'estimate gpt2 -g "RTX 3060 12GB"',
-        "estimate Qwen/Qwen2.5-1.5B -b 4 -g T4 --lora 16 --load-in nf4",
-        "estimate bert-large-uncased --data train.jsonl --preset 8gb-gpu",
-        'estimate Llama-3.2-1B -g "RTX 4060" --compare --plot ladder.png',
-    ),
-    "plan": _examples(
-        'plan bert-large-uncased -g "RTX 3060 12GB" -s 128',
-        "plan Qwen/Qwen2.5-1.5B -g T4 -d train.jsonl --write run",
-        'plan Llama-3.2-1B -g "RTX 4060" --method full --allow bf16_weights',
-        "plan gpt2 -g 8GB --goal longest --report plan.html",
-    ),
-    "report": _examples(
-        'plan gpt2 -g "RTX 4060" --report plan.html --json > plan.json',
-        "report plan.json",
-        "report out/",
-        "report old/ new/ -o grew.html",
-    ),
-    "measure": _examples(
-        "measure train.py", "measure train.py -n 20 -o run.json", "measure train.py -- --learning_rate 1e-4"
-    ),
-    "doctor": _examples("doctor", "doctor --json"),
-}

@@ -1,4 +1,6 @@
-"""Check what a training run on this machine needs: versions, GPU and who holds its memory, driver, 8-bit optimizer."""
+"""Check what a training run on this machine needs: versions, GPU and who holds its memory, several processes, driver,
+8-bit optimizer.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from unittest.mock import patch
 
 import psutil
 import torch
+from torch import distributed
 
 from hf_memopt.devices.memory_reading import measured_device, nvml_handle, read_memory
 from hf_memopt.devices.precision_support import accelerator_type, choose_precision
@@ -30,6 +33,7 @@ EXTRAS = {"peft": ("peft", "LoRA"), "matplotlib": ("plot", "pictures")}
 OLDEST_TRANSFORMERS, NEXT_TRANSFORMERS = (5, 8), (6, 0)
 HELD_SHARE = 0.1  # of a GPU that other processes may hold without a warning
 MOST_HOLDERS = 4  # that are named
+SLOW_NCCL = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 LEAST_DISK_BYTES = 8 * 2**30  # two checkpoints of BERT-large with AdamW, the last and the one that replaces it
 STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -54,8 +58,8 @@ def examine() -> list[Finding]:
     Meant for a process of its own: where bitsandbytes is not imported yet, its CPU functions stay uncompiled.
     """
     memory = [*_gpu_memory()]  # before this process itself holds a context
-    checks = [*_versions(), *_extras(), *_device(), *memory, *_several_gpus(), _eight_bit(), *_nvml(), *_fallback()]
-    return [*checks, _disk()]
+    launch = [*_several_gpus(), _meeting(), *_between_gpus(), *_threads()]
+    return [*_versions(), *_extras(), *_device(), *memory, *launch, _eight_bit(), *_nvml(), *_fallback(), _disk()]
 
 
 def verdict(findings: Sequence[Finding]) -> str:
@@ -182,6 +186,50 @@ def _several_gpus() -> Iterator[Finding]:
             f"{count} GPUs are visible to one process, which the Trainer would drive with torch.nn.DataParallel",
             f"torchrun --nproc_per_node={count} your_script.py, or CUDA_VISIBLE_DEVICES=0 python your_script.py",
         )
+
+
+def _meeting() -> Finding:
+    """Let this process meet itself by the host's name, as those of ``torchrun`` and ``accelerate launch`` do."""
+    if not distributed.is_available():
+        return Finding("several processes", "warning", "this torch is built without torch.distributed")
+    try:
+        store = distributed.HashStore()  # type: ignore[attr-defined]  # public, but not named in __all__
+        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        distributed.destroy_process_group()
+    except RuntimeError as error:
+        found = f"processes cannot meet here: {str(error).splitlines()[0]}"
+        return Finding(
+            "several processes", "warning", found, "give this host's name an address, or GLOO_SOCKET_IFNAME=lo"
+        )
+    count = torch.cuda.device_count()
+    where = f"on {count} GPU{'s' if count > 1 else ''}" if count else "on the CPU"
+    return Finding("several processes", "ok", f"can meet here, and would train {where}")
+
+
+def _between_gpus() -> Iterator[Finding]:
+    """Yield what is wrong or slow between processes, each with a GPU of its own."""
+    count, local_rank = torch.cuda.device_count(), os.environ.get("LOCAL_RANK")
+    if count and local_rank is not None and int(local_rank) >= count:
+        found = f"no GPU is left for local rank {local_rank}: {count} visible"
+        yield Finding("processes", "error", found, f"torchrun --nproc_per_node={count} your_script.py")
+    if count < 2:
+        return
+    if not distributed.is_nccl_available():
+        advice = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
+        yield Finding("NCCL", "error", "this torch has GPUs and no NCCL", advice)
+    for name in SLOW_NCCL:
+        if os.environ.get(name, "0") != "0":
+            yield Finding("NCCL", "warning", f"{name} is set, which switches a fast way off", f"unset {name}")
+
+
+def _threads() -> Iterator[Finding]:
+    processes = max(torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    fair, threads = max(1, cores // processes), torch.get_num_threads()
+    if processes > 1 and "OMP_NUM_THREADS" in os.environ and threads != fair:
+        found = f"{threads} for each of {processes} processes on {cores} cores"
+        advice = f"OMP_NUM_THREADS={fair} torchrun --nproc_per_node={processes} your_script.py"
+        yield Finding("CPU threads", "warning", found, advice)
 
 
 def _eight_bit() -> Finding:

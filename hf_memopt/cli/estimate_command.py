@@ -1,4 +1,4 @@
-"""What ``hf-memopt estimate`` does: check the options, then estimate one set-up, or ladders of techniques.
+"""What ``hf-memopt estimate`` does: check the options, then estimate one set-up, or compare several.
 
 The options are checked without importing torch or transformers, so that a misspelt name is answered at once. Only the
 name of an attention implementation and patterns of ``--freeze`` wait for the model's classes.
@@ -7,124 +7,77 @@ name of an attention implementation and patterns of ``--freeze`` wait for the mo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.cli.command import Flag, in_flags
-from hf_memopt.cli.progress import spinner
+from hf_memopt.cli.command import Flag, check_of_data, flags_of, in_flags, spinner
 from hf_memopt.devices.gpus import custom_gpu, find_gpu
 from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
 from hf_memopt.memory.settings import StepSettings
 from hf_memopt.memory.without_compiler import without_compiler
-from hf_memopt.plotting import check_picture
 from hf_memopt.recipes.effective_batch import largest_divisor
 from hf_memopt.recipes.planning.request import checked_batch
 from hf_memopt.recipes.presets import recipe
+from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from hf_memopt.cli.options import EstimateOptions
     from hf_memopt.devices.gpus import Gpu
     from hf_memopt.recipes.recipe import Recipe
 
-__all__ = ["EstimateOptions", "run_estimate"]
+__all__ = ["run"]
 
 FITS, DOES_NOT_FIT = 0, 1
 MOST = {"batch_size": 10**6, "seq_len": 10**6, "eval_batch_size": 10**6, "gradient_accumulation_steps": 10**4}
 """Limits within which an estimate takes seconds: sizes have 63 bits, and every accumulation step is simulated."""
-WEIGHTS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-QUANTISED = {"4bit": "nf4", "8bit": "int8"}
-DEFAULT_BATCH_SIZE, LADDER_BATCH_SIZE = 8, 32
+DEFAULT_BATCH_SIZE, COMPARED_EXAMPLES = 8, 32
+BESIDE_COMPARE = {"attn_implementation", "gradient_accumulation_steps"}
 
 
-@dataclass(frozen=True)
-class EstimateOptions:
-    """The options of the command; None where one was not given."""
-
-    model: str
-    batch_size: int | None = None
-    seq_len: int | None = None
-    data: Path | None = None
-    column: str | None = None
-    tokenizer: str | None = None
-    gpu: str | None = None
-    gpu_memory: str | None = None
-    compute_capability: str | None = None
-    preset: str | None = None
-    precision: str | None = None
-    optim: str | None = None
-    checkpointing: bool | None = None
-    gradient_accumulation_steps: int | None = None
-    weights: str | None = None
-    load_in: str | None = None
-    lora: int | None = None
-    freeze: Sequence[str] | None = None
-    autocast_cache: bool | None = None
-    expandable_segments: bool | None = None
-    fused_cross_entropy: bool | None = None
-    sparse_tied_embedding: bool | None = None
-    gradient_release: bool | None = None
-    max_grad_norm: float | None = None
-    rounding: str | None = None
-    attn: str | None = None
-    task: str | None = None
-    world_size: int | None = None
-    strategy: str | None = None
-    offload: bool | None = None
-    eval_batch_size: int | None = None
-    plot: Path | None = None
-    json_output: bool = False
-    compare: bool = False
-
-
-def run_estimate(options: EstimateOptions, console: Console, errors: Console, flags: Mapping[str, Flag]) -> int:
+def run(options: EstimateOptions, context: Any) -> int:
     """Print the estimate and return the exit code: 0 if it fits or no GPU is known, else 1.
-
-    Args:
-        options: of the command.
-        console: of standard output.
-        errors: of standard error, which shows a spinner if it is a terminal.
-        flags: of the command, for notes and hints.
 
     Raises:
         ValueError: invalid options, or a set-up that is not estimable.
-        MissingExtraError: a picture without matplotlib.
     """
-    gpu = _check_options(options)
+    flags = flags_of(context.command.params)
+    errors = Console(stderr=True)
+    gpu = _check(options, flags)
     options, notes = _with_length_of_data(options, errors)
     with without_compiler():
-        return (_run_ladder if options.compare else _run_one)(options, gpu, notes, console, errors, flags)
+        return (_run_comparison if options.compare else _run_one)(options, gpu, notes, errors, flags)
 
 
 # ---- Checks, without torch ------------------------------------------------------------------------------------------
 
 
-def _check_options(options: EstimateOptions) -> Gpu | None:
+def _check(options: EstimateOptions, flags: Mapping[str, Flag]) -> Gpu | None:
     """Return the GPU that the options name; None for the current one, if there is one.
 
     Raises:
         ValueError: an option is invalid.
-        MissingExtraError: a picture without matplotlib.
     """
+    counts = {"batch_size": options.batch_size, "seq_len": options.seq_len, **options.settings}
     for name, most in MOST.items():
-        _check_count(name, getattr(options, name) or 1, most)
+        _check_count(name, counts.get(name) or 1, most)
     gpu = _read_gpu(options.gpu, options.gpu_memory, options.compute_capability)
     if options.compare:
-        _refuse_beside_compare(options)
-        steps = options.gradient_accumulation_steps or 1  # one set-up of each ladder accumulates single examples
-        _check_count(
-            "batch_size", options.batch_size or LADDER_BATCH_SIZE, MOST["gradient_accumulation_steps"] // steps
+        _refuse_beside_compare(options, flags)
+        steps = counts.get("gradient_accumulation_steps", 1)  # where one row fits, it is accumulated
+        most = MOST["gradient_accumulation_steps"] // steps
+        _check_count("batch_size", options.batch_size or COMPARED_EXAMPLES, most)
+    if options.data is not None and options.seq_len is not None:
+        raise ValueError(
+            f"data={str(options.data)!r}, seq_len={options.seq_len} are two lengths; expected one of them. "
+            "Drop --data or --seq-len"
         )
-    if options.plot is not None:
-        check_picture(options.plot, purpose="the picture of an estimate")
-    _check_data(options)
+    check_of_data(options)
     check_task(options.task)
-    if options.optim is not None:
-        check_optimizer(options.optim)
+    if "optim" in options.settings:
+        check_optimizer(options.settings["optim"])
     if options.preset != "auto":  # which would import torch to look for a GPU
         chosen, _, settings = _set_up(options)
         (StepSettings() if chosen is None else chosen.step_settings()).replace(**settings)
@@ -159,52 +112,26 @@ def _read_gpu(name: str | None, memory: str | None, compute_capability: str | No
     return custom_gpu(memory, compute_capability)
 
 
-def _refuse_beside_compare(options: EstimateOptions) -> None:
-    for name in (
-        *("preset", "precision", "optim", "checkpointing", "weights", "load_in", "lora", "freeze"),
-        *("autocast_cache", "expandable_segments", "fused_cross_entropy", "sparse_tied_embedding"),
-        *("gradient_release", "max_grad_norm", "rounding", "eval_batch_size", "world_size", "strategy", "offload"),
-    ):
-        value = getattr(options, name)
-        if value not in (None, (), []):
+def _refuse_beside_compare(options: EstimateOptions, flags: Mapping[str, Flag]) -> None:
+    of_set_up = {name: value for name, value in options.settings.items() if name not in BESIDE_COMPARE}
+    for name, value in {"preset": options.preset, **of_set_up}.items():
+        if value is not None:
             raise ValueError(
-                f"{name}={value!r}, compare=True are incompatible: every rung of a ladder has its own set-up; "
-                f"expected only one of them. Drop --compare or --{name.replace('_', '-')}"
-            )
-
-
-def _check_data(options: EstimateOptions) -> None:
-    if options.data is not None and options.seq_len is not None:
-        raise ValueError(
-            f"data={str(options.data)!r}, seq_len={options.seq_len} are two lengths; expected one of them. "
-            "Drop --data or --seq-len"
-        )
-    for name in ("column", "tokenizer"):
-        if options.data is None and getattr(options, name) is not None:
-            raise ValueError(
-                f"{name}={getattr(options, name)!r} is for a data file, and there is none; expected both. "
-                "Pass --data FILE"
+                f"{name}={value!r}, compare=True are incompatible: every set-up that is compared has its own; "
+                f"expected only one of them. Drop --compare or {flags[name].on}"
             )
 
 
 def _set_up(options: EstimateOptions) -> tuple[Recipe | None, int, dict[str, Any]]:
     """Return the preset's recipe, the batch size and the fields of ``StepSettings`` that the options themselves set."""
-    own_names = {item.name for item in fields(options)} & {item.name for item in fields(StepSettings)}
-    named = {name: getattr(options, name) for name in own_names} | {
-        "attn_implementation": options.attn,
-        "weights_dtype": None if options.weights is None else WEIGHTS.get(options.weights, options.weights),
-        "load_in": None if options.load_in is None else QUANTISED.get(options.load_in, options.load_in),
-        "freeze": tuple(options.freeze) if options.freeze else None,
-    }
-    settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    settings = dict(options.settings)
     if options.preset is None:
         return None, options.batch_size or DEFAULT_BATCH_SIZE, settings
     chosen = recipe(options.preset)
-    if options.freeze:
-        settings["freeze"] = (*chosen.freeze, *options.freeze)  # beside what the preset freezes
-    batch_size, settings["gradient_accumulation_steps"] = _cut(
-        chosen, options.batch_size, options.gradient_accumulation_steps, options.world_size or 1
-    )
+    if "freeze" in settings:
+        settings["freeze"] = (*chosen.freeze, *settings["freeze"])  # beside what the preset freezes
+    steps, world_size = settings.get("gradient_accumulation_steps"), settings.get("world_size", 1)
+    batch_size, settings["gradient_accumulation_steps"] = _cut(chosen, options.batch_size, steps, world_size)
     return chosen, batch_size, settings
 
 
@@ -229,13 +156,9 @@ def _cut(chosen: Recipe, batch_size: int | None, steps: int | None, world_size: 
 
 
 def _run_one(
-    options: EstimateOptions,
-    gpu: Gpu | None,
-    notes: tuple[str, ...],
-    console: Console,
-    errors: Console,
-    flags: Mapping[str, Flag],
+    options: EstimateOptions, gpu: Gpu | None, notes: tuple[str, ...], errors: Console, flags: Mapping[str, Flag]
 ) -> int:
+    wording = partial(_as_options, flags=flags)
     with spinner(f"simulating {options.model}", errors, shown=not options.json_output) as announce:
         from hf_memopt.memory.estimation import estimate, with_hints
         from hf_memopt.memory.output.estimate_picture import draw
@@ -247,19 +170,47 @@ def _run_one(
         found = estimate(
             options.model, batch_size=batch_size, seq_len=options.seq_len, recipe=chosen, gpu=gpu, **settings
         )
-        found = with_hints(
-            options.model, found, task=options.task, announce=lambda text: announce(_as_options(text, flags))
-        )
+        found = with_hints(options.model, found, task=options.task, announce=lambda text: announce(wording(text)))
         found = replace(found, notes=(*notes, *found.notes))
         if options.plot is not None:
             draw(found, options.plot)
-    if options.json_output:
-        _print_json(as_dict(found), console)
-    else:
-        print_estimate(found, console, wording=partial(_as_options, flags=flags))
-        if options.plot is not None:
-            console.out(f"Picture: {options.plot}", highlight=False)
+    _show(options, as_dict(found), lambda console: print_estimate(found, console, wording=wording))
     return DOES_NOT_FIT if found.fits is False else FITS
+
+
+def _run_comparison(
+    options: EstimateOptions, gpu: Gpu | None, notes: tuple[str, ...], errors: Console, flags: Mapping[str, Flag]
+) -> int:
+    overrides = {"attn_implementation": options.settings.get("attn_implementation"), "task": options.task}
+    steps = options.settings.get("gradient_accumulation_steps", 1)
+    with spinner(f"simulating {options.model}", errors, shown=not options.json_output) as announce:
+        from hf_memopt.cli.compared_set_ups import compare, draw_compared, print_compared
+
+        found = compare(
+            options.model,
+            examples=(options.batch_size or COMPARED_EXAMPLES) * steps,
+            seq_len=options.seq_len,
+            gpu=gpu,
+            announce=announce,
+            **{name: value for name, value in overrides.items() if value is not None},
+        )
+        if options.plot is not None:
+            draw_compared(found, options.plot)
+    said = [_as_options(note, flags) for note in notes]
+    _show(options, [one.as_dict() for one in found], lambda console: print_compared(found, console, notes=said))
+    fits = [one.estimate.fits for one in found if one.estimate is not None]
+    return DOES_NOT_FIT if all(fit is False for fit in fits) else FITS
+
+
+def _show(options: EstimateOptions, figures: Any, print_to: Callable[[Console], None]) -> None:
+    """Print what was found as JSON or by a function, and name the picture."""
+    console = Console()
+    if options.json_output:
+        console.out(json.dumps(figures, indent=2), highlight=False)
+        return
+    print_to(console)
+    if options.plot is not None:
+        console.out(f"Picture: {options.plot}", highlight=False)
 
 
 def _as_options(text: str, flags: Mapping[str, Flag]) -> str:
@@ -272,44 +223,7 @@ def _with_length_of_data(options: EstimateOptions, errors: Console) -> tuple[Est
     if options.data is None:
         return options, ()
     with spinner(f"reading {options.data}", errors, shown=not options.json_output):
-        from hf_memopt.cli.data_length import length_of_data
+        from hf_memopt.cli.lengths_command import length_of_data
 
         seq_len, note = length_of_data(options.model, options.data, options.column, options.tokenizer, options.task)
     return replace(options, seq_len=seq_len), (note,)
-
-
-def _run_ladder(
-    options: EstimateOptions,
-    gpu: Gpu | None,
-    notes: tuple[str, ...],
-    console: Console,
-    errors: Console,
-    flags: Mapping[str, Flag],
-) -> int:
-    overrides = {"attn_implementation": options.attn, "task": options.task}
-    with spinner(f"simulating {options.model}", errors, shown=not options.json_output) as announce:
-        from hf_memopt.cli.technique_ladder import draw_rows, ladder, print_ladder
-
-        rows = ladder(
-            options.model,
-            batch_size=options.batch_size or LADDER_BATCH_SIZE,
-            seq_len=options.seq_len,
-            gradient_accumulation_steps=options.gradient_accumulation_steps or 1,
-            gpu=gpu,
-            announce=announce,
-            **{name: value for name, value in overrides.items() if value is not None},
-        )
-        if options.plot is not None:
-            draw_rows(rows, options.plot)
-    if options.json_output:
-        _print_json([row.as_dict() for row in rows], console)
-    else:
-        print_ladder(rows, console, notes=[_as_options(note, flags) for note in notes])
-        if options.plot is not None:
-            console.out(f"Picture: {options.plot}", highlight=False)
-    fits = [row.estimate.fits for row in rows if row.estimate is not None]
-    return DOES_NOT_FIT if all(fit is False for fit in fits) else FITS
-
-
-def _print_json(found: Any, console: Console) -> None:
-    console.out(json.dumps(found, indent=2), highlight=False)

@@ -11,37 +11,24 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hf_memopt.plain_data import checked_path
-from hf_memopt.reports.measurement_file import DEFAULT_STEPS, Measurement, check_new_file
+from hf_memopt.reports.measurement_file import Measurement, check_new_file
+from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from hf_memopt.cli.options import MeasureOptions
 
-__all__ = ["MeasureOptions", "print_coloured", "run_measure"]
+__all__ = ["print_coloured", "run"]
 
 FITS, OUT_OF_MEMORY = 0, 1
 
 
-@dataclass(frozen=True)
-class MeasureOptions:
-    """The options of the command."""
-
-    script: Path
-    arguments: Sequence[str] = ()
-    steps: int = DEFAULT_STEPS
-    output: Path | None = None
-    force: bool = False
-    json_output: bool = False
-
-
-def run_measure(options: MeasureOptions, console: Console) -> int:
+def run(options: MeasureOptions, context: Any) -> int:
     """Print the measurement and return the exit code: 0 if the steps ran, 1 if memory ran out.
 
     Raises:
@@ -71,6 +58,7 @@ def run_measure(options: MeasureOptions, console: Console) -> int:
     found = Measurement.from_json(told["figures"])
     if options.output is not None:
         found.write(options.output, force=options.force)
+    console = Console()
     if options.json_output:
         console.out(found.to_json(), highlight=False)
     else:
@@ -84,7 +72,7 @@ def _run(options: MeasureOptions) -> tuple[Any, str]:
     try:
         with TemporaryDirectory(prefix="hf-memopt-") as folder:
             result = Path(folder, "result.json")
-            words = [str(result), str(options.steps), str(options.script), *options.arguments]
+            words = [str(result), str(options.steps), str(options.script), *(options.arguments or ())]
             # what the script prints must not be in the JSON; an exception that ends this call ends the process too
             code = subprocess.call(
                 [sys.executable, "-m", "hf_memopt.recipes.measuring.script", *words],

@@ -5,80 +5,41 @@ The options are checked without importing torch or transformers, as those of ``e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hf_memopt.cli.command import Flag, in_flags
-from hf_memopt.cli.progress import spinner
+from hf_memopt.cli.command import check_of_data, flags_of, in_flags, spinner, typed_command
 from hf_memopt.memory.models.config_files import check_task, find_config
 from hf_memopt.memory.without_compiler import without_compiler
 from hf_memopt.plain_data import check_word
-from hf_memopt.plotting import check_picture
 from hf_memopt.recipes.launch import launch_files
 from hf_memopt.recipes.planning.request import GOALS, METHODS, checked_allow, checked_batch, read_gpu
 from hf_memopt.recipes.planning.script.folder import RowsFile, check_folder
 from hf_memopt.recipes.planning.sharing import check_strategy
 from hf_memopt.reports.measurement_file import named_measurement
 from hf_memopt.reports.page import check_page
+from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from rich.console import Console
 
+    from hf_memopt.cli.options import PlanOptions
 
-__all__ = ["PlanOptions", "run_plan"]
+__all__ = ["run"]
 
 FITS, DOES_NOT_FIT = 0, 1
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """The options of the command; None and () where one was not given."""
-
-    model: str
-    gpu: str | None = None
-    budget: str | None = None
-    seq_len: int | None = None
-    data: Path | None = None
-    column: str | None = None
-    tokenizer: str | None = None
-    effective_batch: int = 32
-    goal: str = "speed"
-    method: str = "auto"
-    allow: Sequence[str] | None = None
-    world_size: int = 1
-    strategy: str = "auto"
-    task: str | None = None
-    measured: Path | None = None
-    write: Path | None = None
-    report: Path | None = None
-    plot: Path | None = None
-    force: bool = False
-    json_output: bool = False
-
-
-def run_plan(
-    options: PlanOptions,
-    console: Console,
-    errors: Console,
-    flags: Mapping[str, Flag],
-    made_by: str = "hf-memopt plan",
-) -> int:
+def run(options: PlanOptions, context: Any) -> int:
     """Print the plan, write what is asked for, and return the exit code: 0 if a set-up fits, else 1.
-
-    Args:
-        options: of the command.
-        console: of standard output.
-        errors: of standard error, which shows the progress if it is a terminal.
-        flags: of the command, by which notes name its options.
-        made_by: the command, for script and report.
 
     Raises:
         ValueError: invalid options, or a model that cannot be planned for.
     """
+    console, errors = Console(), Console(stderr=True)
     words = tuple(word for text in options.allow or () for word in text.split(","))
     _check(options, words)
     with spinner(f"planning {options.model}", errors, shown=not options.json_output) as announce:
@@ -104,6 +65,7 @@ def run_plan(
                 announce=announce,
             )
         rows = None if options.data is None else RowsFile(options.data, options.column, options.tokenizer)
+        made_by = typed_command(context, without=("write", "report", "plot", "force", "json_output"))
         found = replace(found, command=made_by, rows=rows)
         if options.report is not None:
             found.report(options.report, force=options.force)
@@ -112,6 +74,7 @@ def run_plan(
     if options.json_output:
         console.out(found.to_json(figures=bool(options.report or options.plot)), highlight=False)
     else:
+        flags = flags_of(context.command.params)
         print_plan(found, console, lambda text: in_flags(text, flags))
     said = errors if options.json_output else console  # standard output is JSON alone
     if options.write is not None:
@@ -134,19 +97,12 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
         named_measurement(options.measured)
     if options.gpu is not None or options.budget is not None:
         checked_allow(words, options.method, read_gpu(options.gpu or options.budget, options.budget))
-    for name in ("column", "tokenizer"):
-        if options.data is None and getattr(options, name) is not None:
-            raise ValueError(
-                f"{name}={getattr(options, name)!r} is for a data file, and there is none; expected both. "
-                "Pass --data FILE"
-            )
+    check_of_data(options)
     if options.write is not None:
         beside = launch_files(options.strategy) if options.world_size > 1 else ()
         check_folder(options.write, force=options.force, beside=beside)
     if options.report is not None:
         check_page(options.report, force=options.force)
-    if options.plot is not None:
-        check_picture(options.plot, purpose="the picture of a plan")
     if options.force and options.write is None and options.report is None:
         raise ValueError(
             "force=True has nothing to replace: no file is written; expected --write or --report. Pass --write DIR"
@@ -156,6 +112,6 @@ def _check(options: PlanOptions, words: Sequence[str]) -> None:
 
 def _lengths(options: PlanOptions, data: Path) -> NDArray[np.int32]:
     """Return the lengths of ``--data``; as in ``plan``, no row is cut unless ``--seq-len`` or ``--allow`` says so."""
-    from hf_memopt.cli.data_length import lengths_of_data
+    from hf_memopt.cli.lengths_command import lengths_of_data
 
     return lengths_of_data(options.model, data, options.column, options.tokenizer, options.task)[1]

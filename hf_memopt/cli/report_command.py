@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt.reports.difference import compare, difference_page, print_difference
 from hf_memopt.reports.page import check_page, write_page
@@ -17,30 +17,30 @@ from hf_memopt.reports.plan_page import plan_page
 from hf_memopt.reports.run_file import read_run
 from hf_memopt.reports.run_page import run_page
 from hf_memopt.reports.sides import kind_of, read_side, text_of
+from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from hf_memopt.cli.options import ReportOptions
 
-__all__ = ["run_report"]
+__all__ = ["run"]
 
 
-def run_report(
-    paths: Sequence[Path], console: Console, *, output: Path | None, force: bool = False, json_output: bool = False
-) -> None:
+def run(options: ReportOptions, context: Any) -> None:
     """Write the page of one, or print what grew between two.
 
     Raises:
         ValueError: more than two; a file that is missing, of another version or of another kind; a page that cannot be
             written.
     """
+    paths, output, force = options.path, options.output, options.force
     if len(paths) > 2:
         raise ValueError(f"path={len(paths)} files are too many; expected one or two. Pass the first and the last")
     if force and output is None and len(paths) == 2:
         raise ValueError("force=True has nothing to replace: no file is written; expected --output. Pass --output FILE")
     if len(paths) == 2:
-        _difference(paths, console, output, force, json_output)
+        _difference(paths, options)
         return
-    if json_output:
+    if options.json_output:
         raise ValueError(
             f"json_output=True, path={str(paths[0])!r}: one is JSON already; expected two. Pass the one before it too"
         )
@@ -48,7 +48,7 @@ def run_report(
     page = found.with_suffix(".html") if output is None else output
     check_page(page, force=force)
     write_page(_page(text, str(found)), page)
-    console.out(f"Report: {page}", highlight=False)
+    Console().out(f"Report: {page}", highlight=False)
 
 
 def _page(text: bytes, name: str) -> str:
@@ -66,13 +66,14 @@ def _page(text: bytes, name: str) -> str:
     )
 
 
-def _difference(paths: Sequence[Path], console: Console, output: Path | None, force: bool, json_output: bool) -> None:
+def _difference(paths: Sequence[Path], options: ReportOptions) -> None:
+    output, console = options.output, Console()
     if output is not None:
-        check_page(output, force=force)
+        check_page(output, force=options.force)
     found = compare(*(read_side(path) for path in paths))
     if output is not None:
         write_page(difference_page(found), output)
-    if json_output:
+    if options.json_output:
         console.out(json.dumps(found.as_dict(), indent=2), highlight=False)
         return
     print_difference(found, console)

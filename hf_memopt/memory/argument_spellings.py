@@ -13,7 +13,11 @@ from hf_memopt.errors import did_you_mean
 
 __all__ = ["REFUSED", "in_own_names", "unknown_setting"]
 
-SPELLINGS = {"per_device_eval_batch_size": "eval_batch_size", "per_device_train_batch_size": "batch_size"}
+SPELLINGS = {
+    "per_device_eval_batch_size": "eval_batch_size",
+    "per_device_train_batch_size": "batch_size",
+    "offload": "offload_params",  # its name up to 0.3.0
+}
 PRECISIONS = ("bf16", "fp16", "tf32")
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # the old name, and 5.23.0's
 OPTIONS = tuple(f"{name}_kwargs" for name in CHECKPOINTING)

@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt.binding.conflicts import steps_in_backward
-from hf_memopt.binding.refusals import refusal_of
+from hf_memopt.binding.refusals import refusal_of, refuse_without_adapters
 from hf_memopt.memory.argument_spellings import in_own_names, unknown_setting
 from hf_memopt.plain_data import Count, CountOrZero, check_value, shown
 
@@ -19,39 +19,31 @@ if TYPE_CHECKING:
 
     from hf_memopt.memory.optimizers.parameter_facts import OptimizerMemory, ParameterFacts
 
-__all__ = ["NotEstimableError", "StepSettings"]
-
-_KINDS: Mapping[str, Any] = {
-    "optim": str,
-    "optim_args": str | None,
-    "attn_implementation": str | None,
-    "cublas_workspace_bytes": CountOrZero | None,
-    "sparse_tied_embedding": bool,
-    "fused_cross_entropy": bool,
-    "gradient_release": bool,
-    "optimizer_memory": Callable | None,
-    "loop": Literal["trainer", "manual"],
-    "precision": Literal["auto", "fp32", "tf32", "bf16", "fp16"],
-    "weights_dtype": Literal["float32", "bfloat16", "float16"],
-    "rounding": Literal["nearest", "stochastic", "kahan"],
-    "embedding_bits": Literal[8, 32],
-    "world_size": Count,
-    "strategy": Literal["auto", "ddp", "fsdp2", "zero2", "zero3"],
-    "offload": bool,
-    "gradient_accumulation_steps": Count,
-    "eval_batches": Count,
-    "micro_batch_size": Count | None,
-    "eval_batch_size": Count | None,
-    "eval_accumulation_steps": Count | None,
-    "generation_max_length": Count | None,
-    "generation_num_beams": Count | None,
-    "torch_empty_cache_steps": Count | None,
-}
-"""What the fields may hold whose values are checked one by one."""
+__all__ = ["NotEstimableError", "StepSettings", "settings_that_change"]
 
 
 class NotEstimableError(ValueError):
     """A set-up that cannot be simulated; the message begins with "not estimable: "."""
+
+
+_NUMBER: Mapping[str, Any] = {"metavar": "N", "read_as": int, "least": 1}
+"""Of an option that is a count."""
+
+
+def _setting(default: Any, kind: Any = None, *, changes: str = "model", hash: bool | None = None, **option: Any) -> Any:
+    """Declare a setting.
+
+    Args:
+        default: its usual value.
+        kind: the annotation that a value is checked against; None where ``__post_init__`` does more.
+        changes: what has to be done anew for another value: "model" to prepare the model, "trace" to record the step,
+            "replay" to replay the recording.
+        hash: as for ``dataclasses.field``.
+        option: how ``hf-memopt estimate`` reads it, where it does: ``help``, and where they are not the usual ones
+            ``names`` of the flag, ``group`` in the help, ``metavar``, the type it is ``read_as``, ``least`` of
+            numbers, and other ``words`` for values.
+    """
+    return field(default=default, hash=hash, metadata={"kind": kind, "changes": changes, **option})
 
 
 @dataclass(frozen=True)
@@ -108,9 +100,9 @@ class StepSettings:
         strategy: ``"ddp"``: each has a whole model, and DDP's buckets. ``"fsdp2"``: weights, gradients and optimizer
             states are sharded, as accelerate sets FSDP2 up, in mixed precision with shards of what is trained in
             float32. ``"zero2"``, ``"zero3"``: DeepSpeed with the buckets of ``Recipe.distributed``, computed from its
-            documentation and sources. ``"auto"``: DDP, or FSDP2 with ``offload``. Nothing for one process.
-        offload: whether shards, their gradients and optimizer states are in host memory between uses; with ``"zero2"``
-            the optimizer states and the float32 weights.
+            documentation and sources. ``"auto"``: DDP, or FSDP2 with ``offload_params``. Nothing for one process.
+        offload_params: whether shards, their gradients and optimizer states are in host memory between uses; with
+            ``"zero2"`` the optimizer states and the float32 weights.
         loop: ``"trainer"`` for the stock ``Trainer``; ``"manual"`` for a hand-written loop, with Accelerate or without,
             that does ``outputs = model(**batch); outputs.loss.backward(); optimizer.step(); optimizer.zero_grad()``.
             Its variable keeps logits and key-value cache until the next forward pass is over, the model keeps its own
@@ -122,53 +114,130 @@ class StepSettings:
             allocates none (ROCm), None for what torch takes on this GPU.
     """
 
-    precision: str = "auto"
-    weights_dtype: str = "float32"
-    autocast_cache: bool = True
-    optim: str = "adamw_torch_fused"
-    optim_args: str | None = None
-    optim_target_modules: Any = None
-    weight_decay: float = 0.0
-    embedding_bits: int = 32
-    rounding: str = "nearest"
-    gradient_release: bool = False
-    sparse_tied_embedding: bool = False
-    fused_cross_entropy: bool = False
-    max_grad_norm: float = 1.0
-    gradient_accumulation_steps: int = 1
-    micro_batch_size: int | None = None
-    checkpointing: bool | Mapping[str, Any] = field(default=False, hash=False)
-    label_smoothing_factor: float = 0.0
-    attn_implementation: str | None = None
-    padding: bool = True
-    eval_batch_size: int | None = None
-    eval_batches: int = 1
-    prediction_loss_only: bool = False
-    eval_accumulation_steps: int | None = None
-    eval_do_concat_batches: bool = True
-    batch_eval_metrics: bool = False
+    precision: str = _setting(
+        "auto",
+        Literal["auto", "fp32", "tf32", "bf16", "fp16"],
+        changes="trace",
+        help="auto, fp32, tf32, bf16 or fp16.",
+    )
+    weights_dtype: str = _setting(
+        "float32",
+        Literal["float32", "bfloat16", "float16"],
+        help="Of the weights as loaded: float32, bf16 or fp16; float32 by default.",
+        names=("--weights",),
+        group="Model",
+        metavar="DTYPE",
+        words={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
+    )
+    autocast_cache: bool = _setting(
+        True, changes="trace", help="Keep 16-bit copies of the weights through a forward pass."
+    )
+    optim: str = _setting(
+        "adamw_torch_fused", str, changes="replay", help="An optimizer, by its name in TrainingArguments."
+    )
+    optim_args: str | None = _setting(None, str | None, changes="replay")
+    optim_target_modules: Any = _setting(None, changes="replay")
+    weight_decay: float = _setting(0.0, changes="replay")
+    embedding_bits: int = _setting(32, Literal[8, 32], changes="replay")
+    rounding: str = _setting(
+        "nearest",
+        Literal["nearest", "stochastic", "kahan"],
+        changes="replay",
+        help="Of updates of bf16 weights: nearest, stochastic or kahan.",
+        metavar="KIND",
+    )
+    gradient_release: bool = _setting(
+        False, bool, changes="replay", help="Step within the backward pass, with --max-grad-norm 0."
+    )
+    sparse_tied_embedding: bool = _setting(False, bool, help="Keep no second copy of a tied embedding's gradient.")
+    fused_cross_entropy: bool = _setting(False, bool, help="Compute a language model's loss without its logits.")
+    max_grad_norm: float = _setting(
+        1.0,
+        changes="replay",
+        help="Clip gradients at it; 1 by default, 0 for no clipping.",
+        metavar="NORM",
+        read_as=float,
+        least=0,
+    )
+    gradient_accumulation_steps: int = _setting(
+        1,
+        Count,
+        changes="replay",
+        help="Accumulation steps per optimizer step.",
+        names=("--grad-accum", "--gradient-accumulation-steps"),
+        **_NUMBER,
+    )
+    micro_batch_size: int | None = _setting(None, Count | None, changes="trace")
+    checkpointing: bool | Mapping[str, Any] = _setting(  # which is switched on around the recording
+        False, changes="trace", help="Recompute activations instead of keeping them.", hash=False
+    )
+    label_smoothing_factor: float = _setting(0.0, changes="trace")
+    attn_implementation: str | None = _setting(
+        None, str | None, help="Attention: sdpa, eager or flash_attention_2.", names=("--attn",), group="Model"
+    )
+    padding: bool = _setting(True, changes="trace")
+    eval_batch_size: int | None = _setting(
+        None, Count | None, changes="trace", help="Also simulate an evaluation with batches of this size.", **_NUMBER
+    )
+    eval_batches: int = _setting(1, Count, changes="replay")
+    prediction_loss_only: bool = _setting(False, changes="trace")
+    eval_accumulation_steps: int | None = _setting(None, Count | None, changes="replay")
+    eval_do_concat_batches: bool = _setting(True, changes="replay")
+    batch_eval_metrics: bool = _setting(False, changes="replay")
     predict_with_generate: bool = False
-    generation_max_length: int | None = None
-    generation_num_beams: int | None = None
-    torch_empty_cache_steps: int | None = None
-    expandable_segments: bool = False
-    load_in: str | None = None
-    lora: int | LoraConfig | None = field(default=None, hash=False)
+    generation_max_length: int | None = _setting(None, Count | None)
+    generation_num_beams: int | None = _setting(None, Count | None)
+    torch_empty_cache_steps: int | None = _setting(None, Count | None, changes="replay")
+    expandable_segments: bool = _setting(
+        False, changes="replay", help="Of torch's allocator; see hf_memopt.use_expandable_segments."
+    )
+    load_in: str | None = _setting(
+        None,
+        Literal["nf4", "int8"] | None,
+        help="Quantised weights: nf4 or int8.",
+        group="Model",
+        metavar="KIND",
+        words={"4bit": "nf4", "8bit": "int8"},
+    )
+    lora: int | LoraConfig | None = _setting(
+        None,
+        help="Train LoRA adapters of this rank alone.",
+        group="Model",
+        hash=False,
+        **{**_NUMBER, "metavar": "RANK"},
+    )
     lora_targets: str | tuple[str, ...] = "auto"
-    freeze: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = _setting(
+        (),
+        help="A pattern for hf_memopt.freeze; may be repeated.",
+        group="Model",
+        metavar="PATTERN",
+        read_as=list[str],
+    )
     prepare: tuple[Callable[[Any], Any], ...] = ()
-    world_size: int = 1
-    strategy: str = "auto"
-    offload: bool = False
-    loop: str = "trainer"
-    optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = None
-    zero_grad_to_none: bool = True
-    cublas_workspace_bytes: int | None = None
+    world_size: int = _setting(1, Count, help="GPUs that train together; the estimate is of one of them.", **_NUMBER)
+    strategy: str = _setting(
+        "auto",
+        Literal["auto", "ddp", "fsdp2", "zero2", "zero3"],
+        help="With --world-size: ddp (whole models), fsdp2, zero2, zero3 (sharded) or auto.",
+    )
+    offload_params: bool = _setting(
+        False,
+        bool,
+        help="Keep shards and optimizer states in host memory between uses.",
+        names=("--offload/--no-offload",),
+    )
+    loop: str = _setting("trainer", Literal["trainer", "manual"])
+    optimizer_memory: Callable[[Sequence[ParameterFacts]], OptimizerMemory] | None = _setting(
+        None, Callable | None, changes="replay"
+    )
+    zero_grad_to_none: bool = _setting(True, changes="trace")
+    cublas_workspace_bytes: int | None = _setting(None, CountOrZero | None, changes="replay")
 
     def __post_init__(self) -> None:
-        defaults = {item.name: item.default for item in fields(self)}
-        for name, kind in _KINDS.items():
-            check_value(name, getattr(self, name), kind, defaults[name])
+        for item in fields(self):
+            if item.metadata.get("kind") is not None:
+                check_value(item.name, getattr(self, item.name), item.metadata["kind"], item.default)
         if not _is_number(self.max_grad_norm):
             raise ValueError(
                 f"max_grad_norm={shown(self.max_grad_norm)} is not a number; expected one, 0 for no clipping. "
@@ -193,7 +262,8 @@ class StepSettings:
         self._read_freeze()
         self._read_lora()
         self._check_sharing()
-        self._check_load_in()
+        if not self.prepare:  # which may add adapters
+            refuse_without_adapters(self.load_in, self.lora)
         self._check_conflicts()
         self._check_stock()
 
@@ -217,19 +287,6 @@ class StepSettings:
                 "as lora. Pass lora=16, or LoraConfig(target_modules=...) alone"
             )
 
-    def _check_load_in(self) -> None:
-        if self.load_in is not None and (not isinstance(self.load_in, str) or self.load_in not in ("nf4", "int8")):
-            near = "int8" if "8" in shown(self.load_in) else "nf4"
-            raise ValueError(
-                f"load_in={shown(self.load_in)} is not a quantisation of bitsandbytes that is known; expected 'nf4' "
-                f"(4 bits), 'int8' (8 bits), or None. Pass load_in={near!r}"
-            )
-        if self.load_in is not None and self.lora is None and not self.prepare:
-            raise ValueError(
-                f"load_in={self.load_in!r}, lora=None leave nothing to train: quantised weights have no gradient, and "
-                "the Trainer refuses such a model; expected adapters. Pass lora=16"
-            )
-
     @property
     def engine(self) -> str:
         """The strategy, with ``"auto"`` resolved; "" in one process."""
@@ -237,7 +294,7 @@ class StepSettings:
             return ""
         if self.strategy != "auto":
             return self.strategy
-        return "fsdp2" if self.offload else "ddp"
+        return "fsdp2" if self.offload_params else "ddp"
 
     @property
     def is_sharded(self) -> bool:
@@ -245,10 +302,10 @@ class StepSettings:
         return self.engine not in ("", "ddp")
 
     def _check_sharing(self) -> None:
-        if self.offload and (self.world_size == 1 or self.strategy == "ddp"):
+        if self.offload_params and (self.world_size == 1 or self.strategy == "ddp"):
             raise ValueError(
-                f"offload=True, world_size={self.world_size}, strategy={self.strategy!r} do not fit each other: what "
-                "goes to the host are shards; expected several processes that shard. "
+                f"offload_params=True, world_size={self.world_size}, strategy={self.strategy!r} do not fit each other: "
+                "what goes to the host are shards; expected several processes that shard. "
                 "Pass world_size=2, strategy='fsdp2'"
             )
 
@@ -326,6 +383,11 @@ class StepSettings:
             if name not in known:
                 raise unknown_setting(name, changed[name], known)
         return replace(self, **changed)
+
+
+def settings_that_change(*stages: str) -> frozenset[str]:
+    """Return the names of the settings that change one of these stages of an estimate."""
+    return frozenset(item.name for item in fields(StepSettings) if item.metadata.get("changes", "model") in stages)
 
 
 def _is_number(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions as compat
@@ -32,25 +33,17 @@ def settings_of_arguments(args: TrainingArguments, world_size: int | None = None
     """Return the settings that affect the memory of a step; ``world_size`` is the caller's, which no argument has."""
     checkpointing, options = compat.checkpointing_of(args)
     evaluates = args.eval_strategy != "no" or args.eval_on_start
-    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "tf32" if args.tf32 else "fp32"
+    same = compat.training_argument_names() & {item.name for item in fields(StepSettings)}
     return StepSettings(
-        precision=precision,
-        optim=str(getattr(args.optim, "value", args.optim)),
-        optim_args=args.optim_args,
-        optim_target_modules=args.optim_target_modules,
-        weight_decay=args.weight_decay,
-        max_grad_norm=args.max_grad_norm,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        checkpointing=checkpointing and (options or True),
-        label_smoothing_factor=args.label_smoothing_factor,
-        eval_batch_size=args.per_device_eval_batch_size if evaluates else None,
-        prediction_loss_only=args.prediction_loss_only,
-        eval_accumulation_steps=args.eval_accumulation_steps,
-        eval_do_concat_batches=args.eval_do_concat_batches,
-        batch_eval_metrics=args.batch_eval_metrics,
-        torch_empty_cache_steps=args.torch_empty_cache_steps,
-        **_generation(args),
-        **_sharding(args, world_size),
+        **{
+            **{name: getattr(args, name) for name in same},
+            "optim": str(getattr(args.optim, "value", args.optim)),
+            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "tf32" if args.tf32 else "fp32",
+            "checkpointing": checkpointing and (options or True),
+            "eval_batch_size": args.per_device_eval_batch_size if evaluates else None,
+            **_generation(args),
+            **_sharding(args, world_size),
+        }
     )
 
 
@@ -98,7 +91,7 @@ def _sharding(args: TrainingArguments, world_size: int | None) -> dict[str, Any]
             f"not estimable: fsdp={args.fsdp!r} shards over a number of processes that TrainingArguments do not have; "
             "expected 2 or more. Pass estimate_from_arguments(..., world_size=2)"
         )
-    return {"world_size": processes, "strategy": "fsdp2", "offload": bool(plugin.get("cpu_offload"))}
+    return {"world_size": processes, "strategy": "fsdp2", "offload_params": bool(plugin.get("cpu_offload"))}
 
 
 def notes_of_arguments(args: TrainingArguments) -> tuple[str, ...]:

@@ -1,23 +1,35 @@
-"""The order in which a Recipe's Trainer reads its data: bucketed by length for training, sorted for evaluation."""
+"""How a Recipe's Trainer reads its data: bucketed by length for training, sorted for evaluation, padded by what."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_memopt.batching.views.bucketed_stream import BucketedStream
 from hf_memopt.batching.views.bucketed_view import BucketedView, bucketed
 from hf_memopt.batching.views.sorted_view import SortedExamples, loses_order, sorted_by_length
 from hf_memopt.batching.views.view import is_map_style
+from hf_memopt.binding.model_traits import is_causal_lm, unwrap_model
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import Count, check_value
 from hf_memopt.recipes.effective_batch import process_count
 
-__all__ = ["column_names", "evaluation_view", "training_view", "view_arguments"]
+if TYPE_CHECKING:
+    from hf_memopt.batching.collation.speech import SpeechCollator
+
+__all__ = [
+    "evaluation_view",
+    "fixed_size_input",
+    "needs_causal_labels",
+    "speech_collator",
+    "training_view",
+    "view_arguments",
+]
 
 logger = logging.getLogger(__name__)
 
+LABELS = {"labels", "label", "label_ids"}
 VIEWS = (BucketedView, BucketedStream)
 
 
@@ -72,13 +84,41 @@ def _why_not(dataset: Any) -> str | None:
     """Return why a dataset stays in its own order, or None."""
     if getattr(dataset, "column_names", None) is None and not is_map_style(dataset):
         return "a stream that does not name its columns is bucketed on request only: bucketed(stream, batch_size=...)"
-    return None if "input_ids" in column_names(dataset) else "the examples have no input_ids whose length could count"
+    return None if "input_ids" in _column_names(dataset) else "the examples have no input_ids whose length could count"
 
 
-def column_names(dataset: Any) -> list[str]:
+def _column_names(dataset: Any) -> list[str]:
     """Return the columns of a dataset by its own word, or by the first example; none where neither says."""
     names: Iterable[str] | None = getattr(dataset, "column_names", None)
     if names is None and dataset is not None and is_map_style(dataset):
         first = {} if isinstance(dataset, Mapping) or not len(dataset) else dataset[0]
         names = first if isinstance(first, Mapping) else []
     return list(names or ())
+
+
+def fixed_size_input(model: Any, dataset: Any) -> str | None:
+    """Return the column of inputs of one size, which need no padding and no tokenizer; None for text.
+
+    ``"pixel_values"`` of images, which stock's default collator stacks, or ``"input_features"`` of sound (Whisper).
+    """
+    names = _column_names(dataset)
+    for name in ("pixel_values", "input_features"):
+        if getattr(model, "main_input_name", None) == name or (name in names and "input_ids" not in names):
+            return name
+    return None
+
+
+def speech_collator(model: Any) -> SpeechCollator:
+    """Return the collator of sound for a model, or for float32 features where ``model_init`` builds it later."""
+    from hf_memopt.batching.collation.speech import SpeechCollator
+
+    if model is None:
+        return SpeechCollator()
+    inside = unwrap_model(model)
+    return SpeechCollator(getattr(inside.config, "decoder_start_token_id", None), inside.dtype)
+
+
+def needs_causal_labels(model: Any, dataset: Any) -> bool:
+    """Return whether a causal language model is to be trained on examples of tokens that have no labels."""
+    names = set(_column_names(dataset))
+    return model is not None and "input_ids" in names and not names & LABELS and is_causal_lm(model)

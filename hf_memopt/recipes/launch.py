@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["STRATEGIES", "Launch", "launch_files", "launch_of"]
 
 STRATEGIES: Mapping[str, str] = {
-    "auto": "ddp, or fsdp2 with offload",
+    "auto": "ddp, or fsdp2 with offload_params",
     "ddp": "each GPU has the whole model; DistributedDataParallel",
     "fsdp2": "weights, gradients and optimizer states are cut over the GPUs; torch's fully_shard",
     "zero2": "gradients and optimizer states are cut over the GPUs; DeepSpeed",
@@ -58,7 +58,8 @@ class Launch:
         recipe: the name of the recipe.
         world_size: processes, one for each GPU.
         strategy: a name of ``STRATEGIES``, never ``"auto"``.
-        offload: whether the sharded optimizer states (with weights that are sharded: these too) wait in host memory.
+        offload_params: whether the sharded optimizer states (with weights that are sharded: these too) wait in host
+            memory.
         training_arguments: fields of ``TrainingArguments``, for ``recipe.trainer(training_arguments=...)``.
         accelerate: the content of the file for ``accelerate launch --config_file``.
         deepspeed: DeepSpeed's own configuration; None for the other engines.
@@ -68,14 +69,14 @@ class Launch:
     recipe: str
     world_size: int
     strategy: str
-    offload: bool
+    offload_params: bool
     training_arguments: Mapping[str, Any]
     accelerate: Mapping[str, Any]
     deepspeed: Mapping[str, Any] | None
     changes: tuple[Change, ...]
 
     def __str__(self) -> str:
-        engine = f"{self.strategy}{' with offload' if self.offload else ''}"
+        engine = f"{self.strategy}{' with offload' if self.offload_params else ''}"
         lines = [f"{self.recipe} on {self.world_size} GPUs: {engine}, {STRATEGIES[self.strategy]}"]
         lines += [f"  {change}" for change in self.changes]
         return "\n".join([*lines, f"  launch: {self.command()}"])
@@ -136,15 +137,16 @@ class Launch:
         return files
 
 
-def launch_of(recipe: Recipe, world_size: int, strategy: str, *, offload: bool) -> Launch:
+def launch_of(recipe: Recipe, world_size: int, strategy: str, *, offload_params: bool) -> Launch:
     """Return how a recipe is trained in several processes; see ``Recipe.distributed``."""
-    _check_request(world_size, strategy, offload)
+    _check_request(world_size, strategy, offload_params)
     changes = []
     if strategy == "auto":
-        reason = "offload is for sharded weights" if offload else "a recipe is made for one GPU, so it fits on each"
-        changes.append(Change("strategy", "auto", "fsdp2" if offload else "ddp", reason))
+        reason = "a recipe is made for one GPU, so it fits on each"
+        shards = Change("strategy", "auto", "fsdp2", "offload_params is for sharded weights")
+        changes.append(shards if offload_params else Change("strategy", "auto", "ddp", reason))
         strategy = changes[-1].new
-    _check_techniques(recipe, strategy, offload)
+    _check_techniques(recipe, strategy, offload_params)
     preferred = recipe.per_device_train_batch_size, recipe.effective_batch_size // recipe.per_device_train_batch_size
     batch, change = cut_effective_batch(recipe.effective_batch_size, preferred, {}, processes=world_size)
     changes += [] if change is None else [change]
@@ -160,10 +162,10 @@ def launch_of(recipe: Recipe, world_size: int, strategy: str, *, offload: bool) 
     deepspeed = None
     engine: dict[str, Any] = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
     if strategy == "fsdp2":
-        accelerate |= {"distributed_type": "FSDP", "mixed_precision": "no", "fsdp_config": _fsdp_config(offload)}
-        engine = versions.fsdp_arguments(offload=offload)
+        accelerate |= {"distributed_type": "FSDP", "mixed_precision": "no", "fsdp_config": _fsdp_config(offload_params)}
+        engine = versions.fsdp_arguments(offload_params=offload_params)
     elif strategy in ZERO_STAGES:
-        deepspeed = _deepspeed_config(ZERO_STAGES[strategy], offload)
+        deepspeed = _deepspeed_config(ZERO_STAGES[strategy], offload_params)
         accelerate |= {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero3_init_flag": strategy == "zero3"}}
         engine = {"deepspeed": deepspeed}
     else:
@@ -172,7 +174,7 @@ def launch_of(recipe: Recipe, world_size: int, strategy: str, *, offload: bool) 
         recipe=recipe.name,
         world_size=world_size,
         strategy=strategy,
-        offload=offload,
+        offload_params=offload_params,
         training_arguments={**batch, **engine},
         accelerate=accelerate,
         deepspeed=deepspeed,
@@ -183,22 +185,22 @@ def launch_of(recipe: Recipe, world_size: int, strategy: str, *, offload: bool) 
 # ---- Checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check_request(world_size: int, strategy: str, offload: bool) -> None:
+def _check_request(world_size: int, strategy: str, offload_params: bool) -> None:
     check_value("world_size", world_size, Count, 2)
-    check_value("offload", offload, bool, False)
+    check_value("offload_params", offload_params, bool, False)
     if world_size == 1:
         raise ValueError(
             "world_size=1 is one process; expected 2 or more, one for each GPU. Call recipe.trainer(...) in one process"
         )
     check_word("strategy", strategy, STRATEGIES)
-    if strategy == "ddp" and offload:
+    if strategy == "ddp" and offload_params:
         raise ValueError(
-            "strategy='ddp', offload=True contradict each other: every process keeps a whole model on its GPU; "
+            "strategy='ddp', offload_params=True contradict each other: every process keeps a whole model on its GPU; "
             "expected a strategy that shards. Pass strategy='fsdp2'"
         )
 
 
-def _check_techniques(recipe: Recipe, strategy: str, offload: bool) -> None:
+def _check_techniques(recipe: Recipe, strategy: str, offload_params: bool) -> None:
     """Refuse, in one error, everything in a recipe that does not work with the engine."""
     micro_batching = NO_LIMIT if strategy == "fsdp2" else "micro-batching"  # a recipe sets no limit
     in_use = {  # by the field: the technique's name in the table, whether it is in use, the value that switches it off
@@ -227,17 +229,17 @@ def _check_techniques(recipe: Recipe, strategy: str, offload: bool) -> None:
             "tables of their own, which are not sharded; expected a strategy with whole weights, or 4 bits under "
             "FSDP2. Pass strategy='ddp'"
         )
-    if offload and strategy in ZERO_STAGES and recipe.optim not in ADAMW:
+    if offload_params and strategy in ZERO_STAGES and recipe.optim not in ADAMW:
         raise ValueError(
-            f"strategy={strategy!r}, offload=True, optim={recipe.optim!r} are incompatible: DeepSpeed steps on the "
-            "host with an AdamW of its own; expected AdamW. Call recipe.replace(optim='adamw_torch')"
+            f"strategy={strategy!r}, offload_params=True, optim={recipe.optim!r} are incompatible: DeepSpeed steps on "
+            "the host with an AdamW of its own; expected AdamW. Call recipe.replace(optim='adamw_torch')"
         )
 
 
 # ---- The engines' own files -----------------------------------------------------------------------------------------
 
 
-def _fsdp_config(offload: bool) -> dict[str, Any]:
+def _fsdp_config(offload_params: bool) -> dict[str, Any]:
     """Return ``fsdp_config`` of accelerate's file.
 
     Checkpointing is left to ``TrainingArguments``: FSDP's own variant recomputes with other random numbers (accelerate
@@ -247,17 +249,17 @@ def _fsdp_config(offload: bool) -> dict[str, Any]:
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_reshard_after_forward": True,
-        "fsdp_offload_params": offload,
+        "fsdp_offload_params": offload_params,
         "fsdp_state_dict_type": "FULL_STATE_DICT",
         "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_activation_checkpointing": False,
     }
 
 
-def _deepspeed_config(stage: int, offload: bool) -> dict[str, Any]:
+def _deepspeed_config(stage: int, offload_params: bool) -> dict[str, Any]:
     """Return DeepSpeed's configuration; the ``Trainer`` fills in what is "auto" from its arguments."""
     zero = zero_options(stage)
-    if offload:
+    if offload_params:
         on_host = {"device": "cpu", "pin_memory": True}
         zero |= {"offload_optimizer": on_host} | ({"offload_param": on_host} if stage == 3 else {})
     config: dict[str, Any] = {
@@ -269,7 +271,7 @@ def _deepspeed_config(stage: int, offload: bool) -> dict[str, Any]:
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
     }
-    if offload:  # stock's own optimizers step on the GPU
+    if offload_params:  # stock's own optimizers step on the GPU
         names = ("lr", "betas", "eps", "weight_decay")
         return {**config, "optimizer": {"type": "AdamW", "params": dict.fromkeys(names, "auto")}}
     return {**config, "zero_allow_untested_optimizer": True}

@@ -1,4 +1,4 @@
-"""The presets: a literal ``Recipe`` for every common size of GPU, and the functions that return them.
+"""The presets: a ``Recipe`` for every common size of GPU, and the functions that return them.
 
 They are set-ups for encoders. What fits with one of them also fits with every preset for a larger GPU, by the estimate
 (``preset_fits.json``, ``tests/recipes/test_preset_fits.py``). Where activations have to shrink for that, a preset has
@@ -22,146 +22,86 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from hf_memopt.devices.gpus import Gpu
-    from hf_memopt.recipes.recipe import Recipe
 
 __all__ = ["PRESETS", "fitting_recipe", "preset", "recipe"]
 
 HOLDS = "encoders of up to BERT-large's size at 512 tokens; computed, memory not yet measured on a GPU"
 
 EIGHT_BIT = "about a quarter of AdamW's state: 2 bytes per parameter instead of 8, embeddings apart"
-PAGED = EIGHT_BIT + "; paged: what does not fit moves to the host instead of running out of memory"
-FEW_LOGITS = "logits and scores of few examples at a time"
-STREAMED = "evaluation outputs move to the host after every few batches, so they never pile up on the GPU"
-NO_COPIES = "under checkpointing it would hold a copy of every weight from forward to backward"
+WHY_OPTIM = {
+    "adamw_8bit": EIGHT_BIT,
+    "paged_adamw_8bit": f"{EIGHT_BIT}; paged: what does not fit moves to the host instead of running out of memory",
+    "adamw_torch_fused": "the full 32-bit state fits, and one fused kernel is fastest",
+}
 RECOMPUTED = "faster than the smaller passes that long rows would need to fit without it"
-NOT_RECOMPUTED = "activations of {rows} examples of 512 tokens fit without recomputing, {steps} per step"
-FITS_WHOLE = "the whole effective batch fits into one pass"
-FULL_STATE = "the full 32-bit state fits, and one fused kernel is fastest"
+NO_ROOM = "weights, gradients and state leave too little room for activations"
 
-PRESETS: Mapping[str, Recipe] = FixedMapping(
-    {
-        "4gb-gpu": Recipe(
-            name="4gb-gpu",
-            purpose=f"GTX 1650, RTX 3050 Laptop ... ({HOLDS})",
-            per_device_train_batch_size=8,
-            per_device_eval_batch_size=8,
-            optim="paged_adamw_8bit",
-            checkpointing=True,
-            autocast_cache=False,
-            eval_accumulation_steps=4,
-            reasons={
-                "per_device_train_batch_size": "activations of 8 examples at a time, 4 times per step",
-                "per_device_eval_batch_size": FEW_LOGITS,
-                "optim": PAGED,
-                "checkpointing": "weights, gradients and state leave too little room for activations",
-                "autocast_cache": NO_COPIES,
-                "eval_accumulation_steps": STREAMED,
-            },
-        ),
-        "6gb-gpu": Recipe(
-            name="6gb-gpu",
-            purpose=f"GTX 1660, RTX 2060, RTX 3050 6GB ... ({HOLDS})",
-            per_device_train_batch_size=16,
-            per_device_eval_batch_size=16,
-            optim="paged_adamw_8bit",
-            checkpointing=True,
-            autocast_cache=False,
-            eval_accumulation_steps=8,
-            reasons={
-                "per_device_train_batch_size": "activations of 16 examples at a time, twice per step",
-                "optim": PAGED,
-                "checkpointing": RECOMPUTED,
-                "autocast_cache": NO_COPIES,
-                "eval_accumulation_steps": STREAMED,
-            },
-        ),
-        "8gb-gpu": Recipe(
-            name="8gb-gpu",
-            purpose=f"RTX 3060 Ti, RTX 4060, P4 ... ({HOLDS})",
-            per_device_train_batch_size=16,
-            per_device_eval_batch_size=16,
-            optim="adamw_8bit",
-            checkpointing=True,
-            autocast_cache=False,
-            eval_accumulation_steps=16,
-            reasons={
-                "per_device_train_batch_size": "activations of 16 examples at a time, twice per step",
-                "optim": EIGHT_BIT,
-                "checkpointing": RECOMPUTED,
-                "autocast_cache": NO_COPIES,
-                "eval_accumulation_steps": STREAMED,
-            },
-        ),
-        "12gb-gpu": Recipe(
-            name="12gb-gpu",
-            purpose=f"RTX 3060 12GB, RTX 4070, TITAN Xp ... ({HOLDS})",
-            per_device_train_batch_size=8,
-            per_device_eval_batch_size=8,
-            optim="adamw_8bit",
-            eval_accumulation_steps=16,
-            reasons={
-                "per_device_train_batch_size": NOT_RECOMPUTED.format(rows=8, steps="4 times"),
-                "per_device_eval_batch_size": FEW_LOGITS,
-                "optim": EIGHT_BIT,
-                "eval_accumulation_steps": STREAMED,
-            },
-        ),
-        "16gb-gpu": Recipe(
-            name="16gb-gpu",
-            purpose=f"T4, P100, V100 16GB, RTX 4080 ... ({HOLDS})",
-            per_device_train_batch_size=8,
-            per_device_eval_batch_size=16,
-            eval_accumulation_steps=16,
-            reasons={
-                "per_device_train_batch_size": NOT_RECOMPUTED.format(rows=8, steps="4 times"),
-                "optim": FULL_STATE,
-                "eval_accumulation_steps": STREAMED,
-            },
-        ),
-        "24gb-gpu": Recipe(
-            name="24gb-gpu",
-            purpose=f"RTX 3090, RTX 4090, A10, L4 ... ({HOLDS})",
-            per_device_train_batch_size=16,
-            per_device_eval_batch_size=16,
-            eval_accumulation_steps=32,
-            reasons={
-                "per_device_train_batch_size": NOT_RECOMPUTED.format(rows=16, steps="twice"),
-                "per_device_eval_batch_size": FEW_LOGITS,
-                "optim": FULL_STATE,
-                "eval_accumulation_steps": STREAMED,
-            },
-        ),
-        "40gb-gpu": Recipe(
-            name="40gb-gpu",
-            purpose=f"A100 40GB, L40S ... ({HOLDS})",
-            dataloader_num_workers=2,
-            reasons={
-                "per_device_train_batch_size": FITS_WHOLE,
-                "optim": FULL_STATE,
-                "dataloader_num_workers": "a fast GPU would wait for the next batch",
-            },
-        ),
-        "80gb-gpu": Recipe(
-            name="80gb-gpu",
-            purpose=f"A100 80GB, H100 ... ({HOLDS})",
-            per_device_eval_batch_size=128,
-            dataloader_num_workers=4,
-            reasons={
-                "per_device_train_batch_size": FITS_WHOLE,
-                "optim": FULL_STATE,
-                "dataloader_num_workers": "a fast GPU would wait for the next batch",
-            },
-        ),
-        "cpu": Recipe(
-            name="cpu",
-            purpose="no accelerator (what saves time on a CPU is padding less)",
-            reasons={
-                "per_device_train_batch_size": "host memory is rarely short; larger passes use the cores better",
-                "optim": "bitsandbytes' 8-bit step is slower than this one on a CPU (see the demo's table)",
-            },
-        ),
+
+def _preset(
+    gib: int, gpus: str, optim: str, rows: int, eval_rows: int, checkpointing: str = "", **other: int
+) -> Recipe:
+    """Return the preset for a size of GPU.
+
+    Args:
+        gib: of the GPU's memory.
+        gpus: of that size, for the reader.
+        optim: the optimizer.
+        rows: of a micro-batch, of the 32 of a step.
+        eval_rows: of an evaluation batch.
+        checkpointing: why activations are recomputed; "" where they are not.
+        other: ``eval_accumulation_steps`` and ``dataloader_num_workers``.
+    """
+    times = {8: "4 times", 16: "twice"}.get(rows, "")
+    of_rows = f"activations of {rows} examples of 512 tokens fit without recomputing, {times} per step"
+    if checkpointing:
+        of_rows = f"activations of {rows} examples at a time, {times} per step"
+    reasons = {
+        "per_device_train_batch_size": of_rows if times else "the whole effective batch fits into one pass",
+        "per_device_eval_batch_size": "logits and scores of few examples at a time",
+        "optim": WHY_OPTIM[optim],
+        "checkpointing": checkpointing,
+        "autocast_cache": "under checkpointing it would hold a copy of every weight from forward to backward",
+        "eval_accumulation_steps": "evaluation outputs move to the host after every few batches, so they never pile up "
+        "on the GPU",
+        "dataloader_num_workers": "a fast GPU would wait for the next batch",
     }
+    fields: dict[str, Any] = {
+        "per_device_train_batch_size": rows,
+        "optim": optim,
+        **({} if eval_rows == 32 else {"per_device_eval_batch_size": eval_rows}),
+        **({"checkpointing": True, "autocast_cache": False} if checkpointing else {}),
+        **other,
+    }
+    if eval_rows > 32:
+        reasons["per_device_eval_batch_size"] = "the logits of many examples fit"
+    return Recipe(
+        name=f"{gib}gb-gpu",
+        purpose=f"{gpus} ... ({HOLDS})",
+        reasons={name: reasons[name] for name in fields},
+        **fields,
+    )
+
+
+PAGED, PLAIN = "paged_adamw_8bit", "adamw_torch_fused"
+_PRESETS = (
+    _preset(4, "GTX 1650, RTX 3050 Laptop", PAGED, 8, 8, NO_ROOM, eval_accumulation_steps=4),
+    _preset(6, "GTX 1660, RTX 2060, RTX 3050 6GB", PAGED, 16, 16, RECOMPUTED, eval_accumulation_steps=8),
+    _preset(8, "RTX 3060 Ti, RTX 4060, P4", "adamw_8bit", 16, 16, RECOMPUTED, eval_accumulation_steps=16),
+    _preset(12, "RTX 3060 12GB, RTX 4070, TITAN Xp", "adamw_8bit", 8, 8, eval_accumulation_steps=16),
+    _preset(16, "T4, P100, V100 16GB, RTX 4080", PLAIN, 8, 16, eval_accumulation_steps=16),
+    _preset(24, "RTX 3090, RTX 4090, A10, L4", PLAIN, 16, 16, eval_accumulation_steps=32),
+    _preset(40, "A100 40GB, L40S", PLAIN, 32, 32, dataloader_num_workers=2),
+    _preset(80, "A100 80GB, H100", PLAIN, 32, 128, dataloader_num_workers=4),
+    Recipe(
+        name="cpu",
+        purpose="no accelerator (what saves time on a CPU is padding less)",
+        reasons={
+            "per_device_train_batch_size": "host memory is rarely short; larger passes use the cores better",
+            "optim": "bitsandbytes' 8-bit step is slower than this one on a CPU (see the demo's table)",
+        },
+    ),
 )
+PRESETS: Mapping[str, Recipe] = FixedMapping({preset.name: preset for preset in _PRESETS})
 """Every preset by its name; ``recipe("auto")`` chooses among them."""
 
 # A "12 GB" GPU reports a little less than 12 GiB, and a driver keeps some of that: 8 % below the name still counts.

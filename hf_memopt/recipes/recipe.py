@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_memopt import __version__
+from hf_memopt.binding.refusals import refuse_without_adapters
 from hf_memopt.changes import Change
 from hf_memopt.errors import did_you_mean
-from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
-from hf_memopt.memory.settings import NotEstimableError, StepSettings
 from hf_memopt.plain_data import (
     Count,
     CountOrZero,
@@ -28,7 +27,6 @@ from hf_memopt.plain_data import (
     parse_object,
     shown,
 )
-from hf_memopt.recipes.field_checks import check_together
 from hf_memopt.recipes.resolved_arguments import resolve_arguments
 
 # What a recipe turns into needs torch and transformers, and is imported there: the presets are read without them.
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from hf_memopt.batching.collation.collators import BucketedCollator
+    from hf_memopt.memory.settings import StepSettings
     from hf_memopt.recipes.launch import Launch
 
 __all__ = ["Recipe"]
@@ -45,7 +44,11 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Of the JSON text; a higher one has fields or values that this version does not know."""
-PRECISION_REASON = "follows the GPU: bf16 where it is native, else fp16 with fp32 weights, else fp32"
+
+
+def _choice(default: Any, why: str) -> Any:
+    """Declare a field, its default and the reason for it."""
+    return field(default=default, metadata={"why": why})
 
 
 @dataclass(frozen=True)
@@ -99,34 +102,40 @@ class Recipe:
 
     name: str
     purpose: str
-    effective_batch_size: Count = 32
-    per_device_train_batch_size: Count = 32
-    per_device_eval_batch_size: Count = 32
-    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = "auto"
-    optim: str = "adamw_torch_fused"
-    embedding_bits: Literal[32] = 32
-    checkpointing: bool = False
-    every_n_layers: Count = 1
-    bucketing: bool = True
-    pad_to_multiple_of: Count = 8
-    freeze: tuple[str, ...] = ()
-    lora: Count | None = None
-    lora_alpha: Count | None = None
-    lora_targets: Literal["auto"] | tuple[str, ...] = "auto"
-    load_in: Literal["nf4", "int8"] | None = None
-    weights_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"
-    offload: bool = False
-    fused_cross_entropy: bool = False
-    sparse_tied_embedding: bool = False
-    gradient_release: bool = False
-    attn_implementation: str = "sdpa"
-    eval_accumulation_steps: Count | None = None
-    dataloader_num_workers: CountOrZero = 0
-    autocast_cache: bool = True
-    expandable_segments: bool = False
-    micro_batching: bool = True
-    memory_report: bool = True
+    effective_batch_size: Count = _choice(32, "examples per optimizer step; never changed by a small GPU")
+    per_device_train_batch_size: Count = _choice(32, "the whole effective batch at once is fastest where it fits")
+    per_device_eval_batch_size: Count = _choice(32, "evaluation keeps no activations")
+    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = _choice(
+        "auto", "follows the GPU: bf16 where it is native, else fp16 with fp32 weights, else fp32"
+    )
+    optim: str = _choice("adamw_torch_fused", "one fused kernel; nothing cheaper in time")
+    embedding_bits: Literal[32] = _choice(32, "8 bits are too few for rare tokens")
+    checkpointing: bool = _choice(False, "recomputing costs one more forward pass per step")
+    every_n_layers: Count = _choice(1, "what is recomputed at all is recomputed in every layer")
+    bucketing: bool = _choice(True, "batches of like lengths pad little")
+    pad_to_multiple_of: Count = _choice(8, "tensor cores like multiples of 8")
+    freeze: tuple[str, ...] = _choice((), "nothing is frozen unless asked for")
+    lora: Count | None = _choice(None, "all weights are trained, no adapters")
+    lora_alpha: Count | None = _choice(None, "twice the rank, as usual")
+    lora_targets: Literal["auto"] | tuple[str, ...] = _choice(
+        "auto", "all linear layers but the head matter more than the rank (arXiv 2305.14314)"
+    )
+    load_in: Literal["nf4", "int8"] | None = _choice(None, "only frozen weights can be quantised")
+    weights_dtype: Literal["float32", "bfloat16", "float16"] = _choice("float32", "small updates are lost in 16 bits")
+    rounding: Literal["nearest", "stochastic", "kahan"] = _choice(
+        "nearest", "float32 weights lose no update that matters"
+    )
+    offload: bool = _choice(False, "copies to the host cost time on the bus")
+    fused_cross_entropy: bool = _choice(False, "the logits of a small vocabulary are small")
+    sparse_tied_embedding: bool = _choice(False, "matters where a large embedding is the head too")
+    gradient_release: bool = _choice(False, "it would exclude accumulation and clipping")
+    attn_implementation: str = _choice("sdpa", "no attention matrix is kept")
+    eval_accumulation_steps: Count | None = _choice(None, "logits stay on the GPU until evaluation ends")
+    dataloader_num_workers: CountOrZero = _choice(0, "padding from Arrow is cheap beside a training step")
+    autocast_cache: bool = _choice(True, "a weight is cast once per pass")
+    expandable_segments: bool = _choice(False, "batches of few lengths hardly fragment")
+    micro_batching: bool = _choice(True, "out of memory: the step is run in parts")
+    memory_report: bool = _choice(True, "the log has the peak of each phase")
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -134,7 +143,7 @@ class Recipe:
             if isinstance(names := getattr(self, name), list):  # JSON has no tuples
                 object.__setattr__(self, name, tuple(names))
         check_fields(self)
-        check_together(self)
+        _check_together(self)
 
     def replace(self, **changed: Any) -> Recipe:
         """Return the recipe with other values; a changed field loses its reason, which was for the old value.
@@ -175,16 +184,16 @@ class Recipe:
 
     @property
     def _shown(self) -> list[str]:
-        return [item.name for item in fields(self) if item.name not in ("name", "purpose", "reasons")]
+        return [item.name for item in fields(self) if "why" in item.metadata]
 
     def reason_of(self, name: str) -> str:
         """Return why a field has its value: the recipe's own reason, else that of its default."""
-        defaults = {item.name: item.default for item in fields(self)}
-        check_word("name", name, defaults)
-        why = self.reasons.get(name)
-        if why is None:
-            why = DEFAULT_REASONS[name] if getattr(self, name) == defaults[name] else "chosen by the caller"
-        return why
+        choices = {item.name: item for item in fields(self) if "why" in item.metadata}
+        check_word("name", name, choices)
+        if name in self.reasons:
+            return self.reasons[name]
+        why: str = choices[name].metadata["why"]
+        return why if getattr(self, name) == choices[name].default else "chosen by the caller"
 
     def to_json(self) -> str:
         """Return the recipe as JSON text, for ``from_json``."""
@@ -213,6 +222,9 @@ class Recipe:
                 "Call: pip install --upgrade hf-memopt"
             )
         read = from_object(Recipe, values)
+        from hf_memopt.memory.optimizers.optimizer_memory import check_optimizer
+        from hf_memopt.memory.settings import NotEstimableError
+
         with suppress(NotEstimableError):  # which may be trained with all the same
             check_optimizer(read.optim)
         return read
@@ -299,28 +311,20 @@ class Recipe:
 
     def step_settings(self) -> StepSettings:
         """Return what of the recipe changes the bytes of a step, for ``estimate``; freezing by the same function."""
+        from hf_memopt.memory.settings import StepSettings  # the presets are read without the estimate
+
+        own = {item.name for item in fields(self)}
+        shared = {item.name: getattr(self, item.name) for item in fields(StepSettings) if item.name in own}
         accumulated = max(self.effective_batch_size // self.per_device_train_batch_size, 1)
         return StepSettings(
-            precision=self._step_precision(),
-            weights_dtype=self.weights_dtype,
-            load_in=self.load_in,
-            lora=self.lora,
-            lora_targets=self.lora_targets,
-            optim=self.optim,
-            embedding_bits=self.embedding_bits,
-            rounding=self.rounding,
-            fused_cross_entropy=self.fused_cross_entropy,
-            sparse_tied_embedding=self.sparse_tied_embedding,
-            gradient_release=self.gradient_release,
-            max_grad_norm=0.0 if self.gradient_release else 1.0,
-            gradient_accumulation_steps=1 if self.gradient_release else accumulated,
-            autocast_cache=self.autocast_cache,
-            checkpointing=self.checkpointing and (self.checkpointing_options() or True),
-            attn_implementation=self.attn_implementation,
-            eval_batch_size=self.per_device_eval_batch_size,
-            eval_accumulation_steps=self.eval_accumulation_steps,
-            expandable_segments=self.expandable_segments,
-            freeze=self.freeze,
+            **{
+                **shared,
+                "precision": self._step_precision(),
+                "checkpointing": self.checkpointing and (self.checkpointing_options() or True),
+                "max_grad_norm": 0.0 if self.gradient_release else 1.0,
+                "gradient_accumulation_steps": 1 if self.gradient_release else accumulated,
+                "eval_batch_size": self.per_device_eval_batch_size,
+            }
         )
 
     def checkpointing_options(self) -> dict[str, Any]:
@@ -398,7 +402,7 @@ class Recipe:
             trainer_kwargs=trainer_kwargs,
         )
 
-    def distributed(self, world_size: int, strategy: str = "auto", offload: bool = False) -> Launch:
+    def distributed(self, world_size: int, strategy: str = "auto", offload_params: bool = False) -> Launch:
         """Return how the recipe is trained in several processes, with the effective batch as it is.
 
         ``Launch.write`` writes the files of ``accelerate launch``, ``torchrun`` and DeepSpeed, and
@@ -406,9 +410,10 @@ class Recipe:
 
         Args:
             world_size: processes, one for each GPU.
-            strategy: ``"ddp"``, ``"fsdp2"``, ``"zero2"``, ``"zero3"``, or ``"auto"``: DDP, or FSDP2 with ``offload``.
-            offload: whether the sharded optimizer states wait in host memory, and with ``"fsdp2"`` and ``"zero3"`` the
-                weights too.
+            strategy: ``"ddp"``, ``"fsdp2"``, ``"zero2"``, ``"zero3"``, or ``"auto"``: DDP, or FSDP2 with
+                ``offload_params``.
+            offload_params: whether the sharded optimizer states wait in host memory, and with ``"fsdp2"`` and
+                ``"zero3"`` the weights too.
 
         Raises:
             ValueError: an unknown strategy; a number of processes that does not divide the effective batch; something
@@ -420,36 +425,52 @@ class Recipe:
         """
         from hf_memopt.recipes.launch import launch_of
 
-        return launch_of(self, world_size, strategy, offload=offload)
+        return launch_of(self, world_size, strategy, offload_params=offload_params)
 
 
-DEFAULT_REASONS = {
-    "effective_batch_size": "examples per optimizer step; never changed by a small GPU",
-    "per_device_train_batch_size": "the whole effective batch at once is fastest where it fits",
-    "per_device_eval_batch_size": "evaluation keeps no activations",
-    "precision": PRECISION_REASON,
-    "optim": "one fused kernel; nothing cheaper in time",
-    "embedding_bits": "8 bits are too few for rare tokens",
-    "checkpointing": "recomputing costs one more forward pass per step",
-    "bucketing": "batches of like lengths pad little",
-    "pad_to_multiple_of": "tensor cores like multiples of 8",
-    "freeze": "nothing is frozen unless asked for",
-    "lora": "all weights are trained, no adapters",
-    "lora_alpha": "twice the rank, as usual",
-    "lora_targets": "all linear layers but the head matter more than the rank (arXiv 2305.14314)",
-    "load_in": "only frozen weights can be quantised",
-    "weights_dtype": "small updates are lost in 16 bits",
-    "rounding": "float32 weights lose no update that matters",
-    "every_n_layers": "what is recomputed at all is recomputed in every layer",
-    "offload": "copies to the host cost time on the bus",
-    "fused_cross_entropy": "the logits of a small vocabulary are small",
-    "sparse_tied_embedding": "matters where a large embedding is the head too",
-    "gradient_release": "it would exclude accumulation and clipping",
-    "attn_implementation": "no attention matrix is kept",
-    "eval_accumulation_steps": "logits stay on the GPU until evaluation ends",
-    "dataloader_num_workers": "padding from Arrow is cheap beside a training step",
-    "autocast_cache": "a weight is cast once per pass",
-    "micro_batching": "out of memory: the step is run in parts",
-    "expandable_segments": "batches of few lengths hardly fragment",
-    "memory_report": "the log has the peak of each phase",
-}
+# ---- Fields that contradict each other ------------------------------------------------------------------------------
+
+
+def _check_together(recipe: Recipe) -> None:
+    """Raise ValueError for fields of which each is valid by itself; the message begins with the one to change."""
+    _check_adapters(recipe)
+    if recipe.weights_dtype == "float16" and recipe.lora is None:
+        raise ValueError(
+            "weights_dtype='float16', lora=None train float16 weights, whose gradients torch's scaler refuses; "
+            "expected bfloat16 or float32 for weights that are trained. Pass weights_dtype='float32', or lora=16"
+        )
+    if recipe.rounding != "nearest" and not recipe.trains_16_bits:
+        trained = "adapters, which are float32" if recipe.lora is not None else "float32 weights"
+        raise ValueError(
+            f"rounding={recipe.rounding!r} is for 16-bit weights, and this recipe trains {trained}; expected "
+            f"'nearest'. Pass rounding='nearest', or weights_dtype='bfloat16', lora=None"
+        )
+    if recipe.offload and not recipe.checkpointing:
+        raise ValueError(
+            "offload=True, checkpointing=False offload nothing: what goes to the host are the inputs of checkpointed "
+            "layers; expected checkpointing. Pass checkpointing=True"
+        )
+    if recipe.every_n_layers > 1 and not recipe.checkpointing:
+        raise ValueError(
+            f"every_n_layers={recipe.every_n_layers}, checkpointing=False recompute nothing; expected checkpointing. "
+            "Pass checkpointing=True"
+        )
+    if recipe.gradient_release and recipe.precision == "fp16":
+        raise ValueError(
+            "gradient_release=True, precision='fp16' are incompatible: the gradient scaler looks at all gradients at "
+            "once; expected another precision. Pass precision='auto'"
+        )
+
+
+def _check_adapters(recipe: Recipe) -> None:
+    if recipe.lora is None:
+        for name, default in (("lora_alpha", None), ("lora_targets", "auto")):
+            if getattr(recipe, name) != default:
+                raise ValueError(
+                    f"{name}={getattr(recipe, name)!r}, lora=None add no adapters; expected their rank. Pass lora=16"
+                )
+    refuse_without_adapters(recipe.load_in, recipe.lora)
+    if recipe.lora_targets == ():
+        raise ValueError(
+            "lora_targets=() names no layer; expected 'auto', or names of layers. Pass lora_targets='auto'"
+        )

@@ -10,12 +10,27 @@ from typing import TYPE_CHECKING, Any
 from hf_memopt.binding import versions
 from hf_memopt.binding.refusals import refusal_of
 from hf_memopt.changes import Change
+from hf_memopt.errors import did_you_mean
 from hf_memopt.recipes.effective_batch import cut_effective_batch, process_count
 
 if TYPE_CHECKING:
     from hf_memopt.recipes.recipe import Recipe
 
 __all__ = ["resolve_arguments", "sixteen_bits_here", "stock_arguments", "weights_dtype_here"]
+
+
+SHORT_NAMES = {
+    "batch_size": "per_device_train_batch_size",
+    "train_batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "optimizer": "optim",
+    "scheduler": "lr_scheduler_type",
+}
+"""What other libraries call fields of TrainingArguments."""
 
 
 def resolve_arguments(
@@ -27,9 +42,8 @@ def resolve_arguments(
         TypeError, ValueError: see ``Recipe.training_arguments``.
     """
     from hf_memopt.devices.precision_support import accelerator_type
-    from hf_memopt.recipes.trainer_inputs import check_argument_names
 
-    check_argument_names(overrides)
+    _check_names(overrides)
     _check_deepspeed(overrides)
     use_cpu = bool(overrides.get("use_cpu", False))
     on_cpu = use_cpu or accelerator_type() == "cpu"
@@ -62,6 +76,24 @@ def resolve_arguments(
     if recipe.gradient_release:
         _check_release(arguments)
     return arguments, tuple(changes)
+
+
+def _check_names(overrides: Mapping[str, Any]) -> None:
+    """Raise TypeError for a name that TrainingArguments does not have; the message says the right one."""
+    known = versions.training_argument_names()
+    for name in overrides:
+        if name in known:
+            continue
+        if name in versions.RENAMED_ARGUMENTS:
+            raise TypeError(
+                f"{name}={overrides[name]!r} is a name of transformers 4.x; expected a field of TrainingArguments 5.x. "
+                f"Instead: {versions.RENAMED_ARGUMENTS[name]}"
+            )
+        meant = f" Did you mean {SHORT_NAMES[name]!r}?" if name in SHORT_NAMES else did_you_mean(name, known)
+        raise TypeError(
+            f"{name}={overrides[name]!r} is not a field of TrainingArguments; expected one of its fields."
+            f"{meant} List them: help(transformers.TrainingArguments)"
+        )
 
 
 def stock_arguments(recipe: Recipe) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -9,18 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback
 
+from hf_memopt.binding import versions
 from hf_memopt.binding.attach import attach
 from hf_memopt.binding.conflicts import names_of, refusals_of
 from hf_memopt.changes import Change, add_change, record_changes
+from hf_memopt.errors import did_you_mean
 from hf_memopt.memory.report import MemoryReportCallback
-from hf_memopt.recipes.data_views import evaluation_view, training_view, view_arguments
-from hf_memopt.recipes.model_setup import prepared_model
-from hf_memopt.recipes.trainer_inputs import (
-    check_trainer_inputs,
+from hf_memopt.recipes.data_views import (
+    evaluation_view,
     fixed_size_input,
     needs_causal_labels,
     speech_collator,
+    training_view,
+    view_arguments,
 )
+from hf_memopt.recipes.model_setup import prepared_model
 from hf_memopt.techniques.freezing.freezing import FreezeCallback
 from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
@@ -62,7 +66,7 @@ def build_trainer(
     trainer_kwargs: dict[str, Any],
 ) -> Trainer:
     """Return the Trainer; see ``Recipe.trainer``."""
-    check_trainer_inputs(model, training_arguments, trainer_kwargs)
+    _check_inputs(model, training_arguments, trainer_kwargs)
     for callback in callbacks:
         if not issubclass(callback if isinstance(callback, type) else type(callback), TrainerCallback):
             raise TypeError(
@@ -117,6 +121,56 @@ def build_trainer(
     asked = [callback for callback in own if not isinstance(callback, _REMOVABLE)]
     _remove_refused_callbacks(recipe, trainer, kept=(*asked, *callbacks))
     return attach(trainer)
+
+
+def _check_inputs(model: Any, training_arguments: Any, trainer_kwargs: Mapping[str, Any]) -> None:
+    """Raise for what the stock Trainer would refuse with an error about something else.
+
+    Raises:
+        TypeError: ``training_arguments`` is no mapping, ``args=`` is given, a field of TrainingArguments or an unknown
+            name stands among the keywords, or the model is a name.
+        ValueError: there is neither a model nor ``model_init``.
+    """
+    is_mapping = isinstance(training_arguments, Mapping) and all(isinstance(name, str) for name in training_arguments)
+    if training_arguments is not None and not is_mapping:
+        raise TypeError(
+            f"training_arguments=<{type(training_arguments).__name__}> is not a mapping; expected a dict of "
+            "fields. "
+            'Pass training_arguments={"output_dir": "out", "learning_rate": 3e-5}'
+        )
+    _check_keywords(trainer_kwargs)
+    if isinstance(model, str):
+        raise TypeError(
+            f"model={model!r} is a name; expected a loaded model. Pass "
+            f"model=AutoModelForSequenceClassification.from_pretrained({model!r}, **recipe.model_kwargs()), or another "
+            "class"
+        )
+    if model is None and trainer_kwargs.get("model_init") is None:
+        raise ValueError(
+            "model=None leaves nothing to train; expected a loaded model, or model_init. Pass "
+            "model=AutoModelForSequenceClassification.from_pretrained(name, **recipe.model_kwargs())"
+        )
+
+
+def _check_keywords(trainer_kwargs: Mapping[str, Any]) -> None:
+    known = [name for name in inspect.signature(Trainer.__init__).parameters if name not in ("self", "args")]
+    for name, value in trainer_kwargs.items():
+        if name == "args":
+            raise TypeError(
+                f"args=<{type(value).__name__}> would replace the arguments of the recipe; expected a dict of fields. "
+                'Pass training_arguments={"output_dir": "out", "learning_rate": 3e-5}'
+            )
+        if name in versions.training_argument_names() or name == "effective_batch_size":
+            raise TypeError(
+                f"{name}={value!r} is a field of TrainingArguments; expected it in training_arguments. Pass "
+                f'training_arguments={{"{name}": {value!r}}}'
+            )
+        if name not in known:
+            raise TypeError(
+                f"{name}=<{type(value).__name__}> is not a parameter of Trainer; expected one of {', '.join(known)}."
+                f"{did_you_mean(name, known)} Call: recipe.trainer(model=model, train_dataset=dataset, "
+                "processing_class=tokenizer)"
+            )
 
 
 def callbacks_of(recipe: Recipe, optim: str) -> list[TrainerCallback]:

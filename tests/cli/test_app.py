@@ -21,8 +21,8 @@ from hf_memopt.batching.padding_costs.data_files import file_lengths
 from hf_memopt.batching.padding_costs.figures import padding_report
 from hf_memopt.cli import doctor
 from hf_memopt.cli.app import app
+from hf_memopt.cli.command import spinner
 from hf_memopt.cli.doctor import GpuUse, Holder
-from hf_memopt.cli.progress import spinner
 from hf_memopt.errors import MissingExtraError
 from tiny import tokenizer
 
@@ -270,7 +270,7 @@ def test_a_missing_and_a_broken_file_of_lengths(tmp_path) -> None:
 
 VERBS = {
     "presets": ("hf_memopt.recipes.presets.preset_rows", []),
-    "lengths": ("hf_memopt.batching.padding_costs.data_files.file_lengths", ["data.csv"]),
+    "lengths": ("hf_memopt.cli.lengths_command.file_lengths", ["data.csv"]),
     "estimate": ("hf_memopt.memory.estimation.estimate", ["gpt2", "--seq-len", "8"]),
     "doctor": ("hf_memopt.cli.doctor.examine", []),
     "demo": ("hf_memopt.demo.run.run_demo", []),
@@ -354,6 +354,34 @@ def test_doctor_names_several_visible_gpus(monkeypatch) -> None:
     found = broken(monkeypatch, "visible GPUs")
     assert found.found == "2 GPUs are visible to one process, which the Trainer would drive with torch.nn.DataParallel"
     assert found.advice == "torchrun --nproc_per_node=2 your_script.py, or CUDA_VISIBLE_DEVICES=0 python your_script.py"
+
+
+def test_doctor_says_whether_several_processes_can_be_launched(monkeypatch) -> None:
+    assert doctor._meeting() == doctor.Finding("several processes", "ok", "can meet here, and would train on the CPU")
+
+    def unresolved(*_, **__):
+        raise RuntimeError("unable to resolve hostname\nand more")
+
+    monkeypatch.setattr(doctor.distributed, "init_process_group", unresolved)
+    found = broken(monkeypatch, "several processes")
+    assert (found.level, found.found) == ("warning", "processes cannot meet here: unable to resolve hostname")
+
+
+def test_doctor_names_what_fails_or_is_slow_between_gpus(monkeypatch) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(doctor.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda process: range(8), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for name, value in {"LOCAL_RANK": "2", "NCCL_P2P_DISABLE": "1", "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert [(one.level, one.subject, one.found) for one in (*doctor._between_gpus(), *doctor._threads())] == [
+        ("error", "processes", "no GPU is left for local rank 2: 2 visible"),
+        ("error", "NCCL", "this torch has GPUs and no NCCL"),
+        ("warning", "NCCL", "NCCL_P2P_DISABLE is set, which switches a fast way off"),
+        ("warning", "CPU threads", "1 for each of 2 processes on 8 cores"),
+    ]
 
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.7.1", "6.0.0"])

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import tiny
 from hf_memopt.cli.app import app
 from hf_memopt.cli.command import Flag, in_flags
-from hf_memopt.cli.data_length import length_of_data
+from hf_memopt.cli.lengths_command import length_of_data
 from hf_memopt.cli.measure_command import print_coloured
 
 runner = CliRunner()

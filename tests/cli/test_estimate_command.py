@@ -1,8 +1,9 @@
-"""``hf-memopt estimate``: options, exit codes, whole messages, the ladders; the simulation stands in, but for one."""
+"""``hf-memopt estimate``: options, exit codes, whole messages; the simulation stands in, but for one."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,9 @@ from typer.testing import CliRunner
 
 from hand_made import hand_made
 from hf_memopt import recipe
-from hf_memopt.cli import estimate_command
-from hf_memopt.cli import technique_ladder as estimate_ladder
+from hf_memopt.cli import compared_set_ups, estimate_command
 from hf_memopt.cli.app import app
-from hf_memopt.cli.technique_ladder import ladder, ladder_rungs
+from hf_memopt.cli.compared_set_ups import compare, set_ups
 from hf_memopt.devices.gpus import custom_gpu, find_gpu
 from hf_memopt.memory import estimation
 from hf_memopt.memory.hints import Hint
@@ -68,9 +68,8 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Simulation:
     monkeypatch.setattr(estimation, "estimate", stand_in)
     monkeypatch.setattr(estimation, "with_hints", stand_in.with_hints)
     monkeypatch.setattr(estimate_command, "find_config", lambda text: Path(text))
-    monkeypatch.setattr(estimate_ladder, "estimate", stand_in)
-    monkeypatch.setattr(estimate_ladder, "current_gpu", lambda: None)
-    monkeypatch.setattr(estimate_ladder, "_length", lambda model, seq_len, overrides: seq_len)
+    monkeypatch.setattr(compared_set_ups, "estimate", stand_in)
+    monkeypatch.setattr(compared_set_ups, "current_gpu", lambda: None)
     return stand_in
 
 
@@ -251,17 +250,17 @@ def test_the_comparison_is_drawn_and_named(tmp_path, name, start) -> None:
         ),
         (
             ["--compare", "--optim", "sgd"],
-            "--optim sgd, --compare are incompatible: every rung of a ladder has its own set-up; expected only "
+            "--optim sgd, --compare are incompatible: every set-up that is compared has its own; expected only "
             "one of them. Drop --compare or --optim",
         ),
         (
             ["--compare", "--no-checkpointing"],
-            "--no-checkpointing, --compare are incompatible: every rung of a ladder has its own set-up; "
+            "--no-checkpointing, --compare are incompatible: every set-up that is compared has its own; "
             "expected only one of them. Drop --compare or --checkpointing",
         ),
         (
             ["--compare", "--lora", "16"],
-            "--lora 16, --compare are incompatible: every rung of a ladder has its own set-up; expected only "
+            "--lora 16, --compare are incompatible: every set-up that is compared has its own; expected only "
             "one of them. Drop --compare or --lora",
         ),
         (
@@ -358,233 +357,128 @@ def test_a_count_below_1_is_refused_by_name() -> None:
     assert "--batch-size" in result.stderr
 
 
-# ---- Ladders
+# ---- Comparison
 
 
-def test_the_ladders_climb_from_one_baseline_and_keep_the_effective_batch() -> None:
-    rungs = ladder_rungs(32, 128)
-    usual, whole, released = estimate_ladder.USUAL, estimate_ladder.WHOLE, estimate_ladder.RELEASED
-    half, lora, qlora = estimate_ladder.SIXTEEN_BIT, estimate_ladder.LORA, estimate_ladder.QLORA
-    assert [(rung.ladder, rung.added, rung.batch_size, rung.seq_len) for rung in rungs] == [
-        ("baseline", "fp32, batch 32", 32, 128),
-        (usual, "+ accumulation 1 x 32", 1, 128),
-        (usual, "+ checkpointing", 1, 128),
-        (usual, "+ Adafactor", 1, 128),
-        (usual, "+ frozen body", 1, 128),
-        (usual, "+ half the length", 1, 64),
-        (whole, "+ bf16 autocast", 32, 128),
-        (whole, "+ 8-bit Adam", 32, 128),
-        (whole, "+ accumulation 8 x 4", 8, 128),
-        (whole, "+ checkpointing", 8, 128),
-        (whole, "+ autocast cache off", 8, 128),
-        (whole, "+ paged state", 8, 128),
-        (whole, "+ expandable segments", 8, 128),
-        (whole, "+ accumulation 1 x 32", 1, 128),
-        (released, "+ bf16 autocast", 32, 128),
-        (released, "+ 8-bit Adam", 32, 128),
-        (released, "+ checkpointing", 32, 128),
-        (released, "+ autocast cache off", 32, 128),
-        (released, "+ release, unclipped", 32, 128),
-        (released, "+ paged state", 32, 128),
-        *(
-            (name, added, batch_size, 128)
-            for name, first in (
-                (half, "bf16, paged 8-bit Adam"),
-                (lora, "bf16, rank 16"),
-                (qlora, "nf4, bf16, rank 16"),
-            )
-            for added, batch_size in (
-                (first, 32),
-                ("+ accumulation 8 x 4", 8),
-                ("+ checkpointing", 8),
-                ("+ accumulation 1 x 32", 1),
-            )
-        ),
-    ]
-    assert all(rung.batch_size * rung.settings["gradient_accumulation_steps"] == 32 for rung in rungs)
-    stock = {"precision": "fp32", "optim": "adamw_torch_fused", "gradient_accumulation_steps": 1}
-    assert rungs[0].settings == stock
-    top = {**stock, "optim": "adafactor", "gradient_accumulation_steps": 32, "checkpointing": True}
-    assert rungs[5].settings == {**top, "freeze": ("base",)}
-    common = {
+def test_every_set_up_is_one_that_estimate_takes() -> None:
+    for bf16 in (True, False):
+        for settings in set_ups(bf16=bf16).values():
+            StepSettings(**settings)
+    assert set_ups()["+ paged state"] == {
         "precision": "bf16",
         "optim": "paged_adamw_8bit",
-        "embedding_bits": 32,
         "checkpointing": True,
         "autocast_cache": False,
     }
-    assert rungs[12].settings == {**common, "gradient_accumulation_steps": 4, "expandable_segments": True}
-    release = {"gradient_release": True, "max_grad_norm": 0.0}
-    assert rungs[19].settings == {**common, **release, "gradient_accumulation_steps": 1}
-    adapters = {"lora": 16, "weights_dtype": "bfloat16", "precision": "bf16", "checkpointing": True}
-    assert rungs[-1].settings == {**stock, **adapters, "load_in": "nf4", "gradient_accumulation_steps": 32}
 
 
 def test_without_bfloat16_weights_of_16_bits_are_not_trained() -> None:
-    rungs = ladder_rungs(32, 128, bf16=False)
-    assert estimate_ladder.SIXTEEN_BIT not in {rung.ladder for rung in rungs}
-    assert {rung.settings["lora"] for rung in rungs if rung.settings.get("weights_dtype") == "float16"} == {16}
-    assert all(rung.settings.get("weights_dtype") != "bfloat16" for rung in rungs)
-
-
-@pytest.mark.parametrize("effective", [1, 2, 6, 7, 20, 31, 256])
-def test_any_effective_batch_is_kept(effective) -> None:
-    for rung in ladder_rungs(effective, None, bf16=False):
-        assert rung.batch_size * rung.settings["gradient_accumulation_steps"] == effective
-        assert rung.seq_len is None
-        assert rung.added != "+ half the length"
-        StepSettings(**rung.settings)
+    of_16_bits = [one for one in set_ups(bf16=False).values() if one.get("weights_dtype", "float32") != "float32"]
+    assert {(one["weights_dtype"], one["lora"]) for one in of_16_bits} == {("float16", 16)}
+    assert not any("gradient_release" in one for one in set_ups(bf16=False).values())
 
 
 @pytest.mark.parametrize(("capability", "precision"), [("8.6", "bf16"), ("7.5", "fp16")])
-def test_the_ladder_computes_in_what_the_card_knows(simulation, capability, precision) -> None:
-    ladder("bert-large", seq_len=128, gpu=custom_gpu("4GiB", capability))
+def test_the_comparison_computes_in_what_the_card_knows(simulation, capability, precision) -> None:
+    compare("bert-large", examples=32, seq_len=128, gpu=custom_gpu("4GiB", capability))
     assert {call["precision"] for call in simulation.calls} == {"fp32", precision}
 
 
-def test_a_rung_that_cannot_be_is_a_row_with_its_reason(simulation, monkeypatch) -> None:
-    def tied(model: Any, **given: Any) -> Estimate:
-        if "freeze" in given:
-            raise NotEstimableError("not estimable: all is frozen")
-        return simulation(model, **given)
-
-    monkeypatch.setattr(estimate_ladder, "estimate", tied)
-    told: list[str] = []
-    rows = ladder("gpt2", batch_size=16, gradient_accumulation_steps=2, seq_len=128, announce=told.append)
-    assert [row.rung.added for row in rows if row.estimate is None] == ["+ frozen body", "+ half the length"]
-    assert {row.reason for row in rows if row.estimate is None} == {"not estimable: all is frozen"}
-    later = [f"{number} of 32: {row.rung.added}" for number, row in enumerate(rows, 1)][1:]
-    assert told == ["the baseline", *later]
-    result = run("--compare", "--seq-len", "128")
-    assert result.exit_code == 0
-    assert lines(result.stdout).endswith(
-        "\n+ frozen body (the usual ladder), + half the length (the usual ladder): not\nestimable: all is frozen"
-    )
+def growing(model: Any, **given: Any) -> Estimate:
+    """Return an estimate of 1 GiB and half a GiB for each row, half of that with checkpointing."""
+    size_bytes = 2**30 + given["batch_size"] * 2**29 // (2 if given.get("checkpointing") else 1)
+    settings = StepSettings(gradient_accumulation_steps=given["gradient_accumulation_steps"])
+    found = hand_made(gpu=given["gpu"], batch_size=given["batch_size"], seq_len=given["seq_len"], settings={})
+    return replace(found, settings=settings, peak_reserved_bytes=size_bytes, context_bytes=0)
 
 
-LARGE = "2.34  0.29  0.59   2.73  0.39   6.35   6.38  6.60   no"
-SMALL = "0.59  0.07  0.15   0.68  0.10   1.59   1.59  1.81  yes"
+@pytest.mark.parametrize("examples", [1, 6, 7, 32])
+def test_each_set_up_has_the_most_rows_that_fit(monkeypatch, examples: int) -> None:
+    monkeypatch.setattr(compared_set_ups, "estimate", growing)
+    gpu = custom_gpu("4GiB")
+    found = {one.name: one.estimate for one in compare("bert", examples=examples, seq_len=8, gpu=gpu)}
+    sizes = [rows for rows in range(1, examples + 1) if examples % rows == 0]
+    for name, settings in set_ups().items():
+        fitting = [
+            rows
+            for rows in (sizes if "gradient_release" not in settings else [examples])
+            if growing("", **settings, batch_size=rows, gradient_accumulation_steps=1, seq_len=8, gpu=gpu).fits
+        ]
+        one = found[name]
+        assert one.batch_size == max(fitting, default=examples if "gradient_release" in settings else 1), name
+        assert one.batch_size * one.settings.gradient_accumulation_steps == examples
 
 
-def test_the_whole_comparison(simulation) -> None:
-    result = run("--compare", "--seq-len", "128", "--gpu", CARD, "--task", "masked-lm", "--attn", "sdpa")
+def test_the_whole_comparison(simulation, monkeypatch) -> None:
+    monkeypatch.setattr(compared_set_ups, "estimate", growing)
+    result = run("--compare", "--seq-len", "128", "--gpu-memory", "4GiB")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert all((call["task"], call["attn_implementation"]) == ("masked-lm", "sdpa") for call in simulation.calls)
-    assert lines(result.stdout) == (
-        "bert-large: 32 examples of 128 tokens per optimizer step, in GiB\n"
-        "                                                                  re-\n"
-        "set-up, built up       weights grads state activ. other alloc. served total fits\n"
-        "────────────────────────────────────────────────────────────────────────────────\n"
-        f"fp32, batch 32            {LARGE}\n"
-        "\n"
-        "the usual ladder\n"
-        f"+ accumulation 1 x 32     {LARGE}\n"
-        f"+ checkpointing           {SMALL}\n"
-        f"+ Adafactor               {SMALL}\n"
-        f"+ frozen body             {SMALL}\n"
-        f"+ half the length         {SMALL}\n"
-        "\n"
-        "nothing frozen or cut\n"
-        f"+ bf16 autocast           {LARGE}\n"
-        f"+ 8-bit Adam              {LARGE}\n"
-        f"+ accumulation 8 x 4      {LARGE}\n"
-        f"+ checkpointing           {SMALL}\n"
-        f"+ autocast cache off      {SMALL}\n"
-        f"+ paged state             {SMALL}\n"
-        f"+ expandable segments     {SMALL}\n"
-        f"+ accumulation 1 x 32     {SMALL}\n"
-        "\n"
-        "gradients released\n"
-        f"+ bf16 autocast           {LARGE}\n"
-        f"+ 8-bit Adam              {LARGE}\n"
-        f"+ checkpointing           {SMALL}\n"
-        f"+ autocast cache off      {SMALL}\n"
-        f"+ release, unclipped      {SMALL}\n"
-        f"+ paged state             {SMALL}\n"
-        "\n"
-        "16-bit weights\n"
-        f"bf16, paged 8-bit Adam    {LARGE}\n"
-        f"+ accumulation 8 x 4      {LARGE}\n"
-        f"+ checkpointing           {SMALL}\n"
-        f"+ accumulation 1 x 32     {SMALL}\n"
-        "\n"
-        "LoRA\n"
-        f"bf16, rank 16             {LARGE}\n"
-        f"+ accumulation 8 x 4      {LARGE}\n"
-        f"+ checkpointing           {SMALL}\n"
-        f"+ accumulation 1 x 32     {SMALL}\n"
-        "\n"
-        "QLoRA\n"
-        f"nf4, bf16, rank 16        {LARGE}\n"
-        f"+ accumulation 8 x 4      {LARGE}\n"
-        f"+ checkpointing           {SMALL}\n"
-        f"+ accumulation 1 x 32     {SMALL}\n"
-        "\n"
-        "Components at the peak of allocated bytes; other: logits and loss, temporaries,\n"
-        "workspace, inputs. Total: reserved bytes and CUDA's context, 224.0 MiB. 8-bit\n"
-        "Adam keeps 32 bits for embeddings.\n"
-        "fits RTX 3050 4GB, 3.81 GiB usable: the usual ladder from '+ checkpointing';\n"
-        "nothing frozen or cut from '+ checkpointing'; gradients released from '+\n"
-        "checkpointing'; 16-bit weights from '+ checkpointing'; LoRA from '+\n"
-        "checkpointing'; QLoRA from '+ checkpointing'"
-    )
+    assert lines(result.stdout).startswith("bert-large: 32 examples of 128 tokens per optimizer step, in GiB\n")
+    rows = {name: f"^{re.escape(name)} +{batch} .* {fits}$" for name, batch, fits in [
+        ("fp32", "4 x 8", "yes"),
+        ("+ 8-bit AdamW", "4 x 8", "yes"),
+        ("+ checkpointing", "8 x 4", "yes"),
+        ("paged, gradients released", "32 x 1", "no"),
+        ("QLoRA", "4 x 8", "yes"),
+    ]}  # fmt: skip
+    for name, pattern in rows.items():
+        assert re.search(pattern, lines(result.stdout), re.MULTILINE), name
+    assert lines(result.stdout).endswith("\n12 of 13 fit custom 4.00 GiB, 4.00 GiB usable")
+    assert max(map(len, lines(result.stdout).splitlines())) <= 80
 
 
 def test_a_narrow_terminal_gets_fewer_columns_of_whole_figures() -> None:
     narrow = runner.invoke(app, ["estimate", "bert-large", "--compare", "--gpu", CARD], env={"COLUMNS": "60"}).stdout
     assert max(map(len, lines(narrow).splitlines())) <= 60
     assert "…" not in narrow
-    assert (
-        "set-up, built up       weights grads state activ. total fits\n"
-        "────────────────────────────────────────────────────────────\n"
-        "fp32, batch 32             2.3   0.3   0.6    2.7   6.6   no\n"
-        "\n"
-        "the usual ladder\n"
-        "+ accumulation 1 x 32      2.3   0.3   0.6    2.7   6.6   no\n"
-        "+ checkpointing            0.6   0.1   0.1    0.7   1.8  yes\n"
-    ) in lines(narrow)
+    assert re.search(r"^\+ checkpointing +32 x 1 +1\.81 +yes$", lines(narrow), re.MULTILINE)
+
+
+def test_what_cannot_be_compared_is_named_with_its_reason(simulation, monkeypatch) -> None:
+    def tied(model: Any, **given: Any) -> Estimate:
+        if "freeze" in given:
+            raise NotEstimableError("not estimable: all is frozen")
+        return simulation(model, **given)
+
+    monkeypatch.setattr(compared_set_ups, "estimate", tied)
+    told: list[str] = []
+    found = compare("gpt2", examples=16, seq_len=128, announce=told.append)
+    assert [(one.name, one.reason) for one in found if one.estimate is None] == [
+        ("paged, frozen body", "not estimable: all is frozen")
+    ]
+    assert told == list(set_ups())
+    result = run("--compare", "--seq-len", "128")
+    assert result.exit_code == 0
+    assert lines(result.stdout).endswith("\npaged, frozen body: not estimable: all is frozen")
 
 
 @pytest.mark.parametrize(
-    ("memory", "code", "message"),
-    [
-        (
-            "512MiB",
-            1,
-            "none of them fits custom 512.0 MiB, 512.0 MiB usable: the least, '+\n"
-            "checkpointing' (the usual ladder), needs 1.81 GiB",
-        ),
-        ("50GiB", 0, "fits custom 50.00 GiB, 50.00 GiB usable: already the baseline"),
-    ],
+    ("memory", "code", "message"), [("512MiB", 1, "0 of 13 fit custom 512.0 MiB"), ("50GiB", 0, "13 of 13 fit custom")]
 )
 def test_the_verdict_on_a_card_too_small_and_on_a_large_one(memory, code, message) -> None:
     result = run("--compare", "--gpu-memory", memory)
     assert result.exit_code == code
-    assert lines(result.stdout).endswith(f"\n{message}")
+    assert message in lines(result.stdout).splitlines()[-1]
 
 
 def test_the_comparison_without_card_and_length(simulation) -> None:
-    result = run("--compare", "--batch-size", "4", "--gradient-accumulation-steps", "3")
+    result = run("--compare", "--batch-size", "4", "--gradient-accumulation-steps", "3", "--task", "masked-lm")
     assert result.exit_code == 0
     text = lines(result.stdout)
     assert text.startswith("bert-large: 12 examples per optimizer step, in GiB\n")
-    assert text.endswith(
-        "Total: reserved bytes and CUDA's context, which is unknown.\n8-bit Adam keeps 32 bits for embeddings."
-    )
-    assert len(simulation.calls) == text.count("   ?\n") == 31
-    assert {call["batch_size"] for call in simulation.calls} == {12, 1, 6}
+    assert text.endswith("Total: reserved bytes and CUDA's context, which is unknown.")
+    assert len(simulation.calls) == text.count("   ?\n") == 13
+    assert {(call["batch_size"], call["task"]) for call in simulation.calls} == {(12, "masked-lm")}
 
 
 def test_the_comparison_as_json(simulation) -> None:
     result = run("--compare", "--seq-len", "128", "--gpu", CARD, "--json")
     assert (result.exit_code, result.stderr) == (0, "")
-    rows = ladder("bert-large", seq_len=128, gpu=find_gpu(CARD))
-    assert json.loads(result.stdout) == json.loads(json.dumps([row.as_dict() for row in rows]))
-    first, *_, last = json.loads(result.stdout)
-    shape = ("ladder", "added", "batch_size", "gradient_accumulation_steps", "seq_len", "reason")
-    assert [first[name] for name in shape] == ["baseline", "fp32, batch 32", 32, 1, 128, ""]
-    assert [last[name] for name in shape] == ["QLoRA", "+ accumulation 1 x 32", 1, 32, 128, ""]
-    assert (first["estimate"]["fits"], last["estimate"]["fits"]) == (False, True)
+    found = compare("bert-large", examples=32, seq_len=128, gpu=find_gpu(CARD))
+    assert json.loads(result.stdout) == json.loads(json.dumps([one.as_dict() for one in found]))
+    first = json.loads(result.stdout)[0]
+    assert (first["set_up"], first["batch"], first["reason"]) == ("fp32", "1 x 32", "")
+    assert first["estimate"]["fits"] is False
 
 
 def test_a_folder_with_code_of_its_own_asks_nothing_and_runs_nothing(tmp_path, monkeypatch) -> None:
@@ -604,7 +498,7 @@ def test_a_folder_with_code_of_its_own_asks_nothing_and_runs_nothing(tmp_path, m
 
 @pytest.mark.slow
 def test_a_real_model_from_a_folder(tmp_path, monkeypatch) -> None:
-    """Through the true simulation: every rung of the ladders, and a table."""
+    """Through the true simulation: one set-up, and every one that is compared."""
     monkeypatch.undo()
     BertConfig(
         vocab_size=500, hidden_size=64, intermediate_size=128, num_attention_heads=2, num_hidden_layers=2,
@@ -617,11 +511,8 @@ def test_a_real_model_from_a_folder(tmp_path, monkeypatch) -> None:
     assert sum(found["components"].values()) == found["peak_allocated_bytes"] <= found["peak_reserved_bytes"]
     assert found["phase_peaks"][found["phase"]]["allocated_bytes"] == found["peak_allocated_bytes"]
     result = runner.invoke(app, ["estimate", str(tmp_path), *options, "--json", "--compare"])
-    rows = json.loads(result.stdout)
-    assert [row["reason"] for row in rows[:28]] == [""] * 28
-    peaks = [row["estimate"]["peak_allocated_bytes"] for row in rows[:28]]
-    assert peaks[5] < peaks[0]  # the tops of the ladders, under their baseline
-    assert all(peaks[top] < peaks[0] for top in (13, 19, 23, 27))
+    compared = json.loads(result.stdout)
+    assert [one["reason"] for one in compared] == [""] * 13
     result = runner.invoke(app, ["estimate", str(tmp_path), "--seq-len", "65"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("--seq-len 65 ")

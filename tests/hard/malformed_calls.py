@@ -409,7 +409,9 @@ CALLS: dict[str, Call] = {
     "Recipe.model_kwargs": Call(m.recipe("cpu").model_kwargs, lambda folder: {"task": None}),
     "Recipe.collator": Call(m.recipe("cpu").collator, lambda folder: {"tokenizer": _tokenizer(), "causal_lm": False}),
     "Recipe.prepare_model": Call(m.recipe("cpu").replace(lora=4).prepare_model, lambda folder: {"model": llama()}),
-    "Recipe.distributed": Call(_distributed, lambda folder: {"world_size": 2, "strategy": "fsdp2", "offload": False}),
+    "Recipe.distributed": Call(
+        _distributed, lambda folder: {"world_size": 2, "strategy": "fsdp2", "offload_params": False}
+    ),
     "Launch.write": Call(
         _launch_write,
         lambda folder: {"folder": folder / "launch", "script": "train.py", "force": False},

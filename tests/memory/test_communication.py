@@ -39,7 +39,7 @@ def test_each_micro_batch_reduces_gradients_under_fsdp2() -> None:
 
 def test_offload_moves_shards_and_its_optimizer_runs_on_the_host() -> None:
     own = 1000 / 4
-    found = {name: sent(strategy=name, offload=True) for name in ("fsdp2", "zero2", "zero3")}
+    found = {name: sent(strategy=name, offload_params=True) for name in ("fsdp2", "zero2", "zero3")}
     assert found["fsdp2"].pcie_bytes == 3 * GATHERED / 4 + 4 * own
     assert found["zero2"].pcie_bytes == 2 * own + 3 * 2 * own
     assert found["zero3"].pcie_bytes == 3 * GATHERED / 4 + 3 * 2 * own

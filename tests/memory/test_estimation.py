@@ -1019,14 +1019,14 @@ def test_arguments_that_are_not_simulated(tmp_path: Any, name: str, value: Any, 
 
 
 def sharded_arguments(folder: Any, **config: Any) -> Any:
-    made = compat.fsdp_arguments(offload=False)
+    made = compat.fsdp_arguments(offload_params=False)
     return tiny.arguments(folder, bf16=True, **{**made, "fsdp_config": {**made["fsdp_config"], **config}})
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_fsdp_arguments_are_the_sharded_estimate(tmp_path: Any, offload: bool) -> None:
-    config, sharded = tiny.bert_config(), {"world_size": 2, "strategy": "fsdp2", "offload": offload}
-    args = tiny.arguments(tmp_path, bf16=True, optim="adamw_torch", **compat.fsdp_arguments(offload=offload))
+    config, sharded = tiny.bert_config(), {"world_size": 2, "strategy": "fsdp2", "offload_params": offload}
+    args = tiny.arguments(tmp_path, bf16=True, optim="adamw_torch", **compat.fsdp_arguments(offload_params=offload))
     found = estimate_from_arguments(config, args, 8, task="sequence-classification", world_size=2)
     sizes = {"batch_size": args.per_device_train_batch_size, "seq_len": 8, "task": "sequence-classification"}
     expected = estimate(config, bf16=True, optim="adamw_torch", **sizes, **sharded)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_memopt.cli.technique_ladder import ladder
+from hf_memopt.cli.compared_set_ups import compare, set_ups
 from hf_memopt.devices.gpus import find_gpu
 from hf_memopt.memory.estimation import estimate
 from hf_memopt.memory.models import loading
@@ -46,19 +46,22 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ],
 )
 @pytest.mark.slow
-def test_a_ladder_has_the_figures_of_each_estimate_alone(model: Any, every: int, loads: list[Any]) -> None:
+def test_compared_set_ups_have_the_figures_of_each_estimate_alone(model: Any, every: int, loads: list[Any]) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
-    rows = ladder(model, batch_size=8, seq_len=32, gpu=GPU)
-    assert all(row.estimate is not None or "freeze" in row.rung.settings for row in rows)  # T5 is not frozen by layers
-    assert len(loads) <= 12  # of each way to prepare it one, and three that stay as they are
-    for row in rows[::every]:
-        if row.estimate is None:
+    found = compare(model, examples=8, seq_len=32, gpu=GPU)
+    assert len(loads) <= 8  # of each way to prepare it one, and those that stay as they are
+    for one in found[::every]:
+        if one.estimate is None:
+            assert "frozen" in one.name  # T5 is not frozen by layers
             continue
         forget_traces()
-        rung = row.rung
-        alone = estimate(model, batch_size=rung.batch_size, seq_len=rung.seq_len, gpu=GPU, **rung.settings)
-        assert row.estimate.to_json() == alone.to_json(), rung.added
+        batch = {
+            "batch_size": one.estimate.batch_size,
+            "gradient_accumulation_steps": one.estimate.settings.gradient_accumulation_steps,
+        }
+        alone = estimate(model, **batch, seq_len=32, gpu=GPU, **set_ups()[one.name])
+        assert one.estimate.to_json() == alone.to_json(), one.name
 
 
 @pytest.mark.parametrize(

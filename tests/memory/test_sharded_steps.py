@@ -213,7 +213,7 @@ def test_buckets_are_filled_from_the_last_parameter() -> None:
 
 def test_two_processes_hold_a_half_each_and_offload_nothing_of_it() -> None:
     alone, sharded = one_process(), one_process(world_size=2, strategy="fsdp2")
-    offloaded = one_process(world_size=2, strategy="fsdp2", offload=True)
+    offloaded = one_process(world_size=2, strategy="fsdp2", offload_params=True)
     for part in ("weights", "optimizer state"):
         assert sharded.components[part] == pytest.approx(alone.components[part] / 2, rel=0.02)
     assert offloaded.components["optimizer state"] == offloaded.components["gradients"] == 0
@@ -249,7 +249,7 @@ def test_a_recipes_accumulation_is_shared_by_the_processes() -> None:
 REFUSED = [
     ({"strategy": "zero1"}, "strategy='zero1' is invalid; expected 'auto', 'ddp', 'fsdp2', 'zero2' or 'zero3'"),
     ({"strategy": "zero2", "micro_batch_size": 1}, "micro_batch_size=1, strategy='zero2' are incompatible"),
-    ({"strategy": "ddp", "offload": True}, "what goes to the host are shards"),
+    ({"strategy": "ddp", "offload_params": True}, "what goes to the host are shards"),
     ({"strategy": "ddp", "gradient_release": True, "max_grad_norm": 0}, "world_size=2 are incompatible"),
 ]
 

@@ -87,13 +87,11 @@ def test_unknown_choices(changed: dict[str, Any], message: str) -> None:
         ),
         (
             {"load_in": "4bit", "lora": 8},
-            "load_in='4bit' is not a quantisation of bitsandbytes that is known; expected 'nf4' (4 bits), 'int8' "
-            "(8 bits), or None. Pass load_in='nf4'",
+            "load_in='4bit' is invalid; expected 'nf4' or 'int8', or None. Pass load_in=None",
         ),
         (
             {"load_in": "fp8", "lora": 8},
-            "load_in='fp8' is not a quantisation of bitsandbytes that is known; expected 'nf4' (4 bits), 'int8' "
-            "(8 bits), or None. Pass load_in='int8'",
+            "load_in='fp8' is invalid; expected 'nf4' or 'int8', or None. Pass load_in=None",
         ),
         (
             {"load_in": "int8"},

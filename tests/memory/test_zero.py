@@ -73,7 +73,7 @@ def test_the_states_are_those_of_deepspeeds_own_formula(strategy: str, processes
 
 
 def test_offload_leaves_the_weights_of_stage_2_and_gathered_ones_of_stage_3() -> None:
-    second, third = found("zero2", offload=True), found("zero3", offload=True)
+    second, third = found("zero2", offload_params=True), found("zero3", offload_params=True)
     largest = 2 * SIZES["vocab_size"] * SIZES["hidden_size"]
     expected = reference_zero2(second.parameters, 2, offload=True) + largest  # on its way to the host
     assert second.components["weights"] == pytest.approx(expected, rel=0.01)

@@ -111,7 +111,7 @@ def test_auto_is_ddp_or_with_offload_fsdp2() -> None:
     launch = recipe("8gb-gpu").distributed(2)
     reason = "a recipe is made for one GPU, so it fits on each"
     assert (launch.strategy, launch.changes[0]) == ("ddp", Change("strategy", "auto", "ddp", reason))
-    assert PLAIN.distributed(2, offload=True).strategy == "fsdp2"
+    assert PLAIN.distributed(2, offload_params=True).strategy == "fsdp2"
     assert str(launch).splitlines()[0] == (
         "8gb-gpu on 2 GPUs: ddp, each GPU has the whole model; DistributedDataParallel"
     )
@@ -149,8 +149,8 @@ REFUSED = [
     ({"world_size": 3}, "world_size=3 on 3 processes does not divide the effective batch of 32"),
     ({"world_size": 1}, "world_size=1 is one process; expected 2 or more, one for each GPU"),
     ({"strategy": "fsdp"}, "Did you mean 'fsdp2'? Pass strategy='auto'"),
-    ({"strategy": "ddp", "offload": True}, "strategy='ddp', offload=True contradict each other"),
-    ({"strategy": "zero2", "offload": True, "optim": "adafactor"}, "DeepSpeed steps on the host with an AdamW"),
+    ({"strategy": "ddp", "offload_params": True}, "strategy='ddp', offload_params=True contradict each other"),
+    ({"strategy": "zero2", "offload_params": True, "optim": "adafactor"}, "DeepSpeed steps on the host with an AdamW"),
     ({"strategy": "zero3", "load_in": "nf4", "lora": 8}, "quantised weights are bytes with tables of their own"),
     ({"strategy": "fsdp2", "load_in": "int8", "lora": 8}, "quantised weights are bytes with tables of their own"),
     (
@@ -171,7 +171,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("asked", "message"), REFUSED)
 def test_what_does_not_work_is_one_clear_error(asked: dict[str, Any], message: str) -> None:
-    of_launch = {name: asked[name] for name in ("world_size", "strategy", "offload") if name in asked}
+    of_launch = {name: asked[name] for name in ("world_size", "strategy", "offload_params") if name in asked}
     changed = PLAIN.replace(**{name: value for name, value in asked.items() if name not in of_launch})
     with pytest.raises(ValueError) as error:
         changed.distributed(**{"world_size": 2, **of_launch})

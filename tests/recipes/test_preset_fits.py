@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_memopt import GPUS, PRESETS
-from hf_memopt.cli.preset_tables import LARGEST_BATCH, PresetFits, largest_batch, preset_fits, preset_fits_table
+from hf_memopt.cli.presets_command import LARGEST_BATCH, PresetFits, largest_batch, preset_fits, preset_fits_table
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from hf_memopt import estimate, find_gpu, recipe
@@ -44,3 +47,11 @@ def test_a_preset_names_known_gpus_of_its_size(name) -> None:
     named = recipe(name).purpose.split(" ...")[0].split(", ")
     for gpu in named:
         assert find_gpu(gpu).memory_bytes >= int(name.removesuffix("gb-gpu")) * 2**30
+
+
+def test_looking_a_preset_up_loads_neither_the_estimate_nor_the_plan() -> None:
+    code = "import sys, hf_memopt; hf_memopt.recipe('4gb-gpu'); print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    rooms = ("hf_memopt.memory", "hf_memopt.recipes.planning", "hf_memopt.recipes.measuring", "torch", "transformers")
+    loaded = [name for name in done.stdout.splitlines() if name.startswith(rooms)]
+    assert loaded == []

@@ -111,7 +111,7 @@ def replay_plan(
         batch_size: examples of one accumulation step.
         chip: that of the GPU.
     """
-    clips = settings.max_grad_norm > 0 and not optimizer.releases_gradients and not settings.offload
+    clips = settings.max_grad_norm > 0 and not optimizer.releases_gradients and not settings.offload_params
     clips = clips and not settings.engine.startswith("zero")  # DeepSpeed's norm is counted with its step
     gathered = settings.eval_batches if settings.eval_batch_size is not None else 0
     if settings.batch_eval_metrics:

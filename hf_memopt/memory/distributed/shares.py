@@ -41,7 +41,7 @@ def sharded_step(model: nn.Module, settings: StepSettings) -> FullyShardedStep |
         _refuse_packed(model, settings)
     if settings.engine in ZERO_STAGES:
         return ZeroStep(model, settings, dtype)
-    return FullyShardedStep(model, settings.world_size, compute_dtype=dtype, offload=settings.offload)
+    return FullyShardedStep(model, settings.world_size, compute_dtype=dtype, offload=settings.offload_params)
 
 
 def _refuse_packed(model: nn.Module, settings: StepSettings) -> None:
@@ -91,7 +91,7 @@ def as_the_engine_steps(
 
     With offload its parameters, gradients and states are on the host.
     """
-    if settings.offload:
+    if settings.offload_params:
         held_bytes = 2 * sum(shard.size_bytes for shard in shards)
         host_bytes = optimizer.host_state_bytes + optimizer.state_bytes + held_bytes
         return replace(optimizer, state=(), step=(), first_step=(), host_state_bytes=host_bytes)

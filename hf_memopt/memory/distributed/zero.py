@@ -77,14 +77,14 @@ class ZeroStep:
         """Return a parameter of this shape in the engine's dtype, with the storage of what this process holds."""
         whole = torch.empty(parameter.shape, dtype=self._dtype, device="meta")
         if self._cuts_weights:
-            part = 0 if self._settings.offload else -(-parameter.numel() // self._settings.world_size)
+            part = 0 if self._settings.offload_params else -(-parameter.numel() // self._settings.world_size)
             kept = parameter.numel() if parameter.numel() <= self.persistent else 0
             whole.untyped_storage().resize_((part + kept) * whole.element_size())
         return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
     def _beside(self) -> list[torch.Tensor]:
         """Return what is held from the start beside the weights: float32 copies, or a gradient for the host."""
-        if not self._settings.offload:
+        if not self._settings.offload_params:
             return [torch.empty(part.shape, device="meta") for part in self._parts]
         return [] if self._cuts_weights else [self._elements(max(one.numel() for one in self._model.parameters()))]
 
@@ -99,7 +99,7 @@ class ZeroStep:
         """Take a gradient; the first one of a pass makes the buckets, and the buffer of this process's gradients."""
         if not self._reduced:
             self._reduced += [self._elements(self.bucket) for _ in range(self._buckets)]
-            if not self._settings.offload:
+            if not self._settings.offload_params:
                 part = self._elements(sum(part.elements for part in self._parts))
                 (self._reduced if self.gradients else self.gradients).append(part)
         parameter.grad = None

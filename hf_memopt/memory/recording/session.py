@@ -42,30 +42,12 @@ from hf_memopt.memory.models.loading import LoadedModel, load_model, rest_to_met
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts, parameter_facts
 from hf_memopt.memory.recording.passes import StepTrace, autocast_dtype
 from hf_memopt.memory.recording.step import record_step, state_kept
-from hf_memopt.memory.settings import StepSettings
+from hf_memopt.memory.settings import StepSettings, settings_that_change
 from hf_memopt.memory.storage_tracker import Hidden, StorageTracker
 
 __all__ = ["Session", "Shape", "forget_traces", "keeping_models", "session"]
 
-_NOT_IN_TRACE = {
-    "optim",
-    "optim_args",
-    "optim_target_modules",
-    "weight_decay",
-    "embedding_bits",
-    "rounding",
-    "gradient_release",
-    "optimizer_memory",
-    "max_grad_norm",
-    "gradient_accumulation_steps",
-    "eval_batches",
-    "eval_accumulation_steps",
-    "eval_do_concat_batches",
-    "batch_eval_metrics",
-    "torch_empty_cache_steps",
-    "expandable_segments",
-    "cublas_workspace_bytes",
-}
+_NOT_IN_TRACE = settings_that_change("replay")
 _KEPT_TRACES = 16
 _LOADED_BY_DEFAULT = {name: option.default for name, option in signature(load_model).parameters.items()}
 _NOTES = {

@@ -89,7 +89,7 @@ def communication_of_step(
         "zero3": passes * (gathered_bytes + reduced),
     }[engine]
     hiding = BACKWARD_FRACTION if engine == "zero2" else 0.0
-    if not settings.offload:
+    if not settings.offload_params:
         return Communication(round(sent * link), hiding)
     own = trained / processes
     weights = passes * gathered_bytes / processes if engine != "zero2" else own * size

@@ -335,7 +335,7 @@ def timing_of_step(
         communication = communication_of_step(trainable, settings, gathered_bytes, micro_batches, plan.micro_batches)
     costs = StepCosts(
         passes=_passes(traces, steps, plan),
-        optimizer=Counter() if settings.offload else operations,  # which the host does, see ``communication``
+        optimizer=Counter() if settings.offload_params else operations,  # which the host does, see ``communication``
         micro_batches=micro_batches,
         communication=communication,
         examples=round(batch_size * batches_of_step),

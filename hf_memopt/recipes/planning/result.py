@@ -102,7 +102,7 @@ class Plan:
         sharing = None if self.chosen is None else self.chosen.sharing
         if sharing is None:
             return None
-        return self.recipe.distributed(self.world_size, sharing.strategy, sharing.offload)
+        return self.recipe.distributed(self.world_size, sharing.strategy, sharing.offload_params)
 
     def table(self, width: int = 80) -> str:
         """Return the plan as text of at most ``width`` columns."""

@@ -38,21 +38,21 @@ class Sharing:
 
     Attributes:
         strategy: never ``"auto"``.
-        offload: whether sharded states wait in host memory, and with ``"fsdp2"`` and ``"zero3"`` the weights too.
+        offload_params: whether sharded states wait in host memory, with ``"fsdp2"`` and ``"zero3"`` the weights too.
     """
 
     strategy: str
-    offload: bool = False
+    offload_params: bool = False
 
     @property
     def title(self) -> str:
         """Its name in a table."""
-        return TITLES[self.strategy] + (" with offload" if self.offload else "")
+        return TITLES[self.strategy] + (" with offload" if self.offload_params else "")
 
     @property
     def order(self) -> int:
         """Smaller is simpler: whole models, then sharded ones, then those on the host."""
-        return 2 if self.offload else int(self.strategy != "ddp")
+        return 2 if self.offload_params else int(self.strategy != "ddp")
 
     def adapted(self, set_up: SetUp) -> SetUp | None:
         """Return a set-up as it works under the strategy; None where it does not.
@@ -111,8 +111,8 @@ def sharings_of(strategy: str, world_size: int, goal: str) -> tuple[Sharing | No
     if strategy == "ddp" or goal == "longest":
         return (Sharing("ddp"),)
     if strategy != "auto":
-        return Sharing(strategy), Sharing(strategy, offload=True)
-    return Sharing("ddp"), Sharing("fsdp2"), Sharing("fsdp2", offload=True)
+        return Sharing(strategy), Sharing(strategy, offload_params=True)
+    return Sharing("ddp"), Sharing("fsdp2"), Sharing("fsdp2", offload_params=True)
 
 
 def sharing_text(chosen: Candidate, candidates: Sequence[Candidate], gpu: Gpu, world_size: int) -> str:
@@ -124,7 +124,7 @@ def sharing_text(chosen: Candidate, candidates: Sequence[Candidate], gpu: Gpu, w
     if chosen.communication_fraction is not None:
         waits = f"; {chosen.communication_fraction:.0%} of a step waits for it"
     host = ""
-    if own.offload:
+    if own.offload_params:
         host = f"; the host holds {format_bytes(world_size * chosen.host_bytes)} for all of them"
     speed = f"{gpu.link_bytes_per_second / 1e9:.0f} GB/s assumed"
     return (

@@ -82,7 +82,7 @@ class StageSearch:
         for offload in (False, True):  # the host's memory is unknown, and its optimizer slow
             for stage in stages:
                 for sharing in self.sharings:
-                    is_wanted = (sharing is not None and sharing.offload) is offload
+                    is_wanted = (sharing is not None and sharing.offload_params) is offload
                     if is_wanted and (sharing is None or sharing.may_improve(self._best(stage), self.goal)):
                         self.simulation.sharing = sharing
                         search(self.set_ups(stage), self.simulation, self.share, self.goal)

@@ -84,7 +84,7 @@ def test_the_speed_is_that_of_the_whole_job(sharded: Plan) -> None:
 def test_offload_where_nothing_fits_without_it() -> None:
     found = planned("70MiB")
     assert found.chosen is not None
-    assert found.chosen.sharing == Sharing("fsdp2", offload=True)
+    assert found.chosen.sharing == Sharing("fsdp2", offload_params=True)
     shown = found.table(400)
     assert "nothing fits under DDP or FSDP2" in shown
     assert "; the host holds " in shown

@@ -1,18 +1,45 @@
-"""Choose the length of ``hf-memopt estimate --data FILE`` from the rows of a data file."""
+"""What ``hf-memopt lengths`` does, and the length that ``estimate`` and ``plan`` take from the rows of ``--data``."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_memopt.batching.padding_costs.data_files import FileLengths, file_lengths
+from hf_memopt.batching.padding_costs.figures import padding_report
+from hf_memopt.batching.padding_costs.output import print_report
+from hf_memopt.cli.command import wrapped
 from hf_memopt.memory.models.config_files import name_on_hub
+from hf_memopt.terminal import Console
 
-__all__ = ["length_of_data", "lengths_of_data"]
+if TYPE_CHECKING:
+    from hf_memopt.cli.options import LengthsOptions
+
+__all__ = ["length_of_data", "lengths_of_data", "run"]
 
 MULTIPLE = 8  # tensor cores want it, and collators pad to it
+
+
+def run(options: LengthsOptions, context: Any) -> None:
+    """Print what padding wastes on a data file, or draw it."""
+    found = file_lengths(options.path, column=options.column, tokenizer=options.tokenizer)
+    sizes = {name: getattr(options, name) for name in ("batch_size", "max_tokens", "max_length")}
+    report = padding_report(found.lengths, unit=found.unit, **sizes)
+    if options.plot is not None:
+        report.plot(options.plot)
+    console = Console()
+    if options.json_output:
+        figures = {"path": str(options.path), **found.as_dict(), **report.as_dict()}
+        console.out(json.dumps(figures, indent=2), highlight=False)
+        return
+    console.out(wrapped(found.heading(options.path), console), highlight=False)
+    print_report(report, console)
+    if options.plot is not None:
+        console.out(f"Picture: {options.plot}", highlight=False)
 
 
 def length_of_data(

@@ -1,4 +1,6 @@
-"""What ``hf-memopt presets`` prints without a name: the presets, and which models fit with each. Needs no torch.
+"""What ``hf-memopt presets`` does: print the presets and which models fit with each, or explain one.
+
+The tables need no torch.
 
 ``python benchmarks/preset_fits.py`` writes ``preset_fits.json``. A row of it is a model, the tokens of its longest rows
 and an effective batch; for each preset it has the bytes that a training step and an evaluation need, CUDA's context
@@ -14,11 +16,13 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from hf_memopt.cli.command import spinner, wrapped
 from hf_memopt.plain_data import parse_object
 from hf_memopt.recipes.planning.candidates import MARGIN_SHARE
+from hf_memopt.terminal import Console
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from hf_memopt.cli.options import PresetsOptions
 
 __all__ = [
     "LARGEST_BATCH",
@@ -26,14 +30,40 @@ __all__ = [
     "largest_batch",
     "preset_fits",
     "preset_fits_table",
-    "presets_json",
-    "print_presets",
+    "run",
 ]
 
 PRESETS_COLUMNS = 76  # of a terminal; on a narrower one the GPUs would be cut within their names
 
 
-def presets_json() -> str:
+def run(options: PresetsOptions, context: Any) -> None:
+    """Print the presets, or one of them with its reasons.
+
+    Raises:
+        ValueError: a model without a preset; as ``recipe`` does.
+    """
+    name, model, console = options.name, options.model, Console()
+    if name is None and model is not None:
+        raise ValueError(
+            f"model={model!r} has no preset to begin with; expected both. "
+            f"Call: hf-memopt presets 8gb-gpu --model {model}"
+        )
+    if name is None:
+        if options.json_output:
+            console.out(_presets_json(), highlight=False)
+        else:
+            _print_presets(console)
+        return
+    from hf_memopt.recipes.presets import recipe
+
+    what = "looking at this machine" if model is None else f"estimating {model}"
+    is_long = (name == "auto" or model is not None) and not options.json_output
+    with spinner(what, Console(stderr=True), shown=is_long):
+        chosen = recipe(name, model, seq_len=options.seq_len)
+    console.out(chosen.to_json() if options.json_output else wrapped(str(chosen), console), highlight=False)
+
+
+def _presets_json() -> str:
     """Return the recipes of all presets by name, and under ``"fits"`` which models fit with them, as JSON text."""
     from hf_memopt.recipes.presets import PRESETS
 
@@ -45,7 +75,7 @@ def presets_json() -> str:
     return json.dumps(whole, indent=2)
 
 
-def print_presets(console: Console) -> None:
+def _print_presets(console: Console) -> None:
     """Print the table of presets, and the largest effective batch of each model that fits with them."""
     from rich import box
     from rich.table import Table

@@ -1,0 +1,192 @@
+"""What ``hf-memopt estimate --compare`` compares: set-ups of one model, each with the most rows that the GPU holds.
+
+All have the same examples per optimizer step, and accumulate what does not fit at once. Where not even one row fits,
+the figures are those of one row; without a GPU they are those of all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_memopt.devices.gpus import current_gpu
+from hf_memopt.errors import MissingExtraError
+from hf_memopt.memory.estimation import estimate
+from hf_memopt.memory.output.estimate_picture import bar_of
+from hf_memopt.memory.output.estimate_text import as_dict
+from hf_memopt.memory.recording.kept_models import keeping_models
+from hf_memopt.memory.what_fits import largest_that_fits
+from hf_memopt.reports.bar_picture import Limit, draw_bars
+from hf_memopt.units import format_bytes, to_gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hf_memopt.devices.gpus import Gpu
+    from hf_memopt.memory.result import Estimate
+
+__all__ = ["Compared", "compare", "draw_compared", "print_compared", "set_ups"]
+
+LORA_RANK = 16
+SHOWN = ("weights", "gradients", "optimizer state", "activations")
+WIDE_COLUMNS = 80  # of a terminal that shows what the bytes are for
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A set-up by its name, and its estimate; None with the reason where it is not estimable."""
+
+    name: str
+    estimate: Estimate | None
+    reason: str = ""
+
+    @property
+    def batch(self) -> str:
+        """Rows of a micro-batch and accumulation steps."""
+        if self.estimate is None:
+            return ""
+        return f"{self.estimate.batch_size} x {self.estimate.settings.gradient_accumulation_steps}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the set-up for JSON."""
+        found = None if self.estimate is None else as_dict(self.estimate)
+        return {"set_up": self.name, "batch": self.batch, "reason": self.reason, "estimate": found}
+
+
+def set_ups(*, bf16: bool = True) -> dict[str, dict[str, Any]]:
+    """Return the settings of each set-up by its name; one with a "+" has what the one before it has, and more."""
+    precision, dtype = ("bf16", "bfloat16") if bf16 else ("fp16", "float16")
+    autocast = {"precision": precision}
+    eight_bit = {**autocast, "optim": "adamw_8bit"}
+    checkpointed = {**eight_bit, "checkpointing": True, "autocast_cache": False}
+    paged = {**checkpointed, "optim": "paged_adamw_8bit"}
+    lora = {**autocast, "lora": LORA_RANK, "weights_dtype": dtype}
+    found: dict[str, dict[str, Any]] = {
+        "fp32": {"precision": "fp32"},
+        precision: autocast,
+        "+ 8-bit AdamW": eight_bit,
+        "+ checkpointing": checkpointed,
+        "+ paged state": paged,
+        "+ expandable segments": {**paged, "expandable_segments": True},
+        "paged, frozen body": {**paged, "freeze": ("base",)},
+    }
+    if bf16:  # fp16's gradient scaler wants all gradients at once, and none of float16 weights
+        found["paged, gradients released"] = {**paged, "gradient_release": True, "max_grad_norm": 0.0}
+        found["paged, bf16 weights"] = {**paged, "weights_dtype": dtype}
+    return found | {
+        "LoRA": lora,
+        "LoRA, checkpointing": {**lora, "checkpointing": True},
+        "QLoRA": {**lora, "load_in": "nf4"},
+        "QLoRA, checkpointing": {**lora, "load_in": "nf4", "checkpointing": True},
+    }
+
+
+def compare(
+    model: Any,
+    *,
+    examples: int,
+    seq_len: int | None = None,
+    gpu: Gpu | None = None,
+    announce: Callable[[str], object] = lambda text: None,
+    **overrides: Any,
+) -> list[Compared]:
+    """Estimate every set-up with the most rows that fit.
+
+    Args:
+        model: as for ``estimate``.
+        examples: of an optimizer step, the same in every set-up.
+        seq_len: as for ``estimate``.
+        gpu: as for ``estimate``; the 16-bit set-ups are bf16 where none is given or found.
+        announce: called before each set-up with a text that names it.
+        overrides: settings of every set-up, as for ``estimate``.
+
+    Raises:
+        ValueError: no set-up is estimable; the message is the first one's reason.
+    """
+    gpu = current_gpu() if gpu is None else gpu
+    given = {"seq_len": seq_len, "gpu": gpu, **overrides}
+    found = []
+    with keeping_models():
+        for name, settings in set_ups(bf16=gpu is None or gpu.bf16).items():
+            announce(name)
+            found.append(_with_most_rows(model, name, examples, {**given, **settings}))
+    if all(one.estimate is None for one in found):
+        raise ValueError(found[0].reason)
+    return found
+
+
+def _with_most_rows(model: Any, name: str, examples: int, given: Mapping[str, Any]) -> Compared:
+    estimates: dict[int, Estimate] = {}
+    reasons: list[str] = []
+
+    def spare_bytes(rows: int) -> int | None:
+        try:
+            found = estimate(model, batch_size=rows, gradient_accumulation_steps=examples // rows, **given)
+        except (ValueError, MissingExtraError) as error:
+            reasons.append(str(error))
+            return None
+        estimates[rows] = found
+        return 0 if found.gpu is None else found.gpu.usable_bytes - found.total_bytes
+
+    released = given.get("gradient_release", False)  # which accumulates nothing
+    sizes = [rows for rows in range(1, examples + 1) if examples % rows == 0 and (rows == examples or not released)]
+    most = largest_that_fits(sizes, spare_bytes, first=(examples, 1))
+    found = estimates.get(sizes[0] if most is None else most)
+    return Compared(name, found, "" if found is not None else reasons[-1])
+
+
+def print_compared(found: Sequence[Compared], console: Console, notes: Sequence[str] = ()) -> None:
+    """Print the set-ups as a table, the reasons of those that are not estimable, and which fit the GPU."""
+    from rich import box
+    from rich.table import Table
+
+    known = _known(found)
+    shown = SHOWN if console.width >= WIDE_COLUMNS else ()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("set-up")
+    headings = {"gradients": "gradi-\nents", "optimizer state": "state", "activations": "activa-\ntions"}
+    for heading in ("rows x\nsteps", *(headings.get(name, name) for name in shown), "total", "fits"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in found:
+        if one.estimate is None:
+            table.add_row(one.name)
+            continue
+        sizes = (*(one.estimate.components[name] for name in shown), one.estimate.total_bytes)
+        fits = {True: "[green]yes[/]", False: "[red]no[/]", None: "?"}[one.estimate.fits]
+        table.add_row(one.name, one.batch, *(f"{to_gib(size_bytes):.2f}" for size_bytes in sizes), fits)
+    plain = partial(console.print, markup=False, highlight=False, emoji=False)
+    plain(f"{_title(found)}, in GiB")
+    console.print(table, crop=False)
+    context = "which is unknown" if known[0].context_bytes is None else format_bytes(known[0].context_bytes)
+    plain(f"\nTotal: reserved bytes and CUDA's context, {context}.")
+    for note in notes:
+        plain(f"Note: {note}")
+    for reason in dict.fromkeys(one.reason for one in found if one.estimate is None):
+        plain(f"{', '.join(one.name for one in found if one.reason == reason)}: {reason}")
+    gpu = known[0].gpu
+    if gpu is not None:
+        number = sum(one.fits is True for one in known)
+        verdict = f"{number} of {len(found)} fit {gpu.name}, {format_bytes(gpu.usable_bytes)} usable"
+        plain(verdict, style="bold green" if number else "bold red")
+
+
+def draw_compared(found: Sequence[Compared], path: Path) -> None:
+    """Draw the set-ups to a PNG, SVG or PDF file; see ``draw_bars``."""
+    gpu = _known(found)[0].gpu
+    limit = None if gpu is None else Limit(gpu.name, gpu.usable_bytes)
+    bars = [bar_of("", f"{one.name}  {one.batch}", one.estimate) for one in found]
+    draw_bars(bars, path, title=_title(found), limit=limit)
+
+
+def _known(found: Sequence[Compared]) -> list[Estimate]:
+    return [one.estimate for one in found if one.estimate is not None]
+
+
+def _title(found: Sequence[Compared]) -> str:
+    first = _known(found)[0]
+    examples = first.batch_size * first.settings.gradient_accumulation_steps
+    length = "" if first.seq_len is None else f" of {first.seq_len} tokens"
+    return f"{first.model}: {examples} examples{length} per optimizer step"

@@ -1,0 +1,325 @@
+"""The parameters of every command: a dataclass for each, whose fields are its arguments and options.
+
+The docstring is the command's help, and ends with its examples. Nothing heavy is imported here, as ``--help`` and the
+checks of typer need nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+
+__all__ = [
+    "DemoOptions",
+    "DoctorOptions",
+    "EstimateOptions",
+    "LengthsOptions",
+    "MeasureOptions",
+    "PlanOptions",
+    "PresetsOptions",
+    "ReportOptions",
+]
+
+MOST_COUNT = 2**31 - 1  # the product of two such counts still fits into numpy's 64-bit integers
+MOST_SEED = 2**32 - 1  # that numpy takes
+MODEL, DATA, GPU, STEP, CHANGE = "Model", "Model and data", "GPU", "Step", "What may change"
+FILE, BATCHES, OUTPUT = "Data", "Batches", "Output"
+"""The groups of options in the help."""
+
+
+def _declared(default: Any, info: Any) -> Any:
+    return field(default=default, metadata={"info": info})
+
+
+def _option(
+    default: Any, text: str, metavar: str | None = None, *names: str, group: str | None = None, **more: Any
+) -> Any:
+    settings = {"show_default": False, **more}
+    return _declared(default, typer.Option(*names, help=text, metavar=metavar, rich_help_panel=group, **settings))
+
+
+def _argument(text: str, metavar: str | None = None, group: str | None = None, default: Any = MISSING) -> Any:
+    return _declared(default, typer.Argument(help=text, metavar=metavar, rich_help_panel=group))
+
+
+def _model(group: str) -> Any:
+    return _argument("A well-known name, a folder with config.json, or a name on the Hub.", "MODEL", group)
+
+
+def _task(group: str) -> Any:
+    return _option(None, "The model's head, such as causal-lm.", "NAME", group=group)
+
+
+def _column(group: str) -> Any:
+    return _option(None, "The column of --data; input_ids or text by default.", "NAME", group=group)
+
+
+def _tokenizer(group: str) -> Any:
+    return _option(None, "Counts the tokens of texts in --data; the model's by default.", "NAME", group=group)
+
+
+def _picture() -> Any:
+    return _option(None, "Also write a picture: .png, .svg or .pdf.", "FILE", "-p", "--plot", group=OUTPUT)
+
+
+def _json(group: str | None = None) -> Any:
+    return _option(False, "Print JSON instead of a table.", None, "--json", group=group)
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Compare training set-ups on real text.
+
+    Trains one small BERT on the standard library's docstrings four ways: naive, stock at its best, hf_memopt, and
+    hf_memopt for a 4 GB GPU.
+
+    Examples:
+      hf-memopt demo
+      hf-memopt demo -n 200 --json figures.json
+    """
+
+    output: Path = _option(
+        Path("hf-memopt-demo"), "Folder for the trained model.", "DIR", "-o", "--output", show_default=True
+    )
+    json_file: Path | None = _option(None, "Also write the figures to this file.", "FILE", "--json")
+    epochs: int = _option(1, "Passes over the training texts.", "N", "-e", "--epochs", min=1, show_default=True)
+    seed: int = _option(0, "Seed of the weights and the data order.", "N", min=0, max=MOST_SEED, show_default=True)
+    max_train: int | None = _option(None, "Train on the first N texts only.", "N", "-n", "--max-train", min=1)
+
+
+@dataclass(frozen=True)
+class PresetsOptions:
+    """List the presets and which models fit with each, or explain one.
+
+    Examples:
+      hf-memopt presets
+      hf-memopt presets 8gb-gpu
+      hf-memopt presets 8gb-gpu --model gpt2 -s 512
+    """
+
+    name: str | None = _argument("The preset to explain, with the reason for every choice.", default=None)
+    model: str | None = _option(None, "A set-up that holds this model, as plan chooses it.", "NAME", "-m", "--model")
+    seq_len: int | None = _option(None, "Tokens of the longest row of --model.", "N", "-s", "--seq-len", min=1)
+    json_output: bool = _json()
+
+
+@dataclass(frozen=True)
+class LengthsOptions:
+    """Show what padding wastes on a data file.
+
+    How long its examples are, what each way of padding wastes, and what to set.
+
+    Examples:
+      hf-memopt lengths train.jsonl
+      hf-memopt lengths reviews.csv --column text --tokenizer bert-base-uncased
+      hf-memopt lengths data/ -b 16 --max-length 512 --plot lengths.png
+    """
+
+    path: Path = _argument("A Parquet, Arrow, JSON Lines or CSV file, or a folder of them.", "FILE", FILE)
+    column: str | None = _option(
+        None, "The column of token ids or texts; input_ids or text by default.", "NAME", "-c", "--column", group=FILE
+    )
+    tokenizer: str | None = _option(
+        None, "Counts the tokens of texts: a folder or a name on the Hub.", "NAME", "-t", "--tokenizer", group=FILE
+    )
+    batch_size: int = _option(
+        32, "Examples per batch.", "N", "-b", "--batch-size", group=BATCHES, min=1, max=MOST_COUNT, show_default=True
+    )
+    max_tokens: int | None = _option(
+        None, "Padded tokens per batch; suggested by default.", "N", group=BATCHES, min=1, max=MOST_COUNT
+    )
+    max_length: int | None = _option(None, "Truncate longer examples to it.", "N", group=BATCHES, min=1, max=MOST_COUNT)
+    plot: Path | None = _picture()
+    json_output: bool = _json(OUTPUT)
+
+
+def _list_models(wanted: bool) -> None:
+    if wanted:
+        from hf_memopt.memory.models.config_files import known_models
+
+        for name in known_models():
+            typer.echo(name)
+        raise typer.Exit
+
+
+@dataclass(frozen=True)
+class EstimateOptions:
+    """Predict the memory of a training step, and what makes it fit.
+
+    Exit code 0 if it fits or no GPU is known, 1 if it does not fit, 2 on errors.
+
+    Examples:
+      hf-memopt estimate gpt2 -g "RTX 3060 12GB"
+      hf-memopt estimate Qwen/Qwen2.5-1.5B -b 4 -g T4 --lora 16 --load-in nf4
+      hf-memopt estimate bert-large-uncased --data train.jsonl --preset 8gb-gpu
+      hf-memopt estimate Llama-3.2-1B -g "RTX 4060" --compare --plot set_ups.png
+    """
+
+    model: str = _model(MODEL)
+    task: str | None = _task(MODEL)
+    gpu: str | None = _option(
+        None, 'Such as "RTX 3050 4GB"; the current one by default.', "NAME", "-g", "--gpu", group=GPU
+    )
+    gpu_memory: str | None = _option(None, "Of a GPU that is not in the table, such as 4GiB.", "SIZE", group=GPU)
+    compute_capability: str | None = _option(None, "Of that GPU, such as 7.5.", "X.Y", group=GPU)
+    batch_size: int | None = _option(
+        None,
+        "Examples of one forward pass; the preset's or 8 by default, 32 with --compare.",
+        "N",
+        "-b",
+        "--batch-size",
+        group=STEP,
+        min=1,
+    )
+    seq_len: int | None = _option(
+        None,
+        "Tokens of a row, padding included; 512 by default, or what the model takes.",
+        "N",
+        "-s",
+        "--seq-len",
+        group=STEP,
+        min=1,
+    )
+    data: Path | None = _option(
+        None, "Take --seq-len from the rows of a file: 99 % of them are not longer.", "FILE", "-d", "--data", group=STEP
+    )
+    column: str | None = _column(STEP)
+    tokenizer: str | None = _tokenizer(STEP)
+    preset: str | None = _option(None, "Start from a preset; the other options override it.", "NAME", group=STEP)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Those of ``StepSettings`` that were given, each an option of its own."""
+    compare: bool = _option(
+        False, "Compare set-ups, each with the most rows that fit.", None, "--compare", group=OUTPUT
+    )
+    plot: Path | None = _picture()
+    json_output: bool = _json(OUTPUT)
+    list_models: bool = _option(
+        False,
+        "Print the well-known names and stop.",
+        None,
+        "--list-models",
+        group=OUTPUT,
+        callback=_list_models,
+        is_eager=True,
+    )
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Find the fastest set-up that fits a GPU.
+
+    Exit code 0 if one fits, 1 if none does, 2 if it cannot be planned.
+
+    Examples:
+      hf-memopt plan bert-large-uncased -g "RTX 3060 12GB" -s 128
+      hf-memopt plan Qwen/Qwen2.5-1.5B -g T4 -d train.jsonl --write run
+      hf-memopt plan Llama-3.2-1B -g "RTX 4060" --method full --allow bf16_weights
+      hf-memopt plan gpt2 -g 8GB --goal longest --report plan.html
+    """
+
+    model: str = _model(DATA)
+    data: Path | None = _option(
+        None, "Plan for the rows of a file, and read them in --write.", "FILE", "-d", "--data", group=DATA
+    )
+    column: str | None = _column(DATA)
+    tokenizer: str | None = _tokenizer(DATA)
+    seq_len: int | None = _option(
+        None,
+        "Tokens where rows are cut; the longest row by default, 512 without --data.",
+        "N",
+        "-s",
+        "--seq-len",
+        group=DATA,
+        min=1,
+    )
+    effective_batch: int = _option(
+        32, "Examples of an optimizer step, which stays as it is; 32 by default.", "N", group=DATA, min=1, max=10**5
+    )
+    task: str | None = _task(DATA)
+    gpu: str | None = _option(
+        None, 'Such as "RTX 3060 12GB", or a size: 8GB; the current one by default.', "NAME", "-g", "--gpu", group=GPU
+    )
+    budget: str | None = _option(None, "Use no more of it than this, such as 6GB.", "SIZE", group=GPU)
+    world_size: int = _option(
+        1, "GPUs of one computer that train together.", "N", "--gpus", "--world-size", group=GPU, min=1
+    )
+    strategy: str = _option(
+        "auto", "How they share a step: auto (ddp, else fsdp2), ddp, fsdp2, zero2 or zero3.", "NAME", group=GPU
+    )
+    measured: Path | None = _option(
+        None, "Correct the plan by real steps, as hf-memopt measure wrote them.", "FILE", group=GPU
+    )
+    goal: str = _option("speed", "speed, memory or longest (rows); speed by default.", "NAME", group=CHANGE)
+    method: str = _option(
+        "auto", "full, lora, qlora, or auto: full if it fits, else LoRA, else QLoRA.", "NAME", group=CHANGE
+    )
+    allow: list[str] | None = _option(
+        None, "release_clipping, bf16_weights, freeze or shorter (rows); may be repeated.", "WORD", group=CHANGE
+    )
+    write: Path | None = _option(
+        None, "Write train.py and recipe.json to this folder.", "DIR", "-w", "--write", group=OUTPUT
+    )
+    report: Path | None = _option(None, "Also write one HTML file with pictures.", "FILE", group=OUTPUT)
+    plot: Path | None = _picture()
+    force: bool = _option(False, "Replace files that are there.", None, "--force", group=OUTPUT)
+    json_output: bool = _json(OUTPUT)
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Make one HTML file of a run or a plan, or tell what grew between two.
+
+    One: a page with pictures, of the output folder of a run with a MemoryReportCallback, or of a plan's JSON. Two of a
+    kind: what grew, by component and phase, as tables; with --output also as a page. No network is needed, and neither
+    the model nor the data.
+
+    Examples:
+      hf-memopt plan gpt2 -g "RTX 4060" --report plan.html --json > plan.json
+      hf-memopt report plan.json
+      hf-memopt report out/
+      hf-memopt report old/ new/ -o grew.html
+    """
+
+    path: list[Path] = _argument("The output folder of a run, or JSON of plan, estimate or measure; one or two.")
+    output: Path | None = _option(None, "The HTML file; of one beside its JSON.", "FILE", "-o", "--output")
+    force: bool = _option(False, "Replace a file that is there.", None, "--force")
+    json_output: bool = _option(False, "Print JSON instead of tables, of two.", None, "--json")
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """Measure a few real steps of a script beside their prediction.
+
+    The script runs in a process of its own, up to its first Trainer.train(); nothing after it runs. Exit code 0 if its
+    steps fit, 1 if memory ran out, 2 if it cannot be measured.
+
+    Examples:
+      hf-memopt measure train.py
+      hf-memopt measure train.py -n 20 -o run.json
+      hf-memopt measure train.py -- --learning_rate 1e-4
+    """
+
+    script: Path = _argument("A Python script that trains with the stock Trainer.")
+    arguments: list[str] | None = _argument("Its own arguments, after --.", default=None)
+    steps: int = _option(10, "Optimizer steps to time.", "N", "-n", "--steps", min=1, max=10**4, show_default=True)
+    output: Path | None = _option(None, "Also write JSON here, for plan.", "FILE", "-o", "--output")
+    force: bool = _option(False, "Overwrite the file of --output.", None, "--force")
+    json_output: bool = _json()
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Check this machine for what training needs.
+
+    Exit code 0 if nothing would fail, 1 otherwise.
+
+    Examples:
+      hf-memopt doctor
+      hf-memopt doctor --json
+    """
+
+    json_output: bool = _json()
