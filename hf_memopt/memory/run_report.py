@@ -177,8 +177,6 @@ def _prediction(
     trainer: Any, shape: BatchShape | None, *, hints: bool = False
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Return what the estimate says of a batch; None and a note where it cannot."""
-    if hints:
-        notify(logger, "out of memory: simulating the step, to find what fits (Ctrl-C to go without)")
     found, reason = None, "several processes"
     if trainer.args.world_size == 1:
         found, reason = _predicted(trainer, shape, hints=hints, eval_batch_size=None)
@@ -209,6 +207,8 @@ def _predicted(
         return None, "the callback was not attached; call attach(trainer) before trainer.train()"
     if shape is None or not shape.rows:
         return None, "no batch of tensors was seen"
+    if hints:
+        notify(logger, "out of memory: simulating the step, to find what fits (Ctrl-C to go without)")
     try:
         found = estimate_of(trainer, shape, **overrides)
         return with_hints(trainer.model, found, labels_length=shape.labels_length) if hints else found, ""
