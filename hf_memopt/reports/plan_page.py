@@ -69,20 +69,12 @@ def _view(told: PlanData, one: CandidateData) -> dict[str, Any]:
         "one": one,
         "batch_of": batch_of,
         "is_same": is_same,
-        "settings_of": _settings,
         "parts": parts,
         "full": "" if over is None else over[1],
         "padding": figures["padding"],
         "install": _install(told, one),
         "recipe": json.dumps(one["recipe"], indent=2),
     }
-
-
-def _settings(one: CandidateData) -> str:
-    """Return the fields of a recipe that have a reason of their own, as text."""
-    reasons = one["recipe"].get("reasons")
-    names = [name for name in reasons if name in one["recipe"]] if isinstance(reasons, dict) else []
-    return "\n".join([f"{one['name']}, {batch_of(one)}", *(f"{name}={one['recipe'][name]}" for name in names)])
 
 
 def _install(told: PlanData, one: CandidateData) -> str:
