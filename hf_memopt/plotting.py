@@ -60,7 +60,7 @@ class Theme:
         limit: of the line of a GPU, and of what is beyond it.
         fits: of text about what fits.
         tight: of text about what fits with little to spare.
-        asks: of what needs consent, and of the lengths of the data.
+        asks: of the lengths of the data, in a picture of what fits.
         fits_area: of a cell that fits.
         tight_area: of a cell that fits with little to spare.
     """

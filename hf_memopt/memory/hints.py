@@ -1,8 +1,9 @@
 """Find changes of a set-up that make it fit a GPU; every change is simulated before it is reported.
 
 The search tries single changes in the order of ``_candidates``, which begins with those that leave the result of
-training as it is, and stops when ``ENOUGH`` of them fit. If none does, those that help are added to each other in that
-order until their combination fits. A smaller batch keeps the examples of an optimizer step by accumulation.
+training as it is, and stops when ``ENOUGH`` of them fit with 5 % of the GPU to spare, as a plan does. If none does,
+those that help are added to each other in that order until their combination does. A smaller batch keeps the examples
+of an optimizer step by accumulation.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.errors import MissingExtraError
-from hf_memopt.memory.what_fits import largest_that_fits
+from hf_memopt.memory.what_fits import largest_that_fits, margin_of
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -36,20 +37,27 @@ class Hint:
         changes: arguments of ``estimate`` that differ from the set-up.
         total_bytes: as in ``Estimate``.
         spare_bytes: what is left of the GPU, negative for what is missing.
+        margin_bytes: what has to be left, since an estimate may be wrong by so much.
     """
 
     changes: Mapping[str, Any] = field(hash=False)
     total_bytes: int
     spare_bytes: int
+    margin_bytes: int = 0
 
     @property
     def fits(self) -> bool:
         """Whether the GPU holds the changed set-up."""
         return self.spare_bytes >= 0
 
+    @property
+    def is_enough(self) -> bool:
+        """Whether it fits and leaves the margin."""
+        return self.spare_bytes >= self.margin_bytes
+
     def __str__(self) -> str:
         changes = ", ".join(f"{name}={value!r}" for name, value in self.changes.items())
-        rest = "fits, {} to spare" if self.fits else "still {} over"
+        rest = f"{'fits' if self.is_enough else 'tight'}, {{}} to spare" if self.fits else "still {} over"
         return f"{changes} needs {format_bytes(self.total_bytes)}: {rest.format(format_bytes(abs(self.spare_bytes)))}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,8 +82,8 @@ def find_hints(
         announce: called before each trial with a text that names it.
 
     Returns:
-        Single changes that fit, at most ``ENOUGH``. Where none does: the most effective one, and after it the
-        combination of the first that fit together, or else of all that help. After ``MOST_SECONDS`` nothing more is
+        Single changes that leave the margin, at most ``ENOUGH``. Where none does: the most effective one, and after it
+        the combination of the first that do together, or else of all that help. After ``MOST_SECONDS`` nothing more is
         tried.
     """
     started = time.monotonic()
@@ -89,16 +97,17 @@ def find_hints(
         except (ValueError, MissingExtraError):
             return None
         assert changed.gpu is not None  # that of the set-up
-        return Hint(dict(changes), changed.total_bytes, changed.gpu.usable_bytes - changed.total_bytes)
+        spare_bytes = changed.gpu.usable_bytes - changed.total_bytes
+        return Hint(dict(changes), changed.total_bytes, spare_bytes, margin_of(changed.gpu))
 
     singles: list[Hint] = []
     for changes in _candidates(found):
         hint = tried(changes)
         if hint is not None and hint.total_bytes < found.total_bytes:
             singles.append(_with_larger_batch(hint, found, tried))
-        if sum(single.fits for single in singles) == ENOUGH:
+        if sum(single.is_enough for single in singles) == ENOUGH:
             break
-    fitting = [single for single in singles if single.fits]
+    fitting = [single for single in singles if single.is_enough]
     if fitting or not singles:
         return tuple(fitting)
     best, combined = min(singles, key=lambda single: single.total_bytes), singles[0]
@@ -106,25 +115,25 @@ def find_hints(
         more = tried({**combined.changes, **single.changes})
         if more is not None and more.total_bytes < combined.total_bytes:
             combined = more
-        if combined.fits:
+        if combined.is_enough:
             break
     return (best, _with_larger_batch(combined, found, tried)) if combined.total_bytes < best.total_bytes else (best,)
 
 
 def _with_larger_batch(hint: Hint, found: Estimate, tried: Callable[[Mapping[str, Any]], Hint | None]) -> Hint:
     """Return a hint of single examples that fits with the largest batch that fits too; any other as it is."""
-    if not hint.fits or hint.changes.get("batch_size") != 1:
+    if not hint.is_enough or hint.changes.get("batch_size") != 1:
         return hint
     hints = {1: hint}
 
     def spare_bytes(size: int) -> int | None:
         if size == found.batch_size:
-            return hint.total_bytes + hint.spare_bytes - found.total_bytes  # without any change
+            return hint.total_bytes + hint.spare_bytes - hint.margin_bytes - found.total_bytes  # without any change
         larger = hints.get(size) or tried({**hint.changes, **_smaller_batch(found, size)})
         if larger is None:
             return None
         hints[size] = larger
-        return larger.spare_bytes
+        return larger.spare_bytes - larger.margin_bytes
 
     sizes = [size for size in range(1, found.batch_size + 1) if found.batch_size % size == 0]
     return hints[largest_that_fits(sizes, spare_bytes, first=(1, found.batch_size)) or 1]
@@ -134,7 +143,7 @@ def _candidates(found: Estimate) -> Iterator[dict[str, Any]]:
     """Yield the changes to try: first what leaves the result of training as it is, at last a shorter length."""
     settings, gpu = found.settings, found.gpu
     assert gpu is not None
-    over_bytes, parts = found.total_bytes - gpu.usable_bytes, found.components
+    over_bytes, parts = found.total_bytes + margin_of(gpu) - gpu.usable_bytes, found.components
     passing_bytes = sum(parts[name] for name in ("activations", "logits and loss", "temporaries"))
 
     def matters(size_bytes: int) -> bool:

@@ -26,7 +26,7 @@ from hf_memopt.devices.memory_reading import (
 from hf_memopt.devices.out_of_memory import is_out_of_memory
 from hf_memopt.memory.output.model_card import training_memory, with_section
 from hf_memopt.memory.run_record import RunRecord
-from hf_memopt.memory.run_report import RunReport
+from hf_memopt.memory.run_report import draw_report, write_failure, write_report
 from hf_memopt.plain_data import checked_path
 from hf_memopt.plotting import check_picture
 from hf_memopt.units import format_bytes, to_gib
@@ -139,7 +139,6 @@ class MemoryReportCallback(TrainerCallback):
         self._evaluating = False
         self._evaluation_keys: tuple[str, ...] = ()
         self._record = RunRecord()  # of the last train()
-        self._report = RunReport()
 
     @property
     def summary(self) -> dict[str, dict[str, int]]:
@@ -198,14 +197,14 @@ class MemoryReportCallback(TrainerCallback):
         return trainer if is_asked and self in trainer.callback_handler.callbacks else None
 
     def _watched(self, name: str) -> Callable[..., Any]:
-        """Return the override that runs a pass by a method of the report."""
+        """Return the override that runs a pass by a method of the record."""
 
         def watching(before: Callable[..., Any]) -> Callable[..., Any]:
             def watched(*args: Any, **kwargs: Any) -> Any:
                 trainer = self._reported()
                 if trainer is None:
                     return before(*args, **kwargs)
-                return getattr(self._report, name)(trainer, before, *args, **kwargs)
+                return getattr(self._record, name)(trainer, before, *args, **kwargs)
 
             return watched
 
@@ -218,7 +217,7 @@ class MemoryReportCallback(TrainerCallback):
                 return before(*args, **kwargs)
             except Exception as error:
                 if is_out_of_memory(error) and (trainer := self._reported()) is not None:
-                    self._report.write_failure(trainer, error, self.summary, self._record)
+                    write_failure(trainer, error, self.summary, self._record)
                 raise
 
         return train
@@ -251,11 +250,11 @@ class MemoryReportCallback(TrainerCallback):
         peaks = self._begin(args)
         if self._trained:
             peaks.restart()
-        self._report = RunReport(state.global_step)
         if self._training:  # an interrupted run, or a restart with a smaller batch: its peak is not loading
             peaks.meter.skip()
         else:
             self._record = RunRecord()
+        self._record.begin(state.global_step)
         peaks.close("load")
         self._trained = self._training = True
 
@@ -276,15 +275,15 @@ class MemoryReportCallback(TrainerCallback):
     def _close(self, phase: str, args: TrainingArguments, step: int) -> None:
         self._record.add(phase, step, self._begin(args).close(phase))
         if (trainer := self._reported()) is not None:
-            self._report.end_phase(trainer, phase)
+            self._record.end_phase(trainer, phase)
 
     def on_step_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         self._begin(args).meter.skip()  # an evaluation may begin here, and the gradients are gone now
-        self._report.phase = "between steps"
+        self._record.phase = "between steps"
 
     def on_save(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         if args.should_save and (trainer := self._reported()) is not None:
-            self._report.write(trainer, self.summary, self._record, "training")
+            write_report(trainer, self.summary, self._record, "training")
 
     def on_prediction_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         if self._begin(args).meter.only_samples:
@@ -343,9 +342,9 @@ class MemoryReportCallback(TrainerCallback):
         peaks.meter.skip()
         self._training = False
         if self.plot is not None and state.is_world_process_zero and self._record.peaks:
-            self._record.draw(Path(self.plot), self.summary, peaks.meter.device, self.binding.trainer)
+            draw_report(Path(self.plot), self.summary, self._record, peaks.meter.device, self.binding.trainer)
         if args.should_save and (trainer := self._reported()) is not None:
-            self._report.write(trainer, self.summary, self._record, "finished", predict=self.predict)
+            write_report(trainer, self.summary, self._record, "finished", predict=self.predict)
 
     def _close_evaluation(
         self, args: TrainingArguments, state: TrainerState, metrics: dict[str, Any]

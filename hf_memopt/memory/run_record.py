@@ -1,27 +1,33 @@
-"""Keep the peaks of every step of a run, and its largest batch, for the picture and the report of it."""
+"""Note what happens in a run while it trains, for the picture and the report of ``MemoryReportCallback``.
+
+Where memory runs out is seen in ``compute_loss`` and accelerate's ``backward``, inside of what recovers from it
+(micro-batching), while the failed pass still holds its tensors. Whether anything recovered is known where ``train``
+ends.
+
+The trade: two more Python calls per accumulation step and one sum over the attention mask, which is read only when the
+report is written.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_memopt.binding.model_traits import unwrap_model
-from hf_memopt.devices.memory_reading import read_memory
+from hf_memopt.devices.memory_reading import measured_device, read_memory
+from hf_memopt.devices.out_of_memory import is_out_of_memory
 from hf_memopt.memory.batch_lengths import BatchShape
-from hf_memopt.memory.settings import NotEstimableError
-from hf_memopt.memory.timeline import phase_peaks
+from hf_memopt.memory.live_tensors import bytes_on, held_by_trainer, largest_blocks, live_tensors
 from hf_memopt.notices import notify
 
 if TYPE_CHECKING:
     import torch
+    from transformers import Trainer
 
-    from hf_memopt.memory.result import Estimate
     from hf_memopt.reports.run_file import StepsData
 
-__all__ = ["RunRecord", "StepPeaks", "name_of"]
+__all__ = ["RunRecord", "StepPeaks"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,22 +67,38 @@ class StepPeaks:
 
 
 class RunRecord:
-    """The peaks of a run by phase and step, for one kind of bytes, and the batch of most padded tokens.
+    """What is noted of a run: peaks by phase and step for one kind of bytes, batches, and what is held.
 
     Attributes:
         peaks: by the name of a phase.
-        largest: None before the first batch, and where no trainer is bound.
+        largest: the batch of most padded tokens; None before the first, and where no trainer is bound.
         batches: that were seen.
         examples: in them.
         padded_tokens: in them, padding included.
+        first_step: that is trained here; those before it were trained in a run that is resumed.
+        phase: that runs now: "load", "forward", "backward", "optimizer", "evaluation", or "between steps".
+        shape: of the last pass.
+        components: bytes of weights and gradients after the first passes, of optimizer state after its first step.
+        failure: the last out-of-memory, whether or not it was recovered from.
+        unwritten: the causes of failed writes that were warned of.
     """
 
     def __init__(self) -> None:
         self.peaks: dict[str, StepPeaks] = {}
         self.largest: BatchShape | None = None
         self.batches = self.examples = self.padded_tokens = 0
+        self.unwritten: set[str] = set()
         self._tokens: torch.Tensor | None = None  # a count on the device of the batches
         self._counts_tokens = True
+        self.begin(0)
+
+    def begin(self, first_step: int) -> None:
+        """Note that training begins at a step, or over again with a smaller batch."""
+        self.first_step = first_step
+        self.phase = "load"
+        self.shape: BatchShape | None = None
+        self.components: dict[str, int] = {}
+        self.failure: dict[str, Any] | None = None
 
     @property
     def tokens(self) -> int | None:
@@ -106,45 +128,60 @@ class RunRecord:
         """Return the peaks of each phase as plain data."""
         return {phase: {"first": found.steps, "bytes": found.sizes} for phase, found in self.peaks.items()}
 
-    def draw(self, path: Path, summary: Mapping[str, Mapping[str, int]], device: torch.device, trainer: Any) -> None:
-        """Draw the run beside its prediction; what fails is reported and not raised, since training is over.
+    # ---- Passes
 
-        Args:
-            path: the picture.
-            summary: the peaks of the whole run by phase and kind.
-            device: whose memory they are.
-            trainer: the Trainer; None where none is bound, and so nothing is predicted.
-        """
+    def run_forward(
+        self, trainer: Any, before: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kw: Any
+    ) -> Any:
+        """Return ``compute_loss(model, inputs)``; where memory runs out, note first what is alive."""
+        self.phase = "forward" if model.training else "evaluation"
+        self.shape = BatchShape.of(inputs, count_tokens=False)
+        loss = self._watched(trainer, lambda: before(model, inputs, *args, **kw))
+        self.phase = "backward" if model.training else "evaluation"
+        return loss
+
+    def run_backward(self, trainer: Any, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run accelerate's ``backward``; where memory runs out, note first what is alive."""
+        found = self._watched(trainer, lambda: before(*args, **kwargs))
+        self.phase = "optimizer"
+        return found
+
+    def end_phase(self, trainer: Trainer, phase: str) -> None:
+        """Note what is held at the end of the first passes and of the first optimizer step."""
+        names = {"forward_backward": ("weights", "gradients"), "optimizer": ("optimizer state",)}.get(phase, ())
+        if any(name not in self.components for name in names):
+            held = held_by_trainer(trainer)
+            self.components |= {name: bytes_on(trainer.args.device, held[name]) for name in names}
+
+    def _watched(self, trainer: Trainer, run: Callable[[], Any]) -> Any:
         try:
-            from hf_memopt.reports.run_picture import RunPicture, draw_run
+            return run()
+        except Exception as error:
+            if is_out_of_memory(error):
+                self.note_failure(trainer, error)
+            raise
 
-            found, reason = self._predicted(device, trainer)
-            predicted, batch = {}, ""
-            if found is not None:
-                predicted = {name: sizes["allocated_bytes"] for name, sizes in phase_peaks(found.timeline).items()}
-                batch = f"{found.batch_size}" + ("" if found.seq_len is None else f" x {found.seq_len}")
-            model = "" if trainer is None else f"{type(unwrap_model(trainer.model)).__name__} on "
-            name = f"{model}{name_of(device)}"
-            draw_run(RunPicture(self.by_step(), summary, predicted, name=name, batch=batch, reason=reason), path)
-        except Exception as error:  # a picture must not cost a training its result
-            notify(logger, f"plot={str(path)!r} was not drawn ({type(error).__name__}: {error}); the training is whole")
-
-    def _predicted(self, device: torch.device, trainer: Any) -> tuple[Estimate | None, str]:
-        """Return the estimate of the largest batch, or None and the reason."""
-        if device.type == "cpu":
-            return None, "without an accelerator the memory of the whole process is measured"
-        if trainer is None:
-            return None, "the callback was not attached; call attach(trainer) before trainer.train()"
-        if self.largest is None or not self.largest.rows:
-            return None, "no batch of tensors was seen"
-        from hf_memopt.memory.trainer_estimate import estimate_of
-
+    def note_failure(self, trainer: Any, error: BaseException) -> None:
+        """Note what is alive; nothing that goes wrong here may hide the error."""
         try:
-            return estimate_of(trainer, self.largest), ""
-        except (NotEstimableError, ValueError) as error:
-            return None, str(error)
-
-
-def name_of(device: torch.device) -> str:
-    """Return what a device is called."""
-    return "a CPU" if device.type == "cpu" else read_memory(device).device_name
+            device = measured_device(trainer.args.device)
+            components, tensors = live_tensors(trainer, trainer.args.device)
+            reading = read_memory(device) if device.type != "cpu" else None
+            shape = self.shape
+            allocated = None if reading is None else reading.allocated_bytes
+            if allocated is not None and allocated > sum(components.values()):
+                components["kept by autograd and kernels"] = allocated - sum(components.values())
+            self.failure = {
+                "step": trainer.state.global_step + 1,
+                "phase": self.phase,
+                "rows": None if shape is None else shape.rows,
+                "length": None if shape is None else shape.seq_len,
+                "error": str(error),
+                "allocated_bytes": allocated,
+                "reserved_bytes": None if reading is None else reading.reserved_bytes,
+                "components": components,
+                "tensors": tensors,
+                "blocks": largest_blocks(trainer, device),
+            }
+        except Exception as failed:  # a device that has failed may answer nothing
+            notify(logger, f"what was alive when memory ran out is unknown ({type(failed).__name__}: {failed})")

@@ -13,7 +13,7 @@ from hf_memopt.components import COMPONENTS
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["COMPONENTS", "SimulatedTimeline", "Timeline", "phase_peaks", "phase_spans", "without_repeated_steps"]
+__all__ = ["COMPONENTS", "SimulatedTimeline", "Timeline", "phase_peaks", "phase_spans"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,33 +84,3 @@ def phase_spans(timeline: Timeline) -> Iterator[tuple[int, int, str]]:
     changes = [first for before, first in pairwise([-1, *changes]) if starts.get(before) != starts[first]]
     for first, end in pairwise([*changes, len(timeline.reserved)]):
         yield first, end, starts[first]
-
-
-def without_repeated_steps(timeline: Timeline) -> Timeline:
-    """Return the timeline without the last step, where it repeats the one before: no byte more at any peak.
-
-    Loading, the first steps and evaluation stay, so a picture has room for what differs.
-    """
-    import numpy as np
-
-    starts = [first for first, _ in timeline.steps]
-    if len(starts) < 3:
-        return timeline
-    before, first = starts[-2:]
-    last = next((at for at, name in timeline.phases if at > first and name in ("generation", "evaluation")), None)
-    end = len(timeline.reserved) if last is None else last
-    allocated = timeline.components.sum(axis=1)
-    for values in (allocated, timeline.reserved):
-        if end <= first or values[first:end].max() > values[before:first].max():
-            return timeline
-    kept = np.r_[0:first, end : len(timeline.reserved)]
-
-    def moved(at: int) -> int:
-        return at if at <= first else at - (end - first)
-
-    return Timeline(
-        timeline.components[kept],
-        timeline.reserved[kept],
-        tuple((moved(at), name) for at, name in timeline.phases if not first <= at < end),
-        tuple((at, number) for at, number in timeline.steps if at != first),
-    )

@@ -20,7 +20,6 @@ from hf_memopt.reports.lengths_picture import lengths_figure
 from hf_memopt.reports.page import rendered
 from hf_memopt.reports.plan_file import CandidateData, PlanData, batch_of, is_same, shown_one
 from hf_memopt.reports.plan_picture import bars_of, limit_of, map_figure, parts_of_candidate
-from hf_memopt.reports.scatter_picture import pareto_front, scatter_figure, scatter_of, text_of
 from hf_memopt.reports.timeline_picture import TimelinePicture, out_of_memory
 from hf_memopt.units import format_bytes
 
@@ -49,8 +48,6 @@ def _pictures(told: PlanData, one: CandidateData) -> dict[str, tuple[str, Callab
     }
     if bars:
         found["ladder"] = ("The set-ups as bars", partial(bars_figure, bars, limit))
-    if timed := scatter_of(told)[0]:
-        found["scatter"] = ("Set-ups by memory and time per example", partial(scatter_figure, timed, told))
     if chart is not None:
         found["map"] = ("Which batches and lengths fit", partial(map_figure, chart, padding, one))
     if line is not None:
@@ -65,8 +62,6 @@ def _pictures(told: PlanData, one: CandidateData) -> dict[str, tuple[str, Callab
 def _view(told: PlanData, one: CandidateData) -> dict[str, Any]:
     figures = told["figures"]
     parts, line = parts_of_candidate(one), figures["timeline"]
-    timed, omitted = scatter_of(told)
-    front = pareto_front([(one["total_bytes"], one["seconds_per_example"] or 0) for one in timed])
     over = None if line is None else out_of_memory(line, parts[CONTEXT], told["usable_bytes"])
     return {
         "told": told,
@@ -74,23 +69,12 @@ def _view(told: PlanData, one: CandidateData) -> dict[str, Any]:
         "one": one,
         "batch_of": batch_of,
         "is_same": is_same,
-        "settings_of": _settings,
         "parts": parts,
-        "front": [timed[place] for place in front],
-        "text_of": text_of,
-        "omitted": omitted,
         "full": "" if over is None else over[1],
         "padding": figures["padding"],
         "install": _install(told, one),
         "recipe": json.dumps(one["recipe"], indent=2),
     }
-
-
-def _settings(one: CandidateData) -> str:
-    """Return the fields of a recipe that have a reason of their own, as text."""
-    reasons = one["recipe"].get("reasons")
-    names = [name for name in reasons if name in one["recipe"]] if isinstance(reasons, dict) else []
-    return "\n".join([f"{one['name']}, {batch_of(one)}", *(f"{name}={one['recipe'][name]}" for name in names)])
 
 
 def _install(told: PlanData, one: CandidateData) -> str:

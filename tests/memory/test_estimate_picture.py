@@ -134,22 +134,6 @@ def test_where_memory_runs_out_is_marked(monkeypatch, tmp_path) -> None:
     assert mark.get_ydata()[0] == 1500 / 1024
 
 
-def test_a_step_that_repeats_the_one_before_is_not_drawn(monkeypatch, tmp_path) -> None:
-    timeline = hand_made().timeline
-    order = [*range(11), *range(6, 11), 11]  # the second step twice
-    reserved = np.maximum.accumulate(timeline.components[order].sum(axis=1)) + 8 * MIB
-    phases = (*timeline.phases[:-1], (11, "forward"), (13, "backward"), (15, "optimizer"), (16, "evaluation"))
-    longer = replace(
-        timeline,
-        components=timeline.components[order],
-        reserved=reserved,
-        phases=phases,
-        steps=((2, 1), (6, 2), (11, 3)),
-    )
-    once, again = (texts(drawn(hand_made(timeline=line), monkeypatch, tmp_path)) for line in (timeline, longer))
-    assert again == once
-
-
 def test_neighbouring_spans_of_one_phase_are_one(monkeypatch, tmp_path) -> None:
     timeline = hand_made().timeline
     twice = replace(timeline, phases=(*timeline.phases[:2], (3, "forward"), *timeline.phases[2:]))

@@ -67,12 +67,23 @@ def test_the_first_two_single_changes_that_fit_end_the_search() -> None:
 def test_the_batch_is_the_largest_that_fits() -> None:
     found = on_gpu(TOTAL // 2, batch_size=12)
     hints = find_hints(found, Simulation(found, {"batch_size": 0.0}))
-    assert dict(hints[0].changes) == {"batch_size": 6, "gradient_accumulation_steps": 2}
-    assert hints[0].total_bytes <= TOTAL // 2
+    assert dict(hints[0].changes) == {"batch_size": 4, "gradient_accumulation_steps": 3}  # 6 leave no margin
+    assert hints[0].total_bytes <= TOTAL // 2 * 95 // 100
+
+
+def test_what_leaves_less_than_five_percent_is_tight_and_more_is_tried() -> None:
+    found = on_gpu(TOTAL // 2)
+    hints = find_hints(found, Simulation(found, {"checkpointing": 0.49, "optim": 0.5}))
+    assert [dict(hint.changes) for hint in hints] == [
+        {"checkpointing": True},
+        {"checkpointing": True, "optim": "adamw_8bit"},
+    ]
+    assert [(hint.fits, hint.is_enough) for hint in hints] == [(True, False), (True, True)]
+    assert ": tight, " in str(hints[0])
 
 
 def test_a_pair_follows_the_best_single_change_that_is_not_enough() -> None:
-    found = on_gpu(TOTAL // 5)
+    found = on_gpu(TOTAL * 22 // 100)
     hints = find_hints(found, Simulation(found, {"checkpointing": 0.4, "optim": 0.5, "seq_len": 0.9}))
     assert [(dict(hint.changes), hint.fits) for hint in hints] == [
         ({"checkpointing": True}, False),

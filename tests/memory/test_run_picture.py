@@ -10,7 +10,7 @@ import pytest
 from test_report import EVALUATION, GIB, STATE, TRAIN_FORWARD, WEIGHTS, gpu, make_trainer  # noqa: F401
 
 from hf_memopt.binding.attach import attach
-from hf_memopt.memory import run_record
+from hf_memopt.memory import run_report
 from hf_memopt.memory.output.model_card import add_section
 from hf_memopt.memory.report import MemoryReportCallback
 from hf_memopt.memory.run_record import StepPeaks
@@ -31,7 +31,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(
         run_picture.plotting, "save_picture", lambda figure, path: (found.append(figure), save(figure, path))
     )
-    monkeypatch.setattr(run_record, "name_of", lambda device: "a GPU")
+    monkeypatch.setattr(run_report, "name_of", lambda device: "a GPU")
     return found
 
 

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from tiny_plans import config, fitting_plan, missing_plan
 
-from hand_made import hand_made
 from hf_memopt import Recipe, estimate
-from hf_memopt.memory.timeline import Timeline, phase_peaks, without_repeated_steps
 from hf_memopt.recipes.planning.candidates import verdict_of
 from hf_memopt.recipes.planning.fit_map import settle
 
@@ -109,24 +107,6 @@ def test_the_timeline_reaches_the_peaks_of_the_plan(planned: Any) -> None:
     assert line["positions"] == sorted(line["positions"])
     assert (line["phases"][0]["from"], line["phases"][-1]["to"]) == (0.0, 1.0)
     assert line["peak"]["phase"] == one.phase
-
-
-def test_a_step_that_repeats_the_one_before_is_left_out() -> None:
-    whole = estimated(fitting_plan().recipe, 64).timeline
-    assert len(whole.steps) == 3
-    cut = without_repeated_steps(whole)
-    assert len(cut.steps) == 2
-    assert len(cut.reserved) < len(whole.reserved)
-    allocated = [{name: peak["allocated_bytes"] for name, peak in phase_peaks(one).items()} for one in (cut, whole)]
-    assert allocated[0] == allocated[1]
-    assert cut.reserved.max() == whole.reserved.max()
-    third = whole.steps[2][0]
-    higher = whole.reserved.copy()
-    higher[third] = higher.max() + 1
-    kept = Timeline(whole.components, higher, whole.phases, whole.steps)
-    assert without_repeated_steps(kept) is kept
-    short = hand_made().timeline
-    assert without_repeated_steps(short) is short
 
 
 # ---- Lengths, and how sure ------------------------------------------------------------------------------------------

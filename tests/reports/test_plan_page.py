@@ -24,7 +24,7 @@ from hf_memopt.units import format_bytes, to_gib
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-SECTIONS = ("peak", "ladder", "scatter", "map", "timeline", "padding", "choices", "sure", "script")
+SECTIONS = ("peak", "ladder", "map", "timeline", "padding", "choices", "sure", "script")
 
 
 def page_of(text: str) -> str:
@@ -48,7 +48,7 @@ def test_its_pictures_have_text_titles_and_the_colours_of_the_page(text: str) ->
     pytest.importorskip("matplotlib")
     page = page_of(text)
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(pictures) == 6
+    assert len(pictures) == 5
     for svg in pictures:
         assert re.match(r'<svg viewBox="[^"]*" role="img" aria-label="[^"]+">', svg)
         assert "<text" in svg
@@ -56,7 +56,7 @@ def test_its_pictures_have_text_titles_and_the_colours_of_the_page(text: str) ->
         assert "fill: var(--paper)" in svg
         assert not set(re.findall(r": (#\w{6})", svg)) & {colour.lower() for colour in vars(LIGHT).values()}
     assert "<title>weights: " in pictures[0]
-    assert "<title>1 rows of 64 tokens, 4 times: fits" in pictures[3]
+    assert "<title>1 rows of 64 tokens, 4 times: fits" in pictures[2]
 
 
 def test_without_matplotlib_it_has_its_tables_and_says_what_draws_pictures(
@@ -218,7 +218,7 @@ def test_a_browser_shows_it_without_complaint(
         assert browser.complaints() == []
         assert shown["window"] == width
         assert shown["width"] <= width, name
-        drawn = ["peak", "ladder", "scatter", "map", "timeline", "padding"]
+        drawn = ["peak", "ladder", "map", "timeline", "padding"]
         assert [section for section, *_ in shown["pictures"]] == (drawn[:-1] if name == "over" else drawn)
         assert all(wide > 300 and high > 60 for _, wide, high in shown["pictures"])
         assert shown["cut"] == []

@@ -1,7 +1,7 @@
 """The timeline of an ``Estimate`` as plain data, and its picture.
 
 A long timeline is reduced to the extremes of some stretches, each of them a state that was reached: no peak is lost and
-nothing is averaged. A last step that repeats the one before is left out.
+nothing is averaged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hf_memopt import plotting
 from hf_memopt.components import parts_of
 from hf_memopt.memory.output.estimate_text import describe, verdict
-from hf_memopt.memory.timeline import COMPONENTS, phase_spans, without_repeated_steps
+from hf_memopt.memory.timeline import COMPONENTS, phase_spans
 from hf_memopt.plain_data import checked_path
 from hf_memopt.reports.bar_picture import Bar, Limit
 from hf_memopt.reports.timeline_picture import TITLE_COLUMNS, TimelinePicture
@@ -74,8 +74,8 @@ def bar_of(group: str, label: str, found: Estimate | None, *, measured_bytes: in
 
 
 def timeline_data(estimate: Estimate, stretches: int) -> TimelineData:
-    """Return the drawn events of loading, of the steps that differ, and of evaluation; positions from 0 to 1."""
-    timeline = without_repeated_steps(estimate.timeline)
+    """Return the drawn events of loading, of the steps, and of evaluation; positions from 0 to 1."""
+    timeline = estimate.timeline
     shown, ends = drawn_events(timeline, stretches), event_positions(timeline)
     places = [round(place, DIGITS) for place in (ends / ends[-1]).tolist()]
     return {

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from hf_memopt.memory.what_fits import MARGIN_SHARE, margin_of
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["MARGIN_SHARE", "Candidate", "Verdict", "candidate_of", "margin_of", "verdict_of"]
 
 Verdict = Literal["fits", "tight", "over"]
-
-MARGIN_SHARE = 20
-"""A set-up fits with a twentieth of the GPU to spare: the worst error of an estimate on published runs is 5 %."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +154,6 @@ class Candidate:
             "verdict": self.verdict,
             "seconds_per_example": None if self.seconds is None else self.seconds / self.examples,
         }
-
-
-def margin_of(gpu: Gpu) -> int:
-    """Return the bytes of a GPU that have to be left."""
-    return gpu.usable_bytes // MARGIN_SHARE
 
 
 def verdict_of(spare_bytes: int, margin_bytes: int) -> Verdict:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import os
 import runpy
@@ -22,8 +24,7 @@ from hf_memopt import PrecisionCallback, Recipe, custom_gpu, estimate_from_argum
 from hf_memopt.batching.padding_costs.data_files import DataFile
 from hf_memopt.cli.app import app
 from hf_memopt.devices.gpus import find_gpu
-from hf_memopt.recipes.planning.script.rows import KNOWN
-from hf_memopt.recipes.planning.script.script import NOT_REENTRANT, ScriptFacts, training_script
+from hf_memopt.recipes.planning.script.script import KNOWN, NOT_REENTRANT, ScriptFacts, training_script
 from hf_memopt.recipes.planning.set_ups import ModelFacts, set_ups
 
 pytestmark = [
@@ -305,6 +306,31 @@ def test_the_script_of_whisper_runs_with_rows_of_ones_own(method: str, work: Pat
     trainer = run_script(work / "run/train.py")
     assert trainer.state.global_step == 9
     check_against_recipe(trainer, recipe(written.recipe))
+
+
+ODD = (
+    "both ' and \"",
+    "a\u2028b\u2029c\x85d",
+    "a  # b, c=(",
+    "a, b",
+    "\\",
+    "{{ name }} {% if %}",
+    "\ud800",
+    "line\nbreak\ttab",
+    "\u202eright to left\x1b[31m",
+)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_names_of_any_kind_are_literals_of_the_script(name: str) -> None:
+    """A column, a path or a name may hold what ends a line, begins a comment or a template's block."""
+    for task, is_text in itertools.product(("causal-lm", "sequence-classification", "seq2seq"), (True, False)):
+        file = DataFile(name, "json", False, False, name, is_text, (name, "labels"))
+        told = ScriptFacts(name, task, 512, 1, 1, name, (f"Made by: plan {name}",), file, tokenizer=name)
+        text, _ = training_script(Recipe("a name", "a purpose"), told)
+        found = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
+        assert {name, f"{name}/final"} <= found
+        assert all(character == "\n" or character.isprintable() for character in text)
 
 
 # ---- Layout
