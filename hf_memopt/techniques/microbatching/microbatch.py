@@ -37,32 +37,21 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_memopt.binding.callback_binding import Binding
-from hf_memopt.binding.checkpoint_manifest import own_checkpoint
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all
 from hf_memopt.binding.known_losses import stated_loss
 from hf_memopt.binding.refusals import NO_LIMIT
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import shown
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
-from hf_memopt.techniques.microbatching.limits import (
-    LIMITS_FILE,
-    Limit,
-    Tally,
-    microbatch_limits,
-    read_limits,
-    write_limits,
-)
+from hf_memopt.techniques.microbatching.limits import Limit, Tally, microbatch_limits, saved_limits
 from hf_memopt.techniques.microbatching.step import MicrobatchedStep
-from hf_memopt.whole_files import warn_unwritten
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -72,6 +61,7 @@ __all__ = ["MicrobatchCallback", "run_in_microbatches"]
 logger = logging.getLogger(__name__)
 
 SPLITS = "micro-batching"  # the purpose of the override of training_step
+SAVED = "hf_memopt: limits of micro-batches"  # in trainer_state.json, beside the callbacks that stock saves
 
 
 def run_in_microbatches(
@@ -146,9 +136,9 @@ def _names_of(backbone: Any) -> tuple[str, ...]:
 class MicrobatchCallback(TrainerCallback):
     """Call ``run_in_microbatches``, save the limits in checkpoints and restore them in a resumed run.
 
-    Bind it with ``attach(trainer)``. A checkpoint has the limits in ``memopt_microbatch.json`` (with several processes,
-    those of the process that saves); a resumed run starts with them unless ``max_tokens`` or ``max_examples`` differ
-    from the saved run's. It logs no keys: each change of a limit is in ``changes`` and in
+    Bind it with ``attach(trainer)``. A checkpoint has the limits in ``trainer_state.json`` (with several processes, those
+    of the process that saves); a resumed run starts with them unless ``max_tokens`` or ``max_examples`` differ from the
+    saved run's. It logs no keys: each change of a limit is in ``changes`` and in
     ``trainer.memopt_changes``, and each out of memory is a line above the progress bar (``hf_memopt.notices``).
 
     Args:
@@ -200,8 +190,6 @@ class MicrobatchCallback(TrainerCallback):
         self.binding = Binding()
         if max_examples is None and max_tokens in (None, "auto"):
             self.variant = NO_LIMIT
-        self._unwritten: set[str] = set()  # the causes of failed writes that were already warned of
-        self._resume_from: str | bool | None = None  # the argument of train()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.max_tokens, self.max_examples, self.backbone, self.loss)  # a copy starts unbound
@@ -220,8 +208,6 @@ class MicrobatchCallback(TrainerCallback):
                 backbone=self.backbone,
                 loss=self.loss,
             ),
-            override_method(trainer, "save_model", self._wrap_save_model),
-            override_method(trainer, "train", self._wrap_train),
         )
         return self.handle
 
@@ -230,45 +216,21 @@ class MicrobatchCallback(TrainerCallback):
     ) -> None:
         """Refuse to run unbound; restore the limits of a run that is resumed."""
         self.binding.serving(self, state)
-        if self._resume_from and state.global_step > 0:
-            last = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            self._restore_limits(Path(last if self._resume_from is True else self._resume_from))
-
-    def _wrap_save_model(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def save_model(*args: Any, **kwargs: Any) -> Any:
-            found = before(*args, **kwargs)
-            folder = own_checkpoint(*args, **kwargs)
-            if folder is not None and self.binding.trainer.args.should_save:
-                try:
-                    write_limits(folder, self.limits)
-                except OSError as error:
-                    lost = "a run that resumes here begins with the limits of a new one"
-                    warn_unwritten(folder / LIMITS_FILE, error, lost, self._unwritten)
-            return found
-
-        return save_model
-
-    def _wrap_train(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def train(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-            self._resume_from = resume_from_checkpoint
-            return before(resume_from_checkpoint, *args, **kwargs)
-
-        return train
-
-    def _restore_limits(self, folder: Path) -> None:
-        try:
-            found = read_limits(folder)
-        except FileNotFoundError:  # a checkpoint of a run without micro-batching
+        saved = state.stateful_callbacks.get(SAVED)
+        state.stateful_callbacks[SAVED] = (
+            self.limits
+        )  # dataclasses, which stock writes into each checkpoint as they are
+        if saved is None:  # a new run, or one of a checkpoint without micro-batching
             return
-        except (OSError, ValueError) as error:
+        try:
+            found = saved_limits(saved)
+        except (AttributeError, TypeError, ValueError) as error:
             warnings.warn(
-                f"{folder / LIMITS_FILE} could not be read ({type(error).__name__}: {error}), so the resumed run "
-                "begins with the limits of a new one. If a limit is known to fit, set it: "
-                "MicrobatchCallback(max_tokens=4096)",
+                f"the limits of micro-batches in the checkpoint could not be read ({error}), so the resumed run begins "
+                "with the limits of a new one. If a limit is known to fit, set it: MicrobatchCallback(max_tokens=4096)",
                 stacklevel=2,
             )
             return
-        saved, current = ({name: limit.maximum for name, limit in each.items()} for each in (found, self.limits))
-        if saved == current:
+        if all(limit.maximum == found[name].maximum for name, limit in self.limits.items()):
             self.limits.update(found)
             logger.info("micro-batching: resumed with %s", found)
