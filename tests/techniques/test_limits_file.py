@@ -61,8 +61,8 @@ def test_limits_that_cannot_be_read_are_warned_about(tmp_path: Path, limits: Any
     with pytest.warns(UserWarning, match="limits of micro-batches") as caught:
         callback = resumed(tmp_path / "checkpoint-1")
     assert [str(warning.message) for warning in caught] == [
-        f"the limits of micro-batches in the checkpoint could not be read ({found}), so the resumed run begins with the "
-        "limits of a new one. If a limit is known to fit, set it: MicrobatchCallback(max_tokens=4096)"
+        f"the limits of micro-batches in the checkpoint could not be read ({found}), so the resumed run begins with "
+        "the limits of a new one. If a limit is known to fit, set it: MicrobatchCallback(max_tokens=4096)"
     ]
     assert callback.limits["max_tokens"].limit is None
 

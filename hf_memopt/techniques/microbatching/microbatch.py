@@ -136,9 +136,9 @@ def _names_of(backbone: Any) -> tuple[str, ...]:
 class MicrobatchCallback(TrainerCallback):
     """Call ``run_in_microbatches``, save the limits in checkpoints and restore them in a resumed run.
 
-    Bind it with ``attach(trainer)``. A checkpoint has the limits in ``trainer_state.json`` (with several processes, those
-    of the process that saves); a resumed run starts with them unless ``max_tokens`` or ``max_examples`` differ from the
-    saved run's. It logs no keys: each change of a limit is in ``changes`` and in
+    Bind it with ``attach(trainer)``. A checkpoint has the limits in ``trainer_state.json`` (with several processes,
+    those of the process that saves); a resumed run starts with them unless ``max_tokens`` or ``max_examples`` differ
+    from the saved run's. It logs no keys: each change of a limit is in ``changes`` and in
     ``trainer.memopt_changes``, and each out of memory is a line above the progress bar (``hf_memopt.notices``).
 
     Args:
