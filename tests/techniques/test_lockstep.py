@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 import scarcity
 import tiny
 from hf_memopt import MicrobatchCallback, attach
-from hf_memopt.techniques.microbatching.lockstep import groups_in_lockstep
+from hf_memopt.techniques.microbatching.whole_micro_batches import groups_in_lockstep
 
 
 def trainer_beside(most: int) -> Any:

@@ -378,7 +378,7 @@ def test_memory_that_runs_out_while_rows_are_taken_is_recovered(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return take_rows(inputs, rows)
 
-    monkeypatch.setattr("hf_memopt.techniques.microbatching.step.take_rows", take)
+    monkeypatch.setattr("hf_memopt.techniques.microbatching.whole_micro_batches.take_rows", take)
     trainer.model.register_forward_pre_hook(lambda *_: events.append("run"))
     trainer.train()
     assert tiny.largest_difference(whole.model, trainer.model) <= FLOAT32

@@ -33,14 +33,13 @@ from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.backbones import Backbones
+from hf_memopt.techniques.microbatching.not_splittable import splittable_batch_reason, splittable_reason
 from hf_memopt.techniques.microbatching.rows_in_parts import Size
 from hf_memopt.techniques.microbatching.splitting import (
     copied_batch,
     count_rows,
     row_lengths,
     select_rows,
-    splittable_batch_reason,
-    splittable_reason,
 )
 from hf_memopt.techniques.microbatching.step_state import StepState
 
@@ -201,7 +200,7 @@ class _Recovery:
         reason = found.reason_against(inputs) if has_loss else None
         return None if reason or splittable_reason(trainer.model) or splittable_batch_reason(inputs) else found
 
-    def _part_failed(self, rows: int, columns: int | None, text: str, seconds: float) -> None:
+    def _part_failed(self, rows: int, columns: int | None, seconds: float) -> None:
         self._rows_that_fit = max(1, rows // 2)
 
     def _shrink(self, inputs: Any, start: int, stop: int, message: str) -> None:

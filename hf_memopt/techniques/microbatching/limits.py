@@ -10,7 +10,7 @@ from typing import Any, Literal
 from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object
 from hf_memopt.units import format_number
 
-__all__ = ["Limit", "Tally", "microbatch_limits", "part_rows", "saved_limits"]
+__all__ = ["Limit", "Tally", "are_set", "microbatch_limits", "part_rows", "saved_limits"]
 
 LIMIT_NAMES = ("max_tokens", "max_examples")
 
@@ -110,6 +110,11 @@ def microbatch_limits(
         "max_tokens": Limit(None if isinstance(max_tokens, str) else max_tokens),
         "max_examples": Limit(max_examples),
     }
+
+
+def are_set(limits: Mapping[str, Limit]) -> bool:
+    """Return whether batches are cut at all."""
+    return any(limit.limit is not None for limit in limits.values())
 
 
 def part_rows(limits: Mapping[str, Limit], columns: int | None) -> int:

@@ -216,10 +216,9 @@ class MicrobatchCallback(TrainerCallback):
     ) -> None:
         """Refuse to run unbound; restore the limits of a run that is resumed."""
         self.binding.serving(self, state)
-        saved = state.stateful_callbacks.get(SAVED)
-        state.stateful_callbacks[SAVED] = (
-            self.limits
-        )  # dataclasses, which stock writes into each checkpoint as they are
+        in_checkpoints: dict[str, Any] = state.stateful_callbacks  # type: ignore[assignment]
+        saved = in_checkpoints.get(SAVED)
+        in_checkpoints[SAVED] = self.limits  # dataclasses, of which stock writes the values into each checkpoint
         if saved is None:  # a new run, or one of a checkpoint without micro-batching
             return
         try:

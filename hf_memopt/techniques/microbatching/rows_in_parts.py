@@ -33,7 +33,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
-from hf_memopt.techniques.microbatching.row_check import DependentRowsError, Layout, ModuleCall
+from hf_memopt.techniques.microbatching.module_call import DependentRowsError, Layout, ModuleCall
 
 __all__ = ["PartsFailedError", "Size", "run_rows_in_parts"]
 
@@ -54,12 +54,12 @@ class PartsFailedError(torch.OutOfMemoryError):
 class Size(NamedTuple):
     """How many rows a part may have, and what is told when that was too many.
 
-    ``rows``: gives the most rows of a part of so many columns; ``failed``: is told rows, columns, the error's text and
-    the seconds lost, and lowers what ``rows`` gives.
+    ``rows``: gives the most rows of a part of so many columns; ``failed``: is told rows, columns and the seconds lost,
+    and lowers what ``rows`` gives.
     """
 
     rows: Callable[[int | None], int]
-    failed: Callable[[int, int | None, str, float], None]
+    failed: Callable[[int, int | None, float], None]
 
 
 def run_rows_in_parts(call: ModuleCall, layout: Layout, size: Size) -> Any:
@@ -157,7 +157,7 @@ class _Parts:
             except Exception as error:
                 text = self._text_of(error, stop - start)
             if text is not None:  # the except block has ended, and with it the frames that hold tensors
-                self._halve(stop - start, text, begin)
+                self._halve(stop - start, begin)
                 for state in states:
                     state.restore()
                 continue
@@ -188,9 +188,9 @@ class _Parts:
             raise PartsFailedError(1, self.call.columns, text) from None
         return text
 
-    def _halve(self, rows: int, text: str, begin: float) -> None:
+    def _halve(self, rows: int, begin: float) -> None:
         free_failed_step()
-        self.size.failed(rows, self.call.columns, text, time.perf_counter() - begin)
+        self.size.failed(rows, self.call.columns, time.perf_counter() - begin)
 
     # ---- Backward ---------------------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class _Parts:
         if text is None:
             return
         fresh.clear()
-        self._halve(part.stop - part.start, text, begin)
+        self._halve(part.stop - part.start, begin)
         middle = (part.start + part.stop) // 2
         for start, stop in ((part.start, middle), (middle, part.stop)):
             half, of_half = self._half(part, gradients, start, stop)

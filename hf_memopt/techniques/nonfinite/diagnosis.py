@@ -30,12 +30,8 @@ from hf_memopt.binding.model_traits import IGNORED_LABEL, local_part
 from hf_memopt.binding.nested_tensors import tensors_in
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
-from hf_memopt.techniques.microbatching.splitting import (
-    row_count,
-    splittable_batch_reason,
-    splittable_reason,
-    take_rows,
-)
+from hf_memopt.techniques.microbatching.not_splittable import splittable_batch_reason, splittable_reason
+from hf_memopt.techniques.microbatching.splitting import row_count, take_rows
 from hf_memopt.techniques.nonfinite.report import OverflowReport
 
 __all__ = ["StepInputs", "Watch", "bad_gradients", "diagnose", "replay"]
