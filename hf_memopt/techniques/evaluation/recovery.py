@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -90,7 +89,7 @@ class _Recovery:
     """What one evaluation has learned: how many rows fit."""
 
     def __init__(self, trainer: Trainer, backbones: tuple[str, ...], stated: KnownLoss | None) -> None:
-        self._reference: Callable[[], Any] = ref(trainer)
+        self._trainer: Callable[[], Any] = ref(trainer)
         self._stated = stated
         self._rows_that_fit: int | None = None
         self._batches = 0
@@ -98,11 +97,6 @@ class _Recovery:
         self._backbones = Backbones(
             backbones, Size(lambda columns: self._rows_that_fit or sys.maxsize, self._part_failed)
         )
-
-    @property
-    def trainer(self) -> Any:
-        """The trainer, which is not kept alive."""
-        return self._reference()
 
     def wrap_evaluation_loop(self, before: Callable[..., Any]) -> Callable[..., Any]:
         """Forget what fits: the next evaluation may have more memory."""
@@ -122,12 +116,11 @@ class _Recovery:
             def predict(rows: Any) -> Any:  # a copy: a step that takes the labels out is called again
                 return before(model, copied_batch(rows), prediction_loss_only, *args, **kwargs)
 
-            trainer = self.trainer
+            trainer = self._trainer()
             if hasattr(trainer, RECOVERING):  # another technique's recovery, around this one
                 return predict(inputs)
             self._batches += 1
-            count = _ItemCount(trainer, inputs)
-            with set_attribute(trainer, RECOVERING, True), count.once_per_batch():
+            with set_attribute(trainer, RECOVERING, True), _counting_once(trainer, inputs):
                 return self._predict(model, inputs, predict)
 
         self._is_stock = full_name(function_below(before)) in PREDICTION_STEPS
@@ -136,9 +129,9 @@ class _Recovery:
     def _predict(self, model: nn.Module, inputs: Any, predict: Callable[..., Any]) -> Any:
         is_stock = self._is_stock
         # whatever has to be put back before a user's own step runs again
-        state = None if is_stock else (StepState(self.trainer), RandomState.capture(self.trainer.args.device))
+        state = None if is_stock else (StepState(self._trainer()), RandomState.capture(self._trainer().args.device))
         if self._rows_that_fit is None or count_rows(inputs) <= self._rows_that_fit:
-            output, message = _attempt(partial(predict, inputs))
+            output, message = _attempt(predict, inputs)
             if message is None:
                 return output
             self._put_back(state, message)
@@ -147,12 +140,13 @@ class _Recovery:
         loss = self._loss_of(inputs) if is_stock else None
         if loss is None:
             return self._predict_in_parts(model, inputs, predict, state)
-        joined = _JoinedRows(count_rows(inputs), _generation_padding(self.trainer.model))
+        joined = _JoinedRows(count_rows(inputs), _generation_padding(self._trainer().model))
         try:
-            with observed_hooks(self.trainer.model):
+            with observed_hooks(self._trainer().model):
                 while joined.done < joined.rows:
                     stop = min(joined.rows, joined.done + (self._rows_that_fit or joined.rows))
-                    _, message = _attempt(partial(_add, joined, predict, inputs, stop))
+                    part = select_rows(inputs, slice(joined.done, stop), joined.rows)
+                    _, message = _attempt(joined.add, predict, part, stop)
                     if message is not None:
                         free_failed_step()
                         self._shrink(inputs, joined.done, stop, message)
@@ -165,7 +159,7 @@ class _Recovery:
         """Predict the whole batch, with the rows of the backbone in parts."""
         while True:
             with self._backbones.cut(unwrap_parallel(model), is_training=False) as seen:
-                output, message = _attempt(partial(predict, inputs))
+                output, message = _attempt(predict, inputs)
             if message is None:
                 return output
             self._put_back(state, message)
@@ -191,8 +185,8 @@ class _Recovery:
 
     def _loss_of(self, inputs: Any) -> KnownLoss | None:
         """Return how the loss of a batch is made of its rows'; None if the batch has to stay whole."""
-        trainer = self.trainer
-        items = trainer._get_num_items_in_batch([inputs], trainer.args.device)  # by _ItemCount: once per batch
+        trainer = self._trainer()
+        items = trainer._get_num_items_in_batch([inputs], trainer.args.device)  # once per batch
         found = self._stated or known_loss(trainer, items)
         if isinstance(found, str) or not isinstance(inputs, Mapping):
             return None
@@ -206,7 +200,7 @@ class _Recovery:
     def _shrink(self, inputs: Any, start: int, stop: int, message: str) -> None:
         """Remember half of the rows that did not fit; raise if there is no half."""
         rows = stop - start
-        if self.trainer.is_fsdp_enabled:
+        if self._trainer().is_fsdp_enabled:
             raise _unsplit_error(self._batches - 1, rows, f"the processes gather sharded weights together ({message})")
         if rows == 1:
             lengths = row_lengths(inputs) if isinstance(inputs, Mapping) else None
@@ -224,10 +218,6 @@ class _Recovery:
         )
 
 
-def _add(joined: _JoinedRows, predict: Callable[..., Any], inputs: Mapping[str, Any], stop: int) -> None:
-    joined.add(predict(select_rows(inputs, slice(joined.done, stop), joined.rows)), stop)
-
-
 def _unsplit_error(batch: int, rows: int, reason: str) -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(
         f"batch {batch} of this evaluation, of {rows} rows, does not fit into memory and cannot be split: {reason}; "
@@ -235,10 +225,10 @@ def _unsplit_error(batch: int, rows: int, reason: str) -> torch.OutOfMemoryError
     )
 
 
-def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
+def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
     """Return the result of a call, or the first line of its out-of-memory error; nothing keeps the error alive."""
     try:
-        return call(), None
+        return call(*args), None
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -254,31 +244,24 @@ def _generation_padding(model: Any) -> int:
     return IGNORED_LABEL if padding is None else int(padding)
 
 
-class _ItemCount:
-    """The number of labels that stock counts for one batch: once, and for the whole batch.
+def _counting_once(trainer: Any, inputs: Mapping[str, Any]) -> UndoHandle:
+    """Let ``prediction_step`` get the count of labels of the whole batch, however often it runs.
 
     Several processes wait for each other to add up their counts, so a process that counted again for a micro-batch
     would wait for ever.
     """
+    counted: list[Any] = []
 
-    def __init__(self, trainer: Any, inputs: Mapping[str, Any]) -> None:
-        self._trainer, self._inputs = trainer, inputs
-        self._is_counted = False
-        self.items: Any = None
+    def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
+        def count(batch_samples: Any, device: torch.device) -> Any:
+            if not counted:
+                counted.append(before([inputs], device))
+            return counted[0]
 
-    def once_per_batch(self) -> UndoHandle:
-        """Return the context in which ``prediction_step`` gets the count of the whole batch."""
+        return count
 
-        def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
-            def count(batch_samples: Any, device: torch.device) -> Any:
-                if not self._is_counted:
-                    self.items, self._is_counted = before([self._inputs], device), True
-                return self.items
-
-            return count
-
-        # private; prediction_step calls it so in transformers 5.8.1, 5.17.0 and 5.23.0, and no public name is between
-        return override_method(self._trainer, "_get_num_items_in_batch", wrap)
+    # private; prediction_step calls it so in transformers 5.8.1, 5.17.0 and 5.23.0, and no public name is between
+    return override_method(trainer, "_get_num_items_in_batch", wrap)
 
 
 class _JoinedRows:
@@ -292,9 +275,9 @@ class _JoinedRows:
         self.logits: Any = None
         self.labels: Any = None
 
-    def add(self, output: tuple[Any, Any, Any], stop: int) -> None:
-        """Add loss, logits and labels of the rows up to ``stop``; on an error nothing was added."""
-        loss, logits, labels = output
+    def add(self, predict: Callable[[Any], tuple[Any, Any, Any]], part: Any, stop: int) -> None:
+        """Add loss, logits and labels of a part, the rows up to ``stop``; on an error nothing was added."""
+        loss, logits, labels = predict(part)
         joined_logits = self._place(self.logits, logits, stop)
         self.labels = self._place(self.labels, labels, stop)
         self.logits = joined_logits

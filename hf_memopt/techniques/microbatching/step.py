@@ -68,11 +68,19 @@ Items = torch.Tensor | int | None
 
 
 class _AccumulationStep(NamedTuple):
-    """The arguments of one call of ``training_step``, and what stock divided its loss by at that time."""
+    """One call of ``training_step``: what it runs, its arguments, and what stock divided its loss by at that time."""
 
+    run: Callable[..., torch.Tensor]
+    model: nn.Module
     inputs: Any
     num_items_in_batch: Items
     accumulation_steps: int
+
+    def call(self, trainer: Any, rows: Any) -> torch.Tensor:
+        """Train on these rows of the batch."""
+        # An epoch that ended early leaves accumulation steps, and their gradients, to the next epoch's first step.
+        trainer.current_gradient_accumulation_steps = self.accumulation_steps
+        return self.run(self.model, copied_batch(rows), self.num_items_in_batch)  # a subclass may pop columns from it
 
 
 class _Failure(NamedTuple):
@@ -174,7 +182,7 @@ class MicrobatchedStep:
         def training_step(model: nn.Module, inputs: Any, num_items_in_batch: Items = None) -> torch.Tensor:
             trainer = self._trainer()
             steps = getattr(trainer, "current_gradient_accumulation_steps", 1)  # a step outside of train has none
-            self._window.append(_AccumulationStep(inputs, num_items_in_batch, steps))
+            self._window.append(_AccumulationStep(before, model, inputs, num_items_in_batch, steps))
             if self._first_way is None:
                 self._first_way = self._way(trainer, self._window[-1])
             if self._random is None:
@@ -182,7 +190,7 @@ class MicrobatchedStep:
                 is_plain = isinstance(self._first_way, KnownLoss) and self._tally.steps > 0
                 self._state = None if is_plain else StepState(trainer)
             try:
-                loss = self._run_until_it_fits(before, trainer, model)
+                loss = self._run_until_it_fits(trainer)
             except BaseException:
                 self._begin_window()
                 raise
@@ -194,13 +202,13 @@ class MicrobatchedStep:
 
     # ---- Attempts ---------------------------------------------------------------------------------------------------
 
-    def _run_until_it_fits(self, run: Callable[..., Any], trainer: Any, model: nn.Module) -> torch.Tensor:
+    def _run_until_it_fits(self, trainer: Any) -> torch.Tensor:
         """Run the newest accumulation step; after out of memory the whole window, in smaller parts."""
         first = len(self._window) - 1  # the gradients of those before are there already
         while True:
             begin, lost = time.perf_counter(), self._tally.lost_seconds
             try:
-                loss = self._attempt(run, trainer, model, first)
+                loss = self._attempt(trainer, first)
                 self._check_buffers()
                 return loss
             except HookChangesError as error:
@@ -211,7 +219,7 @@ class MicrobatchedStep:
                     raise
                 failure, ran_out = self._failure(trainer, error), True
             # The except block has ended, and with it the frames that referred to the failed step's tensors.
-            model.zero_grad(set_to_none=True)
+            self._window[-1].model.zero_grad(set_to_none=True)
             free_failed_step()
             assert self._random is not None
             has_drawn = not self._random.is_same(RandomState.capture(trainer.args.device))
@@ -222,7 +230,7 @@ class MicrobatchedStep:
             self._tally.lost_seconds = lost + time.perf_counter() - begin  # what parts lost is in it
             first = 0
 
-    def _attempt(self, run: Callable[..., Any], trainer: Any, model: nn.Module, first: int) -> torch.Tensor:
+    def _attempt(self, trainer: Any, first: int) -> torch.Tensor:
         """Run the window from one accumulation step on; return the loss of its last."""
         begin, last = time.perf_counter(), len(self._window) - 1
         self._whole.are_shared = False
@@ -234,9 +242,9 @@ class MicrobatchedStep:
             if trainer.is_fsdp_enabled:
                 refuse_together(trainer, way, step.inputs)
             if isinstance(way, KnownLoss):
-                loss = self._run_micro_batches(run, trainer, model, step, way, is_last=position == last)
+                loss = self._run_micro_batches(trainer, step, way, is_last=position == last)
             else:
-                loss = self._run_in_parts(run, trainer, model, step, str(way))
+                loss = self._run_in_parts(trainer, step, str(way))
         return loss
 
     def _way(self, trainer: Any, step: _AccumulationStep) -> KnownLoss | str:
@@ -256,36 +264,19 @@ class MicrobatchedStep:
         reason = splittable_reason(trainer.model) or splittable_batch_reason(step.inputs)
         return reason or found.reason_against(step.inputs) or found
 
-    def _call(self, run: Callable[..., Any], trainer: Any, model: nn.Module, step: _AccumulationStep, rows: Any) -> Any:
-        # An epoch that ended early leaves accumulation steps, and their gradients, to the next epoch's first step.
-        trainer.current_gradient_accumulation_steps = step.accumulation_steps
-        return run(model, copied_batch(rows), step.num_items_in_batch)  # a subclass may pop columns from it
-
     def _run_micro_batches(
-        self,
-        run: Callable[..., Any],
-        trainer: Any,
-        model: nn.Module,
-        step: _AccumulationStep,
-        way: KnownLoss,
-        *,
-        is_last: bool,
+        self, trainer: Any, step: _AccumulationStep, way: KnownLoss, *, is_last: bool
     ) -> torch.Tensor:
         """Run a batch in whole micro-batches."""
         self._whole.rows = [0]  # what fails before any of them runs, with few rows, is not helped by smaller ones
+        micro_batches = self._split(trainer, step, way)
+        syncs, is_limited = is_last and trainer.accelerator.sync_gradients, are_set(self._limits)
+        call = partial(step.call, trainer)
         return self._whole.run(
-            partial(self._call, run, trainer, model, step),
-            trainer,
-            model,
-            step.inputs,
-            self._split(trainer, model, step, way),
-            syncs=is_last and trainer.accelerator.sync_gradients,
-            is_limited=are_set(self._limits),
+            call, trainer, step.model, step.inputs, micro_batches, syncs=syncs, is_limited=is_limited
         )
 
-    def _split(
-        self, trainer: Any, model: nn.Module, step: _AccumulationStep, way: KnownLoss
-    ) -> list[tuple[list[int], float]]:
+    def _split(self, trainer: Any, step: _AccumulationStep, way: KnownLoss) -> list[tuple[list[int], float]]:
         """Return the rows of each micro-batch of an accumulation step, and their part of its loss."""
         groups, repeats = groups_of(step.inputs, self._limits), 0
         if trainer.is_fsdp_enabled:
@@ -294,7 +285,7 @@ class MicrobatchedStep:
             return [(groups[0], 1.0)]
         self._was_split = True
         if not self._is_verified:
-            verify_stated_loss(trainer, model, step.inputs, step.num_items_in_batch, way)
+            verify_stated_loss(trainer, step.model, step.inputs, step.num_items_in_batch, way)
             self._is_verified = True
         weights = way.row_weights(step.inputs)
         if weights is None:  # losses add up
@@ -302,9 +293,7 @@ class MicrobatchedStep:
         kept = ([row for row in rows if weights[row]] for rows in groups)  # a mean over nothing would be 0 / 0
         return [(rows, sum(weights[row] for row in rows)) for rows in kept if rows]
 
-    def _run_in_parts(
-        self, run: Callable[..., Any], trainer: Any, model: nn.Module, step: _AccumulationStep, why: str
-    ) -> torch.Tensor:
+    def _run_in_parts(self, trainer: Any, step: _AccumulationStep, why: str) -> torch.Tensor:
         """Run the whole step once, with the rows of the backbone in parts."""
         is_limited, where = are_set(self._limits), batch_text(trainer, step.inputs)
         if is_limited:
@@ -312,11 +301,11 @@ class MicrobatchedStep:
         with ExitStack() as stack:
             seen = CutStep()
             if is_limited or not trainer.args.torch_compile:  # else it would run uncompiled, for nothing
-                seen = stack.enter_context(self._backbones.cut(unwrap_parallel(model)))
+                seen = stack.enter_context(self._backbones.cut(unwrap_parallel(step.model)))
             self._running = self._running[0], why, seen
             stack.enter_context(override_method(trainer.accelerator, "backward", seen.noting_out_of_memory))
             try:
-                loss: torch.Tensor = self._call(run, trainer, model, step, step.inputs)
+                loss = step.call(trainer, step.inputs)
             except DependentRowsError as error:
                 remedy = remedy_of(str(error), trainer.model)
                 raise NotSplittableError(trainer.model, str(error), where=where, remedy=remedy) from None
