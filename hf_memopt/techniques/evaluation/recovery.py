@@ -29,7 +29,6 @@ from hf_memopt.binding.handles import UndoHandle, function_below, override_metho
 from hf_memopt.binding.known_losses import KnownLoss, known_loss
 from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_parallel
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
-from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.backbones import Backbones
 from hf_memopt.techniques.microbatching.not_splittable import splittable_batch_reason, splittable_reason
@@ -129,7 +128,7 @@ class _Recovery:
     def _predict(self, model: nn.Module, inputs: Any, predict: Callable[..., Any]) -> Any:
         is_stock = self._is_stock
         # whatever has to be put back before a user's own step runs again
-        state = None if is_stock else (StepState(self._trainer()), RandomState.capture(self._trainer().args.device))
+        state = None if is_stock else StepState(self._trainer())
         if self._rows_that_fit is None or count_rows(inputs) <= self._rows_that_fit:
             output, message = _attempt(predict, inputs)
             if message is None:
@@ -155,7 +154,9 @@ class _Recovery:
         value = None if not joined.losses else joined.loss(loss.row_weights(inputs))
         return value, joined.logits, joined.labels
 
-    def _predict_in_parts(self, model: nn.Module, inputs: Any, predict: Callable[..., Any], state: Any) -> Any:
+    def _predict_in_parts(
+        self, model: nn.Module, inputs: Any, predict: Callable[..., Any], state: StepState | None
+    ) -> Any:
         """Predict the whole batch, with the rows of the backbone in parts."""
         while True:
             with self._backbones.cut(unwrap_parallel(model), is_training=False) as seen:
@@ -169,19 +170,17 @@ class _Recovery:
             largest, _ = seen.largest or (1, None)  # of a nested batch, whose rows only the model sees
             self._shrink(inputs, 0, min(largest, self._rows_that_fit or largest), message)
 
-    def _put_back(self, state: tuple[StepState, RandomState] | None, message: str) -> None:
+    def _put_back(self, state: StepState | None, message: str) -> None:
         free_failed_step()
         if state is None:
             return
-        kept, generators = state
-        if (changed := kept.lost()) is not None:
+        if (changed := state.lost()) is not None:
             raise torch.OutOfMemoryError(
                 f"memory ran out in batch {self._batches - 1} of this evaluation ({message}), which cannot be run "
                 f"again, since {changed} was changed within it; expected a batch that fits. "
                 "Lower it: TrainingArguments(..., per_device_eval_batch_size=1)"
             )
-        kept.restore()
-        generators.restore()
+        state.restore()
 
     def _loss_of(self, inputs: Any) -> KnownLoss | None:
         """Return how the loss of a batch is made of its rows'; None if the batch has to stay whole."""

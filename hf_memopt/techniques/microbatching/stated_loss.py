@@ -17,7 +17,6 @@ from torch import nn
 from hf_memopt.binding.handles import override_method
 from hf_memopt.binding.known_losses import KnownLoss
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
-from hf_memopt.devices.random_state import RandomState
 from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
 from hf_memopt.techniques.microbatching.row_check import without_dropout
 from hf_memopt.techniques.microbatching.splitting import row_count, row_lengths, take_rows
@@ -49,7 +48,7 @@ def _verify(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any, los
     rows = sorted(range(len(lengths)), key=lambda row: lengths[row])[:most_rows]
     batch = take_rows(inputs, rows)
     parameters = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    state, generators = StepState(trainer), RandomState.capture(trainer.args.device)
+    state = StepState(trainer)
 
     def gradients(some: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         with trainer.compute_loss_context_manager():
@@ -58,7 +57,6 @@ def _verify(trainer: Any, model: Any, inputs: Mapping[str, Any], items: Any, los
         return torch.autograd.grad(value, list(parameters.values()), materialize_grads=True)
 
     with ExitStack() as stack:
-        stack.callback(generators.restore)
         stack.callback(state.restore)
         stack.enter_context(trainer.accelerator.no_sync(model))
         stack.enter_context(override_method(trainer, "log", lambda before: lambda *args, **kwargs: None))

@@ -26,7 +26,6 @@ from hf_memopt.binding.model_traits import unwrap_parallel
 from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.changes import Change, record_changes
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
-from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.backbones import LOSS_OF_ALL_ROWS, Backbones, CutStep
 from hf_memopt.techniques.microbatching.limits import Limit, Tally, are_set, part_rows
@@ -153,8 +152,7 @@ class MicrobatchedStep:
     def _begin_window(self) -> None:
         self._window: list[_AccumulationStep] = []
         self._running = 0, "", CutStep()  # the position of a step, why it runs whole ("" if not), what its parts saw
-        self._random: RandomState | None = None  # at the beginning of the window
-        self._state: StepState | None = None  # the same
+        self._state: StepState | None = None  # at the beginning of the window
         self._was_split = False
 
     # ---- Overrides --------------------------------------------------------------------------------------------------
@@ -185,10 +183,10 @@ class MicrobatchedStep:
             self._window.append(_AccumulationStep(before, model, inputs, num_items_in_batch, steps))
             if self._first_way is None:
                 self._first_way = self._way(trainer, self._window[-1])
-            if self._random is None:
-                self._random = RandomState.capture(trainer.args.device)
-                is_plain = isinstance(self._first_way, KnownLoss) and self._tally.steps > 0
-                self._state = None if is_plain else StepState(trainer)
+            if self._state is None:
+                self._state = StepState(
+                    trainer, of_stock=isinstance(self._first_way, KnownLoss) and self._tally.steps > 0
+                )
             try:
                 loss = self._run_until_it_fits(trainer)
             except BaseException:
@@ -221,10 +219,7 @@ class MicrobatchedStep:
             # The except block has ended, and with it the frames that referred to the failed step's tensors.
             self._window[-1].model.zero_grad(set_to_none=True)
             free_failed_step()
-            assert self._random is not None
-            has_drawn = not self._random.is_same(RandomState.capture(trainer.args.device))
-            self._put_back(trainer, failure)
-            self._random.restore()
+            has_drawn = self._put_back(trainer, failure)
             if ran_out:
                 self._lower_limit(trainer, failure, has_drawn=has_drawn)
             self._tally.lost_seconds = lost + time.perf_counter() - begin  # what parts lost is in it
@@ -383,17 +378,18 @@ class MicrobatchedStep:
             if self._was_split:
                 raise HookChangesError(self._why_whole)
 
-    def _put_back(self, trainer: Any, failure: _Failure) -> None:
-        """Put back what a user's step has changed, or raise: a step on changed weights is not repeated."""
-        if self._state is None:
-            return
-        lost = self._state.lost()
+    def _put_back(self, trainer: Any, failure: _Failure) -> bool:
+        """Put back what the step has changed, and return whether it drew random numbers; or raise: a step on changed
+        weights is not repeated.
+        """
+        assert self._state is not None  # since the window began
+        lost, has_drawn = self._state.lost(), self._state.has_drawn()
         reason = None if lost is None else f"{lost} was changed within it"
         if trainer.args.world_size > 1 and self._running[1]:  # in whole micro-batches they share them at the end
             reason = "the processes share its gradients"
         if reason is None:
             self._state.restore()
-            return
+            return has_drawn
         raise torch.OutOfMemoryError(
             f"memory ran out at step {trainer.state.global_step + 1} ({failure.text}), and the step cannot be repeated"
             f", since {reason}; expected parts that fit from the beginning. Start with smaller ones: {failure.smaller}"
