@@ -29,7 +29,7 @@ from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.handles import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.plain_data import shown
-from hf_memopt.techniques.evaluation.outputs import KeptOutputs, OutputSettings, Reduce
+from hf_memopt.techniques.evaluation.outputs import KeptOutputs, Reduce
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.units import parse_bytes
 
@@ -114,12 +114,10 @@ def guard_evaluation(
     Raises:
         ValueError: as ``EvaluationGuardCallback`` does.
     """
-    settings = _checked(reduce, card_budget)
-    _refuse_two_reductions(trainer, settings.reduce)
-    return undo_all(
-        recover_predictions(trainer),
-        override_method(trainer, "evaluation_loop", partial(_wrap_evaluation_loop, trainer, settings, {})),
-    )
+    function, budget_bytes = _checked(reduce, card_budget)
+    _refuse_two_reductions(trainer, function)
+    wrap = partial(_wrap_evaluation_loop, trainer, function, budget_bytes, {})
+    return undo_all(recover_predictions(trainer), override_method(trainer, "evaluation_loop", wrap))
 
 
 def class_predictions(logits: Any, labels: Any) -> Any:
@@ -155,7 +153,8 @@ def _largest(logits: Any) -> Any:
 
 def _wrap_evaluation_loop(
     trainer: Any,
-    settings: OutputSettings,
+    reduce: Reduce | None,
+    budget_bytes: int,
     checked: dict[tuple[Any, ...], tuple[str, ...]],
     before: Callable[..., Any],
 ) -> Callable[..., Any]:
@@ -166,11 +165,12 @@ def _wrap_evaluation_loop(
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        _refuse_two_reductions(trainer, settings.reduce)
-        is_to_check = settings.reduce is not None and trainer.compute_metrics is not None
+        _refuse_two_reductions(trainer, reduce)
         function = getattr(trainer.compute_metrics, "memopt_function", trainer.compute_metrics)
         case = metric_key_prefix, _data_set(dataloader), id(function), trainer.args.batch_eval_metrics
-        outputs = KeptOutputs(trainer, settings, dataloader, description, checked.get(case) if is_to_check else ())
+        outputs = KeptOutputs(trainer, reduce, _name(reduce), budget_bytes, dataloader, description)
+        if reduce is not None and function is not None:
+            outputs.why_whole = checked.get(case)
         args = trainer.args
         with ExitStack() as stack:
             stack.enter_context(set_attribute(trainer, "preprocess_logits_for_metrics", outputs.reduce_and_check))
@@ -192,15 +192,15 @@ def _data_set(dataloader: Any) -> Any:
     return getattr(dataset, "_fingerprint", id(dataset)) if has_length(dataset) else None
 
 
-def _checked(reduce: Any, card_budget: Any) -> OutputSettings:
+def _checked(reduce: Any, card_budget: Any) -> tuple[Reduce | None, int]:
+    """Return the reduction as a function, and the budget in bytes."""
     is_argmax = isinstance(reduce, str) and reduce == "argmax"
     if reduce is not None and not is_argmax and not callable(reduce):
         raise ValueError(
             f"reduce={shown(reduce)} is not a reduction of logits; expected None, 'argmax' or a callable that takes "
             "logits and labels. Write: EvaluationGuardCallback(reduce='argmax')"
         )
-    function = class_predictions if is_argmax else reduce
-    return OutputSettings(function, parse_bytes(card_budget, "card_budget"), _name(function))
+    return class_predictions if is_argmax else reduce, parse_bytes(card_budget, "card_budget")
 
 
 def _name(function: Any, *, short: bool = True) -> str:

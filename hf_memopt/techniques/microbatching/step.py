@@ -41,12 +41,12 @@ from hf_memopt.techniques.microbatching.not_splittable import (
     splittable_reason,
 )
 from hf_memopt.techniques.microbatching.rows_in_parts import PartsFailedError, Size
-from hf_memopt.techniques.microbatching.splitting import copied_batch, count_rows, padded_tokens
-from hf_memopt.techniques.microbatching.stated_loss import verify_stated_loss
+from hf_memopt.techniques.microbatching.splitting import count_rows, padded_tokens
 from hf_memopt.techniques.microbatching.step_state import StepState
 from hf_memopt.techniques.microbatching.whole_micro_batches import (
+    AccumulationStep,
+    Items,
     WholeMicroBatches,
-    groups_in_lockstep,
     groups_of,
     refuse_together,
 )
@@ -61,25 +61,6 @@ __all__ = ["MicrobatchedStep"]
 logger = logging.getLogger(__name__)
 
 PACKED = "its examples are packed"
-
-Items = torch.Tensor | int | None
-"""``num_items_in_batch``, as ``training_step`` gets it."""
-
-
-class _AccumulationStep(NamedTuple):
-    """One call of ``training_step``: what it runs, its arguments, and what stock divided its loss by at that time."""
-
-    run: Callable[..., torch.Tensor]
-    model: nn.Module
-    inputs: Any
-    num_items_in_batch: Items
-    accumulation_steps: int
-
-    def call(self, trainer: Any, rows: Any) -> torch.Tensor:
-        """Train on these rows of the batch."""
-        # An epoch that ended early leaves accumulation steps, and their gradients, to the next epoch's first step.
-        trainer.current_gradient_accumulation_steps = self.accumulation_steps
-        return self.run(self.model, copied_batch(rows), self.num_items_in_batch)  # a subclass may pop columns from it
 
 
 class _Failure(NamedTuple):
@@ -136,7 +117,7 @@ class MicrobatchedStep:
         self._changes = [] if changes is None else changes
         self._tally = Tally() if tally is None else tally
         self._names, self._stated = backbones, stated
-        self._whole = WholeMicroBatches()
+        self._whole = WholeMicroBatches(limits)
         self.wrap_compute_loss = self._whole.wrap_compute_loss
         self._begin_run()
 
@@ -144,13 +125,13 @@ class MicrobatchedStep:
         self._backbones = Backbones(self._names, Size(partial(part_rows, self._limits), self._part_failed))
         self._first_way: KnownLoss | str | None = None  # of the first step, None until then
         self._known: dict[bool, KnownLoss | str] = {}  # by whether items are counted
-        self._is_verified = self._stated is None
+        self._whole.is_verified = self._stated is None
         self._why_whole = ""  # what was seen to change as rows pass through the model: a hook of others, a buffer
         self._was_told = False  # that nothing can be cut
         self._begin_window()
 
     def _begin_window(self) -> None:
-        self._window: list[_AccumulationStep] = []
+        self._window: list[AccumulationStep] = []
         self._running = 0, "", CutStep()  # the position of a step, why it runs whole ("" if not), what its parts saw
         self._state: StepState | None = None  # at the beginning of the window
         self._was_split = False
@@ -180,7 +161,7 @@ class MicrobatchedStep:
         def training_step(model: nn.Module, inputs: Any, num_items_in_batch: Items = None) -> torch.Tensor:
             trainer = self._trainer()
             steps = getattr(trainer, "current_gradient_accumulation_steps", 1)  # a step outside of train has none
-            self._window.append(_AccumulationStep(before, model, inputs, num_items_in_batch, steps))
+            self._window.append(AccumulationStep(before, model, inputs, num_items_in_batch, steps))
             if self._first_way is None:
                 self._first_way = self._way(trainer, self._window[-1])
             if self._state is None:
@@ -237,12 +218,14 @@ class MicrobatchedStep:
             if trainer.is_fsdp_enabled:
                 refuse_together(trainer, way, step.inputs)
             if isinstance(way, KnownLoss):
-                loss = self._run_micro_batches(trainer, step, way, is_last=position == last)
+                syncs = position == last and trainer.accelerator.sync_gradients
+                loss, is_split = self._whole.run(trainer, step, way, syncs=syncs)
+                self._was_split |= is_split
             else:
                 loss = self._run_in_parts(trainer, step, str(way))
         return loss
 
-    def _way(self, trainer: Any, step: _AccumulationStep) -> KnownLoss | str:
+    def _way(self, trainer: Any, step: AccumulationStep) -> KnownLoss | str:
         """Return how the loss of a batch is made of its rows', or why the loss has to see the whole batch."""
         if self._why_whole:
             return self._why_whole
@@ -259,36 +242,7 @@ class MicrobatchedStep:
         reason = splittable_reason(trainer.model) or splittable_batch_reason(step.inputs)
         return reason or found.reason_against(step.inputs) or found
 
-    def _run_micro_batches(
-        self, trainer: Any, step: _AccumulationStep, way: KnownLoss, *, is_last: bool
-    ) -> torch.Tensor:
-        """Run a batch in whole micro-batches."""
-        self._whole.rows = [0]  # what fails before any of them runs, with few rows, is not helped by smaller ones
-        micro_batches = self._split(trainer, step, way)
-        syncs, is_limited = is_last and trainer.accelerator.sync_gradients, are_set(self._limits)
-        call = partial(step.call, trainer)
-        return self._whole.run(
-            call, trainer, step.model, step.inputs, micro_batches, syncs=syncs, is_limited=is_limited
-        )
-
-    def _split(self, trainer: Any, step: _AccumulationStep, way: KnownLoss) -> list[tuple[list[int], float]]:
-        """Return the rows of each micro-batch of an accumulation step, and their part of its loss."""
-        groups, repeats = groups_of(step.inputs, self._limits), 0
-        if trainer.is_fsdp_enabled:
-            groups, repeats = groups_in_lockstep(trainer, groups)
-        if len(groups) + repeats == 1:
-            return [(groups[0], 1.0)]
-        self._was_split = True
-        if not self._is_verified:
-            verify_stated_loss(trainer, step.model, step.inputs, step.num_items_in_batch, way)
-            self._is_verified = True
-        weights = way.row_weights(step.inputs)
-        if weights is None:  # losses add up
-            return [*((rows, 1.0) for rows in groups), *[(groups[0][:1], 0.0)] * repeats]
-        kept = ([row for row in rows if weights[row]] for rows in groups)  # a mean over nothing would be 0 / 0
-        return [(rows, sum(weights[row] for row in rows)) for rows in kept if rows]
-
-    def _run_in_parts(self, trainer: Any, step: _AccumulationStep, why: str) -> torch.Tensor:
+    def _run_in_parts(self, trainer: Any, step: AccumulationStep, why: str) -> torch.Tensor:
         """Run the whole step once, with the rows of the backbone in parts."""
         is_limited, where = are_set(self._limits), batch_text(trainer, step.inputs)
         if is_limited:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,22 +25,52 @@ from hf_memopt.binding.foreign_code import observed_hooks
 from hf_memopt.binding.known_losses import KnownLoss
 from hf_memopt.techniques.microbatching.limits import Limit, are_set
 from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
-from hf_memopt.techniques.microbatching.splitting import cut, decoder_lengths, row_count, row_lengths, take_rows
+from hf_memopt.techniques.microbatching.splitting import (
+    copied_batch,
+    cut,
+    decoder_lengths,
+    row_count,
+    row_lengths,
+    take_rows,
+)
+from hf_memopt.techniques.microbatching.stated_loss import verify_stated_loss
 
-__all__ = ["WholeMicroBatches", "groups_in_lockstep", "groups_of", "refuse_together"]
+__all__ = ["AccumulationStep", "Items", "WholeMicroBatches", "groups_in_lockstep", "groups_of", "refuse_together"]
+
+
+Items = torch.Tensor | int | None
+"""``num_items_in_batch``, as ``training_step`` gets it."""
+
+
+class AccumulationStep(NamedTuple):
+    """One call of ``training_step``: what it runs, its arguments, and what stock divided its loss by at that time."""
+
+    run: Callable[..., torch.Tensor]
+    model: nn.Module
+    inputs: Any
+    num_items_in_batch: Items
+    accumulation_steps: int
+
+    def call(self, trainer: Any, rows: Any) -> torch.Tensor:
+        """Train on these rows of the batch."""
+        # An epoch that ended early leaves accumulation steps, and their gradients, to the next epoch's first step.
+        trainer.current_gradient_accumulation_steps = self.accumulation_steps
+        return self.run(self.model, copied_batch(rows), self.num_items_in_batch)  # a subclass may pop columns from it
 
 
 class WholeMicroBatches:
-    """Runs micro-batches, each with its weight.
+    """Runs batches in micro-batches within limits, each with its weight.
 
     Attributes:
         rows: of the micro-batch that runs, or ran last.
         are_shared: whether gradients of this batch were sent to other processes.
+        is_verified: whether the loss may be cut; a stated one is verified first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Mapping[str, Limit]) -> None:
+        self._limits = limits
         self.rows: list[int] = []
-        self.are_shared = False
+        self.are_shared = self.is_verified = False
         self._weight = 1.0
         self._share_gradients: Callable[[], None] | None = None
 
@@ -57,44 +87,45 @@ class WholeMicroBatches:
 
         return compute_loss
 
-    def run(
-        self,
-        step: Callable[[Any], torch.Tensor],
-        trainer: Any,
-        model: nn.Module,
-        inputs: Mapping[str, Any],
-        micro_batches: Sequence[tuple[list[int], float]],
-        *,
-        syncs: bool,
-        is_limited: bool,
-    ) -> torch.Tensor:
-        """Call ``step`` with each micro-batch; return the sum of the losses.
+    def run(self, trainer: Any, step: AccumulationStep, loss: KnownLoss, *, syncs: bool) -> tuple[torch.Tensor, bool]:
+        """Run an accumulation step, the last micro-batch of which shares its gradients where ``syncs``.
 
-        Args:
-            step: trains on some rows, and returns their loss.
-            trainer: whose step it is.
-            model: as the step gets it.
-            inputs: the batch.
-            micro_batches: rows and weight of each.
-            syncs: share the gradients with other processes in the last one.
-            is_limited: take rows, without the padding that they do not need; otherwise the batch is left as it is.
+        Returns:
+            The sum of the losses, and whether the batch was split.
 
         Raises:
             HookChangesError: a hook of others changes what passes.
         """
-        loss: torch.Tensor | None = None
+        self.rows = [0]  # what fails before any of them runs, with few rows, is not helped by smaller ones
+        micro_batches = self._split(trainer, step, loss)
+        is_split, losses = len(micro_batches) > 1, []
         try:
-            with observed_hooks(trainer.model) if len(micro_batches) > 1 else nullcontext():
-                for number, (self.rows, self._weight) in enumerate(micro_batches):
-                    taken = take_rows(inputs, self.rows) if is_limited else inputs
-                    with self._without_sync(trainer, model, shares=syncs and number == len(micro_batches) - 1):
-                        part = step(taken)
+            with observed_hooks(trainer.model) if is_split else nullcontext():
+                for number, (self.rows, self._weight) in enumerate(micro_batches, 1):
+                    taken = take_rows(step.inputs, self.rows) if are_set(self._limits) else step.inputs
+                    shares = syncs and number == len(micro_batches)
+                    with self._without_sync(trainer, step.model, shares=shares):
+                        losses.append(step.call(trainer, taken))
                     del taken
-                    loss = part if loss is None else loss + part
         finally:
             self._weight = 1.0
-        assert loss is not None  # there is one micro-batch at least
-        return loss
+        return sum(losses[1:], losses[0]), is_split
+
+    def _split(self, trainer: Any, step: AccumulationStep, loss: KnownLoss) -> list[tuple[list[int], float]]:
+        """Return the rows of each micro-batch of an accumulation step, and their part of its loss."""
+        groups, repeats = groups_of(step.inputs, self._limits), 0
+        if trainer.is_fsdp_enabled:
+            groups, repeats = groups_in_lockstep(trainer, groups)
+        if len(groups) + repeats == 1:
+            return [(groups[0], 1.0)]
+        if not self.is_verified:
+            verify_stated_loss(trainer, step.model, step.inputs, step.num_items_in_batch, loss)
+            self.is_verified = True
+        weights = loss.row_weights(step.inputs)
+        if weights is None:  # losses add up
+            return [*((rows, 1.0) for rows in groups), *[(groups[0][:1], 0.0)] * repeats]
+        kept = ([row for row in rows if weights[row]] for rows in groups)  # a mean over nothing would be 0 / 0
+        return [(rows, sum(weights[row] for row in rows)) for rows in kept if rows]
 
     @contextmanager
     def _without_sync(self, trainer: Any, model: nn.Module, *, shares: bool) -> Iterator[None]:
