@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,7 +53,7 @@ from hf_memopt.whole_files import warn_unwritten
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["OverflowCallback", "detect_nonfinite"]
+__all__ = ["OverflowCallback"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,29 +68,6 @@ SMALLEST_SCALE = 1.0
 BFLOAT16_FAMILY = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 """Model types pretrained with bfloat16 activations (github.com/google-research/text-to-text-transfer-transformer,
 issue 539), whose feed-forward outputs exceed float16's 65,504 (github.com/huggingface/transformers, issue 5651)."""
-
-
-def detect_nonfinite(trainer: Trainer, callback: OverflowCallback | None = None) -> UndoHandle:
-    """Add an ``OverflowCallback`` to a Trainer and bind it: ``attach(trainer, callback)`` without what else that does.
-
-    Call it after other techniques that override ``training_step``, so that it sees each batch as the Trainer does.
-
-    Returns:
-        A handle whose ``remove()`` takes everything off the Trainer again.
-
-    Raises:
-        ValueError: as ``OverflowCallback`` does.
-    """
-    callback = OverflowCallback() if callback is None else callback
-    handle, reference = callback.bind(trainer), weakref.ref(trainer)
-    trainer.add_callback(callback)
-
-    def undo() -> None:
-        handle.remove()
-        if (alive := reference()) is not None:
-            alive.remove_callback(callback)
-
-    return UndoHandle(undo)
 
 
 class OverflowCallback(TrainerCallback):
