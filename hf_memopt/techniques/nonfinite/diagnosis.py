@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import recursively_apply, send_to_device
@@ -36,6 +36,7 @@ from hf_memopt.techniques.nonfinite.report import OverflowReport
 __all__ = ["StepInputs", "Watch", "bad_gradients", "diagnose", "replay"]
 
 MOST_NAMES = 3  # of weights in a report
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def diagnose(
     return replace(report, detail=failures[-1] if failures else "")
 
 
-def _attempted(attempt: Callable[[], Any], failures: list[str]) -> Any:
+def _attempted(attempt: Callable[[], Found], failures: list[str]) -> Found | None:
     """Return the result of an attempt; None if it fails, for lack of memory say, which must not end the run."""
     try:
         return attempt()
