@@ -18,7 +18,7 @@ from hf_memopt.binding.fused_loss.fuse import FusedHandle, fuse_cross_entropy
 from hf_memopt.binding.handles import UndoHandle, undo_all
 from hf_memopt.changes import Change, add_change, record_changes
 from hf_memopt.plain_data import Count, check_value
-from hf_memopt.techniques.model_handles import ModelHandles
+from hf_memopt.techniques.technique_callback import ModelHandles
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
