@@ -22,19 +22,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
-from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.handles import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.plain_data import shown
 from hf_memopt.techniques.evaluation.outputs import KeptOutputs, Reduce
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
+from hf_memopt.techniques.technique_callback import TechniqueCallback
 from hf_memopt.units import parse_bytes
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer
 
 __all__ = [
     "EvaluationGuardCallback",
@@ -44,7 +43,7 @@ __all__ = [
 ]
 
 
-class EvaluationGuardCallback(TrainerCallback):
+class EvaluationGuardCallback(TechniqueCallback):
     """Bound the memory of ``trainer.evaluate`` and ``trainer.predict``; needs ``attach``. It logs no keys.
 
     Args:
@@ -72,11 +71,7 @@ class EvaluationGuardCallback(TrainerCallback):
     def __init__(self, reduce: Literal["argmax"] | Reduce | None = None, *, card_budget: int | str = "64MiB") -> None:
         self._arguments: dict[str, Any] = {"reduce": reduce, "card_budget": card_budget}
         _checked(**self._arguments)
-        self.handle: UndoHandle | None = None
-        self.binding = Binding()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self._arguments), ()  # a copy starts unbound: the handle belongs to one trainer
+        super().__init__(**self._arguments)
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Guard this trainer's evaluations; called by ``attach``."""
@@ -84,21 +79,17 @@ class EvaluationGuardCallback(TrainerCallback):
             self.handle = self.binding.to(trainer, guard_evaluation(trainer, **self._arguments))
         return self.binding.handle
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse incompatible settings before the first evaluation."""
         self._check_bound(state)
         if self.binding.trainer is not None:
             check_compatibility(self.binding.trainer)
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound, without training too."""
         self._check_bound(state)
 
-    def _check_bound(self, state: TrainerState) -> None:
+    def _check_bound(self, state: Any) -> None:
         if self.handle is None or not self.handle.is_removed:  # a removed handle lets evaluations run without it
             self.binding.serving(self, state)
 

@@ -32,14 +32,6 @@ logger = logging.getLogger(__name__)
 class KeptOutputs:
     """The outputs that stock keeps during one evaluation, and how many bytes of them are allowed.
 
-    Args:
-        trainer: whose evaluation it is.
-        reduce: the user's reduction.
-        name: of it, for messages.
-        budget_bytes: of outputs on the device before they are moved.
-        dataloader: of the evaluation.
-        description: of it, by stock.
-
     Attributes:
         why_whole: why ``compute_metrics`` needs them whole, and a remedy; () where it does not, None: not checked yet.
     """
@@ -48,8 +40,8 @@ class KeptOutputs:
         self,
         trainer: Trainer,
         reduce: Reduce | None,
-        name: str,
-        budget_bytes: int,
+        name: str,  # of the reduction, in messages
+        budget_bytes: int,  # on the device, before they are moved
         dataloader: Any,
         description: str,
     ) -> None:

@@ -41,9 +41,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from transformers import TrainerCallback
-
-from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all
 from hf_memopt.binding.known_losses import stated_loss
 from hf_memopt.binding.refusals import NO_LIMIT
@@ -52,9 +49,10 @@ from hf_memopt.plain_data import shown
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
 from hf_memopt.techniques.microbatching.limits import Limit, Tally, microbatch_limits, saved_limits
 from hf_memopt.techniques.microbatching.step import MicrobatchedStep
+from hf_memopt.techniques.technique_callback import TechniqueCallback
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer
 
 __all__ = ["MicrobatchCallback", "run_in_microbatches"]
 
@@ -112,7 +110,8 @@ def run_in_microbatches(
         )
     names = _names_of(backbone)
     stated = None if loss is None else stated_loss(loss)
-    step = MicrobatchedStep(trainer, microbatch_limits() if limits is None else limits, changes, tally, names, stated)
+    limits, changes = microbatch_limits() if limits is None else limits, [] if changes is None else changes
+    step = MicrobatchedStep(trainer, limits, changes, tally or Tally(), names, stated)
     handles = [
         override_method(trainer, "compute_loss", step.wrap_compute_loss),
         override_method(trainer, "training_step", step.wrap_training_step, purpose=SPLITS),
@@ -133,7 +132,7 @@ def _names_of(backbone: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-class MicrobatchCallback(TrainerCallback):
+class MicrobatchCallback(TechniqueCallback):
     """Call ``run_in_microbatches``, save the limits in checkpoints and restore them in a resumed run.
 
     Bind it with ``attach(trainer)``. A checkpoint has the limits in ``trainer_state.json`` (with several processes,
@@ -177,48 +176,30 @@ class MicrobatchCallback(TrainerCallback):
         backbone: str | Sequence[str] | None = None,
         loss: str | None = None,
     ) -> None:
-        self.max_tokens = max_tokens
-        self.max_examples = max_examples
-        self.backbone, self.loss = backbone, loss
+        super().__init__(max_tokens, max_examples, backbone, loss)
+        self.max_tokens, self.max_examples, self.backbone, self.loss = max_tokens, max_examples, backbone, loss
         _names_of(backbone)
         if loss is not None:
             stated_loss(loss)
         self.limits = microbatch_limits(max_tokens, max_examples)
-        self.changes: list[Change] = []
         self.tally = Tally()
-        self.handle: UndoHandle | None = None
-        self.binding = Binding()
         if max_examples is None and max_tokens in (None, "auto"):
             self.variant = NO_LIMIT
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.max_tokens, self.max_examples, self.backbone, self.loss)  # a copy starts unbound
-
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Split this trainer's batches; called by ``attach``."""
-        if self.binding.trainer is trainer:
-            return self.binding.handle
-        self.handle = self.binding.to(
-            trainer,
-            run_in_microbatches(
-                trainer,
-                self.limits,
-                changes=self.changes,
-                tally=self.tally,
-                backbone=self.backbone,
-                loss=self.loss,
-            ),
-        )
-        return self.handle
+        if self.binding.trainer is not trainer:
+            handle = run_in_microbatches(
+                trainer, self.limits, changes=self.changes, tally=self.tally, backbone=self.backbone, loss=self.loss
+            )
+            self.handle = self.binding.to(trainer, handle)
+        return self.binding.handle
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound; restore the limits of a run that is resumed."""
         self.binding.serving(self, state)
-        in_checkpoints: dict[str, Any] = state.stateful_callbacks  # type: ignore[assignment]
-        saved = in_checkpoints.get(SAVED)
-        in_checkpoints[SAVED] = self.limits  # dataclasses, of which stock writes the values into each checkpoint
+        saved = state.stateful_callbacks.get(SAVED)
+        state.stateful_callbacks[SAVED] = self.limits  # whose values stock writes into each checkpoint
         if saved is None:  # a new run, or one of a checkpoint without micro-batching
             return
         try:

@@ -92,13 +92,7 @@ class MicrobatchedStep:
     ``parameter.grad``, and a failed backward pass leaves there a part that cannot be separated again. So after out of
     memory all gradients are dropped and the whole window is repeated, from the random numbers with which it began.
 
-    Args:
-        trainer: the trainer, which is not kept alive.
-        limits: ``max_tokens`` and ``max_examples``; lowered and raised in place.
-        changes: a list to which each change of a limit is appended.
-        tally: counts each run anew.
-        backbones: names of the modules whose rows run in parts; none: found by themselves.
-        stated: the loss as the user states it; None: it is looked up.
+    For the arguments see ``run_in_microbatches``; the trainer is not kept alive.
     """
 
     technique = "micro-batching"
@@ -107,15 +101,13 @@ class MicrobatchedStep:
         self,
         trainer: Trainer,
         limits: Mapping[str, Limit],
-        changes: list[Change] | None = None,
-        tally: Tally | None = None,
-        backbones: tuple[str, ...] = (),
-        stated: KnownLoss | None = None,
+        changes: list[Change],
+        tally: Tally,
+        backbones: tuple[str, ...],
+        stated: KnownLoss | None,
     ) -> None:
         self._trainer: Callable[[], Any] = ref(trainer)
-        self._limits = limits
-        self._changes = [] if changes is None else changes
-        self._tally = Tally() if tally is None else tally
+        self._limits, self._changes, self._tally = limits, changes, tally
         self._names, self._stated = backbones, stated
         self._whole = WholeMicroBatches(limits)
         self.wrap_compute_loss = self._whole.wrap_compute_loss
@@ -190,19 +182,20 @@ class MicrobatchedStep:
                 loss = self._attempt(trainer, first)
                 self._check_buffers()
                 return loss
-            except HookChangesError as error:
-                failure, ran_out = self._failure(trainer, error), False
-                self._first_way = self._why_whole = str(error)
             except Exception as error:
-                if not is_out_of_memory(error):
+                ran_out, text = is_out_of_memory(error), str(error).partition("\n")[0]
+                if not ran_out and not isinstance(error, HookChangesError):
                     raise
-                failure, ran_out = self._failure(trainer, error), True
+                part = (error.rows, error.columns) if isinstance(error, PartsFailedError) else None
             # The except block has ended, and with it the frames that referred to the failed step's tensors.
             self._window[-1].model.zero_grad(set_to_none=True)
             free_failed_step()
+            failure = self._failure(trainer, text, part)
             has_drawn = self._put_back(trainer, failure)
             if ran_out:
                 self._lower_limit(trainer, failure, has_drawn=has_drawn)
+            else:
+                self._first_way = self._why_whole = text
             self._tally.lost_seconds = lost + time.perf_counter() - begin  # what parts lost is in it
             first = 0
 
@@ -303,15 +296,14 @@ class MicrobatchedStep:
 
     # ---- What failed ------------------------------------------------------------------------------------------------
 
-    def _failure(self, trainer: Any, error: Exception) -> _Failure:
-        """Return what ran out of memory, as plain data: the error's frames hold tensors."""
-        text, (position, why, seen) = str(error).partition("\n")[0], self._running
+    def _failure(self, trainer: Any, text: str, part: tuple[int, int | None] | None) -> _Failure:
+        """Return what failed, given the error's first line, and rows and columns of a part that cannot be halved."""
+        position, why, seen = self._running
         inputs = self._window[position].inputs
         if not why:
             rows = self._whole.rows
             tokens = padded_tokens(inputs, rows)
             return _Failure(position, len(rows), None if tokens is None else tokens // len(rows), text, rows[0])
-        part = (error.rows, error.columns) if isinstance(error, PartsFailedError) else None
         size, columns = part or seen.largest or (count_rows(inputs), None)
         hint = ""
         if seen.cut and part is None:
