@@ -224,8 +224,8 @@ class MicrobatchedStep:
             return self._why_whole
         counts = step.num_items_in_batch is not None
         if counts not in self._known:  # once per run: classes and forwards stay what they are
-            is_stated = self._stated is not None and has_stock_step(trainer)
-            self._known[counts] = self._stated if is_stated else known_loss(trainer, step.num_items_in_batch)  # type: ignore[assignment]
+            stated = self._stated if has_stock_step(trainer) else None
+            self._known[counts] = stated or known_loss(trainer, step.num_items_in_batch)
         found = self._known[counts]
         if not isinstance(found, KnownLoss):
             return found
