@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from hf_memopt.binding.refusals import ENGINES, PARTS, REFUSALS, RUN, SETTINGS, TECHNIQUES, Refusal, refusal_of
+from hf_memopt.binding.refusals import ENGINES, PARTS, RUN, SETTINGS, TECHNIQUES, Refusal, every_refusal, refusal_of
 
 TESTED = Path(__file__).resolve().parent.parent / "tests" / "compat" / "results.jsonl"
 
@@ -62,7 +62,7 @@ def _compatibility_table(rows: Mapping[str, str], columns: Mapping[str, str]) ->
 
 def _distinct_refusals() -> list[Refusal]:
     """Return one refusal for each reason."""
-    return list({found.reason: found for found in reversed(REFUSALS)}.values())[::-1]
+    return list({found.reason: found for found in reversed(every_refusal())}.values())[::-1]
 
 
 def _compatibility_cell(row: str, column: str, numbers: Mapping[str, int]) -> str:

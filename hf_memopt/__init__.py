@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback as EmbeddingBitsCallback
     from hf_memopt.techniques.optimizers.embedding_bits import override_embedding_bits as override_embedding_bits
     from hf_memopt.techniques.optimizers.gradient_release import gradient_release as gradient_release
-    from hf_memopt.techniques.optimizers.sixteen_bit_weights import released_optimizer as released_optimizer
+    from hf_memopt.techniques.optimizers.gradient_release import released_optimizer as released_optimizer
     from hf_memopt.techniques.optimizers.sixteen_bit_weights import rounded_optimizer as rounded_optimizer
     from hf_memopt.techniques.optimizers.sixteen_bit_weights import sixteen_bit_optimizer as sixteen_bit_optimizer
     from hf_memopt.techniques.precision import PrecisionCallback as PrecisionCallback
@@ -106,15 +106,11 @@ _MODULES = {
     "hf_memopt.techniques.evaluation.guard": ("EvaluationGuardCallback",),
     "hf_memopt.techniques.freezing.freezing": ("FreezeCallback", "freeze"),
     "hf_memopt.techniques.fused_cross_entropy": ("FusedCrossEntropyCallback",),
-    "hf_memopt.techniques.optimizers.gradient_release": ("gradient_release",),
+    "hf_memopt.techniques.optimizers.gradient_release": ("gradient_release", "released_optimizer"),
     "hf_memopt.techniques.microbatching.microbatch": ("MicrobatchCallback",),
     "hf_memopt.techniques.nonfinite.overflow": ("OverflowCallback",),
     "hf_memopt.techniques.precision": ("PrecisionCallback",),
-    "hf_memopt.techniques.optimizers.sixteen_bit_weights": (
-        "released_optimizer",
-        "rounded_optimizer",
-        "sixteen_bit_optimizer",
-    ),
+    "hf_memopt.techniques.optimizers.sixteen_bit_weights": ("rounded_optimizer", "sixteen_bit_optimizer"),
     "hf_memopt.techniques.freezing.unfreezing": ("GradualUnfreezeCallback",),
     "hf_memopt.techniques.tied_embedding": ("TiedEmbeddingCallback", "sparse_tied_embedding"),
 }

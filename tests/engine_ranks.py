@@ -33,7 +33,7 @@ from hf_memopt import (
 )
 from hf_memopt.binding.adapters import add_adapters
 from hf_memopt.binding.handles import override_method
-from hf_memopt.binding.refusals import REFUSALS, TECHNIQUES, refusal_of
+from hf_memopt.binding.refusals import TECHNIQUES, every_refusal, refusal_of
 from hf_memopt.binding.versions import fsdp_arguments, fsdp_environment
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -231,7 +231,7 @@ def of_nonfinite(folder: Path, case: str) -> dict[str, Any]:
 def of_refusals(folder: Path, case: str) -> dict[str, Any]:
     """What attach says to each technique that is refused, and to what one cannot work with."""
     found = {}
-    for refusal in REFUSALS:
+    for refusal in every_refusal():
         if refusal.other == "FSDP2" and refusal.one in TECHNIQUES:
             name = refusal.one
             found[name] = refused(lambda name=name: classification(folder / case, (name,), **pair("BertLayer")))

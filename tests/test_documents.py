@@ -118,10 +118,10 @@ def test_the_matrix_tells_what_is_refused(table) -> None:
     shown = {}
     for part in tables:
         head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines())
-        columns = [TECHNIQUES[int(name) - 1] if name.isdigit() else name for name in head[1:]]
+        columns = [[*TECHNIQUES][int(name) - 1] if name.isdigit() else name for name in head[1:]]
         for name, *cells in lines:
             row = name if name in PARTS else name.partition(" ")[2]
-            assert name == (row if row in PARTS else f"{TECHNIQUES.index(row) + 1} {row}")
+            assert name == (row if row in PARTS else f"{[*TECHNIQUES].index(row) + 1} {row}")
             shown |= {(row, column): cell for column, cell in zip(columns, cells, strict=True)}
     expected = {(row, column) for row in TECHNIQUES for column in (*TECHNIQUES, *SETTINGS)}
     assert set(shown) == expected | {(row, column) for row in PARTS for column in ENGINES}

@@ -20,13 +20,11 @@ from resource_limits import resource_limit
 
 import hf_memopt
 from hf_memopt.batching.padding_costs.figures import padding_report
-from hf_memopt.techniques.microbatching.limits import LIMITS_FILE, Limit, write_limits
 from hf_memopt.techniques.nonfinite.report import OverflowReport, write_reports
 from hf_memopt.whole_files import warn_unwritten, write_whole
 
 WRITERS: dict[str, Callable[[Path], Any]] = {  # the file that is written, by its writer
     "any.txt": lambda folder: write_whole(folder / "any.txt", "new"),
-    LIMITS_FILE: lambda folder: write_limits(folder, {"max_tokens": Limit(limit=12)}),
     "overflow_report.json": lambda folder: write_reports([OverflowReport(1, "loss")], folder),
     "padding.png": lambda folder: padding_report([3, 4]).plot(folder / "padding.png"),
 }
@@ -185,6 +183,5 @@ def test_no_other_module_writes_files() -> None:
 
 
 def test_the_files_are_whole(tmp_path) -> None:
-    for name in (LIMITS_FILE, "overflow_report.json"):
-        WRITERS[name](tmp_path)
-        assert json.loads((tmp_path / name).read_text())
+    WRITERS["overflow_report.json"](tmp_path)
+    assert json.loads((tmp_path / "overflow_report.json").read_text())

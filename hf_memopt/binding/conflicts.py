@@ -9,14 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hf_memopt.binding import versions
-from hf_memopt.binding.refusals import (
-    LATE_LOSS,
-    NO_LIMIT,
-    SETTINGS,
-    TECHNIQUES,
-    Refusal,
-    refusal_of,
-)
+from hf_memopt.binding.refusals import LATE_LOSS, NO_LIMIT, SETTINGS, TECHNIQUES, Refusal, refusal_of
 from hf_memopt.plain_data import shown
 
 if TYPE_CHECKING:

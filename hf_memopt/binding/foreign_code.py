@@ -51,13 +51,8 @@ def foreign_code(model: nn.Module, also: str = "") -> str | None:
     """
     for name, module in model.named_modules():
         where = f"{type(module).__name__} {name}".rstrip()
-        forward = inspect.unwrap(type(module).forward)
-        used = {
-            "__call__",
-            "__getattr__",
-            "__getattribute__",
-            *getattr(forward, "__code__", _no_code.__code__).co_names,
-        }
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # None where it is not Python's
+        used = {"__call__", "__getattr__", "__getattribute__", *(() if code is None else code.co_names)}
         for kind in type(module).__mro__:
             if not is_listed_module(kind.__module__, also) and used & vars(kind).keys():
                 return f"{where} is from {kind.__module__}"
@@ -71,10 +66,6 @@ def foreign_code(model: nn.Module, also: str = "") -> str | None:
                 if not is_listed(hook, also):
                     return f"the hook {full_name(hook)} is on the gradient of {name}"
     return None
-
-
-def _no_code() -> None:
-    """Stand for a forward that is not written in Python."""
 
 
 def foreign_hooks(model: nn.Module) -> Iterator[tuple[str, dict[int, Any], int]]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves  # private: pinned by a test, seen in torch 2.6 to 2.13
 
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, set_attribute, undo_all
 from hf_memopt.binding.known_losses import counts_items
@@ -157,17 +158,10 @@ class _WatchedCount(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name == "mul_" and not self.is_used and sys._getframe(1).f_code is self._stock:
             return args[0]
-        is_taken = any(part is one for part in _flat((args, kwargs)) for one in self._same)
+        is_taken = any(part is one for part in tree_leaves((args, kwargs)) for one in self._same)
         result = function(*args, **(kwargs or {}))
         if is_taken and torch.is_tensor(result) and name in SAME_NUMBERS:
             self._same.append(result)
         elif is_taken and (torch.is_tensor(result) or name in READ_NUMBERS):
             self.is_used = True
         return result
-
-
-def _flat(value: Any) -> list[Any]:
-    """Return what is in nested tuples, lists and dicts."""
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    return [part for inner in value for part in _flat(inner)] if isinstance(value, (tuple, list)) else [value]

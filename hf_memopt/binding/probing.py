@@ -1,7 +1,7 @@
-"""``undisturbed``: call ``compute_loss`` on a few rows without any lasting effect on trainer and model.
+"""``undisturbed``: call a model on a few rows without any lasting effect on it, or on its trainer.
 
-Subclasses of ``Trainer`` count and log in ``compute_loss`` (TRL keeps a list of readings for each metric), and models
-keep statistics in buffers. A probe is not a step, so all of it is as before once the probe is over.
+Models keep statistics in buffers and hooks on their layers, and hooks of others write readings down. A probe is not a
+step, so all of it is as before once the probe is over.
 
 Limitations: those of ``KeptState``; a buffer above ``LARGEST_COPY_BYTES`` is watched but not copied, and a warning
 names it if it has changed.
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_memopt.binding.handles import override_method, set_attribute
+from hf_memopt.binding.handles import set_attribute
 from hf_memopt.binding.kept_state import KeptState
 from hf_memopt.binding.quantized_weights import REPACKS
 
@@ -27,7 +27,7 @@ __all__ = ["undisturbed"]
 
 @contextmanager
 def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode, in this process alone; leave modes, random numbers and what was kept as they were."""
+    """Run in evaluation mode; leave modes, random numbers and what the model's modules keep as they were."""
     modes = {module: module.training for module in model.modules()}
     kept = KeptState()
     kept.look_at(trainer)
@@ -40,10 +40,6 @@ def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
         stack.callback(kept.restore)
         # This process's own GPU: forking the generators of all visible ones would start CUDA on each.
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-        stack.enter_context(override_method(trainer, "log", lambda log: lambda *args, **kwargs: None))
-        if trainer.args.world_size > 1:  # another process may not be probing now, and would be waited for
-            for name in ("gather", "gather_for_metrics", "reduce"):
-                stack.enter_context(override_method(trainer.accelerator, name, lambda collect: _alone))
         for module in modes:
             module.training = False  # not eval(), which a user's module may use to rewrite its weights
             if getattr(module, REPACKS, False):
@@ -55,7 +51,3 @@ def undisturbed(trainer: Any, model: nn.Module) -> Iterator[None]:
                 module.training = training
             random.setstate(states[0])
             np.random.set_state(states[1])
-
-
-def _alone(value: Any, *args: Any, **kwargs: Any) -> Any:
-    return value

@@ -23,7 +23,7 @@ class AttachedCallback(Protocol):
     """A ``TrainerCallback`` that needs the ``Trainer`` itself, not only what the events pass to it.
 
     A callback may also have ``binding``, a ``Binding``: ``attach`` then refuses to bind it to a second trainer; and
-    ``technique``, its name in ``conflicts.TECHNIQUES``, by which ``attach`` refuses what it cannot be used with.
+    ``technique``, its name in ``techniques.TECHNIQUES``, by which ``attach`` refuses what it cannot be used with.
     """
 
     def bind(self, trainer: Trainer) -> UndoHandle:

@@ -29,7 +29,8 @@ from hf_memopt.techniques.freezing.freezing import FreezeCallback
 from hf_memopt.techniques.fused_cross_entropy import FusedCrossEntropyCallback
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
 from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
-from hf_memopt.techniques.optimizers.sixteen_bit_weights import released_optimizer, rounded_optimizer
+from hf_memopt.techniques.optimizers.gradient_release import released_optimizer
+from hf_memopt.techniques.optimizers.sixteen_bit_weights import rounded_optimizer
 from hf_memopt.techniques.precision import PrecisionCallback
 from hf_memopt.techniques.tied_embedding import TiedEmbeddingCallback
 

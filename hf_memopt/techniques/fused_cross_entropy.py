@@ -8,27 +8,20 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import TrainerCallback
-
-from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_settings
 from hf_memopt.binding.fused_loss.fuse import FusedHandle, fuse_cross_entropy
-from hf_memopt.binding.handles import UndoHandle, undo_all
-from hf_memopt.changes import Change, add_change, record_changes
+from hf_memopt.changes import add_change, record_changes
 from hf_memopt.plain_data import Count, check_value
-from hf_memopt.techniques.model_handles import ModelHandles
-
-if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from hf_memopt.techniques.technique_callback import ModelCallback
 
 __all__ = ["FusedCrossEntropyCallback", "fuse_cross_entropy"]
 
 logger = logging.getLogger(__name__)
 
 
-class FusedCrossEntropyCallback(TrainerCallback):
+class FusedCrossEntropyCallback(ModelCallback):
     """Fuse the head of the model with its loss when the ``Trainer`` is built, and again when ``train()`` starts.
 
     By then ``model_init`` has made another model. It logs no keys. What was fused, and each operation that made real
@@ -50,42 +43,25 @@ class FusedCrossEntropyCallback(TrainerCallback):
 
     technique = "fused cross-entropy"
 
+    handle: FusedHandle | None
+
     def __init__(self, chunk_bytes: int | None = None) -> None:
         check_value("chunk_bytes", chunk_bytes, Count | None, 64 * 2**20)
+        super().__init__(chunk_bytes)
         self.chunk_bytes = chunk_bytes
-        self.changes: list[Change] = []
-        self.handle: FusedHandle | None = None
-        self.binding = Binding()
-        self._handles = ModelHandles()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.chunk_bytes,)  # a copy starts unused: handles belong to this process and its model
+    def change_model(self, model: Any) -> None:
+        """Fuse a model that is new."""
+        if self._handles.model is not model or self.handle is None or self.handle.is_removed:
+            self.handle = fuse_cross_entropy(model, chunk_bytes=self.chunk_bytes)
+            self._handles.keep(model, self.handle)
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
-        """Fuse the model that the Trainer was given."""
-        self._fuse(model)
-
-    def bind(self, trainer: Trainer) -> UndoHandle:
-        """Fuse for a Trainer that was built without this callback; ``attach`` calls it."""
-        is_fused = self._handles.model is trainer.model  # since the Trainer was built
-        self._fuse(trainer.model)
-        return undo_all(
-            self.binding.to(trainer),
-            *([] if is_fused else [self._handles.handle_of(trainer.model)]),
-        )
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
-        """Fuse a model that is new, and refuse settings here too, for a Trainer that is not attached."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Refuse settings here too, for a Trainer that is not attached; fuse a model that is new."""
         check_settings(self.technique, args)
-        fused = self._handles.model
-        if not any(module is fused for module in model.modules()):  # else it is the model, or inside a wrapper
-            self._fuse(model)
+        super().on_train_begin(args, state, control, model=model, **kwargs)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record what was fused and what made real logits."""
         if self.handle is None:
             return
@@ -103,8 +79,3 @@ class FusedCrossEntropyCallback(TrainerCallback):
                 "head's logits. Take it out of callbacks=, or see trainer.memopt_changes for what made real logits",
                 stacklevel=2,
             )
-
-    def _fuse(self, model: Any) -> None:
-        if self._handles.model is not model or self.handle is None or self.handle.is_removed:
-            self.handle = fuse_cross_entropy(model, chunk_bytes=self.chunk_bytes)
-            self._handles.keep(model, self.handle)

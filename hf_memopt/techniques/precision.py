@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
 
-from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility, techniques_in_use
 from hf_memopt.binding.frozen_parameters import cast_parameters
 from hf_memopt.binding.handles import UndoHandle, nothing_to_undo, override_method, set_attribute
@@ -27,11 +25,11 @@ from hf_memopt.binding.model_traits import unwrap_optimizer
 from hf_memopt.binding.versions import checkpointing_of, is_checkpointing
 from hf_memopt.changes import Change, add_change
 from hf_memopt.plain_data import check_value
-from hf_memopt.techniques.model_handles import ModelHandles
+from hf_memopt.techniques.technique_callback import TechniqueCallback
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer
 
 __all__ = ["PrecisionCallback", "disable_autocast_cache", "keep_master_weights"]
 
@@ -136,7 +134,7 @@ def keep_master_weights(model: nn.Module, optimizer: torch.optim.Optimizer | Non
 # ---- The Trainer ----------------------------------------------------------------------------------------------------
 
 
-class PrecisionCallback(TrainerCallback):
+class PrecisionCallback(TechniqueCallback):
     """Call ``disable_autocast_cache`` and ``keep_master_weights`` where a run needs them.
 
     Bind it with ``attach(trainer)``. With ``FreezeCallback``, name that first: weights that are frozen by then stay in
@@ -163,16 +161,9 @@ class PrecisionCallback(TrainerCallback):
     def __init__(self, autocast_cache: bool | Literal["auto"] = "auto", master_weights: bool = True) -> None:
         check_value("autocast_cache", autocast_cache, bool | Literal["auto"], "auto")
         check_value("master_weights", master_weights, bool, True)
+        super().__init__(autocast_cache, master_weights)
         self.autocast_cache = autocast_cache
         self.master_weights = master_weights
-        self.changes: list[Change] = []
-        self.handle: UndoHandle | None = None
-        self.binding = Binding()
-        self._handles = ModelHandles()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # a copy starts unused and unbound: handles belong to this process, its trainer and its model
-        return type(self), (self.autocast_cache, self.master_weights)
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Change the trainer, and its model before ``train()``: a resumed run loads float32 weights and states."""
@@ -191,9 +182,7 @@ class PrecisionCallback(TrainerCallback):
             raise
         return self.handle
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound, and settings that are incompatible."""
         check_compatibility(self.binding.serving(self, state))
 

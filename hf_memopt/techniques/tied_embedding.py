@@ -10,24 +10,22 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback
-
-from hf_memopt.binding.callback_binding import Binding
-from hf_memopt.binding.handles import UndoHandle, undo_all
 from hf_memopt.binding.tied_embedding import sparse_tied_embedding, tied_embeddings
 from hf_memopt.changes import Change, add_change, record_changes
-from hf_memopt.techniques.model_handles import ModelHandles
+from hf_memopt.techniques.technique_callback import ModelCallback
 from hf_memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer
+
+    from hf_memopt.binding.handles import UndoHandle
 
 __all__ = ["TiedEmbeddingCallback", "sparse_tied_embedding", "tied_embeddings"]
 
 logger = logging.getLogger(__name__)
 
 
-class TiedEmbeddingCallback(TrainerCallback):
+class TiedEmbeddingCallback(ModelCallback):
     """Call ``sparse_tied_embedding`` for the ``Trainer``'s model, and again when ``train()`` starts with a new one.
 
     It logs no keys.
@@ -43,36 +41,16 @@ class TiedEmbeddingCallback(TrainerCallback):
     technique = "sparse tied embedding"
 
     def __init__(self) -> None:
-        self.changes: list[Change] = []
-        self.handle: UndoHandle | None = None
-        self.binding = Binding()
-        self._handles = ModelHandles()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()  # a copy starts unused: handles belong to this process and its model
-
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
-        """Change the model."""
-        self._change(model)
+        super().__init__()
 
     def bind(self, trainer: Trainer) -> UndoHandle:
-        """Change the model of a Trainer that was built without this callback; ``attach`` calls it."""
-        is_changed = self._handles.model is trainer.model  # since the Trainer was built
-        self._change(trainer.model)
+        """Change the model, and note that in ``trainer.memopt_changes``."""
+        handle = super().bind(trainer)
         record_changes(trainer, self.changes)
-        return undo_all(self.binding.to(trainer), *([] if is_changed else [self._handles.handle_of(trainer.model)]))
+        return handle
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
-        """Change a model that is new: ``model_init`` gives one to each run."""
-        changed = self._handles.model
-        if not any(module is changed for module in model.modules()):  # a wrapper holds the changed model
-            self._change(model)
-
-    def _change(self, model: Any) -> None:
+    def change_model(self, model: Any) -> None:
+        """Call ``sparse_tied_embedding``."""
         handle = sparse_tied_embedding(model)
         if handle.is_removed:
             return

@@ -33,7 +33,7 @@ from hf_memopt.binding.foreign_code import foreign_hooks
 from hf_memopt.binding.handles import override_method
 from hf_memopt.binding.known_losses import MEANS, KnownLoss, head_counts_items, known_loss, stated_loss
 from hf_memopt.binding.row_weights import CLASSES, POSITIONS
-from hf_memopt.techniques.microbatching.splitting import splittable_reason
+from hf_memopt.techniques.microbatching.not_splittable import splittable_reason
 
 PARTS = ([0, 1], [2, 3], [4])
 LOSS, GRADIENT = 1e-5, 2e-5  # relative: stock computes most losses in float32, whatever the model's dtype

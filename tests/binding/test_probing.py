@@ -131,7 +131,7 @@ def test_readings_stay_when_the_loss_fails(tmp_path: Path) -> None:
     trainer.model.register_forward_hook(fail)
     trainer.model.inner.classifier.register_forward_hook(lambda *_: trainer._metrics["eval"]["loss"].append(1.0))
     with pytest.raises(ValueError, match="no"), undisturbed(trainer, trainer.model):
-        trainer.compute_loss(trainer.model, Pad()(mixed_rows(2)))
+        trainer.model(**Pad()(mixed_rows(2)))
     assert kept(trainer) == before
 
 
@@ -139,7 +139,7 @@ def test_what_is_too_large_to_be_put_back_is_said(tmp_path: Path) -> None:
     elements = LARGEST_COPY_BYTES // 4 + 1
     trainer = make(tmp_path, Counting(elements))
     with pytest.warns(UserWarning, match="put back") as caught, undisturbed(trainer, trainer.model):
-        trainer.compute_loss(trainer.model, Pad()(mixed_rows(2)))
+        trainer.model(**Pad()(mixed_rows(2)))
     assert [str(warning.message) for warning in caught] == [
         "Counting._buffers['mean'], 1 MiB, was changed by a probe of the loss and is too large to be put back; "
         "expected at most 1 MiB, or no change outside of training. Change it in training mode alone: "
@@ -147,20 +147,6 @@ def test_what_is_too_large_to_be_put_back_is_said(tmp_path: Path) -> None:
     ]
     assert trainer.model.mean[0] == 1
     assert trainer.model.passes == 0
-
-
-def test_a_probe_waits_for_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make(tmp_path)
-    asked: list[str] = []
-    for name in ("gather", "gather_for_metrics", "reduce"):
-        monkeypatch.setattr(trainer.accelerator, name, lambda value, name=name: asked.append(name) or value)
-    monkeypatch.setattr(type(trainer.args), "world_size", 2)
-    with undisturbed(trainer, trainer.model):
-        assert trainer.accelerator.gather(torch.ones(1)) == trainer.accelerator.gather_for_metrics(torch.ones(1)) == 1
-        assert trainer.accelerator.reduce(torch.ones(1), reduction="mean") == 1
-    assert asked == []
-    trainer.accelerator.gather(torch.ones(1))
-    assert asked == ["gather"]
 
 
 def test_a_dataset_in_a_list_is_neither_copied_in_depth_nor_changed(tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ from hf_memopt.reports.plan_page import plan_page
 from hf_memopt.reports.run_file import read_run
 from hf_memopt.reports.run_page import run_page
 from hf_memopt.reports.sides import read_side
-from hf_memopt.techniques.microbatching.limits import LIMITS_FILE, microbatch_limits, read_limits, write_limits
 
 __all__ = ["FILES", "StrangeFile", "broken_bytes", "broken_json"]
 
@@ -283,11 +282,6 @@ FILES: dict[str, StrangeFile] = {
     "two estimates": StrangeFile("a.json", _side(estimate_data), _compare),
     "two measurements": StrangeFile("a.json", _side(measured), _compare),
     "measurement": StrangeFile("run.json", _json("run.json", measured), _read_measured),
-    "limits": StrangeFile(
-        LIMITS_FILE,
-        lambda folder: write_limits(folder, microbatch_limits(4096, 8)),
-        lambda path: read_limits(path.parent),
-    ),
     "stream": StrangeFile("memopt_stream_0.json", _json("memopt_stream_0.json", _stream_state), _resume_stream),
     "checkpoint's state": StrangeFile("trainer_state.json", _write_checkpoint, _read_checkpoint),
     "checkpoint's index": StrangeFile("model.safetensors.index.json", _write_checkpoint, _read_checkpoint),

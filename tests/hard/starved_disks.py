@@ -38,7 +38,6 @@ from hf_memopt import (
 )
 from hf_memopt.binding.checkpoint_manifest import why_not_whole
 from hf_memopt.cli.app import app
-from hf_memopt.techniques.microbatching.limits import Limit, write_limits
 from hf_memopt.techniques.nonfinite.report import OverflowReport, write_reports
 
 WAYS = ("a disk of its own", "files that may not grow")
@@ -103,7 +102,6 @@ def writers(root: Path) -> dict[str, Callable[[Path], Any]]:
     measurement = measure(attach(measured), steps=1)
     launch = Recipe("mine", "tests", micro_batching=False, optim="adamw_torch").distributed(2, "zero3")
     return {
-        "limits": lambda folder: write_limits(folder, {"max_tokens": Limit(limit=12)}),
         "overflow reports": lambda folder: write_reports([OverflowReport(1, "loss")] * 20, folder),
         "a picture of padding": lambda folder: padding_report([3, 4, 90]).plot(folder / "padding.svg"),
         "a plan": lambda folder: plan.write(folder, force=True),

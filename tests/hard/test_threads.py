@@ -75,7 +75,8 @@ def train_together(*trainers: Trainer) -> None:
     assert not errors, errors
 
 
-PAIRS = list(zip(TECHNIQUES, [*TECHNIQUES[7:], *TECHNIQUES[:7]], strict=True))
+NAMES = [*TECHNIQUES]
+PAIRS = list(zip(NAMES, [*NAMES[7:], *NAMES[:7]], strict=True))
 
 
 @pytest.mark.parametrize("names", PAIRS, ids=" beside ".join)

@@ -15,7 +15,7 @@ from slow_cases import resumes_on_a_cpu, slow_except
 import technique_table
 from hf_memopt import OverflowCallback, attach
 from hf_memopt.binding.checkpoint_manifest import MANIFEST
-from hf_memopt.binding.refusals import REFUSALS, TECHNIQUES
+from hf_memopt.binding.refusals import TECHNIQUES, every_refusal
 from two_ranks import run_pair
 
 PARTS = ("optimizer", "pytorch_model_fsdp")  # of a checkpoint, as accelerate 1.15 names them
@@ -183,7 +183,7 @@ def test_a_step_that_is_not_finite_in_one_process_is_dropped_in_both(found: dict
 def test_what_cannot_work_is_refused_by_both_processes(found: dict[str, Found]) -> None:
     one, other = found["refusals"]
     assert one == other
-    expected = {refusal.one: f"ValueError: {refusal}" for refusal in REFUSALS if refusal.other == "FSDP2"}
+    expected = {refusal.one: f"ValueError: {refusal}" for refusal in every_refusal() if refusal.other == "FSDP2"}
     assert one == expected
     assert set(expected) & set(TECHNIQUES) == {
         *("gradual unfreezing", "32-bit embeddings", "gradient release", "sparse tied embedding", "16-bit weights")

@@ -523,8 +523,7 @@ def test_outputs_are_moved_before_the_card_is_full() -> None:
     trainer: Any = SimpleNamespace(
         args=args, preprocess_logits_for_metrics=None, accelerator=SimpleNamespace(num_processes=1)
     )
-    settings = kept_outputs.OutputSettings(None, 4000)
-    outputs = kept_outputs.KeptOutputs(trainer, settings, range(8), "Evaluation")
+    outputs = kept_outputs.KeptOutputs(trainer, None, "", 4000, range(8), "Evaluation")
     steps = []
     for columns in (10, 25, 10, 2000):
         outputs.reduce_and_check(torch.zeros(10, columns), None)

@@ -27,9 +27,9 @@ from hf_memopt.binding.attach import attach
 from hf_memopt.binding.refusals import refusal_of
 from hf_memopt.binding.versions import checkpointing_arguments
 from hf_memopt.memory.estimation import estimate
+from hf_memopt.techniques.optimizers.built_classes import plain_step
 from hf_memopt.techniques.optimizers.embedding_bits import EmbeddingBitsCallback
-from hf_memopt.techniques.optimizers.gradient_release import gradient_release, plain_step
-from hf_memopt.techniques.optimizers.sixteen_bit_weights import released_optimizer
+from hf_memopt.techniques.optimizers.gradient_release import gradient_release, released_optimizer
 
 pytestmark = [
     # bitsandbytes on a CPU

@@ -1,10 +1,8 @@
-"""The limits of micro-batching in a checkpoint: written whole or not at all, read strictly, never the end of a run."""
+"""The limits of micro-batching in a checkpoint: read strictly, never the end of a run."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import warnings
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -18,100 +16,83 @@ from transformers import Trainer
 import tiny
 from hf_memopt.binding.attach import attach
 from hf_memopt.binding.checkpoint_manifest import MANIFEST
-from hf_memopt.techniques.microbatching.limits import LIMITS_FILE, Limit, read_limits, write_limits
-from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
+from hf_memopt.techniques.microbatching.limits import Limit, saved_limits
+from hf_memopt.techniques.microbatching.microbatch import SAVED, MicrobatchCallback
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "per_device_train_batch_size": 2}
 
 
-def trainer(folder: Path, *callbacks: Any) -> Trainer:
-    built = Trainer(model=tiny.bert(), args=tiny.arguments(folder, **SAVING), train_dataset=tiny.rows())
+def trainer(folder: Path, *callbacks: Any, **settings: Any) -> Trainer:
+    args = tiny.arguments(folder, **SAVING, **settings)
+    built = Trainer(model=tiny.bert(), args=args, train_dataset=tiny.rows())
     return attach(built, *callbacks) if callbacks else built
 
 
-def full(*args: Any) -> None:
-    raise OSError(28, "No space left on device")
+def resumed(checkpoint: Path, **settings: Any) -> MicrobatchCallback:
+    callback = MicrobatchCallback()
+    trainer(checkpoint.parent, callback, **settings).train(resume_from_checkpoint=str(checkpoint))
+    return callback
+
+
+def change(checkpoint: Path, limits: Any) -> None:
+    """Write other limits into a checkpoint."""
+    path = checkpoint / "trainer_state.json"
+    state = json.loads(path.read_text())
+    state["stateful_callbacks"][SAVED] = limits
+    path.write_text(json.dumps(state))
+    (checkpoint / MANIFEST).unlink()  # which would refuse it
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("limits", "found"),
     [
-        ("{", "it is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-        ("[1]", "it is not an object but [1]"),
-        ("[" * 100_000, "it is nested too deeply"),
+        ([1], "'list' object has no attribute 'get'"),
+        ({"max_tokens": 8}, "'int' object has no attribute 'items'"),
         (
-            '{"max_tokens": {"limit": -36}}',
-            "max_tokens.limit=-36 is invalid; expected an integer of 1 or more, or None. Pass limit=None",
+            {"max_tokens": {"limit": -36}},
+            "limit=-36 is invalid; expected an integer of 1 or more, or None. Pass limit=None",
         ),
-        (
-            '{"max_tokens": {"maximum": 8, "limit": 9}}',
-            "max_tokens.limit=9 is invalid; expected at most max_tokens.maximum=8",
-        ),
-        ('{"max_rows": {}}', "max_rows={} is not a limit; expected an object under max_tokens or max_examples"),
     ],
-    ids=range(6),
+    ids=range(3),
 )
-def test_limits_that_cannot_be_read_are_warned_about(tmp_path, text, found) -> None:
+def test_limits_that_cannot_be_read_are_warned_about(tmp_path: Path, limits: Any, found: str) -> None:
     trainer(tmp_path, MicrobatchCallback()).train()
-    path = tmp_path / "checkpoint-1" / LIMITS_FILE
-    path.write_text(text)
-    path.with_name(MANIFEST).unlink()  # which would refuse it
-    callback = MicrobatchCallback()
-    resumed = trainer(tmp_path, callback)
-    with pytest.warns(UserWarning, match=LIMITS_FILE) as caught:
-        resumed.train(resume_from_checkpoint=str(path.parent))
+    change(tmp_path / "checkpoint-1", limits)
+    with pytest.warns(UserWarning, match="limits of micro-batches") as caught:
+        callback = resumed(tmp_path / "checkpoint-1")
     assert [str(warning.message) for warning in caught] == [
-        f"{path} could not be read (ValueError: {found}), so the resumed run begins with the limits of a new one. If a "
-        "limit is known to fit, set it: MicrobatchCallback(max_tokens=4096)"
+        f"the limits of micro-batches in the checkpoint could not be read ({found}), so the resumed run begins with "
+        "the limits of a new one. If a limit is known to fit, set it: MicrobatchCallback(max_tokens=4096)"
     ]
     assert callback.limits["max_tokens"].limit is None
 
 
-def test_a_checkpoint_of_stock_is_resumed_without_a_word(tmp_path) -> None:
+def test_a_checkpoint_of_stock_is_resumed_without_a_word(tmp_path: Path) -> None:
     trainer(tmp_path).train()
-    resumed = trainer(tmp_path, MicrobatchCallback())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        resumed(tmp_path / "checkpoint-1")
 
 
-def test_limits_that_cannot_be_written_do_not_end_training(tmp_path, monkeypatch) -> None:
-    """A disk that is full for a moment; stock survives it."""
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.warns(UserWarning, match=LIMITS_FILE) as caught:
-        trainer(tmp_path, MicrobatchCallback()).train()
-    assert [str(warning.message) for warning in caught] == [
-        f"{tmp_path / 'checkpoint-1' / LIMITS_FILE} could not be written (No space left on device), so a run that "
-        "resumes here begins with the limits of a new one. Training goes on; make room for it or let its folder be "
-        "written to"
-    ]
-    names = {path.name for path in tmp_path.glob("checkpoint-2/*")}
-    assert "trainer_state.json" in names
-    assert {name for name in names if "memopt" in name} == {MANIFEST}
+def test_stock_resumes_a_checkpoint_with_limits(tmp_path: Path) -> None:
+    trainer(tmp_path, MicrobatchCallback()).train()
+    trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_limits_are_written_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
-    limits = {"max_tokens": Limit(limit=12), "max_examples": Limit(maximum=3)}
-    write_limits(tmp_path, limits)
-    assert read_limits(tmp_path) == limits
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: .*memopt_microbatch.json'$"):
-        write_limits(tmp_path, {"max_tokens": Limit()})
-    assert read_limits(tmp_path) == limits
-    assert [path.name for path in tmp_path.iterdir()] == [LIMITS_FILE]
+def test_stocks_own_way_to_restore_callbacks_leaves_the_limits(tmp_path: Path) -> None:
+    trainer(tmp_path, MicrobatchCallback()).train()
+    change(tmp_path / "checkpoint-1", {"max_tokens": {"limit": 36}})
+    callback = resumed(tmp_path / "checkpoint-1", restore_callback_states_from_checkpoint=True)
+    assert callback.limits["max_tokens"].limit == 36
 
 
 @pytest.mark.parametrize("field", [item.name for item in fields(Limit)])
 @given(value=st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.integers()))
-def test_any_value_round_trips_or_is_refused_by_name(field, value) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / LIMITS_FILE).write_text(json.dumps({"max_examples": {**asdict(Limit()), field: value}}))
-        try:
-            limits = read_limits(folder)
-        except ValueError as error:
-            assert str(error).startswith(f"max_examples.{field}=")  # noqa: PT017  # either is fine
-        else:
-            assert getattr(limits["max_examples"], field) == value
-            write_limits(folder, limits)
-            assert read_limits(folder) == limits
+def test_any_value_round_trips_or_is_refused_by_name(field: str, value: Any) -> None:
+    try:
+        limits = saved_limits({"max_examples": {**asdict(Limit()), field: value}})
+    except ValueError as error:
+        assert str(error).startswith(f"{field}=")  # noqa: PT017  # either is fine
+    else:
+        assert getattr(limits["max_examples"], field) == value
+        assert saved_limits({name: asdict(limit) for name, limit in limits.items()}) == limits

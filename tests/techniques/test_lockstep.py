@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 import scarcity
 import tiny
 from hf_memopt import MicrobatchCallback, attach
-from hf_memopt.techniques.microbatching.lockstep import groups_in_lockstep
+from hf_memopt.techniques.microbatching.whole_micro_batches import groups_in_lockstep
 
 
 def trainer_beside(most: int) -> Any:
@@ -70,7 +70,7 @@ def test_passes_that_a_process_only_joins_change_nothing(
     def beside(_: Any, groups: list[list[int]]) -> tuple[list[list[int]], int]:
         return groups_in_lockstep(trainer_beside(most), groups)
 
-    monkeypatch.setattr("hf_memopt.techniques.microbatching.step.groups_in_lockstep", beside)
+    monkeypatch.setattr("hf_memopt.techniques.microbatching.whole_micro_batches.groups_in_lockstep", beside)
     whole.train()
     split.train()
     assert sum(passes) == 3 * most

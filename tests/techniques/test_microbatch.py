@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import pickle
 import re
@@ -10,6 +11,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,8 @@ from hf_memopt.batching.exact_losses import exact_loss
 from hf_memopt.batching.views.bucketed_view import bucketed
 from hf_memopt.binding.attach import attach
 from hf_memopt.changes import Change
-from hf_memopt.techniques.microbatching.limits import (
-    LIMITS_FILE,
-    MOST_FAILED_TRIES,
-    Limit,
-    Tally,
-    microbatch_limits,
-    read_limits,
-)
-from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback, run_in_microbatches
+from hf_memopt.techniques.microbatching.limits import MOST_FAILED_TRIES, Limit, Tally, microbatch_limits
+from hf_memopt.techniques.microbatching.microbatch import SAVED, MicrobatchCallback, run_in_microbatches
 from hf_memopt.techniques.microbatching.splitting import cut, take_rows
 from scarcity import CASES, Case, Pad, Scarcity, causal_rows, mixed_rows
 
@@ -383,7 +378,7 @@ def test_memory_that_runs_out_while_rows_are_taken_is_recovered(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return take_rows(inputs, rows)
 
-    monkeypatch.setattr("hf_memopt.techniques.microbatching.step.take_rows", take)
+    monkeypatch.setattr("hf_memopt.techniques.microbatching.whole_micro_batches.take_rows", take)
     trainer.model.register_forward_pre_hook(lambda *_: events.append("run"))
     trainer.train()
     assert tiny.largest_difference(whole.model, trainer.model) <= FLOAT32
@@ -499,20 +494,20 @@ def test_lowering_ends_with_micro_batches_that_fit_or_one_row(lengths: list[int]
 # ---- Resume --------------------------------------------------------------------------------------------------------
 
 
+def saved_in(checkpoint: Path) -> Any:
+    return json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"][SAVED]
+
+
 def test_a_resumed_run_starts_with_the_limit_and_equals_the_straight_run(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
     straight = run(CASES["bert"], tmp_path / "straight", MicrobatchCallback(), Scarcity(limit=40), **settings)
-    saved = read_limits(tmp_path / "straight/checkpoint-2")
-    assert saved["max_tokens"].limit == 36
-    assert sorted(path.name for path in (tmp_path / "straight/checkpoint-2").glob("memopt*")) == [
-        "memopt_manifest.json",
-        LIMITS_FILE,
-    ]
+    assert saved_in(tmp_path / "straight/checkpoint-2")["max_tokens"]["limit"] == 36
     callback, scarcity = MicrobatchCallback(), Scarcity(limit=40)
     resumed = make(CASES["bert"], tmp_path / "other", callback, scarcity, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight/checkpoint-2"))
     assert (scarcity.errors, callback.changes) == (0, [])
-    assert callback.limits["max_tokens"] == read_limits(tmp_path / "straight/checkpoint-3")["max_tokens"]
+    assert asdict(callback.limits["max_tokens"]) == saved_in(tmp_path / "straight/checkpoint-3")["max_tokens"]
+    assert saved_in(tmp_path / "other/checkpoint-3") == saved_in(tmp_path / "straight/checkpoint-3")
     assert tiny.largest_difference(straight.model, resumed.model) == 0.0
 
 

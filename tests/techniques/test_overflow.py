@@ -25,13 +25,7 @@ import tiny
 from hf_memopt.binding.attach import attach
 from hf_memopt.changes import Change
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
-from hf_memopt.techniques.nonfinite.overflow import (
-    BFLOAT16_FAMILY,
-    OverflowCallback,
-    StepReading,
-    detect_nonfinite,
-    read_step,
-)
+from hf_memopt.techniques.nonfinite.overflow import BFLOAT16_FAMILY, OverflowCallback, StepReading, read_step
 from scarcity import Scarcity
 from two_ranks import run_pair
 
@@ -534,17 +528,16 @@ def test_pickled_it_is_unused_and_has_the_same_settings(tmp_path: Any) -> None:
     assert copied.handle is None
 
 
-def test_the_function_does_it_without_the_callback(tmp_path: Any) -> None:
+def test_all_of_it_is_taken_off_again(tmp_path: Any) -> None:
     model = nonfinite_models.make_nonfinite(tiny.llama(), "forward")
-    recorder, record = Recorder(), OverflowCallback()
+    recorder, callback = Recorder(), OverflowCallback()
     trainer = nonfinite_models.make_trainer(model, nonfinite_models.rows(24, bad=(5,)), tmp_path, recorder)
     before = list(trainer.callback_handler.callbacks)
-    handle = detect_nonfinite(trainer, record)
-    trainer.train()
+    attach(trainer, callback).train()
     assert recorder.moved() == [True, False, True, True, True, True]
-    assert (record.nonfinite_steps, [report.where for report in record.reports]) == (1, [nonfinite_models.PLACE])
-    handle.remove()
-    handle.remove()
+    assert (callback.nonfinite_steps, [report.where for report in callback.reports]) == (1, [nonfinite_models.PLACE])
+    trainer.memopt_handle.remove()
+    trainer.memopt_handle.remove()
     assert trainer.callback_handler.callbacks == before
     assert "training_step" not in vars(trainer)
     assert "clip_grad_norm_" not in vars(trainer.accelerator)

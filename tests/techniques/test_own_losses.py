@@ -17,7 +17,7 @@ from transformers import Trainer
 import tiny
 from hf_memopt.binding.attach import attach
 from hf_memopt.techniques.microbatching.microbatch import MicrobatchCallback
-from hf_memopt.techniques.microbatching.splitting import NotSplittableError
+from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
 from scarcity import Pad, Scarcity, mixed_rows
 
 FLOAT32 = 2**-22  # gradients of rows added in another order, over steps of 0.1

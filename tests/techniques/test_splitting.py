@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tiny
+from hf_memopt.techniques.microbatching.not_splittable import splittable_batch_reason, splittable_reason
 from hf_memopt.techniques.microbatching.splitting import (
     cut,
     decoder_lengths,
     row_count,
     row_lengths,
-    splittable_batch_reason,
-    splittable_reason,
     take_rows,
 )
 

@@ -22,10 +22,10 @@ from hf_memopt.binding.refusals import (
     LATE_LOSS,
     NO_LIMIT,
     PARTS,
-    REFUSALS,
     RUN_IN_ONE_PROCESS,
     SETTINGS,
     TECHNIQUES,
+    every_refusal,
     refusal_of,
 )
 from hf_memopt.binding.versions import checkpointing_arguments
@@ -255,7 +255,7 @@ def test_the_groups_hold_every_pair_that_is_not_refused() -> None:
 # ---- Refused --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: f"{refusal.one} and {refusal.other}")
+@pytest.mark.parametrize("refusal", every_refusal(), ids=lambda refusal: f"{refusal.one} and {refusal.other}")
 def test_attach_refuses_what_cannot_work_together(refusal, tmp_path, monkeypatch) -> None:
     names = [name for name in (refusal.one, refusal.other) if name in TECHNIQUES]
     setting = refusal.other if refusal.other in SETTINGS else None
@@ -295,6 +295,6 @@ def unattached(names: list[str], folder: Any, monkeypatch: pytest.MonkeyPatch, s
 
 
 def test_every_name_in_a_refusal_is_known() -> None:
-    for refusal in REFUSALS:
+    for refusal in every_refusal():
         assert refusal.one in (*TECHNIQUES, *PARTS, NO_LIMIT, LATE_LOSS)
         assert refusal.other in TECHNIQUES or refusal.other in SETTINGS

@@ -17,15 +17,12 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_settings
 from hf_memopt.binding.handles import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.binding.input_gradients import drop_input_gradients, input_gradient_hooks
@@ -36,10 +33,10 @@ from hf_memopt.changes import Change, add_change
 from hf_memopt.errors import did_you_mean
 from hf_memopt.plain_data import check_value, shown
 from hf_memopt.techniques.checkpointing.selective import activation_memory_budget, selective_contexts
-from hf_memopt.techniques.model_handles import ModelHandles
+from hf_memopt.techniques.technique_callback import TechniqueCallback
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
 __all__ = ["CheckpointingCallback", "check_offload", "checkpoint_layers"]
 
@@ -131,7 +128,7 @@ def checkpoint_layers(model: Any, policy: str = "full", *, offload: bool = False
     return UndoHandle(undo)
 
 
-class CheckpointingCallback(TrainerCallback):
+class CheckpointingCallback(TechniqueCallback):
     """Call ``checkpoint_layers`` when training begins, for the model that the ``Trainer`` has by then.
 
     ``TrainingArguments(activation_checkpointing=...)`` stays False; if it is set, this policy replaces it. The model
@@ -160,16 +157,9 @@ class CheckpointingCallback(TrainerCallback):
         self._parsed = _parsed(policy, budgets=True)
         if offload and self._parsed.kind in ("selective", "budget"):
             raise _offload_error(policy)
+        super().__init__(policy, offload=offload)
         self.policy = policy
         self.offload = offload
-        self.changes: list[Change] = []
-        self.handle: UndoHandle | None = None
-        self._handles = ModelHandles()
-        self.binding = Binding()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # a copy starts unused: handles belong to this process and its model
-        return partial(type(self), self.policy, offload=self.offload), ()
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Set a budget within this trainer's training steps; other policies need no binding."""
@@ -190,9 +180,7 @@ class CheckpointingCallback(TrainerCallback):
         self.handle = self.binding.to(trainer, override_method(trainer, "training_step", within_budget))
         return self.handle
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Switch the policy on in the model that is trained."""
         check_settings(self.technique, args)
         if self._parsed.kind == "budget":

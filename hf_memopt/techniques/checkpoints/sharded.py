@@ -37,20 +37,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.handles import UndoHandle, override_method
 from hf_memopt.binding.model_traits import unwrap_optimizer
 from hf_memopt.binding.nested_tensors import tensors_in
+from hf_memopt.techniques.technique_callback import TechniqueCallback
 from hf_memopt.units import parse_bytes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer
 
 __all__ = [
     "LeanCheckpointCallback",
@@ -207,7 +207,7 @@ def _off_the_file(value: Any) -> Any:
 # ---- The Trainer ----------------------------------------------------------------------------------------------------
 
 
-class ShardedCheckpointCallback(TrainerCallback):
+class ShardedCheckpointCallback(TechniqueCallback):
     """Save and resume with no more memory than training takes; bind it with ``attach``. It logs no keys.
 
     When weights are saved, also by ``trainer.save_model()``, files have a bounded size. When ``train()`` resumes, the
@@ -229,13 +229,9 @@ class ShardedCheckpointCallback(TrainerCallback):
 
     def __init__(self, max_shard_bytes: int | str = "1GB") -> None:
         self.max_shard_bytes = _checked_size(max_shard_bytes)
-        self.handle: UndoHandle | None = None
-        self.binding = Binding()
+        super().__init__(self.max_shard_bytes)
         self._is_resuming = False
         self._loading = ExitStack()  # overrides from the creation of the scheduler until the state is loaded
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.max_shard_bytes,)  # a copy starts unbound
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Override what saves and resumes on this trainer; called by ``attach``."""
@@ -250,9 +246,7 @@ class ShardedCheckpointCallback(TrainerCallback):
         )
         return self.handle
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound; end the loading if the checkpoint had no state to load."""
         check_compatibility(self.binding.serving(self, state))
         self._loading.close()

@@ -22,19 +22,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
-from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.handles import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.plain_data import shown
-from hf_memopt.techniques.evaluation.outputs import KeptOutputs, OutputSettings, Reduce
+from hf_memopt.techniques.evaluation.outputs import KeptOutputs, Reduce
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
+from hf_memopt.techniques.technique_callback import TechniqueCallback
 from hf_memopt.units import parse_bytes
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer
 
 __all__ = [
     "EvaluationGuardCallback",
@@ -44,7 +43,7 @@ __all__ = [
 ]
 
 
-class EvaluationGuardCallback(TrainerCallback):
+class EvaluationGuardCallback(TechniqueCallback):
     """Bound the memory of ``trainer.evaluate`` and ``trainer.predict``; needs ``attach``. It logs no keys.
 
     Args:
@@ -72,11 +71,7 @@ class EvaluationGuardCallback(TrainerCallback):
     def __init__(self, reduce: Literal["argmax"] | Reduce | None = None, *, card_budget: int | str = "64MiB") -> None:
         self._arguments: dict[str, Any] = {"reduce": reduce, "card_budget": card_budget}
         _checked(**self._arguments)
-        self.handle: UndoHandle | None = None
-        self.binding = Binding()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self._arguments), ()  # a copy starts unbound: the handle belongs to one trainer
+        super().__init__(**self._arguments)
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Guard this trainer's evaluations; called by ``attach``."""
@@ -84,21 +79,17 @@ class EvaluationGuardCallback(TrainerCallback):
             self.handle = self.binding.to(trainer, guard_evaluation(trainer, **self._arguments))
         return self.binding.handle
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse incompatible settings before the first evaluation."""
         self._check_bound(state)
         if self.binding.trainer is not None:
             check_compatibility(self.binding.trainer)
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound, without training too."""
         self._check_bound(state)
 
-    def _check_bound(self, state: TrainerState) -> None:
+    def _check_bound(self, state: Any) -> None:
         if self.handle is None or not self.handle.is_removed:  # a removed handle lets evaluations run without it
             self.binding.serving(self, state)
 
@@ -114,12 +105,10 @@ def guard_evaluation(
     Raises:
         ValueError: as ``EvaluationGuardCallback`` does.
     """
-    settings = _checked(reduce, card_budget)
-    _refuse_two_reductions(trainer, settings.reduce)
-    return undo_all(
-        recover_predictions(trainer),
-        override_method(trainer, "evaluation_loop", partial(_wrap_evaluation_loop, trainer, settings, {})),
-    )
+    function, budget_bytes = _checked(reduce, card_budget)
+    _refuse_two_reductions(trainer, function)
+    wrap = partial(_wrap_evaluation_loop, trainer, function, budget_bytes, {})
+    return undo_all(recover_predictions(trainer), override_method(trainer, "evaluation_loop", wrap))
 
 
 def class_predictions(logits: Any, labels: Any) -> Any:
@@ -155,7 +144,8 @@ def _largest(logits: Any) -> Any:
 
 def _wrap_evaluation_loop(
     trainer: Any,
-    settings: OutputSettings,
+    reduce: Reduce | None,
+    budget_bytes: int,
     checked: dict[tuple[Any, ...], tuple[str, ...]],
     before: Callable[..., Any],
 ) -> Callable[..., Any]:
@@ -166,11 +156,12 @@ def _wrap_evaluation_loop(
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        _refuse_two_reductions(trainer, settings.reduce)
-        is_to_check = settings.reduce is not None and trainer.compute_metrics is not None
+        _refuse_two_reductions(trainer, reduce)
         function = getattr(trainer.compute_metrics, "memopt_function", trainer.compute_metrics)
         case = metric_key_prefix, _data_set(dataloader), id(function), trainer.args.batch_eval_metrics
-        outputs = KeptOutputs(trainer, settings, dataloader, description, checked.get(case) if is_to_check else ())
+        outputs = KeptOutputs(trainer, reduce, _name(reduce), budget_bytes, dataloader, description)
+        if reduce is not None and function is not None:
+            outputs.why_whole = checked.get(case)
         args = trainer.args
         with ExitStack() as stack:
             stack.enter_context(set_attribute(trainer, "preprocess_logits_for_metrics", outputs.reduce_and_check))
@@ -192,15 +183,15 @@ def _data_set(dataloader: Any) -> Any:
     return getattr(dataset, "_fingerprint", id(dataset)) if has_length(dataset) else None
 
 
-def _checked(reduce: Any, card_budget: Any) -> OutputSettings:
+def _checked(reduce: Any, card_budget: Any) -> tuple[Reduce | None, int]:
+    """Return the reduction as a function, and the budget in bytes."""
     is_argmax = isinstance(reduce, str) and reduce == "argmax"
     if reduce is not None and not is_argmax and not callable(reduce):
         raise ValueError(
             f"reduce={shown(reduce)} is not a reduction of logits; expected None, 'argmax' or a callable that takes "
             "logits and labels. Write: EvaluationGuardCallback(reduce='argmax')"
         )
-    function = class_predictions if is_argmax else reduce
-    return OutputSettings(function, parse_bytes(card_budget, "card_budget"), _name(function))
+    return class_predictions if is_argmax else reduce, parse_bytes(card_budget, "card_budget")
 
 
 def _name(function: Any, *, short: bool = True) -> str:

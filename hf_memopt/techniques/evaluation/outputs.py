@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,18 +24,9 @@ from hf_memopt.units import format_bytes
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["KeptOutputs", "OutputSettings", "Reduce", "tensor_bytes"]
+__all__ = ["KeptOutputs", "Reduce", "tensor_bytes"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class OutputSettings:
-    """The user's settings; see ``EvaluationGuardCallback``."""
-
-    reduce: Reduce | None
-    device_budget_bytes: int
-    reduce_name: str = ""
 
 
 class KeptOutputs:
@@ -49,15 +39,16 @@ class KeptOutputs:
     def __init__(
         self,
         trainer: Trainer,
-        settings: OutputSettings,
+        reduce: Reduce | None,
+        name: str,  # of the reduction, in messages
+        budget_bytes: int,  # on the device, before they are moved
         dataloader: Any,
         description: str,
-        why_whole: tuple[str, ...] | None = (),
     ) -> None:
-        self._trainer, self._settings, self._dataloader = trainer, settings, dataloader
-        self.why_whole = why_whole
+        self._trainer, self._name, self._budget_bytes, self._dataloader = trainer, name, budget_bytes, dataloader
+        self.why_whole: tuple[str, ...] | None = ()
         self._batch: tuple[Mapping[str, Any], Any] | None = None
-        self._reduce = settings.reduce or trainer.preprocess_logits_for_metrics
+        self._reduce = reduce or trainer.preprocess_logits_for_metrics
         self._are_kept = description == "Prediction" or not trainer.args.batch_eval_metrics
         self._chooses_steps = trainer.args.eval_accumulation_steps is None and trainer.args.device.type != "cpu"
         self._largest_bytes = 0
@@ -79,7 +70,7 @@ class KeptOutputs:
         )
         if self._chooses_steps and on_device_bytes > self._largest_bytes:
             self._largest_bytes = on_device_bytes
-            self._trainer.args.eval_accumulation_steps = max(1, self._settings.device_budget_bytes // on_device_bytes)
+            self._trainer.args.eval_accumulation_steps = max(1, self._budget_bytes // on_device_bytes)
         if self._kept_bytes == 0:
             self._check_room(on_host_bytes * self._batches())
         self._kept_bytes += on_host_bytes
@@ -114,10 +105,10 @@ class KeptOutputs:
         count = next((len(one) for one in tensors_in(logits) if one.dim()), 1)
         rows, few = (
             max(min(count, count * most_bytes // max(2 * needed_bytes, 1)), 1)  # two copies of them
-            for most_bytes in (self._limit_bytes, min(self._limit_bytes, self._settings.device_budget_bytes))
+            for most_bytes in (self._limit_bytes, min(self._limit_bytes, self._budget_bytes))
         )
-        assert self._settings.reduce is not None  # else nothing is checked
-        why = why_whole(trainer, self._settings.reduce, self._settings.reduce_name, logits, rest, rows, few)
+        assert self._reduce is not None  # else nothing is checked
+        why = why_whole(trainer, self._reduce, self._name, logits, rest, rows, few)
         needed_bytes *= processes * self._batches() if self._are_kept else 0
         found = gather_object([(why, needed_bytes <= self._limit_bytes)])
         why = next((one for one, _ in found if one), ())

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -30,17 +29,15 @@ from hf_memopt.binding.handles import UndoHandle, function_below, override_metho
 from hf_memopt.binding.known_losses import KnownLoss, known_loss
 from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_parallel
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
-from hf_memopt.devices.random_state import RandomState
 from hf_memopt.notices import notify
 from hf_memopt.techniques.microbatching.backbones import Backbones
+from hf_memopt.techniques.microbatching.not_splittable import splittable_batch_reason, splittable_reason
 from hf_memopt.techniques.microbatching.rows_in_parts import Size
 from hf_memopt.techniques.microbatching.splitting import (
     copied_batch,
     count_rows,
     row_lengths,
     select_rows,
-    splittable_batch_reason,
-    splittable_reason,
 )
 from hf_memopt.techniques.microbatching.step_state import StepState
 
@@ -91,7 +88,7 @@ class _Recovery:
     """What one evaluation has learned: how many rows fit."""
 
     def __init__(self, trainer: Trainer, backbones: tuple[str, ...], stated: KnownLoss | None) -> None:
-        self._reference: Callable[[], Any] = ref(trainer)
+        self._trainer: Callable[[], Any] = ref(trainer)
         self._stated = stated
         self._rows_that_fit: int | None = None
         self._batches = 0
@@ -99,11 +96,6 @@ class _Recovery:
         self._backbones = Backbones(
             backbones, Size(lambda columns: self._rows_that_fit or sys.maxsize, self._part_failed)
         )
-
-    @property
-    def trainer(self) -> Any:
-        """The trainer, which is not kept alive."""
-        return self._reference()
 
     def wrap_evaluation_loop(self, before: Callable[..., Any]) -> Callable[..., Any]:
         """Forget what fits: the next evaluation may have more memory."""
@@ -123,12 +115,11 @@ class _Recovery:
             def predict(rows: Any) -> Any:  # a copy: a step that takes the labels out is called again
                 return before(model, copied_batch(rows), prediction_loss_only, *args, **kwargs)
 
-            trainer = self.trainer
+            trainer = self._trainer()
             if hasattr(trainer, RECOVERING):  # another technique's recovery, around this one
                 return predict(inputs)
             self._batches += 1
-            count = _ItemCount(trainer, inputs)
-            with set_attribute(trainer, RECOVERING, True), count.once_per_batch():
+            with set_attribute(trainer, RECOVERING, True), _counting_once(trainer, inputs):
                 return self._predict(model, inputs, predict)
 
         self._is_stock = full_name(function_below(before)) in PREDICTION_STEPS
@@ -137,9 +128,9 @@ class _Recovery:
     def _predict(self, model: nn.Module, inputs: Any, predict: Callable[..., Any]) -> Any:
         is_stock = self._is_stock
         # whatever has to be put back before a user's own step runs again
-        state = None if is_stock else (StepState(self.trainer), RandomState.capture(self.trainer.args.device))
+        state = None if is_stock else StepState(self._trainer())
         if self._rows_that_fit is None or count_rows(inputs) <= self._rows_that_fit:
-            output, message = _attempt(partial(predict, inputs))
+            output, message = _attempt(predict, inputs)
             if message is None:
                 return output
             self._put_back(state, message)
@@ -148,12 +139,13 @@ class _Recovery:
         loss = self._loss_of(inputs) if is_stock else None
         if loss is None:
             return self._predict_in_parts(model, inputs, predict, state)
-        joined = _JoinedRows(count_rows(inputs), _generation_padding(self.trainer.model))
+        joined = _JoinedRows(count_rows(inputs), _generation_padding(self._trainer().model))
         try:
-            with observed_hooks(self.trainer.model):
+            with observed_hooks(self._trainer().model):
                 while joined.done < joined.rows:
                     stop = min(joined.rows, joined.done + (self._rows_that_fit or joined.rows))
-                    _, message = _attempt(partial(_add, joined, predict, inputs, stop))
+                    part = select_rows(inputs, slice(joined.done, stop), joined.rows)
+                    _, message = _attempt(joined.add, predict, part, stop)
                     if message is not None:
                         free_failed_step()
                         self._shrink(inputs, joined.done, stop, message)
@@ -162,11 +154,13 @@ class _Recovery:
         value = None if not joined.losses else joined.loss(loss.row_weights(inputs))
         return value, joined.logits, joined.labels
 
-    def _predict_in_parts(self, model: nn.Module, inputs: Any, predict: Callable[..., Any], state: Any) -> Any:
+    def _predict_in_parts(
+        self, model: nn.Module, inputs: Any, predict: Callable[..., Any], state: StepState | None
+    ) -> Any:
         """Predict the whole batch, with the rows of the backbone in parts."""
         while True:
             with self._backbones.cut(unwrap_parallel(model), is_training=False) as seen:
-                output, message = _attempt(partial(predict, inputs))
+                output, message = _attempt(predict, inputs)
             if message is None:
                 return output
             self._put_back(state, message)
@@ -176,24 +170,22 @@ class _Recovery:
             largest, _ = seen.largest or (1, None)  # of a nested batch, whose rows only the model sees
             self._shrink(inputs, 0, min(largest, self._rows_that_fit or largest), message)
 
-    def _put_back(self, state: tuple[StepState, RandomState] | None, message: str) -> None:
+    def _put_back(self, state: StepState | None, message: str) -> None:
         free_failed_step()
         if state is None:
             return
-        kept, generators = state
-        if (changed := kept.lost()) is not None:
+        if (changed := state.lost()) is not None:
             raise torch.OutOfMemoryError(
                 f"memory ran out in batch {self._batches - 1} of this evaluation ({message}), which cannot be run "
                 f"again, since {changed} was changed within it; expected a batch that fits. "
                 "Lower it: TrainingArguments(..., per_device_eval_batch_size=1)"
             )
-        kept.restore()
-        generators.restore()
+        state.restore()
 
     def _loss_of(self, inputs: Any) -> KnownLoss | None:
         """Return how the loss of a batch is made of its rows'; None if the batch has to stay whole."""
-        trainer = self.trainer
-        items = trainer._get_num_items_in_batch([inputs], trainer.args.device)  # by _ItemCount: once per batch
+        trainer = self._trainer()
+        items = trainer._get_num_items_in_batch([inputs], trainer.args.device)  # once per batch
         found = self._stated or known_loss(trainer, items)
         if isinstance(found, str) or not isinstance(inputs, Mapping):
             return None
@@ -201,13 +193,13 @@ class _Recovery:
         reason = found.reason_against(inputs) if has_loss else None
         return None if reason or splittable_reason(trainer.model) or splittable_batch_reason(inputs) else found
 
-    def _part_failed(self, rows: int, columns: int | None, text: str, seconds: float) -> None:
+    def _part_failed(self, rows: int, columns: int | None, seconds: float) -> None:
         self._rows_that_fit = max(1, rows // 2)
 
     def _shrink(self, inputs: Any, start: int, stop: int, message: str) -> None:
         """Remember half of the rows that did not fit; raise if there is no half."""
         rows = stop - start
-        if self.trainer.is_fsdp_enabled:
+        if self._trainer().is_fsdp_enabled:
             raise _unsplit_error(self._batches - 1, rows, f"the processes gather sharded weights together ({message})")
         if rows == 1:
             lengths = row_lengths(inputs) if isinstance(inputs, Mapping) else None
@@ -225,10 +217,6 @@ class _Recovery:
         )
 
 
-def _add(joined: _JoinedRows, predict: Callable[..., Any], inputs: Mapping[str, Any], stop: int) -> None:
-    joined.add(predict(select_rows(inputs, slice(joined.done, stop), joined.rows)), stop)
-
-
 def _unsplit_error(batch: int, rows: int, reason: str) -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(
         f"batch {batch} of this evaluation, of {rows} rows, does not fit into memory and cannot be split: {reason}; "
@@ -236,10 +224,10 @@ def _unsplit_error(batch: int, rows: int, reason: str) -> torch.OutOfMemoryError
     )
 
 
-def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
+def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
     """Return the result of a call, or the first line of its out-of-memory error; nothing keeps the error alive."""
     try:
-        return call(), None
+        return call(*args), None
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -255,31 +243,24 @@ def _generation_padding(model: Any) -> int:
     return IGNORED_LABEL if padding is None else int(padding)
 
 
-class _ItemCount:
-    """The number of labels that stock counts for one batch: once, and for the whole batch.
+def _counting_once(trainer: Any, inputs: Mapping[str, Any]) -> UndoHandle:
+    """Let ``prediction_step`` get the count of labels of the whole batch, however often it runs.
 
     Several processes wait for each other to add up their counts, so a process that counted again for a micro-batch
     would wait for ever.
     """
+    counted: list[Any] = []
 
-    def __init__(self, trainer: Any, inputs: Mapping[str, Any]) -> None:
-        self._trainer, self._inputs = trainer, inputs
-        self._is_counted = False
-        self.items: Any = None
+    def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
+        def count(batch_samples: Any, device: torch.device) -> Any:
+            if not counted:
+                counted.append(before([inputs], device))
+            return counted[0]
 
-    def once_per_batch(self) -> UndoHandle:
-        """Return the context in which ``prediction_step`` gets the count of the whole batch."""
+        return count
 
-        def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
-            def count(batch_samples: Any, device: torch.device) -> Any:
-                if not self._is_counted:
-                    self.items, self._is_counted = before([self._inputs], device), True
-                return self.items
-
-            return count
-
-        # private; prediction_step calls it so in transformers 5.8.1, 5.17.0 and 5.23.0, and no public name is between
-        return override_method(self._trainer, "_get_num_items_in_batch", wrap)
+    # private; prediction_step calls it so in transformers 5.8.1, 5.17.0 and 5.23.0, and no public name is between
+    return override_method(trainer, "_get_num_items_in_batch", wrap)
 
 
 class _JoinedRows:
@@ -293,9 +274,9 @@ class _JoinedRows:
         self.logits: Any = None
         self.labels: Any = None
 
-    def add(self, output: tuple[Any, Any, Any], stop: int) -> None:
-        """Add loss, logits and labels of the rows up to ``stop``; on an error nothing was added."""
-        loss, logits, labels = output
+    def add(self, predict: Callable[[Any], tuple[Any, Any, Any]], part: Any, stop: int) -> None:
+        """Add loss, logits and labels of a part, the rows up to ``stop``; on an error nothing was added."""
+        loss, logits, labels = predict(part)
         joined_logits = self._place(self.logits, logits, stop)
         self.labels = self._place(self.labels, labels, stop)
         self.logits = joined_logits

@@ -14,27 +14,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import TrainerCallback
-
-from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.frozen_parameters import freeze, trainable_parameters
-from hf_memopt.binding.handles import UndoHandle, undo_all
 from hf_memopt.binding.input_gradients import INPUT_GRADIENTS_DROPPED, drop_input_gradients
 from hf_memopt.binding.layer_names import checked_patterns
 from hf_memopt.changes import Change, add_change
-from hf_memopt.techniques.model_handles import ModelHandles
-
-if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from hf_memopt.techniques.technique_callback import ModelCallback
 
 __all__ = ["FreezeCallback", "freeze", "trainable_parameters"]
 
 logger = logging.getLogger(__name__)
 
 
-class FreezeCallback(TrainerCallback):
+class FreezeCallback(ModelCallback):
     """Freeze parts of the ``Trainer``'s model before the optimizer is built, and again when ``train()`` starts.
 
     By then ``model_init`` has rebuilt the model; its frozen parameters are in the optimizer's groups already, but get
@@ -55,43 +48,10 @@ class FreezeCallback(TrainerCallback):
 
     def __init__(self, patterns: str | Iterable[str]) -> None:
         self.patterns = checked_patterns(patterns)
-        self.changes: list[Change] = []
-        self.handle: UndoHandle | None = None
-        self.binding = Binding()
-        self._handles = ModelHandles()
+        super().__init__(self.patterns)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.patterns,)  # a copy starts unused: handles belong to this process and its model
-
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def change_model(self, model: Any) -> None:
         """Freeze before the optimizer is built."""
-        self._freeze(model)
-
-    def bind(self, trainer: Trainer) -> UndoHandle:
-        """Freeze for a Trainer that was built without this callback; ``attach`` calls it."""
-        is_frozen = self._handles.model is trainer.model  # since the Trainer was built
-        self._freeze(trainer.model)
-        return undo_all(
-            self.binding.to(trainer),
-            *([] if is_frozen else [self._handles.handle_of(trainer.model)]),
-        )
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
-        """Freeze a model that is new, and take off the hooks that undo the saving."""
-        frozen = self._handles.model
-        is_wrapped = model is not frozen and any(module is frozen for module in model.modules())
-        if not is_wrapped:  # a wrapper (FSDP1, compile) holds the frozen model under other names
-            self._freeze(model)
-        dropped = drop_input_gradients(model)
-        if not dropped.is_removed:
-            self.handle = self._handles.keep(frozen if is_wrapped else model, dropped)
-            add_change(self.changes, INPUT_GRADIENTS_DROPPED)
-
-    def _freeze(self, model: Any) -> None:
         before = trainable_parameters(model)
         self.handle = self._handles.keep(model, freeze(model, self.patterns))
         after = trainable_parameters(model)
@@ -100,3 +60,13 @@ class FreezeCallback(TrainerCallback):
             add_change(self.changes, Change("trainable_parameters", before, after, reason))
             total = sum(parameter.numel() for parameter in model.parameters())
             logger.info(f"FreezeCallback trains {after:,} of {total:,} parameters; {reason}")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Freeze a model that is new, or that was thawed since, and take off the hooks that undo the saving."""
+        if model is self._handles.model:
+            self.change_model(model)
+        super().on_train_begin(args, state, control, model, **kwargs)
+        dropped = drop_input_gradients(model)
+        if not dropped.is_removed:
+            self.handle = self._handles.keep(self._handles.model, dropped)
+            add_change(self.changes, INPUT_GRADIENTS_DROPPED)

@@ -16,12 +16,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback
 
-from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_settings
 from hf_memopt.binding.frozen_parameters import set_trainable, trainable_parameters
 from hf_memopt.binding.handles import UndoHandle
@@ -29,10 +27,7 @@ from hf_memopt.binding.input_gradients import INPUT_GRADIENTS_DROPPED, drop_inpu
 from hf_memopt.binding.layer_names import checked_patterns, matching_parameters
 from hf_memopt.changes import Change, add_change
 from hf_memopt.plain_data import shown
-from hf_memopt.techniques.model_handles import ModelHandles
-
-if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from hf_memopt.techniques.technique_callback import TechniqueCallback
 
 __all__ = ["GradualUnfreezeCallback", "unfreeze_by_schedule"]
 
@@ -87,7 +82,7 @@ def unfreeze_by_schedule(
     return set_trainable(model, flags)
 
 
-class GradualUnfreezeCallback(TrainerCallback):
+class GradualUnfreezeCallback(TechniqueCallback):
     """Call ``unfreeze_by_schedule`` when training begins and at each step that a stage of the schedule begins with.
 
     Nothing is frozen before the optimizer is built, so that it holds every parameter. Under checkpointing it also calls
@@ -111,32 +106,14 @@ class GradualUnfreezeCallback(TrainerCallback):
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = checked_schedule(schedule)
-        self.changes: list[Change] = []
-        self.handle: UndoHandle | None = None
-        self.binding = Binding()
-        self._handles = ModelHandles()
+        super().__init__(self.schedule)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.schedule,)  # a copy starts unused: handles belong to this process and its model
-
-    def bind(self, trainer: Trainer) -> UndoHandle:
-        """Belong to this trainer; ``attach`` calls it."""
-        return self.binding.to(trainer)
-
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Refuse patterns that match nothing; freeze nothing yet."""
         _first_steps(model, self.schedule)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Check that the optimizer holds what is to be trained later, and begin with the stage of this step."""
         check_settings(self.technique, args)
@@ -156,9 +133,7 @@ class GradualUnfreezeCallback(TrainerCallback):
             add_change(self.changes, INPUT_GRADIENTS_DROPPED)
         self._begin_stage(model, stages, state.global_step)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin the next stage if it is due."""
         stages = _in_steps(self.schedule, state.max_steps)
         if state.global_step in stages:

@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from hf_memopt.binding.handles import override_method
 from hf_memopt.devices.out_of_memory import is_out_of_memory
 from hf_memopt.errors import did_you_mean
-from hf_memopt.techniques.microbatching.row_check import DependentRowsError, Layout, ModuleCall, check_rows
+from hf_memopt.techniques.microbatching.module_call import DependentRowsError, Layout, ModuleCall
+from hf_memopt.techniques.microbatching.row_check import check_rows
 from hf_memopt.techniques.microbatching.rows_in_parts import Size, run_rows_in_parts
 
 __all__ = ["LOSS_OF_ALL_ROWS", "Backbones", "CutStep"]
@@ -52,6 +53,19 @@ class CutStep:
     reasons: dict[str, None] = field(default_factory=dict)
     largest: tuple[int, int | None] | None = None
     error: str | None = None
+
+    def noting_out_of_memory(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that notes its out-of-memory error, which a user's step may swallow."""
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return before(*args, **kwargs)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    self.error = str(error).partition("\n")[0]
+                raise
+
+        return noting
 
     def note(self, call: ModuleCall) -> None:
         """Remember the largest call."""
@@ -120,24 +134,20 @@ class Backbones:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if self._is_inside:
                     return before(*args, **kwargs)
-                try:
-                    call = ModuleCall(module, partial(self._run_inside, before), args, kwargs)
-                    layout = self._layout_of(name, call, step, kwargs)
-                    if layout is None:
-                        return before(*args, **kwargs)
-                    found = run_rows_in_parts(call, layout, self._size)
-                    step.cut += 1
-                    step.names[name or type(module).__name__] = None
-                    return found
-                except Exception as error:
-                    if is_out_of_memory(error):
-                        step.error = str(error).partition("\n")[0]
-                    raise
+                call = ModuleCall(module, partial(self._run_inside, before), args, kwargs)
+                layout = self._layout_of(name, call, step, kwargs)
+                if layout is None:
+                    return before(*args, **kwargs)
+                found = run_rows_in_parts(call, layout, self._size)
+                step.cut += 1
+                step.names[name or type(module).__name__] = None
+                return found
 
+            noting = step.noting_out_of_memory(forward)
             if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes a second
-                return forward
+                return noting
             # checks and parts are no graph: a compiled model runs its backbone as it is written
-            eager: Callable[..., Any] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+            eager: Callable[..., Any] = torch.compiler.disable(noting)  # type: ignore[no-untyped-call]
             return eager
 
         return wrap

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object, parse_object, shown
+from hf_memopt.plain_data import Count, CountOrZero, check_fields, check_value, from_object
 from hf_memopt.units import format_number
-from hf_memopt.whole_files import write_whole
 
-__all__ = ["LIMITS_FILE", "Limit", "Tally", "microbatch_limits", "part_rows", "read_limits", "write_limits"]
+__all__ = ["Limit", "Tally", "are_set", "microbatch_limits", "part_rows", "saved_limits"]
 
-LIMITS_FILE = "memopt_microbatch.json"
 LIMIT_NAMES = ("max_tokens", "max_examples")
 
 FIRST_WAIT_STEPS = 200
@@ -116,6 +112,11 @@ def microbatch_limits(
     }
 
 
+def are_set(limits: Mapping[str, Limit]) -> bool:
+    """Return whether batches are cut at all."""
+    return any(limit.limit is not None for limit in limits.values())
+
+
 def part_rows(limits: Mapping[str, Limit], columns: int | None) -> int:
     """Return the most rows of so many columns that the limits allow, 1 at least; ``columns=None``: by examples alone.
 
@@ -128,36 +129,16 @@ def part_rows(limits: Mapping[str, Limit], columns: int | None) -> int:
     return most if tokens is None or columns is None else min(most, max(1, tokens // max(columns, 1)))
 
 
-def write_limits(folder: Path, limits: Mapping[str, Limit]) -> None:
-    """Write limits into a checkpoint's folder, all of the file or nothing.
+def saved_limits(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Limit]:
+    """Return the limits that a checkpoint has, as plain data.
 
     Raises:
-        OSError: the file cannot be written.
+        ValueError: they are none; the message starts with the name of what is wrong.
     """
-    text = json.dumps({name: asdict(limit) for name, limit in limits.items()}, indent=2) + "\n"
-    write_whole(folder / LIMITS_FILE, text)
-
-
-def read_limits(folder: Path) -> dict[str, Limit]:
-    """Return the limits that ``write_limits`` wrote.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it does not contain limits; the message starts with the name of what is wrong.
-    """
-    limits = {}
-    for name, values in parse_object((folder / LIMITS_FILE).read_bytes()).items():
-        if name not in LIMIT_NAMES or not isinstance(values, dict):
-            names = " or ".join(LIMIT_NAMES)
-            raise ValueError(f"{name}={shown(values)} is not a limit; expected an object under {names}")
-        try:
-            limit = limits[name] = from_object(Limit, values)
-            check_fields(limit)
-        except ValueError as error:
-            raise ValueError(f"{name}.{error}") from None
-        if limit.maximum is not None and limit.limit is not None and limit.limit > limit.maximum:
-            raise ValueError(f"{name}.limit={limit.limit} is invalid; expected at most {name}.maximum={limit.maximum}")
-    return limits
+    found = {name: from_object(Limit, values.get(name, {})) for name in LIMIT_NAMES}
+    for limit in found.values():
+        check_fields(limit)
+    return found
 
 
 @dataclass

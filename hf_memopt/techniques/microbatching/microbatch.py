@@ -37,41 +37,29 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
-from hf_memopt.binding.callback_binding import Binding
-from hf_memopt.binding.checkpoint_manifest import own_checkpoint
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all
 from hf_memopt.binding.known_losses import stated_loss
 from hf_memopt.binding.refusals import NO_LIMIT
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import shown
 from hf_memopt.techniques.evaluation.recovery import recover_predictions
-from hf_memopt.techniques.microbatching.limits import (
-    LIMITS_FILE,
-    Limit,
-    Tally,
-    microbatch_limits,
-    read_limits,
-    write_limits,
-)
+from hf_memopt.techniques.microbatching.limits import Limit, Tally, microbatch_limits, saved_limits
 from hf_memopt.techniques.microbatching.step import MicrobatchedStep
-from hf_memopt.whole_files import warn_unwritten
+from hf_memopt.techniques.technique_callback import TechniqueCallback
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer
 
 __all__ = ["MicrobatchCallback", "run_in_microbatches"]
 
 logger = logging.getLogger(__name__)
 
 SPLITS = "micro-batching"  # the purpose of the override of training_step
+SAVED = "hf_memopt: limits of micro-batches"  # in trainer_state.json, beside the callbacks that stock saves
 
 
 def run_in_microbatches(
@@ -122,7 +110,8 @@ def run_in_microbatches(
         )
     names = _names_of(backbone)
     stated = None if loss is None else stated_loss(loss)
-    step = MicrobatchedStep(trainer, microbatch_limits() if limits is None else limits, changes, tally, names, stated)
+    limits, changes = microbatch_limits() if limits is None else limits, [] if changes is None else changes
+    step = MicrobatchedStep(trainer, limits, changes, tally or Tally(), names, stated)
     handles = [
         override_method(trainer, "compute_loss", step.wrap_compute_loss),
         override_method(trainer, "training_step", step.wrap_training_step, purpose=SPLITS),
@@ -143,10 +132,10 @@ def _names_of(backbone: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-class MicrobatchCallback(TrainerCallback):
+class MicrobatchCallback(TechniqueCallback):
     """Call ``run_in_microbatches``, save the limits in checkpoints and restore them in a resumed run.
 
-    Bind it with ``attach(trainer)``. A checkpoint has the limits in ``memopt_microbatch.json`` (with several processes,
+    Bind it with ``attach(trainer)``. A checkpoint has the limits in ``trainer_state.json`` (with several processes,
     those of the process that saves); a resumed run starts with them unless ``max_tokens`` or ``max_examples`` differ
     from the saved run's. It logs no keys: each change of a limit is in ``changes`` and in
     ``trainer.memopt_changes``, and each out of memory is a line above the progress bar (``hf_memopt.notices``).
@@ -187,88 +176,41 @@ class MicrobatchCallback(TrainerCallback):
         backbone: str | Sequence[str] | None = None,
         loss: str | None = None,
     ) -> None:
-        self.max_tokens = max_tokens
-        self.max_examples = max_examples
-        self.backbone, self.loss = backbone, loss
+        super().__init__(max_tokens, max_examples, backbone, loss)
+        self.max_tokens, self.max_examples, self.backbone, self.loss = max_tokens, max_examples, backbone, loss
         _names_of(backbone)
         if loss is not None:
             stated_loss(loss)
         self.limits = microbatch_limits(max_tokens, max_examples)
-        self.changes: list[Change] = []
         self.tally = Tally()
-        self.handle: UndoHandle | None = None
-        self.binding = Binding()
         if max_examples is None and max_tokens in (None, "auto"):
             self.variant = NO_LIMIT
-        self._unwritten: set[str] = set()  # the causes of failed writes that were already warned of
-        self._resume_from: str | bool | None = None  # the argument of train()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.max_tokens, self.max_examples, self.backbone, self.loss)  # a copy starts unbound
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Split this trainer's batches; called by ``attach``."""
-        if self.binding.trainer is trainer:
-            return self.binding.handle
-        self.handle = self.binding.to(
-            trainer,
-            run_in_microbatches(
-                trainer,
-                self.limits,
-                changes=self.changes,
-                tally=self.tally,
-                backbone=self.backbone,
-                loss=self.loss,
-            ),
-            override_method(trainer, "save_model", self._wrap_save_model),
-            override_method(trainer, "train", self._wrap_train),
-        )
-        return self.handle
+        if self.binding.trainer is not trainer:
+            handle = run_in_microbatches(
+                trainer, self.limits, changes=self.changes, tally=self.tally, backbone=self.backbone, loss=self.loss
+            )
+            self.handle = self.binding.to(trainer, handle)
+        return self.binding.handle
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound; restore the limits of a run that is resumed."""
         self.binding.serving(self, state)
-        if self._resume_from and state.global_step > 0:
-            last = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            self._restore_limits(Path(last if self._resume_from is True else self._resume_from))
-
-    def _wrap_save_model(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def save_model(*args: Any, **kwargs: Any) -> Any:
-            found = before(*args, **kwargs)
-            folder = own_checkpoint(*args, **kwargs)
-            if folder is not None and self.binding.trainer.args.should_save:
-                try:
-                    write_limits(folder, self.limits)
-                except OSError as error:
-                    lost = "a run that resumes here begins with the limits of a new one"
-                    warn_unwritten(folder / LIMITS_FILE, error, lost, self._unwritten)
-            return found
-
-        return save_model
-
-    def _wrap_train(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        def train(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-            self._resume_from = resume_from_checkpoint
-            return before(resume_from_checkpoint, *args, **kwargs)
-
-        return train
-
-    def _restore_limits(self, folder: Path) -> None:
-        try:
-            found = read_limits(folder)
-        except FileNotFoundError:  # a checkpoint of a run without micro-batching
+        saved = state.stateful_callbacks.get(SAVED)
+        state.stateful_callbacks[SAVED] = self.limits  # whose values stock writes into each checkpoint
+        if saved is None:  # a new run, or one of a checkpoint without micro-batching
             return
-        except (OSError, ValueError) as error:
+        try:
+            found = saved_limits(saved)
+        except (AttributeError, TypeError, ValueError) as error:
             warnings.warn(
-                f"{folder / LIMITS_FILE} could not be read ({type(error).__name__}: {error}), so the resumed run "
-                "begins with the limits of a new one. If a limit is known to fit, set it: "
-                "MicrobatchCallback(max_tokens=4096)",
+                f"the limits of micro-batches in the checkpoint could not be read ({error}), so the resumed run begins "
+                "with the limits of a new one. If a limit is known to fit, set it: MicrobatchCallback(max_tokens=4096)",
                 stacklevel=2,
             )
             return
-        saved, current = ({name: limit.maximum for name, limit in each.items()} for each in (found, self.limits))
-        if saved == current:
+        if all(limit.maximum == found[name].maximum for name, limit in self.limits.items()):
             self.limits.update(found)
             logger.info("micro-batching: resumed with %s", found)

@@ -18,37 +18,28 @@ values cannot be compared. In 16 bits a dependence below 1 % of the largest valu
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import islice, pairwise, product
-from typing import Any, NamedTuple
+from itertools import islice, pairwise
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # private, as transformers uses it (2.6 to 2.13)
-from transformers import Cache
 
 from hf_memopt.binding.foreign_code import foreign_hooks, is_listed_module
 from hf_memopt.binding.handles import set_attribute
 from hf_memopt.binding.kept_state import KeptState
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
-
-__all__ = ["DependentRowsError", "Layout", "ModuleCall", "check_rows"]
-
-ROWS_FIRST = (
-    "input_ids",
-    "inputs_embeds",
-    "pixel_values",
-    "input_values",
-    "input_features",
-    "decoder_input_ids",
-    "hidden_states",
-    "attention_mask",
+from hf_memopt.techniques.microbatching.module_call import (
+    PLAIN,
+    ChangesItselfError,
+    DependentRowsError,
+    Layout,
+    ModuleCall,
 )
-"""The number of rows is the first dimension of the first of these that a call has, else of its first tensor."""
-_WITHOUT_TOKENS = ("pixel_values", "input_values", "input_features")
+
+__all__ = ["check_rows", "without_dropout"]
 
 DROPOUTS = (
     "p",
@@ -64,132 +55,7 @@ DROPOUTS = (
 )
 """Attributes of modules that hold a probability of dropping something, or the width of a noise."""
 
-MOST_LAYOUTS = 8  # tried, where several dimensions have as many entries as there are rows
 MOST_MARKED = 1000  # entries of a container in an attribute
-PLAIN = (int, float, bool, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
-
-
-class DependentRowsError(ValueError):
-    """Rows cannot run apart, for this reason."""
-
-
-class _ChangesItselfError(DependentRowsError):
-    """A forward pass leaves something in the module, or in its inputs."""
-
-
-class Layout(NamedTuple):
-    """The dimension of the rows in each input and output, flattened; None for what all rows share."""
-
-    into: tuple[int | None, ...]
-    out: tuple[int | None, ...]
-
-
-class ModuleCall:
-    """A call of a module, to be run on some of its rows.
-
-    Attributes:
-        rows: how many it has; 0 if no tensor shows it.
-        columns: tokens of each row; None for images and sounds.
-        has_graph: whether it was called with gradients.
-    """
-
-    def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.module, self._forward, self.has_graph = module, forward, torch.is_grad_enabled()
-        self.leaves: list[Any]
-        self.leaves, self._spec = tree_flatten((args, kwargs))
-        self._main = self._find_main(args, kwargs)
-        main = None if self._main is None else self.leaves[self._main]
-        self.rows: int = 0 if main is None else main.shape[0]
-        self.columns: int | None = None
-        if main is not None and main.dim() > 1 and not any(kwargs.get(name) is main for name in _WITHOUT_TOKENS):
-            self.columns = int(main.shape[1])
-
-    def _find_main(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        given = [kwargs, *(value for value in args if isinstance(value, Mapping))]
-        named = [mapping.get(name) for name in ROWS_FIRST for mapping in given]
-        for value in (*named, *self.leaves):
-            if torch.is_tensor(value) and value.dim() > 0:
-                return next(index for index, leaf in enumerate(self.leaves) if leaf is value)
-        return None
-
-    def kind(self) -> Any:
-        """Return what calls have in common whose rows lie alike: not the sizes, but which of them agree by chance."""
-        return self._spec, self.module.training, self.has_graph, tuple(map(self._kind_of, self.leaves))
-
-    def _kind_of(self, leaf: Any) -> Any:
-        if not torch.is_tensor(leaf):
-            return repr(leaf) if isinstance(leaf, PLAIN) else type(leaf)
-        is_column = leaf.shape == (self.rows,) and not leaf.is_floating_point()
-        has_repeats = is_column and len(torch.unique(leaf)) < self.rows  # rows of one group, perhaps
-        return leaf.dtype, leaf.dim(), self._candidates_of(leaf), has_repeats
-
-    def _candidates_of(self, leaf: torch.Tensor) -> tuple[int, ...]:
-        return tuple(d for d, size in enumerate(leaf.shape) if size == self.rows)
-
-    def candidates(self) -> Iterator[tuple[int | None, ...]]:
-        """Yield the dimensions of the rows in each input, by shape; the input that the number comes from is cut."""
-        choices: list[tuple[int | None, ...]] = []
-        for index, leaf in enumerate(self.leaves):
-            found: tuple[int | None, ...] = self._candidates_of(leaf) if torch.is_tensor(leaf) else ()
-            choices.append(found[:1] if index == self._main else (*found, None))
-        return islice(product(*choices), MOST_LAYOUTS)
-
-    def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Run the module; return its outputs, flattened."""
-        return self.run_with_spec(leaves)[0]
-
-    def run_with_spec(self, leaves: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
-        """The same with what puts them together again."""
-        args, kwargs = tree_unflatten(list(leaves), self._spec)
-        with warnings.catch_warnings():
-            if not torch.is_grad_enabled():  # no graph is wanted, whatever reentrant checkpointing thinks of that
-                warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
-            leaves, spec = tree_flatten(self._forward(*args, **kwargs))
-        if self.has_graph:  # a cache of generation, which training does not read: None, so that reading it would fail
-            leaves = [None if isinstance(leaf, Cache) else leaf for leaf in leaves]
-        return leaves, spec
-
-    def rows_from(self, into: Sequence[int | None], start: int, stop: int) -> list[Any]:
-        """Return the inputs of some rows; views."""
-        return [
-            leaf if dim is None else leaf.narrow(dim, start, stop - start)
-            for leaf, dim in zip(self.leaves, into, strict=True)
-        ]
-
-    def try_rows(self, into: Sequence[int | None], start: int, stop: int) -> list[Any]:
-        """Run the module with copies of the inputs of some rows; return its outputs, flattened.
-
-        Raises:
-            DependentRowsError: it changes an input in place.
-        """
-        given = self.rows_from(into, start, stop)
-        copies = [leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in given]
-        found = self.run(copies)
-        for leaf, other in zip(given, copies, strict=True):
-            if torch.is_tensor(leaf) and other._version and not torch.equal(leaf, other):
-                raise _ChangesItselfError(
-                    f"it changes an input of shape {tuple(leaf.shape)} in place, which parts would change twice"
-                )
-        return found
-
-    def reason_against(self) -> str | None:
-        """Return why its inputs cannot be cut, or run twice; None if nothing is against it."""
-        other = next((leaf for leaf in self.leaves if not (torch.is_tensor(leaf) or isinstance(leaf, PLAIN))), None)
-        if other is not None:  # a cache of generation, for example
-            return f"its input <{type(other).__name__}> may be changed by each pass"
-        args, kwargs = tree_unflatten(self.leaves, self._spec)
-        for name, value in (*enumerate(args), *kwargs.items()):
-            if isinstance(value, list) and len(value) == self.rows:
-                return f"its input {name} is a list with an entry for each row, and only tensors are cut"
-        return None
-
-    def devices(self) -> list[torch.device]:
-        """Return the devices of inputs and weights; the host's generators are read in any case."""
-        tensors = [leaf for leaf in self.leaves if torch.is_tensor(leaf)]
-        found = {tensor.device for tensor in (*tensors, *self.module.parameters())}
-        return sorted(found - {torch.device("cpu"), torch.device("meta")}, key=str) or [torch.device("cpu")]
 
 
 def check_rows(call: ModuleCall, size: int, *, draw: random.Random | None = None) -> Layout:
@@ -217,12 +83,23 @@ def check_rows(call: ModuleCall, size: int, *, draw: random.Random | None = None
     while True:
         try:
             with torch.no_grad(), _repeatable(call) as restart:
-                return _check(call, count, min(size, count - 1), restart, draw)
+                return _Check(call, count, restart).layout(min(size, count - 1), draw)
         except Exception as error:
             if not is_out_of_memory(error) or count == 2:
                 raise
         free_failed_step()
         count = max(2, count // 2)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Drop nothing inside the context."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            for name in DROPOUTS:
+                if isinstance(getattr(module, name, None), float):
+                    stack.callback(set_attribute(module, name, 0.0).remove)
+        yield
 
 
 @contextmanager
@@ -235,11 +112,7 @@ def _repeatable(call: ModuleCall) -> Iterator[Callable[[], None]]:
         for state in states:
             state.restore()
 
-    with ExitStack() as stack:
-        for module in call.module.modules():
-            for name in DROPOUTS:
-                if isinstance(getattr(module, name, None), float):
-                    stack.callback(set_attribute(module, name, 0.0).remove)
+    with without_dropout(call.module):
         kept = KeptState(what="a check that rows are independent", others=call.module.buffers())
         for module in call.module.modules():
             if not is_listed_module(type(module).__module__):  # a user's own
@@ -254,50 +127,119 @@ def _repeatable(call: ModuleCall) -> Iterator[Callable[[], None]]:
             restart()
 
 
-def _check(call: ModuleCall, count: int, size: int, restart: Callable[[], None], draw: random.Random | None) -> Layout:
-    reasons: list[str] = []
-    for into in call.candidates():
+class _Check:
+    """Compares what the first ``count`` rows of a call give with what they give otherwise."""
+
+    def __init__(self, call: ModuleCall, count: int, restart: Callable[[], None]) -> None:
+        self._call, self._count, self._restart = call, count, restart
+
+    def layout(self, size: int, draw: random.Random | None) -> Layout:
+        """Return the first layout under which parts of ``size`` rows give what the whole gives."""
+        reasons: list[str] = []
+        for into in self._call.candidates():
+            try:
+                with _autocast_off(self._call, into) as is_off:
+                    return self._compared(into, size, draw, _tolerance(self._call.module, is_off))
+            except ChangesItselfError:
+                raise
+            except DependentRowsError as error:
+                reasons.append(str(error))
+        self._refuse_random_numbers()
+        raise DependentRowsError(reasons[0])
+
+    def _compared(self, into: tuple[int | None, ...], size: int, draw: random.Random | None, limit: float) -> Layout:
+        """Return the layout, given the dimensions of the rows in the inputs and the largest error tolerated."""
+        ends = [*range(0, self._count, size), self._count]
         try:
-            with _autocast_off(call, into) as is_off:
-                limit = _tolerance(call.module, is_off)
-                whole, out = _compare(call, into, count, size, restart, limit)
-                if not any(dim is not None for dim in out):
-                    raise DependentRowsError("none of its outputs has rows")
-                _refuse_shared_outputs(call, into, whole, out)
-                _exchange(call, Layout(tuple(into), tuple(out)), whole, _kept_rows(count, draw), limit)
-                return Layout(tuple(into), tuple(out))
-        except _ChangesItselfError:
-            raise
-        except DependentRowsError as error:
-            reasons.append(str(error))
-    restart()
-    into = next(call.candidates())
-    first, before = call.try_rows(into, 0, count), _state_of(call.module)
-    second = call.try_rows(into, 0, count)  # goes on with the generators of the first
-    if any(_difference(*pair) > 0 for pair in zip(first, second, strict=True) if torch.is_tensor(pair[0])):
-        _refuse_changes(call.module, before)
-        raise DependentRowsError(
-            "it draws random numbers other than dropout's, so that parts draw others than the whole"
-        )
-    raise DependentRowsError(reasons[0])
+            whole = self._run(into, 0, self._count)
+            parts = [self._run(into, start, stop) for start, stop in pairwise(ends)]
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, ChangesItselfError):
+                raise
+            text = f"{type(error).__name__}: {str(error)[:80]}"
+            raise DependentRowsError(f"a part of the rows fails where all of them run ({text})") from None
+        if any(len(part) != len(whole) for part in parts):
+            raise DependentRowsError("a part of the rows has other outputs than all of them")
+        sizes = [stop - start for start, stop in pairwise(ends)]
+        out = [_rows_of(i, value, [part[i] for part in parts], sizes, limit) for i, value in enumerate(whole)]
+        layout = Layout(into, tuple(out))
+        if not any(dim is not None for dim in out):
+            raise DependentRowsError("none of its outputs has rows")
+        self._refuse_shared_outputs(layout, whole)
+        self._exchange(layout, whole, draw, limit)
+        return layout
 
+    def _run(self, into: tuple[int | None, ...], start: int, stop: int) -> list[Any]:
+        self._restart()
+        return self._call.try_rows(into, start, stop)
 
-def _refuse_shared_outputs(
-    call: ModuleCall, into: Sequence[int | None], whole: Sequence[Any], out: Sequence[int | None]
-) -> None:
-    """Refuse what the modules inside do better: parts of texts beside all images, whose outputs are in every part, and
-    a loss that is 0 by chance or a learned scale, whose gradient parts cannot pass on.
+    def _refuse_shared_outputs(self, layout: Layout, whole: Sequence[Any]) -> None:
+        """Refuse what the modules inside do better: parts of texts beside all images, whose outputs are in every part,
+        and a loss that is 0 by chance or a learned scale, whose gradient parts cannot pass on.
 
-    A tensor that has as many entries by chance, such as the numbers of columns, is no output of its own.
-    """
-    pairs = zip(call.leaves, into, strict=True)
-    is_left = any(d is None and torch.is_tensor(x) and x.shape[:1] == (call.rows,) for x, d in pairs)
-    for index, (value, dim) in enumerate(zip(whole, out, strict=True)):
-        if is_left and dim is None and torch.is_tensor(value) and value.is_floating_point():
-            shown = f"its output {index} of shape {tuple(value.shape)}"
-            raise DependentRowsError(f"{shown} comes from inputs of which every part needs all rows")
-        if dim is None and torch.is_tensor(value) and value.dim() == 0 and value.is_floating_point():
-            raise DependentRowsError(f"its output {index} is one number for all rows, as a loss or a scale is")
+        A tensor that has as many entries by chance, such as the numbers of columns, is no output of its own.
+        """
+        pairs = zip(self._call.leaves, layout.into, strict=True)
+        is_left = any(d is None and torch.is_tensor(x) and x.shape[:1] == (self._call.rows,) for x, d in pairs)
+        for index, (value, dim) in enumerate(zip(whole, layout.out, strict=True)):
+            if dim is not None or not torch.is_tensor(value) or not value.is_floating_point():
+                continue
+            if is_left:
+                shown = f"its output {index} of shape {tuple(value.shape)}"
+                raise DependentRowsError(f"{shown} comes from inputs of which every part needs all rows")
+            if value.dim() == 0:
+                raise DependentRowsError(f"its output {index} is one number for all rows, as a loss or a scale is")
+
+    def _exchange(self, layout: Layout, whole: Sequence[Any], draw: random.Random | None, limit: float) -> None:
+        """Raise DependentRowsError if rows change with the content of others, or if a forward pass leaves a trace."""
+        exchanges = self._kept_rows(draw)
+        for number, kept in enumerate(exchanges):
+            shift = 1 + number % (self._count - 1)
+            order = torch.tensor([row if row in kept else (row + shift) % self._count for row in range(self._count)])
+            moved = [
+                leaf if dim is None else leaf.index_select(dim, order.to(leaf.device))
+                for leaf, dim in zip(self._call.leaves, layout.into, strict=True)
+            ]
+            is_last = number == len(exchanges) - 1
+            before = _state_of(self._call.module) if is_last else {}
+            found = self._call.run(moved)  # with other random numbers too
+            if is_last:
+                _refuse_changes(self._call.module, before)
+            for index, (value, other, dim) in enumerate(zip(whole, found, layout.out, strict=True)):
+                if not torch.is_tensor(value):
+                    continue
+                error = _difference(*(self._rows_in(tensor, dim, kept) for tensor in (value, other)))
+                if error > limit:
+                    raise DependentRowsError(
+                        f"rows depend on each other: its output {index} of shape {tuple(value.shape)} changes by "
+                        f"{error:.1e} with the content of other rows"
+                    )
+
+    def _kept_rows(self, draw: random.Random | None) -> list[list[int]]:
+        """Return the rows that keep their content in each exchange; without ``draw`` so that any two are told apart."""
+        rows = range(self._count)
+        if draw is not None:
+            return [sorted(draw.sample(rows, max(1, self._count // 2)))]
+        bits = range((self._count - 1).bit_length())
+        return [[row for row in rows if (row >> bit) % 2 == value] for bit in bits for value in (0, 1)]
+
+    def _rows_in(self, value: torch.Tensor, dim: int | None, rows: list[int]) -> torch.Tensor:
+        """Return the entries of some rows of an output; all of what has no rows."""
+        if dim is None or value.shape[dim] % self._count:
+            return value
+        index, by_row = torch.tensor(rows, device=value.device), (self._count, -1)
+        return value.unflatten(dim, by_row).index_select(dim, index)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _refuse_random_numbers(self) -> None:
+        """Raise DependentRowsError if two passes differ, as that explains whatever else was found."""
+        into = next(self._call.candidates())
+        first, before = self._run(into, 0, self._count), _state_of(self._call.module)
+        second = self._call.try_rows(into, 0, self._count)  # goes on with the generators of the first
+        if any(_difference(*pair) > 0 for pair in zip(first, second, strict=True) if torch.is_tensor(pair[0])):
+            _refuse_changes(self._call.module, before)
+            raise DependentRowsError(
+                "it draws random numbers other than dropout's, so that parts draw others than the whole"
+            )
 
 
 @contextmanager
@@ -329,35 +271,6 @@ def _tolerance(module: nn.Module, is_off: bool) -> float:
     if is_narrow:
         return 2**-6
     return 64 * (torch.finfo(torch.float64).eps if found == {torch.float64} else torch.finfo(torch.float32).eps)
-
-
-def _compare(
-    call: ModuleCall,
-    into: Sequence[int | None],
-    count: int,
-    size: int,
-    restart: Callable[[], None],
-    limit: float,
-) -> tuple[list[Any], list[int | None]]:
-    """Return the outputs of the whole and the dimension of their rows, if parts give them."""
-
-    def run(start: int, stop: int) -> list[Any]:
-        restart()
-        return call.try_rows(into, start, stop)
-
-    ends = [*range(0, count, size), count]
-    try:
-        whole = run(0, count)
-        parts = [run(start, stop) for start, stop in pairwise(ends)]
-    except Exception as error:
-        if is_out_of_memory(error) or isinstance(error, _ChangesItselfError):
-            raise
-        text = f"{type(error).__name__}: {str(error)[:80]}"
-        raise DependentRowsError(f"a part of the rows fails where all of them run ({text})") from None
-    if any(len(part) != len(whole) for part in parts):
-        raise DependentRowsError("a part of the rows has other outputs than all of them")
-    sizes = [stop - start for start, stop in pairwise(ends)]
-    return whole, [_rows_of(i, value, [part[i] for part in parts], sizes, limit) for i, value in enumerate(whole)]
 
 
 def _rows_of(index: int, whole: Any, parts: Sequence[Any], sizes: Sequence[int], limit: float) -> int | None:
@@ -407,59 +320,9 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max() / largest) if one.numel() else 0.0
 
 
-def _kept_rows(count: int, draw: random.Random | None) -> list[tuple[int, list[int]]]:
-    """Return the number of rows and those that keep their content, for each exchange; without ``draw`` so that any
-    two rows are told apart.
-    """
-    if draw is not None:
-        return [(count, sorted(draw.sample(range(count), max(1, count // 2))))]
-    bits = range((count - 1).bit_length())
-    return [(count, [row for row in range(count) if (row >> bit) % 2 == value]) for bit in bits for value in (0, 1)]
-
-
-def _exchange(
-    call: ModuleCall,
-    layout: Layout,
-    whole: Sequence[Any],
-    exchanges: Sequence[tuple[int, list[int]]],
-    limit: float,
-) -> None:
-    """Raise DependentRowsError if rows change with the content of others, or if a forward pass leaves a trace."""
-    before: dict[str, Any] = {}
-    for number, (count, kept) in enumerate(exchanges):
-        shift = 1 + number % (count - 1)
-        order = torch.tensor([row if row in kept else (row + shift) % count for row in range(count)])
-        moved = [
-            leaf if dim is None else leaf.index_select(dim, order.to(leaf.device))
-            for leaf, dim in zip(call.leaves, layout.into, strict=True)
-        ]
-        is_last = number == len(exchanges) - 1
-        before = _state_of(call.module) if is_last else before
-        found = call.run(moved)  # with other random numbers too
-        if is_last:
-            _refuse_changes(call.module, before)
-        for index, (value, other, dim) in enumerate(zip(whole, found, layout.out, strict=True)):
-            if torch.is_tensor(value) and (error := _difference(*_pair(value, other, dim, kept, count))) > limit:
-                raise DependentRowsError(
-                    f"rows depend on each other: its output {index} of shape {tuple(value.shape)} changes by "
-                    f"{error:.1e} with the content of other rows"
-                )
-
-
-def _pair(
-    value: torch.Tensor, other: Any, dim: int | None, rows: list[int], count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the entries of some rows of two outputs; all of what has no rows."""
-    if dim is None or value.shape != other.shape:
-        return value, other
-    index = torch.tensor(rows, device=value.device)
-    first, second = (tensor.unflatten(dim, (count, -1)).index_select(dim, index) for tensor in (value, other))
-    return first, second
-
-
 def _refuse_changes(module: nn.Module, before: Mapping[str, Any]) -> None:
     if changed := _changed(before, _state_of(module)):
-        raise _ChangesItselfError(f"its forward pass changes {changed}, which parts would change several times")
+        raise ChangesItselfError(f"its forward pass changes {changed}, which parts would change several times")
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
-from hf_memopt.techniques.microbatching.row_check import DependentRowsError, Layout, ModuleCall
+from hf_memopt.techniques.microbatching.module_call import DependentRowsError, Layout, ModuleCall
 
 __all__ = ["PartsFailedError", "Size", "run_rows_in_parts"]
 
@@ -54,12 +54,12 @@ class PartsFailedError(torch.OutOfMemoryError):
 class Size(NamedTuple):
     """How many rows a part may have, and what is told when that was too many.
 
-    ``rows``: gives the most rows of a part of so many columns; ``failed``: is told rows, columns, the error's text and
-    the seconds lost, and lowers what ``rows`` gives.
+    ``rows``: gives the most rows of a part of so many columns; ``failed``: is told rows, columns and the seconds lost,
+    and lowers what ``rows`` gives.
     """
 
     rows: Callable[[int | None], int]
-    failed: Callable[[int, int | None, str, float], None]
+    failed: Callable[[int, int | None, float], None]
 
 
 def run_rows_in_parts(call: ModuleCall, layout: Layout, size: Size) -> Any:
@@ -114,14 +114,25 @@ class _Node(torch.autograd.Function):
 
 
 class _Part(NamedTuple):
-    """Rows that ran together. ``sums``: of each output, to know it again; ``entries``: of its dimension of rows."""
+    """Rows that ran together, and the states of the generators before. ``sums``: of each output, to know it again."""
 
     start: int
     stop: int
     states: list[RandomState]
     is_random: bool
     sums: list[torch.Tensor]
-    entries: list[int]
+
+    def of(self, value: torch.Tensor, dim: int | None, rows: int) -> torch.Tensor:
+        """Return its entries of a tensor of all ``rows``, a view; all of what has no rows."""
+        if dim is None:
+            return value
+        of_one = value.shape[dim] // rows
+        return value.narrow(dim, self.start * of_one, (self.stop - self.start) * of_one)
+
+    def halves(self) -> tuple[_Part, _Part]:
+        """Return two parts, whose sums are not known."""
+        middle = (self.start + self.stop) // 2
+        return self._replace(stop=middle, sums=[]), self._replace(start=middle, sums=[])
 
 
 class _Parts:
@@ -157,12 +168,14 @@ class _Parts:
             except Exception as error:
                 text = self._text_of(error, stop - start)
             if text is not None:  # the except block has ended, and with it the frames that hold tensors
-                self._halve(stop - start, text, begin)
+                self._halve(stop - start, begin)
                 for state in states:
                     state.restore()
                 continue
             is_random = any(not one.is_same(two) for one, two in zip(states, self._capture(), strict=True))
-            self._parts.append(_Part(start, stop, states, is_random, _sums(outputs), self._entries(outputs)))
+            if len(outputs) != len(self.layout.out):
+                raise DependentRowsError("it returns another number of values than when it was checked")
+            self._parts.append(_Part(start, stop, states, is_random, _sums(outputs)))
             done.append(outputs)
             start = stop
         self.constants = [None if torch.is_tensor(value) else value for value in done[0]]
@@ -174,11 +187,6 @@ class _Parts:
         # a copy: an output of a node of the graph is a tensor of its own
         return values[0].clone() if dim is None else torch.cat(values, dim)
 
-    def _entries(self, outputs: list[Any]) -> list[int]:
-        if len(outputs) != len(self.layout.out):
-            raise DependentRowsError("it returns another number of values than when it was checked")
-        return [0 if dim is None else value.shape[dim] for value, dim in zip(outputs, self.layout.out, strict=True)]
-
     def _text_of(self, error: Exception, rows: int) -> str:
         """Return the first line of an out-of-memory error that fewer rows may help against; raise any other."""
         if not is_out_of_memory(error):
@@ -188,9 +196,9 @@ class _Parts:
             raise PartsFailedError(1, self.call.columns, text) from None
         return text
 
-    def _halve(self, rows: int, text: str, begin: float) -> None:
+    def _halve(self, rows: int, begin: float) -> None:
         free_failed_step()
-        self.size.failed(rows, self.call.columns, text, time.perf_counter() - begin)
+        self.size.failed(rows, self.call.columns, time.perf_counter() - begin)
 
     # ---- Backward ---------------------------------------------------------------------------------------------------
 
@@ -213,17 +221,9 @@ class _Parts:
         sums = {i: torch.zeros_like(self.call.leaves[i]) for i in floats}
         aliases = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         runner, now = _Runner(self.call.module), self._capture()
-        offsets = [0] * len(gradients)
         try:
             for part in self._parts:
-                slices = [
-                    None if gradient is None or dim is None else gradient.narrow(dim, offset, entries)
-                    for gradient, dim, offset, entries in zip(
-                        gradients, self.layout.out, offsets, part.entries, strict=True
-                    )
-                ]
-                offsets = [offset + entries for offset, entries in zip(offsets, part.entries, strict=True)]
-                self._again(runner, part, slices, aliases, sums, frozenset())
+                self._again(runner, part, gradients, aliases, sums, frozenset())
         finally:
             for state in now:
                 state.restore()
@@ -233,7 +233,7 @@ class _Parts:
         self,
         runner: _Runner,
         part: _Part,
-        gradients: list[torch.Tensor | None],
+        gradients: tuple[torch.Tensor | None, ...],
         aliases: Mapping[str, torch.Tensor],
         sums: Mapping[int, torch.Tensor],
         counted: frozenset[str],
@@ -250,11 +250,11 @@ class _Parts:
             state.restore()
         text, fresh, begin = None, {}, time.perf_counter()
         try:
-            fresh = {i: self._rows(self.call.leaves[i], i, part).detach().requires_grad_() for i in sums}
+            fresh = {i: self._input(part, self.call.leaves, i).detach().requires_grad_() for i in sums}
             runner.run(used, lambda: self._run_part(part, gradients, fresh))
             for i, leaf in fresh.items():
                 if leaf.grad is not None:
-                    self._rows(sums[i], i, part).add_(leaf.grad)
+                    self._input(part, sums, i).add_(leaf.grad)
         except Exception as error:
             text = self._text_of(error, part.stop - part.start)
             if part.is_random:
@@ -265,29 +265,16 @@ class _Parts:
         if text is None:
             return
         fresh.clear()
-        self._halve(part.stop - part.start, text, begin)
-        middle = (part.start + part.stop) // 2
-        for start, stop in ((part.start, middle), (middle, part.stop)):
-            half, of_half = self._half(part, gradients, start, stop)
-            self._again(runner, half, of_half, aliases, sums, counted | done)
+        self._halve(part.stop - part.start, begin)
+        for half in part.halves():
+            self._again(runner, half, gradients, aliases, sums, counted | done)
 
-    def _rows(self, value: torch.Tensor, index: int, part: _Part) -> torch.Tensor:
-        dim = self.layout.into[index]
-        return value if dim is None else value.narrow(dim, part.start, part.stop - part.start)
+    def _input(self, part: _Part, values: Any, index: int) -> torch.Tensor:
+        return part.of(values[index], self.layout.into[index], self.call.rows)
 
-    def _half(
-        self, part: _Part, gradients: list[torch.Tensor | None], start: int, stop: int
-    ) -> tuple[_Part, list[torch.Tensor | None]]:
-        """Return some rows of a part, whose sums are not known, with the gradients of their outputs."""
-        rows = part.stop - part.start
-        entries = [count // rows * (stop - start) for count in part.entries]
-        slices = [
-            None if gradient is None or dim is None else gradient.narrow(dim, (start - part.start) * (n // rows), size)
-            for gradient, dim, n, size in zip(gradients, self.layout.out, part.entries, entries, strict=True)
-        ]
-        return _Part(start, stop, part.states, part.is_random, [], entries), slices
-
-    def _run_part(self, part: _Part, gradients: list[torch.Tensor | None], fresh: Mapping[int, torch.Tensor]) -> None:
+    def _run_part(
+        self, part: _Part, gradients: tuple[torch.Tensor | None, ...], fresh: Mapping[int, torch.Tensor]
+    ) -> None:
         leaves = self.call.rows_from(self.layout.into, part.start, part.stop)
         for i, leaf in fresh.items():
             leaves[i] = leaf
@@ -301,8 +288,8 @@ class _Parts:
                         "between the forward and the backward pass"
                     )
             pairs = [
-                (output, gradient)
-                for output, gradient in zip(outputs, gradients, strict=True)
+                (output, part.of(gradient, dim, self.call.rows))
+                for output, gradient, dim in zip(outputs, gradients, self.layout.out, strict=True)
                 if gradient is not None and torch.is_tensor(output) and output.requires_grad
             ]
             if pairs:

@@ -14,7 +14,6 @@ depends on the padded length of a batch, with micro-batches or without.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,12 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
-from hf_memopt.binding.model_traits import IGNORED_LABEL, unwrap_model
+from hf_memopt.binding.model_traits import IGNORED_LABEL
 
 __all__ = [
-    "NotSplittableError",
     "copied_batch",
     "count_rows",
     "cut",
@@ -37,9 +34,8 @@ __all__ = [
     "row_count",
     "row_lengths",
     "select_rows",
-    "splittable_batch_reason",
-    "splittable_reason",
     "take_rows",
+    "tensors_by_name",
 ]
 
 BATCH_NAMES = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "labels")
@@ -62,8 +58,6 @@ DECODER_NAMES = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attentio
 """The same for the decoder of an encoder-decoder model, to which its labels belong."""
 
 MULTIPLE = 8  # widths at which tensor cores are fast
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------
@@ -206,7 +200,7 @@ def _sequence(
         all(inputs[name].shape == (rows, columns) and not inputs[name].is_floating_point() for name in marking)
         and ("attention_mask" in marking if needs_mask else bool(marking))
         and "start_positions" not in inputs
-        and not any(_may_need(name, value, columns) for name, value in _tensors(inputs))
+        and not any(_may_need(name, value, columns) for name, value in tensors_by_name(inputs))
     )
     return _Sequence(shared, marking if may_cut else (), columns, like.device)
 
@@ -221,13 +215,13 @@ def _may_need(name: str, value: torch.Tensor, columns: int) -> bool:
     return columns in value.shape[1:] and not is_known
 
 
-def _tensors(inputs: Mapping[Any, Any], within: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_by_name(inputs: Mapping[Any, Any], within: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a batch by name; of nested dicts too, as "outer.inner"."""
     for name, value in inputs.items():
         if torch.is_tensor(value):
             yield f"{within}{name}", value
         elif isinstance(value, Mapping):
-            yield from _tensors(value, f"{within}{name}.")
+            yield from tensors_by_name(value, f"{within}{name}.")
 
 
 def _columns_needed(inputs: Mapping[str, Any], sequences: Sequence[_Sequence]) -> list[list[int]]:
@@ -318,72 +312,6 @@ def _best_starts(
 def _longest_from(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return for each position the longest of the rows from there on, shape (rows,)."""
     return np.maximum.accumulate(lengths[::-1])[::-1]
-
-
-# ---- What cannot be cut ---------------------------------------------------------------------------------------------
-
-
-class NotSplittableError(ValueError):
-    """The batches of a model cannot be trained in micro-batches, for this reason.
-
-    Args:
-        model: the model.
-        reason: why not.
-        where: the step and the batch.
-        remedy: what to do, as code.
-    """
-
-    def __init__(self, model: nn.Module, reason: str, *, where: str = "", remedy: str | None = None) -> None:
-        advice = remedy or "Take MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
-        super().__init__(
-            f"model={type(model).__name__} cannot be trained in micro-batches{where}: {reason}; expected rows that do "
-            f"not depend on each other. {advice}"
-        )
-        self.reason = reason
-
-
-def splittable_reason(model: nn.Module) -> str | None:
-    """Return why the loss of a model is not a sum over rows, so that micro-batches would train something else.
-
-    None if nothing was found. Looked for are batch norms in training mode, contrastive models (CLIP), whose loss
-    compares the rows of a batch (their ``forward`` takes ``return_loss``), and BigBird's sparse attention.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, _BATCH_NORMS) and module.training:
-            return f"{type(module).__name__} {name} takes its statistics over the rows of a batch"
-    inside = unwrap_model(model)
-    if "return_loss" in inspect.signature(inside.forward).parameters:
-        return f"the loss of {type(inside).__name__} compares the rows of a batch with each other"
-    if getattr(getattr(inside, "config", None), "attention_type", None) == "block_sparse":
-        return f"the sparse attention of {type(inside).__name__} becomes full, for good, once all rows are short"
-    return None
-
-
-def splittable_batch_reason(inputs: Mapping[str, Any]) -> str | None:
-    """Return why a batch cannot be split into rows; None if it can.
-
-    Looked for are sequences packed into one row, and tensors that do not have one entry per row, such as the image
-    patches of Qwen2-VL. Waits for the device where a batch of one row has ``position_ids``.
-    """
-    rows = row_count(inputs)
-    packed = [name for name in inputs if name.startswith("cu_seq")]
-    if rows == 1:
-        packed += [name for name in ("seq_idx", "position_ids") if _restarts(inputs.get(name))]
-    if packed:
-        return f"its examples are packed into one row, as {packed[0]} shows"
-    for name, value in _tensors(inputs):
-        is_elsewhere = name == "position_ids" and value.dim() == 3  # (3, batch, seq), for text, height and width
-        if is_elsewhere or (value.dim() > 0 and value.shape[0] not in (1, rows)):
-            return f"{name} of shape {tuple(value.shape)} does not have one entry for each of the {rows} rows"
-    return None
-
-
-def _restarts(numbers: Any) -> bool:
-    """Return whether positions begin again within a row, or the index of the sequence changes."""
-    if not torch.is_tensor(numbers) or numbers.dim() == 0:
-        return False
-    steps = numbers.diff()
-    return bool((steps < 0).any()) or bool((steps == 0).any() and (steps != 0).any())
 
 
 def padded_tokens(inputs: Mapping[str, Any], rows: Sequence[int]) -> int | None:

@@ -1,8 +1,8 @@
 """What a user's step may have changed by the time memory runs out, so that it can be repeated, or is not.
 
-A step that is repeated must find everything as it was. Random numbers and gradients are put back by the caller; here
-are the rest: values and small tensors that the Trainer and the user's own modules hold are put back, and a changed
-weight or a large tensor, which has no copy, is named.
+A step that is repeated must find everything as it was. Gradients are dropped by the caller; here are the rest: random
+numbers, values and small tensors that the Trainer and the user's own modules hold are put back, and a changed weight or
+a large tensor, which has no copy, is named.
 
 The price: each floating-point weight is read once for its norm, about 1 % of a step, since a change through ``.data``
 leaves no other trace. Only steps whose code is not known to be stock's need it.
@@ -23,27 +23,32 @@ from transformers import Trainer
 from hf_memopt.binding.foreign_code import is_listed_module
 from hf_memopt.binding.kept_state import KeptState
 from hf_memopt.changes import CHANGES
+from hf_memopt.devices.random_state import RandomState
 
 __all__ = ["StepState"]
 
 
 class StepState:
-    """What a Trainer holds as a step begins."""
+    """What a Trainer holds as a step begins; of a step ``of_stock`` the random numbers alone."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, *, of_stock: bool = False) -> None:
+        self._trainer, self._random = trainer, RandomState.capture(trainer.args.device)
         self._kept = KeptState(what="a step that ran out of memory")
+        self._buffers: list[tuple[str, torch.Tensor, int]] = []
+        self._norms: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        if not of_stock:
+            self._look()
+
+    def _look(self) -> None:
+        trainer = self._trainer
         self._kept.look_at(trainer, leave=_names_of_stock())
         self._kept.keep(trainer.state.log_history, "trainer.state.log_history")  # of a loss that logs
         self._buffers = [(name, buffer, buffer._version) for name, buffer in trainer.model.named_buffers()]
-        self._norms: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         seen: set[int] = set()
         for owner, module in _modules_of(trainer):
             for part in module.modules():
-                for hooks in (
-                    part._forward_hooks,
-                    part._forward_pre_hooks,
-                ):  # of a step that failed before it removed them
+                # of a step that failed before it removed them
+                for hooks in (part._forward_hooks, part._forward_pre_hooks):
                     self._kept.keep(hooks, owner)
                 if not is_listed_module(type(part).__module__):
                     self._kept.look_at(part)
@@ -65,11 +70,17 @@ class StepState:
         """Return the name of a buffer of the model that was changed since."""
         return next((name for name, buffer, version in self._buffers if buffer._version != version), None)
 
+    def has_drawn(self) -> bool:
+        """Return whether random numbers were drawn since."""
+        return not self._random.is_same(RandomState.capture(self._trainer.args.device))
+
     def restore(self) -> None:
         """Put back all else, but for what this package has recorded."""
-        changes = getattr(self._trainer, CHANGES, ())
+        changes = getattr(self._trainer, CHANGES, None)
         self._kept.restore()
-        setattr(self._trainer, CHANGES, changes)
+        if changes is not None:
+            setattr(self._trainer, CHANGES, changes)
+        self._random.restore()
 
 
 @cache

@@ -4,8 +4,8 @@ Cases are ruled out in this order, as each can only be blamed once those before 
 inputs, forward, loss, gradient, loss scale (gradients are finite, but not times that of fp16); "unknown" is a step that
 is finite when it is repeated.
 
-An accumulation step is repeated as it was, with its random numbers, or in halves where it no longer fits. The rows are
-those of the first values that are not finite; a loss has no rows, so single rows are repeated then.
+An accumulation step is repeated as it was, with its random numbers. The rows are those of the first values that are not
+finite; a loss has no rows, so of one whose inputs are finite only rows without labels are told.
 
 Limitations: state that a module keeps in plain attributes; a module that returns infinities on purpose, which is taken
 for the cause of a bad loss; and losses that call other processes (a contrastive loss that gathers): only the process
@@ -30,18 +30,12 @@ from hf_memopt.binding.model_traits import IGNORED_LABEL, local_part
 from hf_memopt.binding.nested_tensors import tensors_in
 from hf_memopt.devices.out_of_memory import free_failed_step, is_out_of_memory
 from hf_memopt.devices.random_state import RandomState
-from hf_memopt.techniques.microbatching.splitting import (
-    row_count,
-    splittable_batch_reason,
-    splittable_reason,
-    take_rows,
-)
+from hf_memopt.techniques.microbatching.splitting import count_rows, row_count
 from hf_memopt.techniques.nonfinite.report import OverflowReport
 
 __all__ = ["StepInputs", "Watch", "bad_gradients", "diagnose", "replay"]
 
 MOST_NAMES = 3  # of weights in a report
-
 Found = TypeVar("Found")
 
 
@@ -73,8 +67,7 @@ def diagnose(
         gradients: under FSDP2, the parameters whose gradients were not finite.
     """
     failures: list[str] = []
-    weights = _attempted(partial(bad_weights, trainer.model), failures)
-    if weights:
+    if weights := _attempted(partial(bad_weights, trainer.model), failures):
         return replace(report, case="weights", where=weights[0], parameters=weights[:MOST_NAMES])
     suspects = [position for position, is_bad in enumerate(is_loss_bad) if is_bad] or list(range(len(window)))
     for position in suspects:
@@ -88,8 +81,7 @@ def diagnose(
     for scale in (None,) if report.loss_scale is None else (None, report.loss_scale):
         for position in suspects:
             here = replace(report, accumulation_step=position)
-            rows = _rows_of(trainer.model, window[position].inputs)
-            repeat = partial(_repeated, trainer, window[position], rows, is_loss_bad[position], here, scale)
+            repeat = partial(_repeated, trainer, window[position], is_loss_bad[position], here, scale)
             if (found := _attempted(repeat, failures)) is not None:
                 return found if scale is None else replace(found, case="loss scale")
     return replace(report, detail=failures[-1] if failures else "")
@@ -117,77 +109,38 @@ def _bad_column(inputs: Mapping[str, Any], report: OverflowReport) -> OverflowRe
     return None
 
 
-def _rows_of(model: nn.Module, inputs: Mapping[str, Any]) -> range | None:
-    """Return the rows of a batch; None if they cannot be repeated apart."""
-    has_rows = any(torch.is_tensor(value) and value.dim() > 0 for value in inputs.values())
-    is_split = has_rows and splittable_reason(model) is None and splittable_batch_reason(inputs) is None
-    return range(row_count(inputs)) if is_split else None
-
-
 def _repeated(
-    trainer: Any,
-    step_inputs: StepInputs,
-    rows: range | None,
-    is_loss_bad: bool,
-    report: OverflowReport,
-    scale: float | None,
+    trainer: Any, step_inputs: StepInputs, is_loss_bad: bool, report: OverflowReport, scale: float | None
 ) -> OverflowReport | None:
-    """Repeat some rows of an accumulation step, halves of them where they do not fit, and complete the report.
-
-    Returns:
-        None if that does not show what was seen in training: a bad loss, or a bad gradient under a finite loss.
+    """Repeat an accumulation step, and complete the report; None if that does not show what was seen in training: a bad
+    loss, or a bad gradient under a finite loss.
     """
-    try:
-        watch = replay(trainer, step_inputs, rows, scale=scale)
-    except Exception as error:
-        if rows is None or len(rows) < 2 or not is_out_of_memory(error):
-            raise
-    else:
-        if is_loss_bad is watch.is_loss_finite or not (is_loss_bad or watch.bad_gradients):
-            return None
-        if watch.is_loss_finite:
-            report = replace(report, case="gradient", parameters=watch.bad_gradients[:MOST_NAMES], **watch.backward)
-        elif watch.forward:
-            report = replace(report, case="forward", **watch.forward)
-        else:
-            return _of_the_loss(trainer, step_inputs, rows, report)
-        return replace(report, rows=tuple(row if rows is None else rows[row] for row in report.rows))
-    free_failed_step()
-    parts = (rows[: len(rows) // 2], rows[len(rows) // 2 :])
-    found = (_repeated(trainer, step_inputs, part, is_loss_bad, report, scale) for part in parts)
-    return next((one for one in found if one is not None), None)
-
-
-def _of_the_loss(trainer: Any, step_inputs: StepInputs, rows: range | None, report: OverflowReport) -> OverflowReport:
-    """Complete the report of a loss that is not finite although the outputs are; which rows' is not seen in it."""
-    labels: Any = step_inputs.inputs.get("labels")
-    ignored: set[int] = set()
-    if torch.is_tensor(labels) and labels.dim() > 0:
-        is_ignored = (labels == IGNORED_LABEL).reshape(len(labels), -1).all(1)  # (rows,)
-        ignored = set(is_ignored.nonzero().flatten().tolist())
-    if ignored and ignored.issuperset(range(row_count(step_inputs.inputs)) if rows is None else rows):
+    watch = replay(trainer, step_inputs, scale=scale)
+    if is_loss_bad is watch.is_loss_finite or not (is_loss_bad or watch.bad_gradients):
+        return None
+    if watch.is_loss_finite:
+        return replace(report, case="gradient", parameters=watch.bad_gradients[:MOST_NAMES], **watch.backward)
+    if watch.forward:
+        return replace(report, case="forward", **watch.forward)
+    labels = step_inputs.inputs.get("labels")
+    if torch.is_tensor(labels) and labels.dim() > 0 and bool((labels == IGNORED_LABEL).all()):
         detail = f"every label there is {IGNORED_LABEL}, so none counts"
-        return replace(report, case="loss", detail=detail, rows=tuple(sorted(ignored)))
-    # a row without labels is left out: alone its mean loss would be 0 / 0
-    alone = (range(row, row + 1) for row in rows or () if row not in ignored)
-    bad = (row.start for row in alone if not replay(trainer, step_inputs, row).is_loss_finite)
-    return replace(report, case="loss", rows=tuple(bad))
+        return replace(report, case="loss", detail=detail, rows=tuple(range(len(labels))))
+    return replace(report, case="loss")
 
 
 # ---- Repetition -----------------------------------------------------------------------------------------------------
 
 
-def replay(trainer: Any, step_inputs: StepInputs, rows: range | None = None, *, scale: float | None = None) -> Watch:
-    """Repeat a forward and backward pass, of some rows or of all, and watch every module.
+def replay(trainer: Any, step_inputs: StepInputs, *, scale: float | None = None) -> Watch:
+    """Repeat the forward and backward pass of an accumulation step, and watch every module.
 
     The model is the unwrapped one, so that no other process waits; autocast works as in training. Random numbers and
     buffers are put back, also where it raises; the parameters have no gradients afterwards.
     """
     model, device = trainer.model, trainer.args.device
     inputs = send_to_device(dict(step_inputs.inputs), device)
-    if rows is not None and len(rows) < row_count(inputs):
-        inputs = take_rows(inputs, rows)
-    watch = Watch(model, 0 if rows is None else len(rows))
+    watch = Watch(model, count_rows(inputs))
     with (
         torch.compiler.set_stance("force_eager"),  # else each hook would be compiled
         _unchanged(model, device),

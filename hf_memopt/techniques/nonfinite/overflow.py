@@ -28,17 +28,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainerCallback
 
-from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.conflicts import check_compatibility
 from hf_memopt.binding.handles import UndoHandle, is_overridden, override_method, remove_all, set_attribute
 from hf_memopt.changes import Change, add_change
@@ -49,12 +45,13 @@ from hf_memopt.techniques.microbatching.splitting import row_count
 from hf_memopt.techniques.nonfinite.diagnosis import StepInputs, bad_gradients, diagnose
 from hf_memopt.techniques.nonfinite.example_indices import example_indices
 from hf_memopt.techniques.nonfinite.report import OverflowReport, save_batch, write_reports
+from hf_memopt.techniques.technique_callback import TechniqueCallback
 from hf_memopt.whole_files import warn_unwritten
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
-__all__ = ["OverflowCallback", "detect_nonfinite"]
+__all__ = ["OverflowCallback"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,30 +68,7 @@ BFLOAT16_FAMILY = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 issue 539), whose feed-forward outputs exceed float16's 65,504 (github.com/huggingface/transformers, issue 5651)."""
 
 
-def detect_nonfinite(trainer: Trainer, callback: OverflowCallback | None = None) -> UndoHandle:
-    """Add an ``OverflowCallback`` to a Trainer and bind it: ``attach(trainer, callback)`` without what else that does.
-
-    Call it after other techniques that override ``training_step``, so that it sees each batch as the Trainer does.
-
-    Returns:
-        A handle whose ``remove()`` takes everything off the Trainer again.
-
-    Raises:
-        ValueError: as ``OverflowCallback`` does.
-    """
-    callback = OverflowCallback() if callback is None else callback
-    handle, reference = callback.bind(trainer), weakref.ref(trainer)
-    trainer.add_callback(callback)
-
-    def undo() -> None:
-        handle.remove()
-        if (alive := reference()) is not None:
-            alive.remove_callback(callback)
-
-    return UndoHandle(undo)
-
-
-class OverflowCallback(TrainerCallback):
+class OverflowCallback(TechniqueCallback):
     """Drop steps that are not finite, report where they began and in which examples, and stop if it goes on.
 
     Bind it with ``attach(trainer)``: it overrides ``training_step`` of this one Trainer, and within a run
@@ -141,12 +115,10 @@ class OverflowCallback(TrainerCallback):
         self.max_nonfinite_steps = max_nonfinite_steps
         self.max_in_a_row = max_in_a_row
         self.report_dir = None if report_dir is None else checked_path("report_dir", report_dir)
+        super().__init__(max_nonfinite_steps, max_in_a_row=max_in_a_row, report_dir=self.report_dir)
         self.reports: list[OverflowReport] = []
-        self.changes: list[Change] = []
         self.nonfinite_steps = 0
         self.skipped_steps = 0
-        self.handle: UndoHandle | None = None
-        self.binding = Binding()
         self._in_a_row = 0
         self._skips_in_a_row = 0
         self._window: list[StepInputs] = []  # since the last optimizer step
@@ -157,11 +129,6 @@ class OverflowCallback(TrainerCallback):
         self._of_step: list[UndoHandle] = []
         self._of_run: list[UndoHandle] = []
         self._unwritten: set[str] = set()  # the causes of failed writes that were already warned of
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # a copy starts unbound
-        kind = partial(type(self), max_in_a_row=self.max_in_a_row, report_dir=self.report_dir)
-        return kind, (self.max_nonfinite_steps,)
 
     def bind(self, trainer: Trainer) -> UndoHandle:
         """Watch this trainer's steps; a second ``attach`` makes it the outermost override again."""
@@ -217,9 +184,7 @@ class OverflowCallback(TrainerCallback):
 
     # ---- Events -----------------------------------------------------------------------------------------------------
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to run unbound and with incompatible settings, and begin to count."""
         trainer = self.binding.serving(self, state)
         check_compatibility(trainer)
@@ -239,14 +204,7 @@ class OverflowCallback(TrainerCallback):
         """Give stock its filter back."""
         remove_all(self._filter)
 
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Read the flags of the step, and drop it if it is not finite."""
         remove_all(self._filter)
         if not self._window:

@@ -20,25 +20,20 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import bitsandbytes
 import torch
 from bitsandbytes.functional import dequantize_blockwise
 from bitsandbytes.optim.optimizer import GlobalOptimManager, Optimizer8bit
 from torch import nn
-from transformers import TrainerCallback
 
-from hf_memopt.binding.callback_binding import Binding
 from hf_memopt.binding.handles import UndoHandle
 from hf_memopt.binding.model_traits import check_model, unwrap_optimizer
 from hf_memopt.binding.nested_tensors import tensors_in
 from hf_memopt.plain_data import check_value
-from hf_memopt.techniques.model_handles import ModelHandles
+from hf_memopt.techniques.technique_callback import TechniqueCallback
 from hf_memopt.units import format_bytes
-
-if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["EmbeddingBitsCallback", "optimizer_state_bytes", "override_embedding_bits"]
 
@@ -106,7 +101,7 @@ def _register(optimizer: Any, configs: dict[int, dict[str, Any]]) -> None:
     optimizer.mng.register_parameters(optimizer.param_groups)  # by position too
 
 
-class EmbeddingBitsCallback(TrainerCallback):
+class EmbeddingBitsCallback(TechniqueCallback):
     """Call ``override_embedding_bits`` when training begins, and check the dtypes after the first optimizer step.
 
     The result is logged in one line, with the bytes of the whole optimizer state. It adds no keys to the Trainer's
@@ -128,27 +123,12 @@ class EmbeddingBitsCallback(TrainerCallback):
 
     def __init__(self, bits: int = 32) -> None:
         check_value("bits", bits, Literal[32], 32)
+        super().__init__()
         self.bits = bits
-        self.handle: UndoHandle | None = None
-        self.binding = Binding()
-        self._handles = ModelHandles()  # of the optimizer
         self._is_checked = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()  # a copy starts unused: handles belong to this process and its optimizer
-
-    def bind(self, trainer: Trainer) -> UndoHandle:
-        """Belong to this trainer; ``attach`` calls it."""
-        return self.binding.to(trainer)
-
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Override the bits; checkpoints are loaded before this event."""
         inner = unwrap_optimizer(optimizer)
@@ -158,13 +138,7 @@ class EmbeddingBitsCallback(TrainerCallback):
         self._is_checked = False
 
     def on_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Check and log once, after the first step that was not skipped for an overflow."""
         inner = unwrap_optimizer(optimizer)

@@ -3,8 +3,8 @@
 All gradients together are as large as the weights (4 bytes per parameter in float32); when they are released, only one
 exists at a time, at most the largest: 131,072 instead of 919,808 bytes in ``test_gradient_release.py``. Weights,
 optimizer state and checkpoints are bit for bit those of the plain optimizer. The price is the fixed Python cost of a
-``step()``, paid for each parameter instead of once, and whatever needs all gradients together (``REFUSALS`` of
-``binding/conflicts.py``): the norm of all gradients, loss scaling, accumulation, several processes.
+``step()``, paid for each parameter instead of once, and whatever needs all gradients together (its entry in
+``binding/techniques.py``): the norm of all gradients, loss scaling, accumulation, several processes.
 
 Limitations: there is no global norm, so the stock ``Trainer`` logs ``grad_norm`` 0.0 (see ``last_grad_norm``);
 optimizers whose parameters depend on each other within a step are refused; an optimizer's step hooks run around
@@ -13,33 +13,38 @@ optimizers whose parameters depend on each other within a step are refused; an o
 
 from __future__ import annotations
 
-import copyreg
 import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch.utils.hooks import RemovableHandle
 
+from hf_memopt.binding.conflicts import check_settings
 from hf_memopt.binding.handles import UndoHandle, set_attribute
 from hf_memopt.binding.refusals import refusal_of
-from hf_memopt.plain_data import check_value, shown
+from hf_memopt.plain_data import check_value, check_word, shown
+from hf_memopt.techniques.optimizers.built_classes import (
+    ELEMENTWISE,
+    BuiltClass,
+    built_class,
+    check_is_class,
+    class_name,
+    plain_step,
+)
+from hf_memopt.techniques.optimizers.sixteen_bit_weights import rounded_optimizer
 
-__all__ = ["BuiltClass", "check_is_class", "gradient_release", "plain_step"]
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+__all__ = ["gradient_release", "released_optimizer"]
 
 TECHNIQUE = "gradient release"
 FIX = "Call gradient_release(torch.optim.AdamW)."
-
-ELEMENTWISE = (
-    *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
-    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-)
-"""Classes of ``torch.optim`` whose update of an element depends on that element and scalars only. With Adafactor they
-are bit for bit the plain ones when released, by ``test_gradient_release.py``."""
 
 
 def gradient_release(
@@ -101,18 +106,56 @@ def gradient_release(
     _check_class(plain)
     if not (trust or _steps_alone(plain)):
         raise ValueError(
-            f"optimizer_class={_name(plain)} is not known to step each parameter by itself; expected a class with the "
-            "step of one in torch.optim, bitsandbytes or transformers, or trust=True. If its step neither combines "
+            f"optimizer_class={class_name(plain)} is not known to step each parameter by itself; expected a class with "
+            "the step of one in torch.optim, bitsandbytes or transformers, or trust=True. If its step neither combines "
             "parameters nor counts in param_groups, pass trust=True."
         )
     return _released_class(plain, max_tensor_norm)
 
 
-class BuiltClass(type):
-    """The class of classes that a function builds from another class; they are pickled as its call."""
+def released_optimizer(
+    args: TrainingArguments,
+    model: Any,
+    *,
+    max_tensor_norm: float | None = None,
+    trust: bool = False,
+    rounding: Literal["nearest", "stochastic", "kahan"] = "nearest",
+) -> tuple[Any, dict[str, Any]]:
+    """Return the released class of the optimizer that ``TrainingArguments`` name, and its arguments.
 
+    Name, learning rate, betas, epsilon and ``optim_args`` are read as stock does; weight decay is stock's too. Stock's
+    defaults need one change: ``max_grad_norm=0``.
 
-copyreg.pickle(BuiltClass, lambda built: vars(built).get("_built_by", built.__qualname__))
+    Args:
+        args: of the Trainer.
+        model: of the Trainer; GaLore's and APOLLO's names choose its modules.
+        max_tensor_norm: as in ``gradient_release``.
+        trust: as in ``gradient_release``; needed for optimizers of other packages (GaLore, APOLLO, torchao).
+        rounding: of 16-bit weights, as in ``sixteen_bit_optimizer``; ``"nearest"`` is what the plain class does.
+
+    Returns:
+        What ``Trainer(optimizer_cls_and_kwargs=...)`` takes.
+
+    Raises:
+        ValueError: a setting cannot work with it (``hf_memopt.binding.conflicts``), or as ``gradient_release`` and
+            ``sixteen_bit_optimizer`` do.
+
+    Examples:
+        >>> from transformers import TrainingArguments
+        >>> args = TrainingArguments(optim="adamw_torch", max_grad_norm=0, learning_rate=2e-5)
+        >>> released, kwargs = released_optimizer(args, torch.nn.Linear(2, 2))
+        >>> released.__name__, kwargs["lr"], kwargs["betas"]
+        ('ReleasedAdamW', 2e-05, (0.9, 0.999))
+    """
+    from transformers import Trainer
+
+    check_settings(TECHNIQUE, args)
+    check_word("rounding", rounding, ("nearest", "stochastic", "kahan"))
+    if rounding == "nearest":
+        optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    else:
+        optimizer_class, kwargs = rounded_optimizer(args, model, rounding)
+    return gradient_release(optimizer_class, max_tensor_norm=max_tensor_norm, trust=trust), kwargs
 
 
 class _Released(torch.optim.Optimizer, metaclass=BuiltClass):
@@ -125,8 +168,11 @@ class _Released(torch.optim.Optimizer, metaclass=BuiltClass):
     """
 
     technique = TECHNIQUE
+    why_last = (
+        "releases gradients already; expected a plain class, which gradient_release takes afterwards. Call "
+        "gradient_release(sixteen_bit_optimizer(torch.optim.AdamW))."
+    )
     max_tensor_norm: float | None
-    _plain_class: Any
     _plain_step: Any
     _is_releasing = False
 
@@ -268,15 +314,15 @@ def _stop_releasing(reference: weakref.ref[_Released]) -> None:
 @cache
 def _released_class(optimizer_class: Any, max_tensor_norm: float | None) -> type:
     kind = _ReleasedBitsandbytes if issubclass(optimizer_class, Optimizer8bit) else _Released
-    attributes = {
-        "__module__": optimizer_class.__module__,  # stock registers 32-bit embeddings where it reads "bitsandbytes"
-        "__doc__": f"{optimizer_class.__name__} that steps within the backward pass.",
-        "max_tensor_norm": max_tensor_norm,
-        "_plain_class": optimizer_class,
-        "_built_by": (_released_class, (optimizer_class, max_tensor_norm)),
-        "_plain_step": plain_step(optimizer_class.step),
-    }
-    return type(f"Released{optimizer_class.__name__}", (kind, optimizer_class), attributes)
+    return built_class(
+        "Released",
+        kind,
+        optimizer_class,
+        (_released_class, (optimizer_class, max_tensor_norm)),
+        __doc__=f"{optimizer_class.__name__} that steps within the backward pass.",
+        max_tensor_norm=max_tensor_norm,
+        _plain_step=plain_step(optimizer_class.step),
+    )
 
 
 def _copied(released: Any) -> Any:
@@ -296,40 +342,17 @@ def _check_class(optimizer_class: Any) -> None:
     elif issubclass(optimizer_class, Optimizer8bit) and step is not plain_step(Optimizer8bit.step):
         problem = "has a step of its own; expected a class with the step of bitsandbytes or of torch"
     if problem is not None:
-        raise ValueError(f"optimizer_class={_name(optimizer_class)} {problem}. {FIX}")
-
-
-def check_is_class(optimizer_class: Any, fix: str) -> None:
-    """Raise TypeError for what is no class of optimizers."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(
-            f"optimizer_class={shown(optimizer_class)} is not a class of optimizers; expected a subclass of "
-            f"torch.optim.Optimizer. {fix}"
-        )
-
-
-def plain_step(step: Any) -> Any:
-    """Return the step of an optimizer class without the wrapper in which torch runs step hooks.
-
-    ``hooked``, its mark, is not a private name but undocumented: seen in torch 2.13.
-    """
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return step
+        raise ValueError(f"optimizer_class={class_name(optimizer_class)} {problem}. {FIX}")
 
 
 def _steps_alone(optimizer_class: Any) -> bool:
     """Return whether the step of a class is known to treat each parameter by itself."""
     from transformers.optimization import Adafactor
 
-    optimizer_class = getattr(optimizer_class, "_rounded_class", optimizer_class)  # inside sixteen_bit_optimizer's
+    optimizer_class = getattr(optimizer_class, "_plain_class", optimizer_class)  # inside sixteen_bit_optimizer's
     of_torch = (getattr(torch.optim, name) for name in (*ELEMENTWISE, "Adafactor"))
     known = {plain_step(kind.step) for kind in (Optimizer8bit, Adafactor, *of_torch)}
     return plain_step(optimizer_class.step) in known
-
-
-def _name(optimizer_class: type) -> str:
-    return f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
 
 
 def _check_surroundings() -> None:

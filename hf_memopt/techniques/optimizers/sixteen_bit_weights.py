@@ -35,14 +35,14 @@ from hf_memopt.binding.conflicts import check_settings
 from hf_memopt.binding.handles import set_attribute
 from hf_memopt.devices.precision_support import choose_precision
 from hf_memopt.plain_data import check_word
-from hf_memopt.techniques.optimizers.gradient_release import (
+from hf_memopt.techniques.optimizers.built_classes import (
     ELEMENTWISE,
     BuiltClass,
+    built_class,
     check_is_class,
-    gradient_release,
+    class_name,
     plain_step,
 )
-from hf_memopt.techniques.optimizers.gradient_release import TECHNIQUE as GRADIENT_RELEASE
 from hf_memopt.techniques.optimizers.weight_slices import (
     is_rounded,
     part_of,
@@ -55,7 +55,7 @@ from hf_memopt.techniques.optimizers.weight_slices import (
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-__all__ = ["released_optimizer", "rounded_optimizer", "sixteen_bit_optimizer"]
+__all__ = ["rounded_optimizer", "sixteen_bit_optimizer"]
 
 TECHNIQUE = "16-bit weights"
 FIX = "Call sixteen_bit_optimizer(torch.optim.AdamW)."
@@ -72,8 +72,8 @@ def sixteen_bit_optimizer(
 
     Its optimizers are built and used like the plain ones, and update float32 parameters as these do. Load the model
     with ``dtype=torch.bfloat16``, and pass ``optimizer_cls_and_kwargs=(sixteen_bit_optimizer(AdamW), {"lr": ...})`` to
-    the ``Trainer``, or what ``rounded_optimizer(args, model)`` returns. With gradient release the order is
-    ``gradient_release(sixteen_bit_optimizer(AdamW))``.
+    the ``Trainer``, or what ``rounded_optimizer(args, model)`` returns. Gradient release comes after it: it takes the
+    returned class.
 
     The random numbers of stochastic rounding have generators of their own, seeded by the number of updates so far,
     which ``state_dict`` contains: a resumed run equals the straight one, dropout is not affected, and the processes of
@@ -120,7 +120,6 @@ class _SixteenBit(torch.optim.Optimizer, metaclass=BuiltClass):
 
     technique = TECHNIQUE
     rounding: str
-    _rounded_class: Any
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         self._updates = 0  # of 16-bit parameters, since the first step
@@ -279,51 +278,6 @@ def rounded_optimizer(
     return sixteen_bit_optimizer(optimizer_class, rounding), kwargs
 
 
-def released_optimizer(
-    args: TrainingArguments,
-    model: Any,
-    *,
-    max_tensor_norm: float | None = None,
-    trust: bool = False,
-    rounding: Literal["nearest", "stochastic", "kahan"] = "nearest",
-) -> tuple[Any, dict[str, Any]]:
-    """Return the released class of the optimizer that ``TrainingArguments`` name, and its arguments.
-
-    Name, learning rate, betas, epsilon and ``optim_args`` are read as stock does; weight decay is stock's too. Stock's
-    defaults need one change: ``max_grad_norm=0``.
-
-    Args:
-        args: of the Trainer.
-        model: of the Trainer; GaLore's and APOLLO's names choose its modules.
-        max_tensor_norm: as in ``gradient_release``.
-        trust: as in ``gradient_release``; needed for optimizers of other packages (GaLore, APOLLO, torchao).
-        rounding: of 16-bit weights, as in ``sixteen_bit_optimizer``; ``"nearest"`` is what the plain class does.
-
-    Returns:
-        What ``Trainer(optimizer_cls_and_kwargs=...)`` takes.
-
-    Raises:
-        ValueError: a setting cannot work with it (``hf_memopt.binding.conflicts``), or as ``gradient_release`` and
-            ``sixteen_bit_optimizer`` do.
-
-    Examples:
-        >>> from transformers import TrainingArguments
-        >>> args = TrainingArguments(optim="adamw_torch", max_grad_norm=0, learning_rate=2e-5)
-        >>> released, kwargs = released_optimizer(args, torch.nn.Linear(2, 2))
-        >>> released.__name__, kwargs["lr"], kwargs["betas"]
-        ('ReleasedAdamW', 2e-05, (0.9, 0.999))
-    """
-    from transformers import Trainer
-
-    check_settings(GRADIENT_RELEASE, args)
-    check_word("rounding", rounding, ("nearest", "stochastic", "kahan"))
-    if rounding == "nearest":
-        optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    else:
-        optimizer_class, kwargs = rounded_optimizer(args, model, rounding)
-    return gradient_release(optimizer_class, max_tensor_norm=max_tensor_norm, trust=trust), kwargs
-
-
 # ---- The class
 
 
@@ -334,34 +288,30 @@ def _nothing_lost(parameter: torch.Tensor) -> torch.Tensor:
 @cache
 def _sixteen_bit_class(optimizer_class: Any, rounding: str) -> type:
     kind = _SixteenBitBitsandbytes if issubclass(optimizer_class, Optimizer8bit) else _SixteenBitTorch
-    attributes = {
-        "__module__": optimizer_class.__module__,  # stock registers 32-bit embeddings where it reads "bitsandbytes"
-        "__doc__": f"{optimizer_class.__name__} for bfloat16 weights, with {rounding} rounding.",
-        "rounding": rounding,
-        "_rounded_class": optimizer_class,
-        "_built_by": (_sixteen_bit_class, (optimizer_class, rounding)),
-        "_rounded_step": plain_step(optimizer_class.step),
-    }
-    return type(f"SixteenBit{optimizer_class.__name__}", (kind, optimizer_class), attributes)
+    return built_class(
+        "SixteenBit",
+        kind,
+        optimizer_class,
+        (_sixteen_bit_class, (optimizer_class, rounding)),
+        __doc__=f"{optimizer_class.__name__} for bfloat16 weights, with {rounding} rounding.",
+        rounding=rounding,
+        _rounded_step=plain_step(optimizer_class.step),
+    )
 
 
 def _check_class(optimizer_class: Any) -> None:
     problem = None
     if issubclass(optimizer_class, _SixteenBit):
         problem = f"is for 16-bit weights already; expected a plain class. {FIX}"
-    elif getattr(optimizer_class, "technique", None) == GRADIENT_RELEASE:
-        problem = (
-            "releases gradients already; expected a plain class, which gradient_release takes afterwards. Call "
-            "gradient_release(sixteen_bit_optimizer(torch.optim.AdamW))."
-        )
+    elif hasattr(optimizer_class, "why_last"):
+        problem = optimizer_class.why_last
     elif not _is_elementwise(optimizer_class):
         problem = (
             "has a step that is not known to work element by element; expected the step of Adam, AdamW, SGD, RMSprop "
             f"or Adagrad in torch.optim, or of these or Lion in bitsandbytes. {FIX}"
         )
     if problem is not None:
-        name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
-        raise ValueError(f"optimizer_class={name} {problem}")
+        raise ValueError(f"optimizer_class={class_name(optimizer_class)} {problem}")
 
 
 def _is_elementwise(optimizer_class: Any) -> bool:

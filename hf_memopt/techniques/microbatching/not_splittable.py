@@ -1,0 +1,156 @@
+"""Why a batch is not cut, and what to do about it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_memopt.binding.handles import is_overridden
+from hf_memopt.binding.model_traits import unwrap_model
+from hf_memopt.devices.memory_reading import read_memory
+from hf_memopt.techniques.microbatching.splitting import row_count, tensors_by_name
+from hf_memopt.units import format_bytes
+
+__all__ = [
+    "NotSplittableError",
+    "batch_text",
+    "check_logits",
+    "logits_text",
+    "remedy_of",
+    "splittable_batch_reason",
+    "splittable_reason",
+]
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+FUSED = "fused cross entropy"  # the purpose of the override that never makes logits
+DROP = "MicrobatchCallback out of callbacks= and lower per_device_train_batch_size."
+
+
+class NotSplittableError(ValueError):
+    """The batches of a model cannot be trained in micro-batches, for this reason.
+
+    Args:
+        model: the model.
+        reason: why not.
+        where: the step and the batch.
+        remedy: what to do, as code.
+    """
+
+    def __init__(self, model: nn.Module, reason: str, *, where: str = "", remedy: str | None = None) -> None:
+        super().__init__(
+            f"model={type(model).__name__} cannot be trained in micro-batches{where}: {reason}; expected rows that do "
+            f"not depend on each other. {remedy or f'Take {DROP}'}"
+        )
+        self.reason = reason
+
+
+def splittable_reason(model: nn.Module) -> str | None:
+    """Return why the loss of a model is not a sum over rows, so that micro-batches would train something else.
+
+    None if nothing was found. Looked for are batch norms in training mode, contrastive models (CLIP), whose loss
+    compares the rows of a batch (their ``forward`` takes ``return_loss``), and BigBird's sparse attention.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, BATCH_NORMS) and module.training:
+            return f"{type(module).__name__} {name} takes its statistics over the rows of a batch"
+    inside = unwrap_model(model)
+    if "return_loss" in inspect.signature(inside.forward).parameters:
+        return f"the loss of {type(inside).__name__} compares the rows of a batch with each other"
+    if getattr(getattr(inside, "config", None), "attention_type", None) == "block_sparse":
+        return f"the sparse attention of {type(inside).__name__} becomes full, for good, once all rows are short"
+    return None
+
+
+def splittable_batch_reason(inputs: Mapping[str, Any]) -> str | None:
+    """Return why a batch cannot be split into rows; None if it can.
+
+    Looked for are sequences packed into one row, and tensors that do not have one entry per row, such as the image
+    patches of Qwen2-VL. Waits for the device where a batch of one row has ``position_ids``.
+    """
+    rows = row_count(inputs)
+    packed = [name for name in inputs if name.startswith("cu_seq")]
+    if rows == 1:
+        packed += [name for name in ("seq_idx", "position_ids") if _restarts(inputs.get(name))]
+    if packed:
+        return f"its examples are packed into one row, as {packed[0]} shows"
+    for name, value in tensors_by_name(inputs):
+        is_elsewhere = name == "position_ids" and value.dim() == 3  # (3, batch, seq), for text, height and width
+        if is_elsewhere or (value.dim() > 0 and value.shape[0] not in (1, rows)):
+            return f"{name} of shape {tuple(value.shape)} does not have one entry for each of the {rows} rows"
+    return None
+
+
+def _restarts(numbers: Any) -> bool:
+    """Return whether positions begin again within a row, or the index of the sequence changes."""
+    if not torch.is_tensor(numbers) or numbers.dim() == 0:
+        return False
+    steps = numbers.diff()
+    return bool((steps < 0).any()) or bool((steps == 0).any() and (steps != 0).any())
+
+
+# ---- Logits ---------------------------------------------------------------------------------------------------------
+
+
+def check_logits(trainer: Any, inputs: Any) -> None:
+    """Refuse a step before it runs whose logits, which exist for all rows, cannot fit."""
+    needed = _logits_bytes(trainer.model, inputs)
+    if needed < 2**28:  # far below any device; asking costs more
+        return
+    reading = read_memory(trainer.args.device)
+    room = reading.host_available_bytes
+    if reading.device_total_bytes is not None:
+        room = reading.device_total_bytes - (reading.allocated_bytes or 0)
+    if needed > room:
+        raise NotSplittableError(
+            trainer.model,
+            f"its loss needs the logits of all rows{logits_text(trainer, inputs)}, and {format_bytes(room)} are free",
+            where=batch_text(trainer, inputs),
+            remedy="Add FusedCrossEntropyCallback(), or lower per_device_train_batch_size and raise "
+            "gradient_accumulation_steps.",
+        )
+
+
+def logits_text(trainer: Any, inputs: Any) -> str:
+    """Return how large the logits of a batch are; nothing without a language model's head."""
+    needed = _logits_bytes(trainer.model, inputs)
+    return f" (its logits and their gradient take {format_bytes(needed)} at least)" if needed else ""
+
+
+def _logits_bytes(model: nn.Module, inputs: Any) -> int:
+    """Return the bytes of a batch's logits in float32 and of their gradient."""
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    ask = getattr(unwrap_model(model), "get_output_embeddings", None)
+    head = None if ask is None or not torch.is_tensor(ids) else ask()
+    if ids is None or not hasattr(head, "weight") or is_overridden(head, "forward", FUSED):
+        return 0
+    labels = inputs.get("labels")
+    tokens: torch.Tensor = labels if torch.is_tensor(labels) and labels.dim() == ids.dim() else ids
+    return 2 * 4 * tokens.numel() * len(head.weight)  # type: ignore[union-attr]
+
+
+# ---- Words ----------------------------------------------------------------------------------------------------------
+
+
+def batch_text(trainer: Any, inputs: Any) -> str:
+    """Return which step and what kind of batch this is."""
+    names = f"a batch of {', '.join(map(str, inputs))}" if isinstance(inputs, Mapping) else type(inputs).__name__
+    return f" at step {trainer.state.global_step + 1} ({names})"
+
+
+def remedy_of(reason: str, model: Any) -> str:
+    """Return what to do, as code, where rows cannot run apart for this reason."""
+    if "create_graph" in reason or "changed between" in reason:
+        return f"Take {DROP}"
+    name = "..."
+    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):  # then that with most weights
+        sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in model.named_children()}
+        name = max(sizes, key=lambda name: sizes[name], default=name)
+    part = f"Name a part of the model whose rows are independent: MicrobatchCallback(backbone={name!r})"
+    if "would see parts" in reason:
+        part = "Take the hook off, or name a part of the model without it: MicrobatchCallback(backbone='...')"
+    return f"{part}, or take {DROP}"

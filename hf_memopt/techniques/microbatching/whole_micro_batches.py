@@ -1,0 +1,204 @@
+"""Run a batch whose loss is a known sum or mean over rows in whole micro-batches, forward and backward one by one.
+
+Between processes under DDP gradients are shared in the backward pass of the last micro-batch alone.
+
+Under FSDP2, where a forward pass gathers the weights from all processes, they have to run as many passes each, or those
+that run more would wait for ever. So they agree on the number of micro-batches of each accumulation step: the most that
+any of them needs. The others cut their batches into smaller micro-batches; where rows are fewer than that, a row is run
+again with weight 0. Only a sum over labels that ``num_items_in_batch`` divides is cut, since its parts add up without
+weights; ``compute_loss_func=exact_loss(model)`` makes such a sum of a mean over rows. The price: two more waits for the
+other processes per accumulation step. Gradients are reduced in each micro-batch, so that no process holds those of the
+whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_memopt.binding.foreign_code import observed_hooks
+from hf_memopt.binding.known_losses import KnownLoss
+from hf_memopt.techniques.microbatching.limits import Limit, are_set
+from hf_memopt.techniques.microbatching.not_splittable import NotSplittableError
+from hf_memopt.techniques.microbatching.splitting import (
+    copied_batch,
+    cut,
+    decoder_lengths,
+    row_count,
+    row_lengths,
+    take_rows,
+)
+from hf_memopt.techniques.microbatching.stated_loss import verify_stated_loss
+
+__all__ = ["AccumulationStep", "Items", "WholeMicroBatches", "groups_in_lockstep", "groups_of", "refuse_together"]
+
+
+Items = torch.Tensor | int | None
+"""``num_items_in_batch``, as ``training_step`` gets it."""
+
+
+class AccumulationStep(NamedTuple):
+    """One call of ``training_step``: what it runs, its arguments, and what stock divided its loss by at that time."""
+
+    run: Callable[..., torch.Tensor]
+    model: nn.Module
+    inputs: Any
+    num_items_in_batch: Items
+    accumulation_steps: int
+
+    def call(self, trainer: Any, rows: Any) -> torch.Tensor:
+        """Train on these rows of the batch."""
+        # An epoch that ended early leaves accumulation steps, and their gradients, to the next epoch's first step.
+        trainer.current_gradient_accumulation_steps = self.accumulation_steps
+        return self.run(self.model, copied_batch(rows), self.num_items_in_batch)  # a subclass may pop columns from it
+
+
+class WholeMicroBatches:
+    """Runs batches in micro-batches within limits, each with its weight.
+
+    Attributes:
+        rows: of the micro-batch that runs, or ran last.
+        are_shared: whether gradients of this batch were sent to other processes.
+        is_verified: whether the loss may be cut; a stated one is verified first.
+    """
+
+    def __init__(self, limits: Mapping[str, Limit]) -> None:
+        self._limits = limits
+        self.rows: list[int] = []
+        self.are_shared = self.is_verified = False
+        self._weight = 1.0
+        self._share_gradients: Callable[[], None] | None = None
+
+    def wrap_compute_loss(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """Multiply the loss by the weight of the current micro-batch."""
+
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            loss = before(*args, **kwargs)
+            if self._share_gradients is not None:
+                self._share_gradients()
+            if self._weight == 1.0:
+                return loss
+            return (loss[0] * self._weight, *loss[1:]) if isinstance(loss, tuple) else loss * self._weight
+
+        return compute_loss
+
+    def run(self, trainer: Any, step: AccumulationStep, loss: KnownLoss, *, syncs: bool) -> tuple[torch.Tensor, bool]:
+        """Run an accumulation step, the last micro-batch of which shares its gradients where ``syncs``.
+
+        Returns:
+            The sum of the losses, and whether the batch was split.
+
+        Raises:
+            HookChangesError: a hook of others changes what passes.
+        """
+        self.rows = [0]  # what fails before any of them runs, with few rows, is not helped by smaller ones
+        micro_batches = self._split(trainer, step, loss)
+        is_split, losses = len(micro_batches) > 1, []
+        try:
+            with observed_hooks(trainer.model) if is_split else nullcontext():
+                for number, (self.rows, self._weight) in enumerate(micro_batches, 1):
+                    taken = take_rows(step.inputs, self.rows) if are_set(self._limits) else step.inputs
+                    shares = syncs and number == len(micro_batches)
+                    with self._without_sync(trainer, step.model, shares=shares):
+                        losses.append(step.call(trainer, taken))
+                    del taken
+        finally:
+            self._weight = 1.0
+        return sum(losses[1:], losses[0]), is_split
+
+    def _split(self, trainer: Any, step: AccumulationStep, loss: KnownLoss) -> list[tuple[list[int], float]]:
+        """Return the rows of each micro-batch of an accumulation step, and their part of its loss."""
+        groups, repeats = groups_of(step.inputs, self._limits), 0
+        if trainer.is_fsdp_enabled:
+            groups, repeats = groups_in_lockstep(trainer, groups)
+        if len(groups) + repeats == 1:
+            return [(groups[0], 1.0)]
+        if not self.is_verified:
+            verify_stated_loss(trainer, step.model, step.inputs, step.num_items_in_batch, loss)
+            self.is_verified = True
+        weights = loss.row_weights(step.inputs)
+        if weights is None:  # losses add up
+            return [*((rows, 1.0) for rows in groups), *[(groups[0][:1], 0.0)] * repeats]
+        kept = ([row for row in rows if weights[row]] for rows in groups)  # a mean over nothing would be 0 / 0
+        return [(rows, sum(weights[row] for row in rows)) for rows in kept if rows]
+
+    @contextmanager
+    def _without_sync(self, trainer: Any, model: nn.Module, *, shares: bool) -> Iterator[None]:
+        """Keep the gradients of a micro-batch in this process, or share them where ``shares``.
+
+        DDP shares gradients within the backward pass, but decides on that in the forward pass. A process that runs out
+        of memory in between would leave the others waiting, so sharing is switched on only once the forward pass and
+        the loss are done: ``trigger_sync_in_backward``.
+        """
+        if trainer.args.world_size == 1 or trainer.is_fsdp_enabled:  # FSDP2 reduces each micro-batch's gradients
+            yield
+        elif shares and not isinstance(model, DistributedDataParallel):  # torch.compile around DDP
+            self.are_shared = True
+            yield
+        else:
+            with trainer.accelerator.no_sync(model), ExitStack() as stack:
+
+                def share() -> None:
+                    self.are_shared = True
+                    stack.enter_context(trainer.accelerator.trigger_sync_in_backward(model))
+
+                self._share_gradients = share if shares else None
+                try:
+                    yield
+                finally:
+                    self._share_gradients = None
+
+
+def groups_of(inputs: Mapping[str, Any], limits: Mapping[str, Limit]) -> list[list[int]]:
+    """Return the rows of each micro-batch of a batch; of a single one all of them in their order."""
+    every_row = list(range(row_count(inputs)))
+    if not are_set(limits):
+        return [every_row]
+    most = {name: limit.limit for name, limit in limits.items()}
+    lengths = row_lengths(inputs)
+    if lengths is None:
+        groups = cut([1] * len(every_row), max_examples=most["max_examples"])
+    else:
+        groups = cut(lengths, **most, decoder_lengths=decoder_lengths(inputs))
+    return groups if len(groups) > 1 else [every_row]
+
+
+# ---- FSDP2 ----------------------------------------------------------------------------------------------------------
+
+
+def refuse_together(trainer: Any, way: KnownLoss | str | None, inputs: Any) -> None:
+    """Raise NotSplittableError in every process if the batch of one of them cannot be cut."""
+    reason = None
+    if not isinstance(way, KnownLoss) or way.row_weights(inputs) is not None:
+        found = f"it is a mean over {way.over}" if isinstance(way, KnownLoss) else way
+        reason = (
+            f"under FSDP2 its loss has to be a known sum that num_items_in_batch divides, and {found} "
+            "(compute_loss_func=exact_loss(model) makes such a sum of a mean)"
+        )
+    if _most(trainer, int(reason is not None)):
+        raise NotSplittableError(trainer.model, reason or "the batch of another process cannot be split")
+
+
+def groups_in_lockstep(trainer: Any, groups: Sequence[list[int]]) -> tuple[list[list[int]], int]:
+    """Cut the micro-batches of this process further, to as many as the process with the most of them has.
+
+    Returns:
+        The rows of each micro-batch, and how many more passes this process has to run, since it has too few rows.
+    """
+    wanted, found = _most(trainer, len(groups)), list(groups)
+    while len(found) < wanted and max(map(len, found)) > 1:
+        index = max(range(len(found)), key=lambda index: len(found[index]))
+        largest = found[index]
+        found[index : index + 1] = [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    return found, wanted - len(found)
+
+
+def _most(trainer: Any, number: int) -> int:
+    """Return the largest of the numbers of all processes."""
+    numbers: torch.Tensor = trainer.accelerator.gather(torch.tensor([number], device=trainer.args.device))
+    return int(numbers.max())

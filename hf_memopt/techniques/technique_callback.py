@@ -1,0 +1,114 @@
+"""What the callbacks of techniques share: the trainer they serve, the handles of what they changed, what a copy is."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from hf_memopt.binding.callback_binding import Binding
+from hf_memopt.binding.handles import UndoHandle, remove_all, undo_all
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from hf_memopt.changes import Change
+
+__all__ = ["ModelCallback", "ModelHandles", "TechniqueCallback"]
+
+
+class ModelHandles:
+    """The handles of all changes to the last model (or optimizer) of a callback, which is not kept alive.
+
+    ``model_init`` gives a Trainer a new model for each run. The changes to a former model are not undone by this: they
+    stay with it.
+    """
+
+    def __init__(self) -> None:
+        self._model: Callable[[], Any] = lambda: None
+        self._handles: list[UndoHandle] = []
+
+    @property
+    def model(self) -> Any:
+        """The last model; None before the first, or if it is gone."""
+        return self._model()
+
+    def keep(self, model: Any, *handles: UndoHandle) -> UndoHandle:
+        """Add handles of changes to a model; return one that undoes all changes to it, the last first."""
+        if self._model() is not model:
+            self._model, self._handles = weakref.ref(model), []
+        self._handles += handles
+        return UndoHandle(partial(remove_all, self._handles))
+
+    def remove(self) -> None:
+        """Undo all changes to the last model."""
+        remove_all(self._handles)
+
+    def handle_of(self, model: Any) -> UndoHandle:
+        """Return a handle that undoes all changes to this model, unless another one has become the last."""
+        reference = weakref.ref(model)
+
+        def undo() -> None:
+            if reference() is not None and self._model() is reference():
+                self.remove()
+
+        return UndoHandle(undo)
+
+
+class TechniqueCallback(TrainerCallback):
+    """A callback that serves one trainer at a time. A copy has the same arguments and starts unused, since handles
+    belong to this process, its trainer and its model.
+
+    Args:
+        given: the arguments of the callback itself.
+
+    Attributes:
+        binding: the trainer, once ``attach`` has bound it.
+        changes: what was changed, one ``Change`` per kind.
+        handle: undoes what was changed last; None before that.
+    """
+
+    technique = ""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        self._copied = partial(type(self), *given, **named)
+        self.binding = Binding()
+        self.changes: list[Change] = []
+        self.handle: UndoHandle | None = None
+        self._handles = ModelHandles()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._copied, ()
+
+    def bind(self, trainer: Trainer) -> UndoHandle:
+        """Belong to this trainer; ``attach`` calls it."""
+        return self.binding.to(trainer)
+
+
+class ModelCallback(TechniqueCallback):
+    """A callback that changes the model of a Trainer when that is built or attached, and again when training begins
+    with another one.
+    """
+
+    def change_model(self, model: Any) -> None:
+        """Change a model, and keep the handles of that."""
+        raise NotImplementedError
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Change the model that the Trainer was given."""
+        self.change_model(model)
+
+    def bind(self, trainer: Trainer) -> UndoHandle:
+        """Change the model of a Trainer that was built without this callback; ``attach`` calls it."""
+        is_changed = self._handles.model is trainer.model  # since the Trainer was built
+        self.change_model(trainer.model)
+        return undo_all(self.binding.to(trainer), *([] if is_changed else [self._handles.handle_of(trainer.model)]))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Change a model that is new, and not one that only a wrapper (FSDP1, compile) is around."""
+        changed = self._handles.model
+        if not any(module is changed for module in model.modules()):
+            self.change_model(model)
