@@ -26,7 +26,7 @@ import results_file
 
 import hf_memopt
 from hf_memopt import Plan, plan
-from hf_memopt.units import format_bytes
+from hf_memopt.units import format_bytes, to_gib
 
 OUT = results_file.RESULTS / "plans.jsonl"
 EXAMPLE_PLAN = results_file.RESULTS / "plan-example.json"  # of which README's picture is made
@@ -49,6 +49,10 @@ LARGEST = (  # model, GPU, effective batch: a released gradient takes it as one 
     ("Llama-3.1-8B", "RTX 3090", 8),
 )
 CONSENTS = ("release_clipping", "bf16_weights")
+
+STAGES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
+SIZES = {"RTX 4060": 8, "T4": 16, "RTX 3090": 24}  # GB, of GPUs whose names have none
+MARKS = {"computed": "c", "measured": "m"}
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,76 @@ def key_of(figures: Mapping[str, Any]) -> str:
 def undone(cells: Iterable[Cell], rows: Mapping[str, Mapping[str, Any]], source: str) -> list[Cell]:
     """Return the questions that this version of the package has not answered."""
     return [cell for cell in cells if rows.get(cell.key, {}).get("figures", {}).get("source") != source]
+
+
+# ---- The tables -----------------------------------------------------------------------------------------------------
+
+
+def plans_table() -> str:
+    """Return the table of models and GPUs."""
+    rows = read_plans()
+    heads = [gpu if "GB" in gpu else f"{gpu}, {SIZES[gpu]} GB" for gpu in GPUS]
+    lines = [
+        (
+            model if seq_len is None else f"{model}, {seq_len}",
+            *(_cell(rows, Cell(model, gpu, seq_len)) for gpu in GPUS),
+        )
+        for model, seq_len in MODELS
+    ]
+    note = (
+        f"What `plan` chooses with nothing allowed that changes the training but LoRA and QLoRA: micro-batch x "
+        f"accumulation steps of {EFFECTIVE_BATCH} examples, GiB of the GPU, predicted tokens (images) per second; "
+        "whisper: tokens of the labels. c: computed, m: measured (`python benchmarks/plans.py`)."
+    )
+    return results_file.markdown(f"| model, tokens | {' | '.join(heads)} |", lines, note)
+
+
+def _cell(rows: dict[str, dict[str, Any]], cell: Cell) -> str:
+    found = _figures(rows, cell)
+    if not found["fits"]:
+        return "-"
+    size = f"{to_gib(found['total_bytes']):.1f} GiB"
+    speed = "" if found["per_second"] is None else f", {_rounded(found['per_second'])}/s"
+    return f"{STAGES[found['stage']]} {found['batch']}<br>{size}{speed} {MARKS[found['basis']]}"
+
+
+def _figures(rows: dict[str, dict[str, Any]], cell: Cell) -> dict[str, Any]:
+    if cell.key not in rows:
+        raise SystemExit(f"{cell} was not planned; expected a row of it. Run: python benchmarks/plans.py")
+    figures: dict[str, Any] = rows[cell.key]["figures"]
+    return figures
+
+
+def _rounded(value: float) -> str:
+    """Return a number with two significant digits; a prediction is no more exact."""
+    digits = 2 - len(str(int(value)))
+    return f"{round(value, digits):,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def plan_example() -> str:
+    """Return what ``hf-memopt plan`` prints for one model and GPU."""
+    return f"```text\n{_figures(read_plans(), EXAMPLE)['text']}\n```"
+
+
+def largest_full() -> str:
+    """Return the largest models of which every parameter is trained."""
+    rows = read_plans()
+    lines = []
+    for cell in LARGEST_CELLS:
+        found = _figures(rows, cell)
+        cells = [f"{cell.model}, {cell.seq_len}, {cell.gpu}", found["batch"], "yes" if found["clipping"] else "none"]
+        cells.append(f"{to_gib(found['total_bytes']):.2f} of {to_gib(found['usable_bytes']):.2f}")
+        lines.append((*cells, _rounded(found["per_second"])))
+    words = ", ".join(f'"{word}"' for word in CONSENTS)
+    note = (
+        f'Every parameter trained by the stock `Trainer`: `plan(model, gpu=..., method="full", allow=[{words}], '
+        f"effective_batch_size=...)` chooses {found['set_up'].removeprefix('full, ')}; gradients are neither "
+        "accumulated nor clipped by their global norm. Computed, not measured (`python benchmarks/plans.py`)."
+    )
+    return results_file.markdown("| model, tokens, GPU | batch | clipping | GiB of usable | tokens/s |", lines, note)
+
+
+# ---- The program ----------------------------------------------------------------------------------------------------
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,6 @@
-"""Append one row of a benchmark to ``benchmarks/results/<machine>.jsonl``: case, figures, versions, commit, date."""
+"""The rows of benchmarks: a run appends one to ``benchmarks/results/<machine>.jsonl`` (case, figures, versions, commit,
+date), and README's tables are made of the last ones.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +9,24 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import hf_memopt
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "accelerate", "bitsandbytes", "datasets")
 PEERS = ("lhotse", "trl")  # written only where they are installed
+MACHINE = "2 CPU cores without an accelerator"  # of the rows that README shows
 
 
 def machine() -> str:
     """Return the GPU's name as a file name, or ``cpu-<physical cores>core`` without an accelerator."""
+    import torch
+
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     elif torch.xpu.is_available():
@@ -55,7 +58,7 @@ def append(case: str, figures: dict[str, Any], *, path: Path | str | None = None
     row = {
         "case": case,
         "figures": figures,
-        "versions": _versions(),
+        "versions": installed_versions(),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -72,7 +75,39 @@ def append(case: str, figures: dict[str, Any], *, path: Path | str | None = None
     return target
 
 
-def _versions() -> dict[str, str]:
+def show(case: str, figures: dict[str, Any], table: str, *, path: Path | str | None = None) -> None:
+    """Print the table of a run and append its row."""
+    print(table)
+    print(f"appended to {append(case, figures, path=path)}")
+
+
+def last_row(case: str, *, program: str | None = None) -> dict[str, Any]:
+    """Return the latest row of a case; ``program`` is the file that makes it, where its name is another one."""
+    rows = [
+        json.loads(line) for file in sorted(RESULTS.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()
+    ]
+    found = [row for row in rows if row["case"] == case]
+    if not found:
+        raise SystemExit(
+            f"benchmarks/results has no row of the case {case!r}; run benchmarks/{program or case}.py first"
+        )
+    return max(found, key=lambda row: row["date"])
+
+
+def versions_of(row: dict[str, Any], *packages: str) -> str:
+    """Return the versions of packages, of those that the row has."""
+    return ", ".join(f"{name} {row['versions'][name]}" for name in packages if name in row["versions"])
+
+
+def markdown(head: str, rows: Iterable[Sequence[str] | str], *notes: str) -> str:
+    """Return a table: its first line, rows as cells or as whole lines, and what stands below it."""
+    lines = [row if isinstance(row, str) else f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(
+        [head, f"|{'---|' * (head.count('|') - 1)}", *lines, *(line for note in notes for line in ("", note))]
+    )
+
+
+def installed_versions() -> dict[str, str]:
     """Return the versions of what is installed, and that of the code of this package."""
     found = {"python": platform.python_version(), "hf-memopt": hf_memopt.__version__}
     for package in (*PACKAGES, *PEERS):

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from step_time import Row, print_rows, print_summaries
+from results_file import show
+from step_time import Row, grouped, print_rows, summary, table
 from transformers import BertConfig, BertForSequenceClassification
 from transformers.optimization import Adafactor
 
@@ -119,19 +120,16 @@ def compare(prices: Prices) -> list[Row]:
         assert costs is not None
         name = f"{steps} x {given['batch_size']} x {given['seq_len']}" + ", checkpointing" * given["checkpointing"]
         measured = real_seconds(**given)
-        found.append(Row(f"{given['optim']}, CPU", name, measured, step_time(costs, prices), 0.0))
+        found.append(Row(f"{given['optim']}, CPU", name, measured, step_time(costs, prices)))
     return found
 
 
-def main(*, write_results: bool = True) -> int:
-    """Print the set-ups and the summaries; 1 where the order is not kept."""
+def main() -> int:
+    """Print the set-ups and the summaries, append the row; 1 where the order is not kept."""
     torch.set_num_threads(1)
     rows = compare(calibrate())
     print_rows(rows)
-    groups = {name: [row for row in rows if row.group == name] for name in dict.fromkeys(row.group for row in rows)}
-    found = print_summaries(groups)
-    if write_results:
-        from results_file import append
-
-        append("step_time_cpu", {"rows": [row.figures() for row in rows], "summaries": found})
+    found = {name: summary(members) for name, members in grouped(rows).items()}
+    figures = {"rows": [row.figures() for row in rows], "summaries": found}
+    show("step_time_cpu", figures, table(figures))
     return 0 if all(figures["spearman"] >= LEAST_ON_CPU for figures in found.values()) else 1

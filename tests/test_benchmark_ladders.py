@@ -29,9 +29,7 @@ def ladders() -> Iterator[Any]:
 def test_ladder_b_has_the_published_measurements(ladders) -> None:
     cases = importlib.import_module("published_cases")
     published = [
-        case
-        for case in cases.read_cases([cases.PUBLISHED / "measurements.json"])
-        if case.id.startswith("hf-docs-v100/")
+        case for case in cases.read_cases(cases.PUBLISHED / "measurements.json") if case.id.startswith("hf-docs-v100/")
     ]
     ladder = ladders.read_ladder("B")
     assert len(published) == len(ladder.rows) == 9

@@ -80,21 +80,19 @@ def test_a_run_goes_on_where_it_ended(plans: Any, monkeypatch: pytest.MonkeyPatc
     assert len(out.read_text(encoding="utf-8").splitlines()) == 3
 
 
-def test_cells_of_readmes_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    table = importlib.import_module("table_plans")
+def test_cells_of_readmes_tables(plans: Any) -> None:
     figures = {"fits": True, "stage": "qlora", "batch": "1 x 32", "total_bytes": 7 * 2**30, "basis": "computed"}
-    cell = table.Cell("m", "T4", 512)
+    cell = plans.Cell("m", "T4", 512)
 
     def shown(**changed: Any) -> str:
-        return str(table._cell({cell.key: {"figures": {**figures, "per_second": 1234.0, **changed}}}, cell))
+        return str(plans._cell({cell.key: {"figures": {**figures, "per_second": 1234.0, **changed}}}, cell))
 
     assert shown() == "QLoRA 1 x 32<br>7.0 GiB, 1,200/s c"
     assert shown(basis="measured", per_second=None) == "QLoRA 1 x 32<br>7.0 GiB m"
     assert shown(fits=False) == "-"
-    assert [table._rounded(value) for value in (9.87, 98.7, 987.0, 123456.0)] == ["9.9", "99", "990", "120,000"]
+    assert [plans._rounded(value) for value in (9.87, 98.7, 987.0, 123456.0)] == ["9.9", "99", "990", "120,000"]
     with pytest.raises(SystemExit, match=r"was not planned; expected a row of it\. Run: python benchmarks/plans\.py"):
-        table._cell({}, cell)
+        plans._cell({}, cell)
 
 
 def test_the_picture_of_readme_is_that_of_its_table(plans: Any) -> None:

@@ -48,7 +48,7 @@ def test_results_are_kept_by_environment_and_become_the_table(runner, monkeypatc
     runner.note({"environment": "python3.99", "counts": None})
     runner.note({"environment": "5.8.1", "versions": {"Python": "3.11.7"}, "counts": runner.counts_of(report)})
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    table = importlib.import_module("table_compatibility")
+    table = importlib.import_module("table_of_code")
     monkeypatch.setattr(table, "TESTED", runner.RESULTS)
     lines = [line.rpartition(" | ")[0] for line in table.tested_versions().splitlines()]
     assert lines[0] == "| | Python | passed | failed | skipped"
