@@ -75,11 +75,10 @@ bench-batching: $(READY)  ## samplers side by side: ours, stock, lhotse, fairseq
 bench-published: $(READY) ## predicted memory against what other people measured on GPUs, without a GPU
 	$(BIN)/python benchmarks/published.py
 
-bench-step-time: $(READY) ## predicted seconds of a step against what other people measured on GPUs, and against this CPU
+bench-step-time: $(READY) ## predicted seconds of a step against what other people measured on GPUs
 	$(BIN)/python benchmarks/step_time.py
-	$(BIN)/python benchmarks/step_time.py --cpu
 
-table: $(READY)           ## the generated parts of README, and what fits with each preset; planning goes on where it stopped
+table: $(READY)           ## the generated parts of README, and what fits with each preset
 	$(BIN)/python benchmarks/preset_fits.py
 	$(BIN)/python benchmarks/plans.py
 	$(BIN)/python benchmarks/table.py

@@ -7,7 +7,6 @@ last one was stopped. Needs no installation of the package: torch, transformers,
 case that needs more (bitsandbytes, peft) is skipped without it.
 
     python benchmarks/gpu.py [--only PATTERN] [--again] [--out FILE]
-    python benchmarks/gpu.py ladder                     # the published ladders of ladders.py, on this GPU
     python benchmarks/gpu.py --device cpu --tiny        # the harness itself, on any machine; no figures of a GPU
 
 Errors of the prediction are in percent of what was measured, below zero for too little. "allocated" and "reserved" are
@@ -31,12 +30,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import results_file  # noqa: E402
 from gpu_figures import CASE, CRASH, MEASURED, OOM, SKIPPED, TIMEOUT, errors_table, latest, read_rows  # noqa: E402
-from gpu_setups import Case, ladder_cases, ladder_row, ordered_cases  # noqa: E402
+from gpu_setups import Case, ordered_cases  # noqa: E402
 
 from hf_memopt.units import format_bytes  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 CASE_FILE = ROOT / "benchmarks" / "gpu_case.py"
 STDERR_LINES = 6
 
@@ -46,26 +45,11 @@ Figures = dict[str, Any]
 # ---- What is left to do ---------------------------------------------------------------------------------------------
 
 
-def source_hash() -> str:
-    """Return a fingerprint of everything that a case's figures depend on here: unlike the commit it knows a changed
-    tree from a clean one, and a changed README from a changed estimate.
-    """
-    from results_file import fingerprint
-
-    files = sorted([*(ROOT / "hf_memopt").rglob("*.py"), *(ROOT / "benchmarks").glob("gpu_[cms]*.py")])
-    return fingerprint(files, ROOT)
-
-
-def key_of(figures: Figures) -> tuple[str, ...]:
-    """Return what makes two rows the same measurement: case, GPU, source and versions."""
-    versions = json.dumps(figures["versions"], sort_keys=True)
-    return figures["name"], figures["gpu"], figures["source"], versions
-
-
 def undone(cases: Iterable[Case], rows: Iterable[dict[str, Any]], common: Figures) -> list[Case]:
-    """Return the cases without a row of this GPU, source and versions. One that was skipped is tried again."""
-    done = {key_of(row["figures"]) for row in rows if row["figures"]["status"] != SKIPPED}
-    return [case for case in cases if key_of({**common, "name": case.name}) not in done]
+    """Return the cases without a row of this GPU, commit and versions. One that was skipped is tried again."""
+    done = [row["figures"] for row in rows if row["figures"]["status"] != SKIPPED]
+    names = {figures["name"] for figures in done if common.items() <= figures.items()}
+    return [case for case in cases if case.name not in names]
 
 
 # ---- One case -------------------------------------------------------------------------------------------------------
@@ -122,33 +106,13 @@ def line_of(figures: Figures) -> str:
     return f"{errors}, {figures['measured']['step_seconds']:.3f} s a step"
 
 
-# ---- Tables ---------------------------------------------------------------------------------------------------------
-
-
-def print_ladder(cases: list[Case], rows: list[Figures]) -> None:
-    """Print memory and time of ladders as published beside what this GPU measured, time against the first row."""
-    by_name = {row["name"]: row for row in rows if row["status"] == MEASURED}
-    print(f"\n{'':<40}{'GiB':>18}{'time, first row = 1':>22}\n{'':<40}" + 2 * f"{'published':>10}{'here':>10}")
-    for case in cases:
-        first = next(other for other in cases if other.model == case.model)
-        published, row = ladder_row(case), by_name.get(case.name)
-        cells = [f"{published.total_bytes / 2**30:.2f}", "-"]
-        cells += [f"{published.seconds / ladder_row(first).seconds:.2f}", "-"]
-        if row is not None:
-            measured = row["measured"]
-            cells[1] = f"{(measured['device_bytes'] or measured['allocated_bytes'] or 0) / 2**30:.2f}"
-            if first.name in by_name:
-                cells[3] = f"{measured['step_seconds'] / by_name[first.name]['measured']['step_seconds']:.2f}"
-        print(f"{case.name:<40}" + "".join(f"{cell:>10}" for cell in cells))
-
-
 # ---- The program ----------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
     """Run what is left, append a row each, print the table; return 1 if nothing could be run."""
     options = _options()
-    every = ladder_cases(tiny=options.tiny) if options.what == "ladder" else ordered_cases(tiny=options.tiny)
+    every = ordered_cases(tiny=options.tiny)
     cases = [case for case in every if fnmatch(case.name.lower(), options.only.lower())]
     if not cases:
         names = ", ".join(case.name for case in every)
@@ -159,23 +123,19 @@ def main() -> int:
         print(f"device={options.device!r} cannot be used here; expected a CUDA GPU, or --device cpu --tiny.\n{stderr}")
         return 1
     name = machine.pop("machine")
-    out = options.out or RESULTS / f"{name}.jsonl"
-    common = {**machine, "device": options.device, "source": source_hash()}
+    out = options.out or results_file.RESULTS / f"{name}.jsonl"
+    common = {**machine, "device": options.device, "commit": results_file.commit()}
     left = cases if options.again else undone(cases, read_rows([out]), common)
     print(f"{common['gpu']}: {len(cases)} cases, {len(cases) - len(left)} of them done, {len(left)} to run", flush=True)
     run_all(left, common, options, out)
     wanted = {case.name for case in cases}
     rows = [row for row in latest(read_rows([out])) if row["figures"]["name"] in wanted]
     print(errors_table([row for row in rows if row["figures"]["gpu"] == common["gpu"]]))
-    if options.what == "ladder":
-        print_ladder(cases, [row["figures"] for row in rows])
     return int(not any(row["figures"]["status"] in (MEASURED, OOM) for row in rows))
 
 
 def run_all(cases: list[Case], common: Figures, options: argparse.Namespace, out: Path) -> None:
     """Run the cases and append a row for each."""
-    import results_file
-
     for number, case in enumerate(cases, start=1):
         figures = run_case(case, common, options)
         results_file.append(CASE, figures, path=out)
@@ -186,9 +146,6 @@ def run_all(cases: list[Case], common: Figures, options: argparse.Namespace, out
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "what", nargs="?", choices=("models", "ladder"), default="models", help="the published ladders instead"
-    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes of the same architectures")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="cases by name, such as 'BERT-large*'")

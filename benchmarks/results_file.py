@@ -4,7 +4,6 @@ date), and README's tables are made of the last ones.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import re
@@ -40,45 +39,30 @@ def machine() -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def fingerprint(files: Iterable[Path], root: Path) -> str:
-    """Return a fingerprint of files by their paths below ``root``: unlike the commit it knows a changed tree."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
-
-
-def append(case: str, figures: dict[str, Any], *, path: Path | str | None = None) -> Path:
-    """Append a row and return the file; ``path`` is another file than that of this machine.
-
-    Raises:
-        ValueError: a figure is NaN, infinite or no JSON value; nothing is written then.
-    """
-    target = RESULTS / f"{machine()}.jsonl" if path is None else Path(path)
-    row = {
+def row_of(case: str, figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a run."""
+    return {
         "case": case,
         "figures": figures,
         "versions": installed_versions(),
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    try:
-        line = json.dumps(row, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"figures={figures!r} cannot be written ({error}); expected finite numbers and text. "
-            "Write None for a figure that is missing."
-        ) from error
-    target.parent.mkdir(parents=True, exist_ok=True)
+
+
+def append(case: str, figures: dict[str, Any], *, path: Path | None = None) -> Path:
+    """Append a row and return the file; ``path`` is another file than that of this machine."""
+    target = path or RESULTS / f"{machine()}.jsonl"
+    line = json.dumps(row_of(case, figures), allow_nan=False)
     with target.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
     return target
 
 
-def show(case: str, figures: dict[str, Any], table: str, *, path: Path | str | None = None) -> None:
+def show(case: str, figures: dict[str, Any], table: str) -> None:
     """Print the table of a run and append its row."""
     print(table)
-    print(f"appended to {append(case, figures, path=path)}")
+    print(f"appended to {append(case, figures)}")
 
 
 def last_row(case: str, *, program: str | None = None) -> dict[str, Any]:
@@ -118,7 +102,7 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Return the commit that was measured, with ``-dirty`` if the tree differs from it; None outside a repository."""
     command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     try:

@@ -3,13 +3,10 @@
 Throughput that other people published on one GPU, predicted without a GPU (``hf_memopt/memory/step_time``). Errors are
 predicted / measured - 1 in seconds per step. All rows are priced with the same constants, fitted on those that are
 marked so and on no others.
-
-python benchmarks/step_time.py --cpu          # real steps on this CPU, which three small measurements calibrate first
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import os
@@ -224,14 +221,7 @@ def ladder_a() -> list[Row]:
 
 def main() -> int:
     """Print the rows and the summaries, append the row; 1 where the limits are not kept."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cpu", action="store_true", help="real steps on this CPU instead")
-    given = parser.parse_args()
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft asks for it
-    if given.cpu:
-        from step_time_cpu import main as of_cpu
-
-        return of_cpu()
     rows, left_out = published()
     rows += ladder_a()
     groups = grouped(rows) | {"A100, dense, all": [row for row in rows if row.group.startswith("A100, dense")]}

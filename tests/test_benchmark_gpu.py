@@ -25,7 +25,7 @@ from slow_cases import slow_except
 import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMON = {"gpu": "GPU A", "device": "cuda", "source": "abc", "versions": {"torch": "2.13.0", "cuda": "12.8"}}
+COMMON = {"gpu": "GPU A", "device": "cuda", "commit": "abc", "versions": {"torch": "2.13.0", "cuda": "12.8"}}
 
 
 def module(name: str) -> Iterator[Any]:
@@ -100,11 +100,10 @@ def test_estimate_and_trainer_are_told_the_same(setups, tmp_path) -> None:
     from hf_memopt.memory.settings import StepSettings
 
     own = [setups.Case("BERT-large", setup, tiny=True) for setup in setups.SETUPS]
-    for case in (*own, *setups.ladder_cases(tiny=True)[1::2]):
+    for case in own:
         settings = StepSettings(**setups.estimate_settings(case))
         args = setups.training_arguments(case, str(tmp_path), steps=4, use_cpu=True)
         assert args.bf16 is (settings.precision == "bf16")
-        assert args.fp16 is (settings.precision == "fp16")
         assert args.optim == settings.optim
         assert args.gradient_accumulation_steps == settings.gradient_accumulation_steps
         assert args.max_grad_norm == settings.max_grad_norm
@@ -112,51 +111,6 @@ def test_estimate_and_trainer_are_told_the_same(setups, tmp_path) -> None:
         checkpointing = getattr(args, "activation_checkpointing", args.gradient_checkpointing)
         assert bool(checkpointing) is bool(settings.checkpointing)
         assert args.per_device_train_batch_size == case.batch_size
-
-
-def test_the_cases_of_a_ladder_are_its_published_rows(setups) -> None:
-    cases = setups.ladder_cases()
-    for name in ("A", "B"):
-        ladder = setups.read_ladder(name)
-        of_ladder = [case for case in cases if case.model == f"ladder {name}"]
-        for case, row in zip(of_ladder, ladder.rows, strict=True):
-            asked, told = row.settings, setups.estimate_settings(case)
-            assert case.shape.known_as == ladder.model
-            assert (case.batch_size, case.seq_len) == (asked["batch_size"], asked["seq_len"])
-            assert case.batch_size * told["gradient_accumulation_steps"] == ladder.effective_batch_size
-            assert (told["precision"], told["optim"]) == (asked["precision"], asked["optim"])
-            assert bool(told["checkpointing"]) is asked.get("checkpointing", False)
-            assert told["prepare"] == ((setups.freeze_base,) if "freeze" in asked else ())
-    model = setups.build_model(setups.Case("ladder B", "batch 4", tiny=True), "meta")
-    assert model.config._attn_implementation == "eager"
-    setups.freeze_base(model)
-    assert {name.split(".")[0] for name, value in model.named_parameters() if value.requires_grad} == {"classifier"}
-
-
-def test_a_ladder_is_printed_beside_what_was_published(gpu, setups, capsys) -> None:
-    cases = [case for case in setups.ladder_cases() if case.model == "ladder B"]
-    rows = [figures_of(case.name) for case in cases[:2]]
-    rows[1]["measured"] = {**rows[1]["measured"], "device_bytes": 3 * 2**29, "step_seconds": 0.75}
-    gpu.print_ladder(cases, rows)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[3].split()[-4:] == ["14.60", "1.00", "1.00", "1.00"]
-    assert lines[4].split()[-4:] == ["8.48", "1.50", "1.14", "1.50"]
-    assert lines[5].split()[-4:] == ["6.62", "-", "1.48", "-"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["ladders"], "invalid choice: 'ladders'"),
-        (["ladder", "--device", "cpu"], "--device cpu runs tiny shapes only. Call with --device cpu --tiny."),
-    ],
-)
-def test_the_arguments_of_a_ladder_are_checked(gpu, monkeypatch, capsys, arguments: list[str], says: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        gpu.main()
-    assert stop.value.code == 2
-    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("build", [tiny.bert, tiny.llama])
@@ -172,29 +126,12 @@ def test_a_frozen_body_leaves_the_last_layer_and_the_head(setups, build) -> None
 # ---- What is left to do ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_done_is_left_out_until_source_versions_or_gpu_change(gpu, setups) -> None:
+def test_what_is_done_is_left_out_until_commit_versions_or_gpu_change(gpu, setups) -> None:
     cases = setups.ordered_cases()[:3]
     rows = [row_of(cases[0].name), row_of(cases[1].name, status="oom"), row_of(cases[2].name, status="skipped")]
     assert gpu.undone(cases, rows, COMMON) == [cases[2]]
-    for changed in ({"gpu": "GPU B"}, {"source": "abd"}, {"versions": {"torch": "2.14.0", "cuda": "12.8"}}):
+    for changed in ({"gpu": "GPU B"}, {"commit": "abd"}, {"versions": {"torch": "2.14.0", "cuda": "12.8"}}):
         assert gpu.undone(cases, rows, {**COMMON, **changed}) == cases
-
-
-def test_the_source_hash_follows_the_package_and_the_measurement(gpu, monkeypatch, tmp_path) -> None:
-    for folder in ("hf_memopt/memory/recording", "benchmarks"):
-        (tmp_path / folder).mkdir(parents=True)
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    hashes = []
-    for file in (
-        "hf_memopt/memory/recording/step.py",
-        "benchmarks/gpu_case.py",
-        "benchmarks/gpu_figures.py",
-        "README.md",
-    ):
-        (tmp_path / file).write_text("1", encoding="utf-8")
-        hashes.append(gpu.source_hash())
-    assert len(set(hashes)) == 2
-    assert hashes[1] == hashes[2] == hashes[3]
 
 
 # ---- Figures --------------------------------------------------------------------------------------------------------
@@ -386,6 +323,13 @@ def test_a_failed_case_does_not_end_the_run(gpu, setups, monkeypatch, tmp_path, 
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_the_host_runs_tiny_shapes_only(gpu, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "--device cpu runs tiny shapes only. Call with --device cpu --tiny." in capsys.readouterr().err
 
 
 def test_a_pattern_without_a_case_is_refused(gpu, monkeypatch, capsys) -> None:

@@ -1,4 +1,4 @@
-"""README's tables of plans: rows are what ``plan`` says, every parameter is trained, a run goes on where it ended."""
+"""README's tables of plans: rows are what ``plan`` says, every parameter is trained."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_cell_of_the_table_is_what_plan_says(plans: Any, model: str, gpu: str)
 
 def _is_the_row(plans: Any, cell: Any, figures: dict[str, Any]) -> None:
     row = plans.read_plans()[cell.key]["figures"]
-    assert {**json.loads(json.dumps(figures)), "source": row["source"]} == row, "run: make table"
+    assert json.loads(json.dumps(figures)).items() <= row.items(), "run: make table"
 
 
 def test_the_results_have_every_cell_once(plans: Any) -> None:
@@ -55,29 +55,6 @@ def test_the_results_have_every_cell_once(plans: Any) -> None:
     keys = [plans.key_of(row["figures"]) for row in rows]
     assert sorted(keys) == sorted(cell.key for cell in (*plans.LARGEST_CELLS, *plans.MODEL_CELLS))
     assert {row["figures"]["basis"] for row in rows} <= {"computed", "measured"}
-
-
-def test_a_run_goes_on_where_it_ended(plans: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[Any] = []
-    cells = plans.MODEL_CELLS[:3]
-    monkeypatch.setattr(plans, "MODEL_CELLS", cells)
-    monkeypatch.setattr(plans, "LARGEST_CELLS", ())
-    monkeypatch.setattr(plans, "planned", asked.append)
-    needs = {"set_up": "full", "batch": "1 x 32", "total_bytes": 1}
-    monkeypatch.setattr(plans, "figures_of", lambda cell, _: {**json.loads(cell.key), **needs})
-    sources = iter(["one", "one", "two"])
-    monkeypatch.setattr(plans, "source_hash", lambda: next(sources))
-    out = tmp_path / "plans.jsonl"
-    assert plans.main(["--out", str(out)]) == 0
-    lines = out.read_text(encoding="utf-8").splitlines()
-    out.write_text("\n".join(lines[:2]) + "\n", encoding="utf-8")  # interrupted before the third
-    asked.clear()
-    plans.main(["--out", str(out)])
-    assert asked == [cells[2]]
-    asked.clear()
-    plans.main(["--out", str(out)])  # another version of the package
-    assert asked == list(cells)
-    assert len(out.read_text(encoding="utf-8").splitlines()) == 3
 
 
 def test_cells_of_readmes_tables(plans: Any) -> None:
@@ -106,3 +83,15 @@ def test_the_picture_of_readme_is_that_of_its_table(plans: Any) -> None:
     light = (pictures.IMAGES / "plan.svg").read_text(encoding="utf-8")
     if f"Matplotlib v{matplotlib.__version__}" in light:
         assert pictures.stale_pictures() == [], "run: python benchmarks/table.py"
+
+
+def test_a_run_plans_what_is_asked_and_keeps_the_other_rows(plans: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr(plans, "OUT", tmp_path / "plans.jsonl")
+    cells = [cell for cell in plans.MODEL_CELLS if cell.gpu == "T4"][:2]
+    monkeypatch.setattr(plans, "EVERY_CELL", cells)
+    needs = {"set_up": "full", "batch": "1 x 32", "total_bytes": 1}
+    monkeypatch.setattr(plans, "figures_of", lambda cell, found: {**json.loads(cell.key), **needs, "found": found})
+    for found, arguments in ((1, []), (2, ["--only", cells[1].model])):
+        monkeypatch.setattr(plans, "planned", lambda _, found=found: found)
+        plans.main(arguments)
+    assert [plans.read_plans()[cell.key]["figures"]["found"] for cell in cells] == [1, 2]
