@@ -5,18 +5,22 @@ tiny run of the whole on the CPU. What needs a GPU is tested against torch's cou
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gpu
+import gpu_case
+import gpu_figures as figures
+import gpu_meters as meters
+import gpu_setups as setups
 import pytest
+import results_file
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,37 +30,6 @@ import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = {"gpu": "GPU A", "device": "cuda", "commit": "abc", "versions": {"torch": "2.13.0", "cuda": "12.8"}}
-
-
-def module(name: str) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module(name)
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[Any]:
-    yield from module("gpu")
-
-
-@pytest.fixture(scope="module")
-def gpu_case() -> Iterator[Any]:
-    yield from module("gpu_case")
-
-
-@pytest.fixture(scope="module")
-def figures() -> Iterator[Any]:
-    yield from module("gpu_figures")
-
-
-@pytest.fixture(scope="module")
-def meters() -> Iterator[Any]:
-    yield from module("gpu_meters")
-
-
-@pytest.fixture(scope="module")
-def setups() -> Iterator[Any]:
-    yield from module("gpu_setups")
 
 
 def figures_of(name: str = "BERT-large, fp32", **changed: Any) -> dict[str, Any]:
@@ -80,14 +53,14 @@ def row_of(name: str = "BERT-large, fp32", date: str = "2026-01-01", **changed: 
 # ---- Cases ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_model_meets_every_setup_once(setups) -> None:
+def test_every_model_meets_every_setup_once() -> None:
     cases = setups.ordered_cases()
     assert len({(case.model, case.setup) for case in cases}) == len(cases) == 8 * 7
     asked = {"fp32", "bf16", "bf16 + checkpointing", "8-bit Adam", "frozen body", "LoRA"}
     assert asked <= set(setups.SETUPS)
 
 
-def test_every_prefix_is_spread_over_models_and_setups(setups) -> None:
+def test_every_prefix_is_spread_over_models_and_setups() -> None:
     cases = setups.ordered_cases()
     for length in range(1, len(cases) + 1):
         models = [sum(case.model == model for case in cases[:length]) for model in setups.MODELS]
@@ -96,7 +69,7 @@ def test_every_prefix_is_spread_over_models_and_setups(setups) -> None:
         assert max(counts) - min(counts) <= 2
 
 
-def test_estimate_and_trainer_are_told_the_same(setups, tmp_path) -> None:
+def test_estimate_and_trainer_are_told_the_same(tmp_path) -> None:
     from hf_memopt.memory.settings import StepSettings
 
     own = [setups.Case("BERT-large", setup, tiny=True) for setup in setups.SETUPS]
@@ -114,7 +87,7 @@ def test_estimate_and_trainer_are_told_the_same(setups, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("build", [tiny.bert, tiny.llama])
-def test_a_frozen_body_leaves_the_last_layer_and_the_head(setups, build) -> None:
+def test_a_frozen_body_leaves_the_last_layer_and_the_head(build) -> None:
     model = build()
     setups.freeze_body(model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -126,7 +99,7 @@ def test_a_frozen_body_leaves_the_last_layer_and_the_head(setups, build) -> None
 # ---- What is left to do ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_done_is_left_out_until_commit_versions_or_gpu_change(gpu, setups) -> None:
+def test_what_is_done_is_left_out_until_commit_versions_or_gpu_change() -> None:
     cases = setups.ordered_cases()[:3]
     rows = [row_of(cases[0].name), row_of(cases[1].name, status="oom"), row_of(cases[2].name, status="skipped")]
     assert gpu.undone(cases, rows, COMMON) == [cases[2]]
@@ -137,7 +110,7 @@ def test_what_is_done_is_left_out_until_commit_versions_or_gpu_change(gpu, setup
 # ---- Figures --------------------------------------------------------------------------------------------------------
 
 
-def test_errors_are_signed_percents_of_what_was_measured(figures) -> None:
+def test_errors_are_signed_percents_of_what_was_measured() -> None:
     predicted = {
         "allocated_bytes": 98,
         "reserved_bytes": 110,
@@ -159,14 +132,14 @@ def test_errors_are_signed_percents_of_what_was_measured(figures) -> None:
     assert "total" not in figures.errors_of(predicted, {**measured, "context_bytes": None})
 
 
-def test_what_the_device_lacks_is_not_held_against_it(figures) -> None:
+def test_what_the_device_lacks_is_not_held_against_it() -> None:
     predicted = {"allocated_bytes": 150, "components_at_peak": {"workspace": 50, "weights": 100}}
     measured = {"allocated_bytes": 100, "without": ["workspace"]}
     assert figures.errors_of(predicted, measured) == {"allocated": 0.0}
 
 
 @given(st.lists(st.floats(-50, 50), min_size=1, max_size=60))
-def test_spread_equals_a_count_by_hand(figures, errors) -> None:
+def test_spread_equals_a_count_by_hand(errors) -> None:
     found = figures.spread_of(errors)
     sizes = [abs(error) for error in errors]
     assert found.cases == len(errors)
@@ -180,11 +153,11 @@ def test_spread_equals_a_count_by_hand(figures, errors) -> None:
     assert len(smaller) < math.ceil(0.95 * len(sizes))
 
 
-def test_no_error_has_no_spread(figures) -> None:
+def test_no_error_has_no_spread() -> None:
     assert figures.spread_of([]) is None
 
 
-def test_the_latest_row_of_a_case_on_a_gpu_counts(figures) -> None:
+def test_the_latest_row_of_a_case_on_a_gpu_counts() -> None:
     rows = [
         row_of(date="2026-01-02", status="measured"),
         row_of(date="2026-01-01", status="oom"),
@@ -193,7 +166,7 @@ def test_the_latest_row_of_a_case_on_a_gpu_counts(figures) -> None:
     assert sorted(row["figures"]["status"] for row in figures.latest(rows)) == ["measured", "oom"]
 
 
-def test_rows_of_other_benchmarks_and_missing_files_are_passed_over(figures, tmp_path) -> None:
+def test_rows_of_other_benchmarks_and_missing_files_are_passed_over(tmp_path) -> None:
     file = tmp_path / "GPU.jsonl"
     file.write_text(f'{{"case": "accuracy"}}\n\n{json.dumps(row_of())}\n', encoding="utf-8")
     assert figures.read_rows([file, tmp_path / "none.jsonl"]) == [row_of()]
@@ -202,22 +175,16 @@ def test_rows_of_other_benchmarks_and_missing_files_are_passed_over(figures, tmp
 # ---- Tables ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def table(gpu, monkeypatch, tmp_path) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setattr(importlib.import_module("results_file"), "RESULTS", tmp_path)
-    return importlib.import_module("gpu_figures")
-
-
-def test_without_a_gpu_the_table_says_so(table, tmp_path) -> None:
+def test_without_a_gpu_the_table_says_so(monkeypatch, tmp_path) -> None:
     (tmp_path / "cpu.jsonl").write_text(json.dumps(row_of(device="cpu", gpu="cpu")), encoding="utf-8")
-    assert table.estimate_errors() == (
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
+    assert figures.estimate_errors() == (
         "The figures of a GPU are still to come: no CUDA GPU was available when this was written. "
         "`make bench-gpu` measures them on yours."
     )
 
 
-def test_each_gpu_is_a_line_of_the_table(table, tmp_path) -> None:
+def test_each_gpu_is_a_line_of_the_table(monkeypatch, tmp_path) -> None:
     rows = [
         row_of("a", errors={"allocated": -1.0, "reserved": 2.0, "total": 3.0}),
         row_of("b", errors={"allocated": 0.5, "reserved": 4.0, "total": -6.0}),
@@ -228,7 +195,8 @@ def test_each_gpu_is_a_line_of_the_table(table, tmp_path) -> None:
         row_of("a", gpu="cpu", device="cpu"),
     ]
     (tmp_path / "GPUs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    assert table.estimate_errors().splitlines() == [
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
+    assert figures.estimate_errors().splitlines() == [
         "| GPU | measured | allocated: median | p95 | worst | worst under | reserved: median | p95 | total: median "
         "| worst | not measured |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -253,7 +221,7 @@ def test_each_gpu_is_a_line_of_the_table(table, tmp_path) -> None:
         ),
     ],
 )
-def test_the_line_of_a_case_has_its_errors_or_its_reason(gpu, changed: dict[str, Any], line: str) -> None:
+def test_the_line_of_a_case_has_its_errors_or_its_reason(changed: dict[str, Any], line: str) -> None:
     assert gpu.line_of(figures_of(**changed)) == line
 
 
@@ -264,7 +232,7 @@ PREDICTED = "open(out, 'w').write(json.dumps({'status': 'crash', 'predicted': {'
 
 
 @pytest.fixture
-def child(gpu, setups, monkeypatch, tmp_path) -> Any:
+def child(monkeypatch, tmp_path) -> Any:
     """Run a case whose process is a given script."""
 
     def run(script: str, timeout: float = 60) -> dict[str, Any]:
@@ -296,14 +264,14 @@ def test_a_process_that_hangs_is_ended_and_a_row(child) -> None:
     assert row["wall_seconds"] < 30
 
 
-def test_what_a_process_wrote_is_the_row(child, setups) -> None:
+def test_what_a_process_wrote_is_the_row(child) -> None:
     row = child(WRITES + "open(out, 'w').write(json.dumps({'status': 'oom', 'reason': 'CUDA out of memory'}))")
     assert (row["status"], row["reason"]) == ("oom", "CUDA out of memory")
     assert (row["name"], row["batch_size"], row["seq_len"]) == ("BERT-large, fp32", 32, 128)
     assert row["settings"] == vars(setups.SETUPS["fp32"])
 
 
-def test_a_failed_case_does_not_end_the_run(gpu, setups, monkeypatch, tmp_path, capsys) -> None:
+def test_a_failed_case_does_not_end_the_run(monkeypatch, tmp_path, capsys) -> None:
     statuses, out = iter(["oom", "crash", "measured"]), tmp_path / "out.jsonl"
     monkeypatch.setattr(
         gpu, "run_case", lambda case, common, options: figures_of(case.name, status=next(statuses), reason="no")
@@ -325,14 +293,14 @@ def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def test_the_host_runs_tiny_shapes_only(gpu, monkeypatch, capsys) -> None:
+def test_the_host_runs_tiny_shapes_only(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu"])
     with pytest.raises(SystemExit):
         gpu.main()
     assert "--device cpu runs tiny shapes only. Call with --device cpu --tiny." in capsys.readouterr().err
 
 
-def test_a_pattern_without_a_case_is_refused(gpu, monkeypatch, capsys) -> None:
+def test_a_pattern_without_a_case_is_refused(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--only", "nothing"])
     assert gpu.main() == 1
     printed = capsys.readouterr().out
@@ -342,7 +310,7 @@ def test_a_pattern_without_a_case_is_refused(gpu, monkeypatch, capsys) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu_nothing_can_be_run(gpu, monkeypatch, capsys) -> None:
+def test_without_a_gpu_nothing_can_be_run(monkeypatch, capsys) -> None:
     answer = (None, "AssertionError: Torch not compiled with CUDA enabled", "exit code 1")
     monkeypatch.setattr(gpu, "run_child", lambda *_: answer)
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
@@ -382,7 +350,7 @@ class PlayedGpu:
         self.allocated, self.reserved, self.peak, self.peak_reserved = allocated, reserved, peak, peak_reserved
 
 
-def test_the_gpu_meter_reads_the_peaks_and_what_the_device_holds(meters, monkeypatch) -> None:
+def test_the_gpu_meter_reads_the_peaks_and_what_the_device_holds(monkeypatch) -> None:
     played = PlayedGpu(monkeypatch, meters)
     meter = meters.GpuMeter("uuid")
     played.used += 90  # the context comes with the first kernel
@@ -400,7 +368,7 @@ def test_the_gpu_meter_reads_the_peaks_and_what_the_device_holds(meters, monkeyp
 
 
 @pytest.mark.parametrize(("answer", "used_bytes"), [("1024\n", 2**30), ("[N/A]\n", None)])
-def test_the_driver_is_asked_by_its_program(meters, monkeypatch, answer: str, used_bytes: int | None) -> None:
+def test_the_driver_is_asked_by_its_program(monkeypatch, answer: str, used_bytes: int | None) -> None:
     asked: list[list[str]] = []
     told = lambda command, **_: asked.append(command) or SimpleNamespace(stdout=answer)  # noqa: E731
     monkeypatch.setattr(meters.subprocess, "run", told)
@@ -408,7 +376,7 @@ def test_the_driver_is_asked_by_its_program(meters, monkeypatch, answer: str, us
     assert asked == [["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "GPU-abc"]]
 
 
-def test_without_a_driver_that_tells_there_is_no_total(meters, monkeypatch) -> None:
+def test_without_a_driver_that_tells_there_is_no_total(monkeypatch) -> None:
     PlayedGpu(monkeypatch, meters)
     monkeypatch.setattr(meters, "device_used_bytes", lambda _: None)
     meter = meters.GpuMeter(None)
@@ -417,7 +385,7 @@ def test_without_a_driver_that_tells_there_is_no_total(meters, monkeypatch) -> N
     assert (figures["device_bytes"], figures["context_end_bytes"]) == (None, None)
 
 
-def test_the_host_meter_counts_every_byte_of_torchs_allocator(meters) -> None:
+def test_the_host_meter_counts_every_byte_of_torchs_allocator() -> None:
     model = torch.nn.Linear(256, 256, bias=False)
     meter = meters.HostMeter()
     meter.begin(model)
@@ -429,13 +397,13 @@ def test_the_host_meter_counts_every_byte_of_torchs_allocator(meters) -> None:
     assert held.numel() == 4096
 
 
-def test_shared_storages_count_once_and_other_devices_not(meters) -> None:
+def test_shared_storages_count_once_and_other_devices_not() -> None:
     base = torch.zeros(100)
     tensors = [base, base[10:], torch.zeros(7), torch.empty(50, device="meta")]
     assert meters.storage_bytes(tensors, "cpu") == 4 * 107
 
 
-def test_optimizer_state_is_found_however_deep(meters) -> None:
+def test_optimizer_state_is_found_however_deep() -> None:
     one, two, three = torch.zeros(1), torch.zeros(2), torch.zeros(3)
     assert meters.state_tensors({"a": {"step": one, "exp": [two, (three, 5)]}, "b": None}) == [one, two, three]
 
@@ -444,7 +412,7 @@ def test_optimizer_state_is_found_however_deep(meters) -> None:
 
 
 @pytest.mark.parametrize("index", slow_except((0,), range(8)))
-def test_every_model_and_every_setup_runs_tiny_on_the_host(gpu_case, setups, tmp_path, index) -> None:
+def test_every_model_and_every_setup_runs_tiny_on_the_host(tmp_path, index) -> None:
     case, out = setups.ordered_cases(tiny=True)[index], tmp_path / "out.json"
     gpu_case.run(case, "cpu", {}, out)
     found = json.loads(out.read_text("utf-8"))
@@ -498,7 +466,7 @@ class PlayedMeter:
 
 
 @pytest.fixture
-def small_case(gpu_case, setups, monkeypatch) -> Any:
+def small_case(monkeypatch) -> Any:
     """A case whose model is the suite's tiny BERT, and whose rows are its rows."""
 
     def build(case: Any, device: str) -> Any:
@@ -510,7 +478,7 @@ def small_case(gpu_case, setups, monkeypatch) -> Any:
     return setups.Case("BERT-large", "bf16", tiny=True)
 
 
-def test_a_run_counts_its_components(gpu_case, small_case) -> None:
+def test_a_run_counts_its_components(small_case) -> None:
     meter, figures = PlayedMeter(), {}
     gpu_case.measure(small_case, "cpu", meter, figures)
     measured = figures["measured"]
@@ -527,9 +495,7 @@ def test_a_run_counts_its_components(gpu_case, small_case) -> None:
     assert measured["step_seconds"] > 0
 
 
-def test_a_run_that_is_out_of_memory_keeps_its_prediction_and_its_peaks(
-    gpu_case, small_case, monkeypatch, tmp_path
-) -> None:
+def test_a_run_that_is_out_of_memory_keeps_its_prediction_and_its_peaks(small_case, monkeypatch, tmp_path) -> None:
     def out_of_memory(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
 
@@ -547,7 +513,7 @@ def test_a_run_that_is_out_of_memory_keeps_its_prediction_and_its_peaks(
     assert json.loads(out.read_text("utf-8"))["status"] == "oom"
 
 
-def test_a_prediction_that_fails_is_named_and_the_case_measured(gpu_case, small_case, monkeypatch, tmp_path) -> None:
+def test_a_prediction_that_fails_is_named_and_the_case_measured(small_case, monkeypatch, tmp_path) -> None:
     def fails(case: Any) -> None:
         raise ValueError("not estimable: no")
 
@@ -559,7 +525,7 @@ def test_a_prediction_that_fails_is_named_and_the_case_measured(gpu_case, small_
     assert found["errors"] == {}
 
 
-def test_what_cannot_run_here_is_skipped_with_the_reason(gpu_case, setups, monkeypatch, tmp_path) -> None:
+def test_what_cannot_run_here_is_skipped_with_the_reason(monkeypatch, tmp_path) -> None:
     out = tmp_path / "out.json"
     monkeypatch.setattr(setups, "find_spec", lambda name: None)
     gpu_case.run(setups.Case("BERT-large", "8-bit Adam"), "cuda", {"capability": [9, 0]}, out)

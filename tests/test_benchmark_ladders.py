@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ladders
+import published_cases
 import pytest
 
 from hand_made import hand_made
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-LADDERS = ("A", "B")
 
-
-@pytest.fixture(scope="module")
-def ladders() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield importlib.import_module("ladders")
-
-
-def test_ladder_b_has_the_published_measurements(ladders) -> None:
-    cases = importlib.import_module("published_cases")
+def test_ladder_b_has_the_published_measurements() -> None:
     published = [
-        case for case in cases.read_cases(cases.PUBLISHED / "measurements.json") if case.id.startswith("hf-docs-v100/")
+        case
+        for case in published_cases.read_cases(published_cases.PUBLISHED / "measurements.json")
+        if case.id.startswith("hf-docs-v100/")
     ]
     ladder = ladders.read_ladder("B")
     assert len(published) == len(ladder.rows) == 9
@@ -41,8 +32,8 @@ def test_ladder_b_has_the_published_measurements(ladders) -> None:
         assert bool(row.settings.get("checkpointing")) is bool(case.settings.get("checkpointing"))
 
 
-@pytest.mark.parametrize("name", LADDERS)
-def test_a_ladder_keeps_its_effective_batch_and_names_its_source(ladders, name: str) -> None:
+@pytest.mark.parametrize("name", ladders.LADDERS)
+def test_a_ladder_keeps_its_effective_batch_and_names_its_source(name: str) -> None:
     ladder = ladders.read_ladder(name)
     assert ladder.source.startswith("https://")
     for row in ladder.rows:
@@ -54,7 +45,7 @@ def test_a_ladder_keeps_its_effective_batch_and_names_its_source(ladders, name: 
     ("arguments", "says"),
     [(["C"], "invalid choice: 'C'"), (["A", "--plot", "ladder.gif"], "'ladder.gif' is not a kind of picture; ")],
 )
-def test_the_arguments_are_checked(ladders, monkeypatch, capsys, arguments: list[str], says: str) -> None:
+def test_the_arguments_are_checked(monkeypatch, capsys, arguments: list[str], says: str) -> None:
     monkeypatch.setattr(sys, "argv", ["ladders.py", *arguments])
     with pytest.raises(SystemExit) as stop:
         ladders.main()
@@ -62,7 +53,7 @@ def test_the_arguments_are_checked(ladders, monkeypatch, capsys, arguments: list
     assert says in capsys.readouterr().err
 
 
-def halves(ladders: Any, name: str) -> list[Any]:
+def halves(name: str) -> list[Any]:
     """Return predictions of half of what was published, and a row of our own."""
     rows = [
         ladders.PredictedRow(row.name, row.total_bytes // 2, row.seconds / 2, row)
@@ -78,9 +69,9 @@ def halves(ladders: Any, name: str) -> list[Any]:
         ("B", "| batch 4, fp16 | 13.61 | 6.81 | 18.64 | 37.28 |"),
     ],
 )
-def test_the_table_has_what_was_published_beside_the_predictions(ladders, name: str, line: str) -> None:
+def test_the_table_has_what_was_published_beside_the_predictions(name: str, line: str) -> None:
     ladder = ladders.read_ladder(name)
-    lines = ladders.table(ladder, halves(ladders, name)).splitlines()
+    lines = ladders.table(ladder, halves(name)).splitlines()
     assert line in lines
     pairs = len(ladder.rows) * (len(ladder.rows) - 1) // 2
     assert f"Order as published: {pairs} of {pairs} pairs by time, {pairs} of {pairs} by memory." in lines
@@ -89,12 +80,12 @@ def test_the_table_has_what_was_published_beside_the_predictions(ladders, name: 
 
 @pytest.mark.parametrize(("name", "lines"), [("A", 0), ("B", 1)])
 def test_the_picture_marks_what_was_published(
-    ladders, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, name: str, lines: int
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, name: str, lines: int
 ) -> None:
     """Ladder A was measured on an unknown GPU, so none is drawn there."""
     pytest.importorskip("matplotlib")
     figures: list[Any] = []
-    rows = [replace(row, estimate=hand_made()) for row in halves(ladders, name)]
+    rows = [replace(row, estimate=hand_made()) for row in halves(name)]
     monkeypatch.setattr(ladders, "predicted_rows", lambda *_: rows)
     monkeypatch.setattr("hf_memopt.plotting.save_picture", lambda figure, path: figures.append(figure))
     monkeypatch.setattr(sys, "argv", ["ladders.py", name, "--plot", str(tmp_path / "ladder.png")])
@@ -106,7 +97,7 @@ def test_the_picture_marks_what_was_published(
     assert len([line for line in axes.lines if line.get_linestyle() == "--"]) == lines
 
 
-def test_pairs_in_another_order_are_counted(ladders) -> None:
+def test_pairs_in_another_order_are_counted() -> None:
     published = [
         ladders.LadderRow("one", 3, 1.0, {}),
         ladders.LadderRow("two", 2, 2.0, {}),
@@ -119,8 +110,8 @@ def test_pairs_in_another_order_are_counted(ladders) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LADDERS)
-def test_predictions_are_in_the_published_order_but_for_a_few_pairs(ladders, name: str) -> None:
+@pytest.mark.parametrize("name", ladders.LADDERS)
+def test_predictions_are_in_the_published_order_but_for_a_few_pairs(name: str) -> None:
     *rows, ours = found = ladders.predicted_rows(ladders.read_ladder(name))
     assert ours.name == "4gb-gpu preset"
     assert ours.total_bytes < 4.1 * 2**30

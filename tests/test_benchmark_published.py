@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import published
+import published_behaviours as behaviours
+import published_cases as cases
+import published_changes as changes
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tiny
 from hf_memopt.memory.optimizers.optimizer_memory import ParameterFacts
-
-ROOT = Path(__file__).resolve().parent.parent
-PUBLISHED = ROOT / "benchmarks" / "published"
-
-
-@pytest.fixture(scope="module")
-def published() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("published")
-
-
-@pytest.fixture(scope="module")
-def cases(published: ModuleType) -> ModuleType:
-    return importlib.import_module("published_cases")
-
-
-@pytest.fixture(scope="module")
-def behaviours(published: ModuleType) -> ModuleType:
-    return importlib.import_module("published_behaviours")
-
-
-@pytest.fixture(scope="module")
-def changes(published: ModuleType) -> ModuleType:
-    return importlib.import_module("published_changes")
 
 
 def measurement(**changed: Any) -> dict[str, Any]:
@@ -65,7 +42,7 @@ def written(path: Path, *sources: dict[str, Any]) -> Path:
 # ---- The files
 
 
-def test_the_given_files_are_read(cases: ModuleType) -> None:
+def test_the_given_files_are_read() -> None:
     found = cases.read_cases(*cases.FILES)
     assert len(found) == 18 + 47
     assert {case.loop for case in found} == {"Trainer", "SFTTrainer", "manual"}
@@ -76,8 +53,8 @@ def test_the_given_files_are_read(cases: ModuleType) -> None:
             assert cases.configuration_of(case)
 
 
-def test_a_row_has_what_its_source_says_of_all(cases: ModuleType) -> None:
-    found = {case.id: case for case in cases.read_cases(PUBLISHED / "a100_throughput.json")}
+def test_a_row_has_what_its_source_says_of_all() -> None:
+    found = {case.id: case for case in cases.read_cases(cases.PUBLISHED / "a100_throughput.json")}
     case = found["mistralai/Mistral-7B-v0.1 baseline-peft-bnb lora 8 x 1"]
     assert case.versions == {
         "torch": (2, 4),
@@ -92,10 +69,10 @@ def test_a_row_has_what_its_source_says_of_all(cases: ModuleType) -> None:
     assert (case.nvml_bytes, case.tokens_per_second) == (46050 * 2**20, 2987.456)
 
 
-def test_every_model_has_a_source_and_a_configuration_that_can_be_built(cases: ModuleType) -> None:
+def test_every_model_has_a_source_and_a_configuration_that_can_be_built() -> None:
     from transformers import AutoConfig
 
-    for name, facts in json.loads((PUBLISHED / "models.json").read_text(encoding="utf-8")).items():
+    for name, facts in json.loads((cases.PUBLISHED / "models.json").read_text(encoding="utf-8")).items():
         found = cases.model_facts(name)
         assert found["source"].startswith("https://"), name
         AutoConfig.for_model(found["model_type"], **found["config"])
@@ -106,7 +83,7 @@ def test_every_model_has_a_source_and_a_configuration_that_can_be_built(cases: M
 # ---- Behaviours
 
 
-def test_behaviours_follow_versions_loop_and_family(behaviours: ModuleType, cases: ModuleType, tmp_path: Path) -> None:
+def test_behaviours_follow_versions_loop_and_family(tmp_path: Path) -> None:
     def of(model_type: str, **changed: Any) -> list[str]:
         (case,) = cases.read_cases(written(tmp_path / "rows.json", measurement(**changed)))
         return [behaviour.name for behaviour in behaviours.behaviours_of(case, model_type)]
@@ -126,7 +103,7 @@ def test_behaviours_follow_versions_loop_and_family(behaviours: ModuleType, case
     ]
 
 
-def test_every_behaviour_is_that_of_a_published_run(behaviours: ModuleType, cases: ModuleType) -> None:
+def test_every_behaviour_is_that_of_a_published_run() -> None:
     found = {
         behaviour.name
         for case in cases.read_cases(*cases.FILES)
@@ -136,7 +113,7 @@ def test_every_behaviour_is_that_of_a_published_run(behaviours: ModuleType, case
     assert found == {behaviour.name for behaviour in behaviours.BEHAVIOURS}
 
 
-def test_every_behaviour_has_a_source_and_versions(behaviours: ModuleType) -> None:
+def test_every_behaviour_has_a_source_and_versions() -> None:
     for behaviour in behaviours.BEHAVIOURS:
         assert behaviour.source.startswith("github:"), behaviour.name
         assert set(behaviour.loops) <= set(behaviours.LOOPS)
@@ -144,7 +121,7 @@ def test_every_behaviour_has_a_source_and_versions(behaviours: ModuleType) -> No
     assert len(set(found)) == len(found)
 
 
-def test_old_softmax_and_losses_compute_the_same(changes: ModuleType) -> None:
+def test_old_softmax_and_losses_compute_the_same() -> None:
     scores = torch.randn(2, 3, 5, 5, dtype=torch.float64, requires_grad=True)
     old, new = changes.softmax_that_keeps_its_input(scores), F.softmax(scores, dim=-1)
     weights = torch.randn_like(old)
@@ -158,7 +135,7 @@ def test_old_softmax_and_losses_compute_the_same(changes: ModuleType) -> None:
         torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
 
 
-def test_a_loop_over_parameters_holds_one_temporary(changes: ModuleType) -> None:
+def test_a_loop_over_parameters_holds_one_temporary() -> None:
     facts = [ParameterFacts(str(size), (size,), 4, is_embedding=False) for size in (3, 5)]
     found = changes.adamw_of_transformers(facts)
     assert found.step == ((12,), (12, 20))
@@ -169,7 +146,7 @@ def test_a_loop_over_parameters_holds_one_temporary(changes: ModuleType) -> None
 
 
 def test_a_run_prints_each_case_and_counts_what_can_be_compared(
-    published: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sources = [
         measurement(),
@@ -185,7 +162,7 @@ def test_a_run_prints_each_case_and_counts_what_can_be_compared(
     assert "1: weights quantised by 'gptq' are not estimated" in printed
 
 
-def test_a_row_compares_what_was_measured(published: ModuleType, cases: ModuleType, tmp_path: Path) -> None:
+def test_a_row_compares_what_was_measured(tmp_path: Path) -> None:
     rows = [
         {"what": "reserved"},
         {"what": "NVML whole card", "context_bytes": 1000 * 2**20},
@@ -202,7 +179,7 @@ def test_a_row_compares_what_was_measured(published: ModuleType, cases: ModuleTy
     assert published.summaries(found)["reserved and the GPU's usual context, matched"]["cases"] == 1
 
 
-def test_what_lies_outside_of_torch_is_that_of_the_smallest_run(published: ModuleType) -> None:
+def test_what_lies_outside_of_torch_is_that_of_the_smallest_run() -> None:
     shared = {"source": "one", "is_quantized": False}
     rows = [
         {**shared, "matched_reserved_bytes": 100, "nvml_bytes": 150},
@@ -224,10 +201,8 @@ TWO_GPUS = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # asked for by peft
 @pytest.mark.parametrize("name", TWO_GPUS)
-def test_a_rank_of_two_gpus_with_the_fsdp_of_its_versions(
-    published: ModuleType, cases: ModuleType, behaviours: ModuleType, name: str
-) -> None:
-    case = next(case for case in cases.read_cases(PUBLISHED / "a100_throughput.json") if case.id == name)
+def test_a_rank_of_two_gpus_with_the_fsdp_of_its_versions(name: str) -> None:
+    case = next(case for case in cases.read_cases(cases.PUBLISHED / "a100_throughput.json") if case.id == name)
     settings = cases.estimate_settings(case)
     for behaviour in behaviours.behaviours_of(case, settings["model"].model_type):
         behaviour.change(settings)
@@ -235,13 +210,13 @@ def test_a_rank_of_two_gpus_with_the_fsdp_of_its_versions(
     assert found.peak_allocated_bytes == pytest.approx(case.measured_bytes, rel=TWO_GPUS[name])
 
 
-def test_summaries(published: ModuleType) -> None:
+def test_summaries() -> None:
     assert published.summary([]) == {"cases": 0}
     assert published.summary([0.01, -0.03, 0.02]) == {"cases": 3, "median": 0.02, "worst": 0.03, "worst_under": 0.03}
     assert published.summary([0.01])["worst_under"] == 0
 
 
-def test_readmes_table(published: ModuleType) -> None:
+def test_readmes_table() -> None:
     row = {
         "source": "github:owner/name some/file.csv: A100",
         "loop": "manual",

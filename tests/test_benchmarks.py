@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import math
-from pathlib import Path
 from typing import Any
 
+import batching
+import batching_end_to_end
+import batching_figures as figures
+import batching_peers as peers
+import command_line
 import numpy as np
 import pytest
+import results_file
+import streaming
 from hypothesis import given
 from hypothesis import strategies as st
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture
-def benchmark(monkeypatch) -> Any:
-    """Import a module of benchmarks/ by name."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
-
-
-@pytest.fixture(scope="module")
-def figures() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("batching_figures")
-
-
-@pytest.fixture(scope="module")
-def peers() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("batching_peers")
 
 
 @st.composite
@@ -64,7 +47,7 @@ def slow_padded(batch: list[int], lengths: list[int]) -> tuple[int, int]:
 
 
 @given(epochs(), st.integers(1, 300))
-def test_figures_equal_a_count_by_hand(figures, drawn, budget) -> None:
+def test_figures_equal_a_count_by_hand(drawn, budget) -> None:
     lengths, batches = drawn
     found = figures.figures_of(figures.epoch_of(batches, np.array(lengths)), budget)
     shapes = [slow_padded(batch, lengths) for batch in batches]
@@ -75,7 +58,7 @@ def test_figures_equal_a_count_by_hand(figures, drawn, budget) -> None:
     assert found["batches_over_budget"] == len([tokens for tokens in padded if tokens > budget])
 
 
-def test_shapes_that_the_sampler_tells_replace_the_own_ones(figures) -> None:
+def test_shapes_that_the_sampler_tells_replace_the_own_ones() -> None:
     lengths = np.array([3, 20, 5])
     epoch = figures.epoch_of([[0, 1], [2]], lengths, ([1, 1], [64, 32]))
     found = figures.figures_of(epoch, 64)
@@ -83,7 +66,7 @@ def test_shapes_that_the_sampler_tells_replace_the_own_ones(figures) -> None:
 
 
 @given(epochs(), st.integers(1, 4))
-def test_straggler_ratio_equals_a_count_step_by_step(figures, drawn, ranks) -> None:
+def test_straggler_ratio_equals_a_count_step_by_step(drawn, ranks) -> None:
     lengths, batches = drawn
     padded = [math.prod(slow_padded(batch, lengths)) for batch in batches]
     steps = [padded[i : i + ranks] for i in range(0, len(padded), ranks) if i + ranks <= len(padded)]
@@ -94,7 +77,7 @@ def test_straggler_ratio_equals_a_count_step_by_step(figures, drawn, ranks) -> N
         assert found is None
 
 
-def test_lag_one_of_known_series(figures) -> None:
+def test_lag_one_of_known_series() -> None:
     saw_tooth = np.tile(np.arange(50.0, 0, -1), 20)
     assert figures.lag_one(saw_tooth) == pytest.approx(slow_lag_one(saw_tooth.tolist()))
     assert figures.lag_one(saw_tooth) > 0.8
@@ -133,7 +116,7 @@ def slow_batch_by_size(lengths: list[int], max_tokens: int, multiple: int) -> li
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(60, 300), st.sampled_from([1, 4, 8]))
-def test_batch_by_size_equals_the_rule_step_by_step(peers, lengths, max_tokens, multiple) -> None:
+def test_batch_by_size_equals_the_rule_step_by_step(lengths, max_tokens, multiple) -> None:
     lengths = sorted(lengths)
     found = peers.batch_by_size(
         np.arange(len(lengths)), np.array(lengths, dtype=np.int64), max_tokens=max_tokens, multiple=multiple
@@ -149,7 +132,7 @@ NO_PACKAGE = ("hf_memopt", "random", "group_by_length", "batch_rebalance", "fair
 
 
 @pytest.mark.parametrize("world_size", [1, 8])
-def test_every_arm_reads_every_example_once_an_epoch(peers, world_size) -> None:
+def test_every_arm_reads_every_example_once_an_epoch(world_size) -> None:
     lengths, compared = small_lengths(), 0
     for name, arm in peers.ARMS.items():
         if not name.startswith(NO_PACKAGE) or peers.missing(name):
@@ -164,7 +147,7 @@ def test_every_arm_reads_every_example_once_an_epoch(peers, world_size) -> None:
 
 @pytest.mark.parametrize("name", ["lhotse dynamic bucketing", "TRL bfd packing"])
 @pytest.mark.filterwarnings("ignore")  # of packages that only the benchmark uses
-def test_peers_of_other_packages_read_every_example_once(peers, name) -> None:
+def test_peers_of_other_packages_read_every_example_once(name) -> None:
     if peers.missing(name):
         pytest.skip(peers.missing(name))
     lengths = small_lengths()
@@ -172,13 +155,13 @@ def test_peers_of_other_packages_read_every_example_once(peers, name) -> None:
     assert sorted(int(i) for batch in sampler.epoch(0) for i in batch) == list(range(500))
 
 
-def test_batch_sizes_of_the_fixed_arms(peers) -> None:
+def test_batch_sizes_of_the_fixed_arms() -> None:
     lengths = np.array([3, 3, 3, 60], dtype=np.int32)  # padded: 8, 8, 8, 64
     assert peers.safe_batch_size(lengths, 128) == 2
     assert peers.mean_batch_size(lengths, 128) == 5
 
 
-def test_a_peer_that_is_not_installed_is_named_with_the_call_that_installs_it(peers, monkeypatch) -> None:
+def test_a_peer_that_is_not_installed_is_named_with_the_call_that_installs_it(monkeypatch) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda _: None)
     assert peers.missing("lhotse dynamic bucketing") == (
         'lhotse dynamic bucketing: skipped, lhotse is not installed. Call: pip install "hf-memopt[bench]"'
@@ -186,7 +169,7 @@ def test_a_peer_that_is_not_installed_is_named_with_the_call_that_installs_it(pe
     assert peers.missing("random, safe") is None
 
 
-def test_held_bytes_count_the_lengths_where_they_are_kept(figures, peers) -> None:
+def test_held_bytes_count_the_lengths_where_they_are_kept() -> None:
     lengths = np.full(100_000, 10, dtype=np.int32)
 
     def keeps(given: Any, *_: Any) -> Any:
@@ -201,8 +184,8 @@ def test_held_bytes_count_the_lengths_where_they_are_kept(figures, peers) -> Non
 
 
 @pytest.mark.slow
-def test_a_shared_stream_has_figures_of_each_rank(benchmark) -> None:
-    found = benchmark("streaming").measure_scale(2, 4, (3,))
+def test_a_shared_stream_has_figures_of_each_rank() -> None:
+    found = streaming.measure_scale(2, 4, (3,))
     assert set(found["modes"]) == {"batch_size=32", "max_tokens=8192"}
     for of_mode in found["modes"].values():
         assert 1 <= of_mode["straggler_ratio"] <= of_mode["straggler_ratio_worst"] < 2
@@ -217,8 +200,7 @@ def test_a_shared_stream_has_figures_of_each_rank(benchmark) -> None:
     ("name", "least", "most", "median"),
     [("review", 4, 512, 60), ("glue", 4, 256, 23), ("heavy", 8, 4096, 250)],
 )
-def test_length_sets_keep_to_their_limits_and_are_the_same_every_time(benchmark, name, least, most, median) -> None:
-    batching = benchmark("batching")
+def test_length_sets_keep_to_their_limits_and_are_the_same_every_time(name, least, most, median) -> None:
     lengths = batching.synthetic_lengths(name, 20_000)
     assert lengths.dtype == np.int32
     assert least <= lengths.min()
@@ -228,16 +210,16 @@ def test_length_sets_keep_to_their_limits_and_are_the_same_every_time(benchmark,
 
 
 @pytest.mark.parametrize("examples", [33, 640])
-def test_the_budget_of_the_trained_task_gives_the_steps_of_the_other_arms(benchmark, examples) -> None:
+def test_the_budget_of_the_trained_task_gives_the_steps_of_the_other_arms(examples) -> None:
     from hf_memopt import LengthBuckets
 
     lengths = np.clip(np.random.default_rng(1).lognormal(3.5, 0.8, examples), 2, 256).astype(np.int32)
-    budget = benchmark("batching_end_to_end").matching_budget(lengths)
+    budget = batching_end_to_end.matching_budget(lengths)
     batches, smaller = (LengthBuckets(lengths, max_tokens=b).n_batches for b in (budget, budget - 8))
     assert batches <= math.ceil(examples / 32) < smaller
 
 
-def test_rows_become_tables(benchmark) -> None:
+def test_rows_become_tables() -> None:
     arm = {
         "padding_efficiency": 0.9512,
         "fill": 0.961,
@@ -258,7 +240,7 @@ def test_rows_become_tables(benchmark) -> None:
         },
         "end-to-end": {"arms": {"random": slow, "group_by_length": runs}, "examples": 160, "seeds": 2},
     }
-    tables = benchmark("batching").TABLES
+    tables = batching.TABLES
     versions = {"transformers": "5.23.0"}
     lengths, collation, end_to_end = (
         table({"figures": {"figures": figures[name]}, "versions": versions}).splitlines()
@@ -277,8 +259,7 @@ def test_rows_become_tables(benchmark) -> None:
     ]
 
 
-def test_rows_name_the_versions_of_the_peers_that_are_installed(benchmark, tmp_path) -> None:
-    results_file = benchmark("results_file")
+def test_rows_name_the_versions_of_the_peers_that_are_installed(tmp_path) -> None:
     path = results_file.append("case", {"figure": 1}, path=tmp_path / "out.jsonl")
     versions = json.loads(path.read_text(encoding="utf-8"))["versions"]
     installed = {name for name in ("lhotse", "trl") if importlib.util.find_spec(name) is not None}
@@ -287,8 +268,7 @@ def test_rows_name_the_versions_of_the_peers_that_are_installed(benchmark, tmp_p
 
 
 @pytest.mark.slow
-def test_commands_are_measured_with_their_exit_codes(benchmark, monkeypatch, tmp_path) -> None:
-    command_line = benchmark("command_line")
+def test_commands_are_measured_with_their_exit_codes(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(command_line, "REPEATS", 1)
     [found] = command_line.measure({"--version": 0}, str(tmp_path)).values()
     assert 0 < found["cpu_seconds"] < found["wall_seconds"] * 8
